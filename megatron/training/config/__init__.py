@@ -1,1 +1,1 @@
-"""What a run was asked to do, as frozen sections."""
+"""Run configuration: frozen dataclasses, each a section of the command-line flags."""

@@ -1,4 +1,4 @@
-"""Saving and loading."""
+"""Flags for saving and loading checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where samples come from and how they are cut."""
+"""Flags for data sources, sample order and the layout of samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.registry import Registry
 
-# A value is a function of user code; see megatron.training.data.
+# Values are functions of user code; see megatron.training.data.
 DATASETS = Registry[object]("--dataset-type", {})
 _data = partial(option, group="data and dataloader")
 _sft = partial(option, group="sft")

@@ -1,4 +1,4 @@
-"""Process groups and their back end."""
+"""Flags for process groups and their communication backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code of users that a run imports."""
+"""Flags that import user code."""
 
 from __future__ import annotations
 

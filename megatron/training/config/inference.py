@@ -1,4 +1,4 @@
-"""Text generation."""
+"""Flags for text generation."""
 
 from __future__ import annotations
 

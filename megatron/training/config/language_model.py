@@ -1,4 +1,4 @@
-"""What a language model has around its transformer."""
+"""Flags for the model outside its transformer layers: embeddings, positions, output layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.config import flag_messages
 from megatron.core.config.option import INT64_MAX, MAX_LAYERS, option
 from megatron.core.registry import Registry
 
-# A value is a `ModelKind`, of a package above this one; see megatron.training.models.
+# Values are `ModelKind` objects of megatron.training.models, which this package cannot import.
 MODEL_KINDS = Registry[object](
     "--model-kind",
     {

@@ -1,4 +1,4 @@
-"""What is reported, where and how often."""
+"""Flags for logging: which values, to which sink, how often."""
 
 from __future__ import annotations
 

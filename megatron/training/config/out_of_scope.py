@@ -1,4 +1,4 @@
-"""Flags of models that are not part of this project, or not yet."""
+"""Megatron-LM flags of models and features that this project does not implement."""
 
 from __future__ import annotations
 

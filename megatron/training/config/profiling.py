@@ -1,4 +1,4 @@
-"""Profilers and memory history."""
+"""Flags for profilers and the memory history."""
 
 from __future__ import annotations
 

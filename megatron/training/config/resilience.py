@@ -1,4 +1,4 @@
-"""Faults: detection, re-runs, restarts."""
+"""Flags for faults: detection, re-runs, restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RunConfig: everything a run was asked to do.  Built once by ``resolve``, never changed."""
+"""RunConfig: the complete, immutable configuration of a run, built by ``resolve``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from megatron.training.config.validation import ValidationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Sections by subject.  A field has the name of its flag's dest unless its Option says else."""
+    """Configuration of a run, one section per subject.
+
+    A field has the name of its flag's argparse dest unless its Option gives another.
+    """
 
     model: TransformerConfig
     language_model: LanguageModelConfig
@@ -48,23 +51,27 @@ class RunConfig:
     world_size: int
     extra: Mapping[str, Any] = field(default_factory=dict)  # values of extra_args_provider flags
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parsed namespace, dest -> value
-    warnings: tuple[str, ...] = ()  # what was overruled or is without effect, one sentence each
+    warnings: tuple[str, ...] = ()  # one sentence per flag that was overridden or has no effect
 
     @property
     def placement(self) -> Placement:
-        """Which virtual pipeline stage lies where."""
+        """Assignment of virtual pipeline stages to (pipeline rank, model chunk)."""
         m = self.model
         num_chunks = m.virtual_pipeline_model_parallel_size or 1
         return placement_of(m.pipeline_schedule, m.pipeline_model_parallel_size, num_chunks)
 
     @property
     def data_parallel_size(self) -> int:
-        """Replicas of the model, each reading its own samples."""
+        """Number of data-parallel ranks."""
         m = self.model
         degrees = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
         return data_parallel_size(self.world_size, *degrees, m.context_parallel_size)
 
 
 def data_parallel_size(world_size: int, tp: int, pp: int, cp: int) -> int:
-    """Replicas of a model in ``world_size`` ranks; 1 for degrees that the checks refuse."""
+    """Return the number of data-parallel ranks in a world of ``world_size`` ranks.
+
+    The result is 1 if the other sizes do not fit into the world; the checks refuse such a run
+    later.
+    """
     return max(1, world_size // max(1, tp * pp * cp))

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay over the run."""
+"""Flags for the schedules of learning rate and weight decay."""
 
 from __future__ import annotations
 

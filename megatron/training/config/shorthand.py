@@ -1,4 +1,4 @@
-"""Flags that set several fields, and flags that only old scripts use."""
+"""Flags that set several fields at once, and flags that only old scripts use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to ids."""
+"""Flags for the tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.registry import Registry
 
-# A value is a function that builds a tokenizer; see megatron.training.tokenizer.
+# Values are functions that build a tokenizer; see megatron.training.tokenizer.
 TOKENIZER_TYPES = Registry[object](
     "--tokenizer-type",
     dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Batch sizes, run length and how a run ends."""
+"""Flags for batch sizes, run length and exit conditions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When and on what the model is evaluated."""
+"""Flags for evaluation: datasets, interval and length."""
 
 from __future__ import annotations
 

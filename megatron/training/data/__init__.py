@@ -1,4 +1,4 @@
-"""From data flags to micro-batches on the device; `register_dataset` adds a dataset."""
+"""Datasets, loaders and micro-batches of a run; `register_dataset` adds a dataset."""
 
 from megatron.training.data.user_datasets import BuildDataset as BuildDataset
 from megatron.training.data.user_datasets import register_dataset as register_dataset

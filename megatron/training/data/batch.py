@@ -1,6 +1,6 @@
-"""A micro-batch for this rank: the first tensor-parallel rank reads, the others receive.
+"""Read micro-batches: tensor-parallel rank 0 reads and broadcasts to its group.
 
-Collective over the tensor-parallel group, one broadcast a tensor, in the order of the table.
+Collective over the tensor-parallel group: one broadcast per tensor, in the order of the table.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _stimer = StragglerDetector()
 def next_batch(
     run: Runtime, data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module
 ) -> dict[str, Tensor | None]:
-    """What ``model`` reads of the next micro-batch: this rank's share of its tokens.
+    """Return this rank's context-parallel part of the next micro-batch of ``model``.
 
-    None is what its pipeline stage does not need; one that needs nothing reads nothing.
+    Tensors that the pipeline stage of ``model`` does not need are None; a stage that needs none
+    does not advance ``data_iterator``.  Collective over the tensor-parallel group.
     """
     run.timers("batch-generator", log_level=2).start()
     stage = run.stages[get_attr_wrapped_model(model, "vp_stage") or 0]
@@ -43,7 +44,10 @@ def load_batch(
     table: BatchTable,
     tp_group: dist.ProcessGroup,
 ) -> dict[str, Tensor | None]:
-    """The tensors of ``table``, on the current device."""
+    """Return the tensors of ``table`` on the current device.
+
+    Collective over ``tp_group``: its rank 0 reads from ``data_iterator``, the others receive.
+    """
     target = device.current()
     reads = tp_group.rank() == 0 and any(table.values())
     item = next(data_iterator) if reads and data_iterator is not None else {}

@@ -1,4 +1,4 @@
-"""Data sets of whichever kind a run is of."""
+"""Build the datasets of a run for its model kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from megatron.training.tokenizer.checks import check_data
 
 
 def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
-    """Train, validation and test set with at least ``num_samples`` samples each."""
+    """Build the train, validation and test set with at least ``num_samples`` samples each.
+
+    None stands for one pass over the data.  Ranks that read no data receive None in place of
+    datasets.  Raise ConfigError for --dataloader-type external, DataError if no training data is
+    left.
+    """
     data, kind = run.config.data, implementation_of(run.config)
     if data.dataloader_type == "external":
         raise ConfigError(
@@ -42,7 +47,7 @@ def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any
 
 
 def _common(run: Runtime) -> dict[str, Any]:
-    """What the data sets of all kinds are told."""
+    """Return the dataset arguments that all model kinds share."""
     data, validation = run.config.data, run.config.validation
     blend, blend_per_split = get_blend_and_blend_per_split(data)
     return {
@@ -66,7 +71,7 @@ def _common(run: Runtime) -> dict[str, Any]:
 def _check_data(
     run: Runtime, kind: ModelImplementation, config: BlendedMegatronDatasetConfig
 ) -> None:
-    """On one rank: the data fits the tokenizer, the vocabulary and the flags that act on EOD."""
+    """Check on one rank that the data fits tokenizer, vocabulary and the flags that act on EOD."""
     data = run.config.data
     given = {
         "--reset-position-ids": data.reset_position_ids,

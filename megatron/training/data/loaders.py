@@ -1,7 +1,7 @@
-"""From data flags to iterators of micro-batches.
+"""Build iterators of micro-batches from the data flags.
 
-The stream of global samples is a function of data, seed and sample index; a rank takes its share
-by (consumed samples, micro-batch size, data-parallel rank).
+The stream of global samples is a function of data, seed and sample index.  The samples of a rank
+follow from consumed samples, micro-batch size and data-parallel rank.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Provider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
 
 
 def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, Any]:
-    """(blend, None), (None, [train, valid, test]) or (None, None) from the data flags.
+    """Return (blend, None), (None, [train, valid, test]) or (None, None) from the data flags.
 
-    Scripts hand over get_args().
+    ``data`` may also be the namespace of get_args(), which user scripts pass.
     """
     if data.data_path or data.data_args_path:
         words = data.data_path or _words(data.data_args_path)
@@ -49,15 +49,16 @@ def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, An
 
 
 def train_valid_test_num_samples(run: Runtime) -> tuple[int | None, int | None, int | None]:
-    """How many samples each set must offer; None is one whole pass.
+    """Return the number of samples each set must offer; None is one complete pass.
 
-    They decide the order of samples, so a batch that is decreased counts with its full size.
+    These numbers decide the order of samples, so the count uses --global-batch-size even where
+    --decrease-batch-size-if-needed runs with a smaller batch.
     """
     config, batch = run.config, run.batches.global_batch_size_wanted
     validation = config.validation
     train = config.training.train_samples
     if train is None:
-        left = (run.train_iters - run.state.iteration) * batch  # batches may have grown since
+        left = (run.train_iters - run.state.iteration) * batch  # the batch size may have grown
         train = max(run.train_iters * batch, run.state.consumed_train_samples + left)
     passes = run.train_iters // validation.eval_interval + 1
     valid = None if validation.full_validation else passes * validation.eval_iters * batch
@@ -66,10 +67,10 @@ def train_valid_test_num_samples(run: Runtime) -> tuple[int | None, int | None, 
 
 @in_phase("building the data")
 def build_data(run: Runtime, provider: Provider) -> None:
-    """Fill the iterators of ``run``.
+    """Build the data iterators of ``run``.
 
-    Index building may take long on the first rank; the others poll for its files, no collective
-    is open meanwhile.
+    Index building may take long on the first rank.  The other ranks poll for the index files
+    meanwhile, so that no collective is pending (it could run into its timeout).
     """
     sizes = train_valid_test_num_samples(run)
     print_rank_0(" > datasets target sizes (minimum size):")
@@ -93,9 +94,9 @@ def build_data(run: Runtime, provider: Provider) -> None:
 
 
 def _provided(run: Runtime, provider: Provider, sizes: Sequence[int | None]) -> Any:
-    """What the provider gives this rank.
+    """Call the datasets provider.
 
-    One that does not say ``is_distributed`` is asked on the ranks that read, and there alone.
+    A provider without ``is_distributed = True`` is called only on tensor-parallel rank 0.
     """
     if getattr(provider, "is_distributed", False) or run.groups.tp.rank() == 0:
         return provider(sizes)
@@ -103,7 +104,10 @@ def _provided(run: Runtime, provider: Provider, sizes: Sequence[int | None]) -> 
 
 
 def agree_on(mp_group: dist.ProcessGroup, *counts: int) -> list[int]:
-    """What its first rank, which reads, found.  Collective over mp; not all ranks hold data."""
+    """Return the ``counts`` of the first rank of ``mp_group`` on all its ranks.
+
+    Collective over ``mp_group``.  Needed because ranks that do not read data cannot count it.
+    """
     if mp_group.size() == 1:
         return list(counts)
     agreed = torch.tensor(counts, device=device.current())
@@ -112,24 +116,27 @@ def agree_on(mp_group: dist.ProcessGroup, *counts: int) -> list[int]:
 
 
 def reads_data(run: Runtime) -> bool:
-    """Whether this rank reads micro-batches: the others of its tensor-parallel group receive."""
+    """Return whether this rank reads micro-batches; other ranks receive them by broadcast."""
     return run.groups.tp.rank() == 0 and any(_chunks_that_read(run))
 
 
 def chunk_iterators(run: Runtime, loader: Any) -> Any:
-    """An iterator over ``loader``, or, with several model chunks, one for each that reads."""
+    """Return an iterator over ``loader``; with several model chunks a list of one per chunk.
+
+    An entry is None for a chunk that reads nothing.
+    """
     readers = _chunks_that_read(run)
     if len(readers) == 1:
         return ReadAhead(iter(loader)) if loader is not None else None
     if loader is None:
         return [None] * len(readers)
-    # Each chunk sees all micro-batches; one that another has read already is kept for it.
+    # Each chunk reads every micro-batch; tee keeps it until the slowest chunk has read it.
     copies = iter(itertools.tee(loader, sum(readers)))
     return [ReadAhead(next(copies)) if reads else None for reads in readers]
 
 
 def _chunks_that_read(run: Runtime) -> list[bool]:
-    """Whether each chunk's stage needs anything of a micro-batch."""
+    """Return for each model chunk whether its stage needs any tensor of a micro-batch."""
     table, num_stages = implementation_of(run.config).batch, run.placement.num_stages
     return [any(table(run.config, stage, num_stages).values()) for stage in run.stages]
 
@@ -137,9 +144,9 @@ def _chunks_that_read(run: Runtime) -> list[bool]:
 def make_loader(
     run: Runtime, dataset: Dataset[Any] | None, consumed: int, *, whole: bool = False
 ) -> Any:
-    """Micro-batches of this data-parallel rank from sample ``consumed`` on; None without data.
+    """Return the loader of this data-parallel rank from sample ``consumed`` on; None without data.
 
-    ``whole`` includes a last global batch that is not full, filled up with samples without loss.
+    ``whole`` also reads the last, incomplete global batch, padded with samples without loss.
     """
     if dataset is None:
         return None
@@ -170,7 +177,10 @@ def _take_external(run: Runtime, train: Any, valid: Any, test: Any) -> None:
 
 
 def _lists_per_split(path: str) -> list[list[str] | None]:
-    """What a JSON file names for train, valid and test; None for a set that is left out."""
+    """Return the train, valid and test list of a JSON file, None for a missing one.
+
+    Raise DataError for a file of another form.
+    """
     splits = ("train", "valid", "test")
     text = _read(path, "--per-split-data-args-path")
     needed = "an object with the lists train, valid and test of weights and prefixes is needed"
@@ -191,7 +201,7 @@ def _lists_per_split(path: str) -> list[list[str] | None]:
 
 
 def _are_words(words: list[Any] | None) -> bool:
-    """Whether all are weights or prefixes; no file name has a NUL in it."""
+    """Return whether all ``words`` are weights or prefixes; a file name cannot contain NUL."""
     return all(
         "\0" not in word if isinstance(word, str) else type(word) in (int, float)
         for word in words or ()

@@ -1,8 +1,8 @@
-"""The first micro-batch of the next step, read and sent to the device while this one computes.
+"""Prefetch micro-batches of the next step to the device while the current step computes.
 
-Between two steps the host waits for the gradient norm; the device then has nothing to do until
-the next micro-batch is there.  Inside a step reading is hidden: the host is ahead of the device.
-A step that is one graph needs all of them at its begin.
+Between two steps the host waits for the gradient norm, and the device would then idle until the
+next micro-batch has arrived.  Within a step the host runs ahead of the device, so reading costs no
+time.  A step captured as one CUDA graph needs all its micro-batches at its start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core import device
 
 
 class ReadAhead:
-    """``batches``, some of them taken before they are asked for."""
+    """Iterator over ``batches`` that can read and copy some of them to the device in advance."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -35,13 +35,16 @@ class ReadAhead:
         return self._ahead.pop(0)
 
     def first(self) -> Any:
-        """What `next` will return, and still has to."""
+        """Return the batch that `next` will return, without consuming it."""
         self.read()
         device.wait_event(self._arrived)
         return self._ahead[0]
 
     def read(self, count: int = 1) -> None:
-        """Take the next ``count``, if there are so many, and start to copy them to the device."""
+        """Prefetch until ``count`` batches wait, or fewer at the end of the data.
+
+        The copies to the device are asynchronous, on a side stream.
+        """
         for batch in itertools.islice(self._batches, max(0, count - len(self._ahead))):
             self._ahead.append(self._sent(batch) if isinstance(batch, dict) else batch)
 
@@ -49,7 +52,7 @@ class ReadAhead:
         self._stream = self._stream or device.side_stream()
         if self._stream is None:
             return batch
-        # Allocated on the stream that uses and frees them.
+        # Allocate on the compute stream, which also uses and frees these tensors.
         tensors = {name: t for name, t in batch.items() if torch.is_tensor(t)}
         sent = {n: torch.empty_like(t, device=device.current()) for n, t in tensors.items()}
         device.wait_stream(self._stream)
@@ -61,7 +64,10 @@ class ReadAhead:
 
 
 def read_ahead(data: Any, count: int = 1) -> None:
-    """Of each model chunk's iterator; not of iterators that a script has brought along."""
+    """Prefetch ``count`` batches of the iterator of each model chunk.
+
+    Iterators of any other type, which a user script supplied, are left alone.
+    """
     for batches in data if isinstance(data, list) else [data]:
         if isinstance(batches, ReadAhead):
             batches.read(count)

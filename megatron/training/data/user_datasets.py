@@ -1,4 +1,4 @@
-"""Datasets of user code: --dataset-type NAME."""
+"""Datasets of user code (--dataset-type NAME)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron.training.runtime.runtime import Runtime
 
 Split = Literal["train", "valid", "test"]
 Samples = Dataset[Mapping[str, Tensor]]  # with a length
-# (run, split, samples that the run will read or None for one pass) -> samples; None: no such split
+# (run, split, samples to be read or None for one pass) -> dataset, or None without such a split
 BuildDataset = Callable[[Runtime, Split, int | None], Samples | None]
 _SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
 def register_dataset(name: str, build: BuildDataset) -> None:
-    """Add a dataset for --dataset-type ``name``.  Raises ConfigError for a name that is taken.
+    """Register a dataset for --dataset-type ``name``.  Raise ConfigError if the name is taken.
 
-    ``build`` is called on the ranks that read data, for each split; it must not communicate.
+    ``build`` is called once per split, only on ranks that read data; it must not use collectives.
     """
     if not callable(build):
         raise ConfigError(f"register_dataset({name!r}, ...): {build!r} is no function")
@@ -32,7 +32,11 @@ def register_dataset(name: str, build: BuildDataset) -> None:
 def build_user_datasets(
     run: Runtime, name: str, num_samples: Sequence[int | None], *, reads: bool
 ) -> tuple[Samples | None, ...]:
-    """Train, validation and test set of the dataset ``name``; None on ranks that do not read."""
+    """Build the train, validation and test set of dataset ``name``.
+
+    All are None on ranks that do not read.  Raise DataError for a set without length or with too
+    few samples, or if there is nothing to train on.
+    """
     build = cast(BuildDataset, DATASETS.find(name))  # register_dataset() has checked it
     if not reads:
         return None, None, None

@@ -1,1 +1,1 @@
-"""Datasets of the application."""
+"""Import paths of Megatron-LM's application datasets."""

@@ -1,4 +1,4 @@
-"""The conversations dataset, refused by name: ``--sft``, which needs it, is refused too."""
+"""SFTDataset (--sft): importable, but refused on use."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 
 class SFTDataset(MegatronDataset):
-    """Importable because scripts name it.  Using it raises ConfigError."""
+    """Placeholder for scripts that import the name; using it raises ConfigError."""
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> NoReturn:
-        """Refuse."""
+        """Raise ConfigError: --sft is not supported."""
         _refuse()
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> NoReturn:
-        """Refuse."""
+        """Raise ConfigError: --sft is not supported."""
         _refuse()
 
 

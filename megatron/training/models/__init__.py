@@ -1,4 +1,4 @@
-"""The kinds of models that the entry scripts train; `register_model_kind` adds one."""
+"""Model kinds that the entry scripts train; `register_model_kind` adds one."""
 
 from megatron.training.models.kind import Batch as Batch
 from megatron.training.models.kind import BatchTable as BatchTable

@@ -1,4 +1,4 @@
-"""BERT from a RunConfig: the model, its data sets, what a stage reads."""
+"""Build BERT, its datasets and its batch table from a RunConfig."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron.training.models.kind import (
 def build_bert_model(
     config: RunConfig, *, vp_stage: int | None = None, return_embeddings: bool = False, **stage: Any
 ) -> BertModel:
-    """One pipeline stage of the model that ``config`` describes, on the current device."""
+    """Build one pipeline stage of BERT on the current device."""
     lm = config.language_model
     is_local = config.model.transformer_impl == "local"
     spec = get_bert_layer_local_spec if is_local else get_bert_layer_with_transformer_engine_spec
@@ -46,7 +46,7 @@ def build_bert_model(
 
 
 def bert_dataset_config(config: RunConfig, **common: Any) -> BERTMaskedWordPieceDatasetConfig:
-    """How much is hidden: the rest of the rules are the reference's."""
+    """Return the BERT dataset config; the flags set the masking rate, the rest is Megatron-LM's."""
     return BERTMaskedWordPieceDatasetConfig(
         masking_probability=config.data.mask_prob,
         short_sequence_probability=config.data.short_seq_prob,
@@ -61,9 +61,10 @@ def bert_dataset_config(config: RunConfig, **common: Any) -> BERTMaskedWordPiece
 
 
 def bert_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
-    """text, types, labels, loss_mask, padding_mask [b, s]; is_random [b].
+    """Return the tensors that ``stage`` reads, None for those it does not.
 
-    The first stage needs tokens, the last labels, and all which keys are padding.
+    text, types, labels, loss_mask and padding_mask are [b, s], is_random is [b], all int64. The
+    first stage reads the token ids, the last stage the labels, every stage the padding mask.
     """
     b, s = config.training.micro_batch_size, config.data.seq_length
     has_head = config.language_model.bert_binary_head
@@ -80,7 +81,11 @@ def bert_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
 
 
 def apply_bert(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None] | Tensor:
-    """Token losses [b, s] and logits of the order [b, 2]; hidden states before the last stage."""
+    """Run one stage on ``batch``.
+
+    Return token losses [b, s] and sentence-order logits [b, 2] (None without the binary head) on
+    the last stage, hidden states on the others.
+    """
     result: tuple[Tensor, Tensor | None] | Tensor = model(
         batch["text"],
         batch["padding_mask"],

@@ -1,4 +1,4 @@
-"""The built-in model kinds.  Their implementations are imported when a model is built."""
+"""Descriptions of the built-in model kinds; each implementation is imported on first use."""
 
 from __future__ import annotations
 

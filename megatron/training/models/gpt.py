@@ -1,4 +1,4 @@
-"""GPT from a RunConfig: the model, its data sets, what a stage reads."""
+"""Build GPT, its datasets and its batch table from a RunConfig."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron.training.models.kind import (
 
 
 def build_gpt_model(config: RunConfig, *, vp_stage: int | None = None, **stage: Any) -> GPTModel:
-    """One pipeline stage of the model that ``config`` describes, on the current device."""
+    """Build one pipeline stage of GPT on the current device."""
     spec = gpt_layer_spec(config)
     return GPTModel(
         config=config.model,
@@ -43,7 +43,7 @@ def build_gpt_model(config: RunConfig, *, vp_stage: int | None = None, **stage: 
 
 
 def gpt_layer_spec(config: RunConfig) -> Any:
-    """Which class fills which slot: --spec, else by --transformer-impl."""
+    """Return the layer spec: the one --spec names, otherwise that of --transformer-impl."""
     spec = config.language_model.spec
     if spec and spec[0] != "local":
         return get_imported_layer_spec(tuple(spec), config.model)
@@ -58,7 +58,7 @@ def gpt_layer_spec(config: RunConfig) -> Any:
 
 
 def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
-    """How samples are cut from documents."""
+    """Return the GPT dataset config; ``common`` holds the arguments shared by all model kinds."""
     data = config.data
     return GPTDatasetConfig(
         reset_position_ids=data.reset_position_ids,
@@ -70,10 +70,12 @@ def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
 
 
 def gpt_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
-    """tokens, labels, loss_mask, position_ids [b, s]; attention_mask [b, 1, s, s].
+    """Return the tensors that ``stage`` reads, None for those it does not.
 
-    The first stage needs tokens, the last labels; a mask that is causal and no more is left out:
-    attention is causal without it, and faster.
+    tokens, labels, loss_mask and position_ids are [b, s], attention_mask is [b, 1, s, s].  The
+    first stage reads tokens and positions, the last one labels and loss mask, and tokens too for
+    multi-token prediction.  With --reset-attention-mask every stage reads all.  A purely causal
+    mask is never read: attention is causal without it, and faster.
     """
     b, s = config.training.micro_batch_size, config.data.seq_length
     has_mask = config.data.reset_attention_mask
@@ -90,7 +92,7 @@ def gpt_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
 
 
 def apply_gpt(model: nn.Module, batch: Batch) -> Tensor:
-    """Token losses [b, s] on the last stage, hidden states on the others."""
+    """Run one stage: return token losses [b, s] on the last stage, hidden states on the others."""
     losses: Tensor = model(
         batch["tokens"],
         batch["position_ids"],

@@ -1,7 +1,7 @@
-"""What the application knows of one kind of model: a description, and how it is built.
+"""Model kinds: a description (`ModelKind`) and an implementation (`ModelImplementation`).
 
-The description (`ModelKind`) answers what checks, estimates and tools ask, without importing a
-model; the implementation is imported when a model is built.
+Checks, estimates and tools read the description, which imports no model.  The implementation is
+imported when a model is built.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from megatron.training.models.layers import Layer, stack_of_layers
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a micro-batch."""
+    """Dtype and shape of one tensor of a micro-batch."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-# Every tensor that a batch may have, in the order in which ranks exchange them; None: not needed.
+# Every tensor of a batch, in broadcast order; None: the stage does not need it.
 BatchTable = dict[str, TensorSpec | None]
 Batch = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelImplementation:
-    """How a RunConfig becomes a model and its data.
+    """Functions and classes that build a model and its data from a RunConfig.
 
     ``build(config, *, vocab_size, padded_vocab_size, groups, pre_process, post_process, vp_stage,
-    parallel_output)`` gives one pipeline stage on the current device.  ``datasets`` are the class
-    that reads files and the one that makes samples up; ``dataset_config(config, **common)`` is
-    their config, where ``common`` are the arguments that all kinds share.  ``batch(config, stage,
-    num_stages)`` says what one stage reads, ``apply(model, batch)`` runs it: what it returns on the
-    last stage is for the loss function of the entry script.
+    parallel_output)`` returns one pipeline stage on the current device.  ``datasets`` are two
+    classes: the first reads files, the second makes mock data.  ``dataset_config(config,
+    **common)`` returns their config; ``common`` holds the arguments that all kinds share.
+    ``batch(config, stage, num_stages)`` returns the tensors that one stage reads.  ``apply(model,
+    batch)`` runs a stage; the entry script's loss function receives what the last stage returns.
     """
 
     build: Callable[..., nn.Module]
@@ -58,22 +58,22 @@ def _no_problems(_run: RunConfig) -> Iterable[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKind:
-    """The description of a kind; the defaults are those of a GPT.
+    """Description of a model kind; the defaults describe GPT.
 
-    ``implementation`` may be the name of one, ``package.module:NAME``.  ``layers`` says of which
-    parts each layer consists: FLOPs, parameter count and memory estimates follow from it.
-    ``problems`` are error messages about a run that this kind cannot do.
+    ``implementation`` is a ModelImplementation or its import path ``package.module:NAME``.
+    ``layers`` returns the parts of each layer; the estimates of FLOPs, parameters and memory use
+    it.  ``problems`` yields error messages for runs that this kind does not support.
     """
 
-    title: str  # in messages
+    title: str  # used in messages
     entry_script: str  # the program that trains it
     implementation: ModelImplementation | str
     is_causal: bool = True  # False: attention is bidirectional
-    has_encoder: bool = False  # an encoder and a decoder, each with depth and length of its own
+    has_encoder: bool = False  # encoder and decoder, each with its own depth and length
     is_hybrid: bool = False  # the --hybrid-* and --mamba-* flags describe the layers
     masks_tokens: bool = False  # in training samples, by --mask-prob
-    has_masked_lm_head: bool = False  # BERT's output layers: masked tokens, order of sentences
-    writes_text: bool = True  # token by token, for tools/text_generation_cli.py
+    has_masked_lm_head: bool = False  # BERT's output layers: masked tokens, sentence order
+    writes_text: bool = True  # autoregressively, for tools/text_generation_cli.py
     supports_compile: bool = False
     supports_context_parallel: bool = True
     transformers_class: str = "CausalLM"  # AutoModelFor... of Hugging Face transformers
@@ -81,7 +81,7 @@ class ModelKind:
     problems: Callable[[RunConfig], Iterable[str]] = _no_problems
 
     def load(self) -> ModelImplementation:
-        """The implementation, imported if it is given by name."""
+        """Return the implementation; import it if it is given by its import path."""
         named = self.implementation
         found = pkgutil.resolve_name(named) if isinstance(named, str) else named
         assert isinstance(found, ModelImplementation), f"{named} is no ModelImplementation"
@@ -98,7 +98,7 @@ def language_arguments(
     post_process: bool = True,
     parallel_output: bool = True,
 ) -> dict[str, Any]:
-    """What every language model's constructor is told, by its names for it."""
+    """Return the constructor arguments that all language models share."""
     lm = config.language_model
     return {
         "vocab_size": padded_vocab_size,

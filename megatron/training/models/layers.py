@@ -1,4 +1,4 @@
-"""Of which parts the layers of a model consist: arithmetic on flags, one function per structure."""
+"""Parts of each layer of a model, derived from the flags; one function per model structure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from megatron.training.config.run import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """``attention`` and ``mlp`` as in `LayerShape`; a layer of a hybrid has one part."""
+    """Parts of one layer.
+
+    ``attention`` and ``mlp`` have the values of `LayerShape`.  A layer of a hybrid model has
+    exactly one part: a Mamba mixer, attention or an MLP.
+    """
 
     attention: str = NO_OP
     mlp: str = NO_OP
@@ -31,11 +35,11 @@ class Layer:
     has_experts: bool = False
     has_mixer: bool = False
     has_cross_attention: bool = False
-    is_encoder: bool = False  # of the half that a decoder looks at
+    is_encoder: bool = False  # part of the encoder, whose output the decoder attends to
 
 
 def stack_of_layers(run: RunConfig) -> list[Layer]:
-    """One stack; behind it the layers of multi-token prediction."""
+    """Return the layers of a single stack, followed by those of multi-token prediction."""
     model = run.model
     width = model.ffn_hidden_size or 0
     shapes = list(layer_shapes(model) or [LayerShape(FULL, FULL, width)] * model.num_layers)
@@ -52,7 +56,7 @@ def stack_of_layers(run: RunConfig) -> list[Layer]:
 
 
 def hybrid_layers(run: RunConfig) -> list[Layer]:
-    """One stack whose layers the --hybrid-* flags choose."""
+    """Return the layers of a hybrid model, which the --hybrid-* flags select."""
     lm = run.language_model
     pattern = layer_pattern(
         run.model.num_layers,
@@ -70,7 +74,7 @@ def hybrid_layers(run: RunConfig) -> list[Layer]:
 
 
 def encoder_decoder_layers(run: RunConfig) -> list[Layer]:
-    """The layers of the encoder, then those of the decoder."""
+    """Return the encoder layers, then the decoder layers."""
     width = run.model.ffn_hidden_size or 0
     encoder = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=width, is_encoder=True)
     decoder = replace(encoder, is_encoder=False, has_cross_attention=True)
@@ -79,12 +83,12 @@ def encoder_decoder_layers(run: RunConfig) -> list[Layer]:
 
 
 def stages_of_stack(run: RunConfig) -> tuple[range, ...]:
-    """Which layers of one stack each virtual stage holds, without multi-token prediction."""
+    """Return the layer range of each virtual stage, multi-token prediction layers excluded."""
     return layer_ranges(run.model, run.model.pipeline_model_parallel_size)
 
 
 def stages_of_encoder_decoder(run: RunConfig) -> tuple[range, ...]:
-    """Which of `encoder_decoder_layers` each stage holds."""
+    """Return the range into `encoder_decoder_layers` of each pipeline stage."""
     model, num_ranks = run.model, run.model.pipeline_model_parallel_size
     depths = model.num_layers, run.language_model.decoder_num_layers or 0
     if num_ranks == 1:

@@ -1,4 +1,4 @@
-"""Mamba and hybrid models from a RunConfig; data and batches are those of a GPT."""
+"""Build Mamba and hybrid models from a RunConfig; data and batch table are those of GPT."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.training.models.kind import language_arguments
 def build_mamba_model(
     config: RunConfig, *, vp_stage: int | None = None, **stage: Any
 ) -> MambaModel:
-    """One pipeline stage of the model that ``config`` describes, on the current device."""
+    """Build one pipeline stage of the model on the current device."""
     lm = config.language_model
     return MambaModel(
         config=config.model,
@@ -30,7 +30,10 @@ def build_mamba_model(
 
 
 def mamba_spec(config: RunConfig) -> Any:
-    """The stack that --spec names; the one of this project follows the flags."""
+    """Return the stack spec that --spec imports.
+
+    Without --spec, or if it names this project's own spec, return a spec that follows the flags.
+    """
     path = config.language_model.spec
     if path and path[0] != "local":
         spec = get_imported_layer_spec(tuple(path), config.model)

@@ -1,4 +1,4 @@
-"""The model kinds by name, those of user code included."""
+"""Registry of model kinds by name, including those that user code registers."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ from megatron.training.models.kind import ModelImplementation, ModelKind
 
 
 def register_model_kind(name: str, kind: ModelKind) -> None:
-    """Add a kind for --model-kind ``name``.  Raises ConfigError for a name that is taken."""
+    """Register ``kind`` for --model-kind ``name``.  Raise ConfigError if the name is taken."""
     if not isinstance(kind, ModelKind):
         raise ConfigError(f"register_model_kind({name!r}, ...): {kind!r} is no ModelKind")
     MODEL_KINDS.register(name, kind)
 
 
 def model_kind(name: str | None) -> ModelKind:
-    """The kind that --model-kind ``name`` selects, by default GPT.  Raises ConfigError."""
+    """Return the kind of --model-kind ``name``; None selects the default, GPT.
+
+    Raise ConfigError for an unknown name.
+    """
     kind = MODEL_KINDS.find(name or LanguageModelConfig.model_kind)
     assert isinstance(kind, ModelKind), "register_model_kind() has checked it"
     return kind
 
 
 def model_kind_of(config: RunConfig) -> ModelKind:
-    """The kind of the model that ``config`` describes."""
+    """Return the model kind that ``config`` selects."""
     return model_kind(config.language_model.model_kind)
 
 
 def implementation_of(config: RunConfig) -> ModelImplementation:
-    """How the model that ``config`` describes, its data and its batches are built."""
+    """Return the implementation of the model kind that ``config`` selects."""
     return model_kind_of(config).load()
 
 
 def build_model_stage(
     config: RunConfig, *, vp_stage: int | None = None, **arguments: Any
 ) -> nn.Module:
-    """One stage of the model; see `ModelImplementation` for the arguments."""
+    """Build one pipeline stage; `ModelImplementation` lists the arguments."""
     return implementation_of(config).build(config, vp_stage=vp_stage, **arguments)

@@ -1,4 +1,4 @@
-"""T5 from a RunConfig: the model, its data sets, what a stage reads."""
+"""Build T5, its datasets and its batch table from a RunConfig."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron.training.models.kind import (
 
 
 def build_t5_model(config: RunConfig, *, vp_stage: int | None = None, **stage: Any) -> T5Model:
-    """One pipeline stage of the model that ``config`` describes, on the current device."""
+    """Build one pipeline stage of T5 on the current device."""
     assert vp_stage is None, "the checks refuse virtual stages"
     encoder = config.model
     decoder = replace(encoder, num_layers=config.language_model.decoder_num_layers)
@@ -57,7 +57,7 @@ def build_t5_model(config: RunConfig, *, vp_stage: int | None = None, **stage: A
 
 
 def t5_dataset_config(config: RunConfig, **common: Any) -> T5MaskedWordPieceDatasetConfig:
-    """How sentences become a text with spans missing, and the spans."""
+    """Return the T5 dataset config; the flags set the masking rate and the sequence lengths."""
     data = config.data
     assert data.decoder_seq_length is not None, "it follows from --seq-length"
     return T5MaskedWordPieceDatasetConfig(
@@ -74,9 +74,11 @@ def t5_dataset_config(config: RunConfig, **common: Any) -> T5MaskedWordPieceData
 
 
 def t5_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
-    """text_enc, enc_mask [b, s]; text_dec, labels, loss_mask [b, t].  All are int64.
+    """Return the tensors that ``stage`` reads, None for those it does not.
 
-    The decoder's own padding comes last, where causality hides it.
+    text_enc and enc_mask are [b, s]; text_dec, labels and loss_mask are [b, t]; all are int64.
+    There is no decoder padding mask: decoder padding is at the end of the sequence, so the causal
+    mask already hides it from the other tokens.
     """
     data, b = config.data, config.training.micro_batch_size
     first_decoder = config.model.encoder_pipeline_model_parallel_size if num_stages > 1 else 0
@@ -93,7 +95,7 @@ def t5_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
 
 
 def apply_t5(model: nn.Module, batch: Batch) -> Tensor:
-    """Token losses [b, t] on the last stage, hidden states on the others."""
+    """Run one stage: return token losses [b, t] on the last stage, hidden states on the others."""
     mask = batch["enc_mask"]
     assert mask is not None, "every stage reads it"
     padding = mask == 0
