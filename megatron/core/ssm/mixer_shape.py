@@ -63,10 +63,13 @@ def mixer_shape(config: TransformerConfig, expand: int = 2, conv_width: int = 4)
 
 
 def mixer_problems(config: TransformerConfig) -> Iterator[str]:
-    """Yield an error message, with a suggested fix, for sizes that do not divide each other."""
+    """Yield an error message, with a suggested fix, for sizes that do not fit each other, tp or cp.
+
+    Sizes below 1 yield none: the check of smallest values reports them.
+    """
     given = config.mamba_head_dim, config.mamba_num_groups, config.mamba_state_dim
     if min(*given, 1 if config.mamba_num_heads is None else config.mamba_num_heads) < 1:
-        return  # the check of smallest values reports this
+        return
     width, inner = config.mamba_head_dim, 2 * config.hidden_size
     if config.mamba_num_heads is None and inner % width:
         yield (

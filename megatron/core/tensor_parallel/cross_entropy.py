@@ -32,6 +32,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class _VocabParallelCrossEntropy(Function[Tensor]):
+    """Saves the logits in their own dtype and recomputes the softmax in backward."""
+
     @staticmethod
     def forward(
         ctx: Context[tuple[int, float, int]],

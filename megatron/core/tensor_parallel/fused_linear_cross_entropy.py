@@ -36,6 +36,8 @@ from megatron.core.tensor_parallel.weight_gradient import (
 
 
 class _LinearCrossEntropy(Function[Tensor]):
+    """All tokens at once: forward overwrites the logits with their gradient and saves it."""
+
     @staticmethod
     def forward(
         ctx: Context[LinearCall],
@@ -90,6 +92,8 @@ class _ChunkedCall(NamedTuple):
 
 
 class _InChunks(Function[Tensor]):
+    """Chunks of tokens: forward saves the log-sum-exp of each token, backward recomputes logits."""
+
     @staticmethod
     def forward(
         ctx: Context[_ChunkedCall],

@@ -67,7 +67,10 @@ class Linear(nn.Module):
         self.quantizer: Quantizer | None = None
 
     def quantize(self, recipe: Recipe, amax_group: ProcessGroup) -> None:
-        """Run the layer's GEMMs in the low precision of ``recipe``; needs an own weight."""
+        """Run the layer's GEMMs in the low precision of ``recipe``.
+
+        ``amax_group``: ranks that agree on the scale of a tensor.  The layer must have a weight.
+        """
         assert self.weight is not None, "a layer without a weight"
         is_expert = info_of(self.weight).is_expert
         self.quantizer = LinearQuantizer(
@@ -83,7 +86,7 @@ class _ShardedLinear(Linear):
         self.input_size, self.output_size, self.tp_group = input_size, output_size, tp_group
 
     def extra_repr(self) -> str:
-        """Global sizes and this rank's share."""
+        """Return the global sizes and this rank's position, for the printed model."""
         tp = self.tp_group
         return f"{self.input_size}, {self.output_size}, rank {tp.rank()} of {tp.size()}"
 
@@ -365,6 +368,6 @@ class VocabParallelEmbedding(nn.Module):
         return y
 
     def extra_repr(self) -> str:
-        """Global sizes and this rank's share."""
+        """Return the global sizes and this rank's position, for the printed model."""
         tp = self.tp_group
         return f"{self.num_tokens} of {self.num_embeddings} rows, rank {tp.rank()} of {tp.size()}"

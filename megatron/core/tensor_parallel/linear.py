@@ -42,8 +42,8 @@ def linear(
     """Compute x W^T + b.
 
     ``group``: ranks over which the input gradient is summed; None for a layer without collectives.
-    ``is_own``: only this layer uses the weight, so its gradient may be deferred or added to
-    ``main_grad`` here.  ``quantizer``: runs the GEMMs in low precision.  Collective over ``group``.
+    ``is_own``: only this layer uses the weight, so backward may defer its gradient or add it to
+    ``main_grad``.  ``quantizer``: runs the GEMMs in low precision.  Collective over ``group``.
     """
     if quantizer is not None:
         return quantizer(x, weight, bias, group, sequence_parallel)
@@ -54,7 +54,7 @@ def linear(
 
 
 class LinearCall(NamedTuple):
-    """What backward of a linear layer needs besides saved tensors; arguments as in `linear`."""
+    """The arguments of `linear` that backward needs besides saved tensors."""
 
     weight: Tensor  # the parameter object, which a queue and main_grad need
     bias: Tensor | None
@@ -72,7 +72,10 @@ class LinearCall(NamedTuple):
         return x if self.gather_group is None else all_gather_first_dim(x, self.gather_group)
 
     def params(self, needs_input_grad: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias, None where no gradient is needed; inputs are x, weight, bias, ..."""
+        """Return weight and bias, None for one without gradient.
+
+        ``needs_input_grad`` is that of an autograd function with inputs x, weight, bias, ...
+        """
         _, needs_weight, needs_bias, *_ = needs_input_grad
         return self.weight if needs_weight else None, self.bias if needs_bias else None
 

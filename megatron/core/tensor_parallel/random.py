@@ -164,9 +164,11 @@ def fork_if(
 def fork_for_tokens(
     condition: bool, *, is_sequence_cut: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """If ``condition``, use the stream for hidden states, unique among ranks with other tokens.
+    """Return a context manager that, if ``condition``, uses the random stream for hidden states.
 
-    ``is_sequence_cut``: sequence parallelism, so tensor-parallel ranks hold different tokens.
+    The stream differs between ranks that hold different tokens and is the same on ranks that hold
+    the same.  ``is_sequence_cut``: sequence parallelism, so tensor-parallel ranks hold different
+    tokens.
     """
     return fork_if(condition, MODEL_PARALLEL_STREAM if is_sequence_cut else CONTEXT_PARALLEL_STREAM)
 
@@ -358,6 +360,8 @@ def _resize_storage(tensor: Tensor, num_bytes: int) -> None:
 
 
 class _CheckpointWithoutOutput(Function[R], Generic[R]):
+    """Forward without saving activations; backward uses the graph that the hook recomputed."""
+
     @staticmethod
     def forward(
         ctx: Context[_Call],

@@ -37,6 +37,8 @@ class _Table(Function[Tensor]):
 
 
 class _LookUp(Function[Tensor]):
+    """Embedding lookup whose backward puts its gradient into ``lookups`` for `_Table`."""
+
     @staticmethod
     def forward(ctx: Context[Lookups], ids: Tensor, table: Tensor, lookups: Lookups) -> Tensor:
         ctx.save_for_backward(ids)

@@ -22,7 +22,7 @@ PARTS = ("layer", "mlp", "core_attn", "layernorm")
 
 @dataclass
 class Search:
-    """Search for the number of layers that may save each part with a peak of at most ``limit``.
+    """The search for the number of layers that may save each part with a peak up to ``limit``.
 
     ``kept`` maps a part to that number, 0 to ``num_layers``; ``limit`` and peaks are in bytes.  For
     each part: first one layer saves it, then the number at most doubles in each step, as far as the
@@ -107,9 +107,9 @@ def apply(blocks: Sequence[Any], kept: dict[str, int]) -> None:
 
 
 class SavedBytes:
-    """Count the bytes that autograd saves for backward, without parameters.
+    """Counter of the bytes that autograd saves for backward, without parameters.
 
-    This measures the peak where there is no GPU memory statistic.  It counts between `start` and
+    It measures the peak where there is no GPU memory statistic.  It counts between `start` and
     `stop`, on the thread that called them.  Each storage counts once.
     """
 

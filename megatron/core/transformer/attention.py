@@ -72,7 +72,7 @@ Submodules = TypeVar("Submodules", bound=AttentionSubmodules)
 
 
 def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
-    """Whether layer ``layer_index`` (from 0) rotates its queries and keys."""
+    """Return whether layer ``layer_index`` (from 0) applies the rotary embedding."""
     skip = config.no_rope_freq
     if skip is None or skip == 0:
         return True
@@ -243,6 +243,7 @@ class CrossAttention(AttentionBase[CrossAttentionSubmodules]):
     default_mask = AttnMaskType.padding
 
     def build_projections(self, submodules: CrossAttentionSubmodules) -> None:
+        """Build the Q and KV projections.  Raises ConfigError with context parallelism."""
         config, num_ranks = self.config, self.cp_group.size()
         if num_ranks > 1:
             raise ConfigError(
@@ -292,6 +293,7 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
     """Self attention with heads sharded over the tensor-parallel group."""
 
     def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
+        """Build the QKV projection and the norms of queries and keys."""
         config = self.config
         self.head_dim: int = config.kv_channels
         query_width, key_width = self.value_width, config.num_query_groups * self.head_dim

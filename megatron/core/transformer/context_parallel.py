@@ -65,7 +65,10 @@ class Core(Protocol):
     def attend_in_ring(
         self, qkv: _QKV, around: AttentionContext, ring: Ring, lengths: tuple[int, ...]
     ) -> Tensor:
-        """As `attend`, over the keys and values of all ranks of the ring.  Collective."""
+        """Attend to the keys and values of all ranks of the ring; shapes as in `attend`.
+
+        ``lengths``: lengths of the sequences in a row, over all ranks.  Collective over the ring.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

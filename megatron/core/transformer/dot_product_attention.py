@@ -184,7 +184,10 @@ class DotProductAttention(MegatronModule):
         ring: Ring,
         lengths: tuple[int, ...],
     ) -> Tensor:
-        """As `attend`, over the keys and values of all ranks of the ring.  Collective."""
+        """Attend to the keys and values of all ranks of the ring; shapes as in `attend`.
+
+        ``lengths``: lengths of the sequences in a row, over all ranks.  Collective over the ring.
+        """
         has_mask = self.window is not None or around.hidden is not None
         names = self._choose(qkv[0], has_mask, around, by_blocks=True)
         rule = ScoreRule(
@@ -288,7 +291,7 @@ class DotProductAttention(MegatronModule):
 
 
 def _is_one_row(query: Tensor, key: Tensor, around: AttentionContext) -> bool:
-    """Whether this is self-attention without padding or a bias that requires a gradient."""
+    """Return whether this is self-attention without padding and without a trainable bias."""
     packed, num_tokens = around.packed, query.shape[0]
     is_filled = packed is None or sum(packed.lengths) == num_tokens
     has_gradient = around.bias is not None and around.bias.requires_grad

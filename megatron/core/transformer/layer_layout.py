@@ -39,7 +39,7 @@ def stacked_ranges(
     """Return the layers of (encoder, decoder) on one rank, None for a stack that it does not hold.
 
     ``depths`` are the numbers of layers of both.  The first ``encoder_ranks`` ranks hold the
-    encoder, the others the decoder; each is split as evenly as possible, larger parts first.
+    encoder, the others the decoder; each stack is split as evenly as possible.
 
     >>> [stacked_ranges((2, 5), 1, pp_rank=rank, num_ranks=3)[1] for rank in range(3)]
     [None, range(0, 3), range(3, 5)]

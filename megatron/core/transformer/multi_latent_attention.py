@@ -56,14 +56,17 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
 
     @property
     def value_width(self) -> int:
+        """Total width of the values of all heads, on all ranks, without padding."""
         return self.config.num_attention_heads * self.config.v_head_dim
 
     @property
     def softmax_scale(self) -> float:
+        """Scale of the attention scores: mscale^2 / sqrt(d + r), with YaRN's attention scaling."""
         mscale = yarn_mscale(self.config.rotary_scaling_factor, self.config.mscale)
         return mscale**2 / math.sqrt(self.query_width)
 
     def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
+        """Build the down-projections (replicated), latent norms and up-projections (sharded)."""
         c, heads = self.config, self.config.num_attention_heads
         self.local_heads = divide_over_group(heads, self.tp_group, "--num-attention-heads")
         self.is_sequence_cut = c.sequence_parallel and self.tp_group.size() > 1

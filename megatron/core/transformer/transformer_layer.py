@@ -265,6 +265,7 @@ class _NormCall:
         return self.norm(x) if self.memory is None else self.memory.checkpoint(self.norm, x)
 
     def is_used_by(self, result: WithBias) -> None:
+        """Free the norm's output, whose last user has computed ``result``."""
         if self.memory is not None:
             self.memory.discard_output_and_register_recompute(result[0])
 

@@ -141,7 +141,7 @@ class LayerGraphs:
     """
 
     def __init__(self, layers: Iterable[nn.Module], num_warmup_steps: int, *, whole: bool) -> None:
-        """``whole``: capture as much as possible of each layer, else its attention alone."""
+        """Prepare capture.  ``whole``: as much as possible of each layer, else attention alone."""
         self._layers = list(layers)
         self._runs: list[tuple[Run | None, Run | None]] = [
             layer.capture_parts(whole=whole)  # type: ignore[operator]

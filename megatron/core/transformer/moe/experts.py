@@ -47,7 +47,7 @@ class Expert(MLP):
     def narrow(
         self, inner: Tensor, weights: Tensor, linear: Callable[[Tensor], WithBias]
     ) -> WithBias:
-        """Apply activation and weights, then ``linear``, the second matrix of one or all."""
+        """Apply activation and router weights, then ``linear``, the second layer of one or all."""
         recomputes = self.training and "moe_act" in self.config.modules_to_recompute
         memory = CheckpointWithoutOutput() if recomputes else None
         # Weighing before the second matrix gives the same result, since the matrix is linear, and
@@ -60,7 +60,7 @@ class Expert(MLP):
 
 
 class Experts(MegatronModule):
-    """The local experts, named by global number: names do not depend on the layout."""
+    """The local experts.  Their names are global expert numbers, the same in every layout."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Experts(MegatronModule):
         return torch.cat([expert(mine, weight) for expert, mine, weight in parts])
 
     def _grouped(self, rows: Tensor, groups: RowGroups, name: str) -> WithBias:
-        """Multiply rows by their experts' matrix ``name``; return products and each row's bias."""
+        """Multiply rows by their experts' weights ``name``; also return each row's bias."""
         linears = self._linears(name)
         if name in self._products:
             result = self._products[name](rows, list(groups.counts))

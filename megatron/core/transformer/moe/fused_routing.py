@@ -60,6 +60,8 @@ class _Values(NamedTuple):
 
 
 class _Route(Function[tuple[Tensor, Tensor]]):
+    """Returns experts and weights; saves the logits and recomputes scores in backward."""
+
     @staticmethod
     def forward(
         ctx: Context[_Values],

@@ -64,6 +64,8 @@ _Values = tuple[tuple[Tensor, ...], RowGroups]
 
 
 class _GroupedLinear(Function[Tensor]):
+    """Grouped GEMMs of outputs, input gradients and, unless deferred, weight gradients."""
+
     @staticmethod
     def forward(ctx: Context[_Values], rows: Tensor, groups: RowGroups, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, *weights)

@@ -180,7 +180,7 @@ def capacity_of(num_tokens: int, num_experts: int, k: int, factor: float) -> int
 
 
 def fits(visits: Tensor, capacity: int, policy: str) -> Tensor:
-    """Return which visits are kept: [n, E] bool, at most ``capacity`` per expert.
+    """Return which visits are not dropped: [n, E] bool, at most ``capacity`` per expert.
 
     ``visits`` [n, E]: the weight of each visit, -inf for experts that the token does not visit;
     tokens in an order that is the same in every layout.  Policy "probs" keeps the largest weights,

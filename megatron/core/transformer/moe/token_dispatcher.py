@@ -185,7 +185,7 @@ def counts_of(routing: Routing, group: ProcessGroup | None = None) -> list[list[
 
 
 def is_in_a_gpu(x: Tensor) -> bool:
-    """Whether reading values of ``x`` would make the host wait for the device."""
+    """Return whether reading values of ``x`` would make the host wait for the device."""
     return device.launches_kernels(x.device)
 
 
