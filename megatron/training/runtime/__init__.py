@@ -1,1 +1,1 @@
-"""The live objects of a run, and how they are built from its configuration."""
+"""Live objects of a run (model, optimizer, data, groups) and the functions that build them."""

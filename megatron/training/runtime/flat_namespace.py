@@ -1,4 +1,4 @@
-"""Settings and counters of a run as one read-only namespace, as Megatron-LM's args are.
+"""Settings and counters of a run as one read-only namespace, like Megatron-LM's args.
 
 get_args() returns it to scripts, and checkpoints in Megatron-LM's formats store it.  Nothing else
 inside ``megatron/`` reads it.
@@ -19,9 +19,9 @@ from megatron.training.runtime.runtime import Runtime
 
 
 class ReadOnlyNamespace(Namespace):
-    """A namespace that says how to change a value instead of changing it.
+    """Namespace whose attributes cannot be set; the error message explains how to change a value.
 
-    Its copies are plain namespaces, which may be written.
+    A copy (copy.copy, pickle) is a plain, writable Namespace.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -41,7 +41,7 @@ class ReadOnlyNamespace(Namespace):
 
 
 def legacy_namespace(runtime: Runtime) -> ReadOnlyNamespace:
-    """Configuration and counters of a running program, in the reference's flat form."""
+    """Return configuration and counters of a run as a flat namespace, like Megatron-LM's args."""
     namespace = ReadOnlyNamespace()
     values = flat_values(runtime.config)
     vars(namespace).update(values, rank=rank(), local_rank=_local_rank(runtime))
@@ -50,7 +50,10 @@ def legacy_namespace(runtime: Runtime) -> ReadOnlyNamespace:
 
 
 def refresh(namespace: ReadOnlyNamespace, runtime: Runtime) -> None:
-    """Bring up to date what changes in the life of ``runtime``.  Cheap: once per get_args()."""
+    """Update the values of ``namespace`` that change during the run, such as the counters.
+
+    Called by every get_args(), so it must stay cheap.
+    """
     values, state = vars(namespace), vars(runtime.state)
     for name in COUNTERS:
         values[name] = state[name]
@@ -62,7 +65,7 @@ def refresh(namespace: ReadOnlyNamespace, runtime: Runtime) -> None:
 
 
 def _padded_vocab_size(runtime: Runtime) -> int:
-    """The size for a model; it remembers the true one if padding stays out of the loss."""
+    """Return the padded size, as a PaddedSize with the true size if the loss excludes padding."""
     if runtime.config.language_model.pad_vocab_in_loss:
         return runtime.padded_vocab_size
     return PaddedSize(runtime.padded_vocab_size, runtime.tokenizer.vocab_size)

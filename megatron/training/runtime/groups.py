@@ -1,4 +1,4 @@
-"""The process groups of a run, from its configuration."""
+"""Create the process groups of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.process.rank_print import print_rank_0
 
 
 def grids_of(config: RunConfig) -> tuple[RankGrid, RankGrid]:
-    """How the ranks are dealt out: for dense and for expert layers."""
+    """Return the rank grids (rank order and group sizes) for dense and for expert layers."""
     m = config.model
     return make_grids(
         config.world_size,
@@ -31,7 +31,11 @@ def grids_of(config: RunConfig) -> tuple[RankGrid, RankGrid]:
 
 
 def create_groups(config: RunConfig, *, only_mine: bool = False) -> ProcessGroupCollection:
-    """All groups of the run.  Collective over all ranks, unless ``only_mine`` (on a fake world)."""
+    """Create all process groups of the run.  Collective over all ranks.
+
+    With ``only_mine`` only the groups of this rank are created, without communication; this needs a
+    fake process group.
+    """
     dense, expert = grids_of(config)
     return create_process_groups(
         dense,
@@ -50,9 +54,9 @@ def create_groups(config: RunConfig, *, only_mine: bool = False) -> ProcessGroup
 
 
 def high_priority_groups(config: RunConfig) -> tuple[str, ...]:
-    """Groups on high-priority streams: those of the flag, and those that FSDP gathers over.
+    """Return the groups that use high-priority streams: those of the flag and FSDP's.
 
-    FSDP's all-gathers have to get through beside the kernels of the layer before.
+    FSDP's all-gathers run beside the kernels of the previous layer and must not queue after them.
     """
     groups = config.distributed.high_priority_stream_groups
     if is_fully_sharded(config.ddp):

@@ -1,4 +1,4 @@
-"""What a run is doing, in words: the report of a failed allocation says it."""
+"""The current phase of a run in words, which the out-of-memory report prints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Phased = Callable[Concatenate[Runtime, P], R]
 
 
 def in_phase(words: str) -> Callable[[Phased[P, R]], Phased[P, R]]:
-    """Decorate a function of a run: ``run.phase`` is ``words`` until it returns.
+    """Decorate a function of a run: ``run.phase`` is ``words`` while it runs.
 
-    After an exception ``run.phase`` remains, so that whoever reports the failure can read it.
+    After an exception ``run.phase`` keeps the words, so that the failure report can print them.
     """
 
     def decorate(function: Phased[P, R]) -> Phased[P, R]:

@@ -1,8 +1,8 @@
-"""The live objects of a run (Runtime), and what is called while it goes on (Callback).
+"""Live objects of a run (Runtime) and hooks that are called while it runs (Callback).
 
-The two are in one module as each needs the type of the other.
+One module holds both because each needs the type of the other.
 
-The loop knows nothing of logs, profilers or exit conditions.  It calls, on every rank::
+The loop has no code for logs, profilers or exit conditions.  It calls these hooks on every rank::
 
     on_train_start                      after set-up and loading, before the first step
       on_step_start                     before the micro-batches of a step
@@ -11,12 +11,12 @@ The loop knows nothing of logs, profilers or exit conditions.  It calls, on ever
       on_eval_end                       after each evaluation of one data set, also outside the loop
       on_checkpoint                     after a checkpoint was saved, scheduled or deleted
     on_train_end                        after the last step, however the loop was ended
-    close                               at the very end, also after an exception
+    close                               last, also after an exception
 
-Callbacks are called in the order of the list; the built-in ones stand in the order in which their
-effects must come (`megatron.training.callbacks.default`).  What several ranks do together inside a
-hook (a reduction, a barrier) must not depend on anything but the configuration and the iteration:
-hooks are called on all ranks in the same order.  ``close`` must not communicate.
+Callbacks are called in the order of the list; `megatron.training.callbacks.default` explains the
+order of the built-in ones.  Every rank calls the same hooks in the same order, so a hook may call
+collectives; whether it does must depend on nothing but the configuration and the iteration.
+``close`` must not communicate.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ PauseReason = Literal["evaluation", "checkpoint"]
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """Mean losses over one data set.  ``losses`` is filled on the ranks of the last stage."""
+    """Mean losses over one dataset; ``losses`` is empty except on ranks of the last stage."""
 
     losses: Mapping[str, float]
     split: Literal["validation", "test"] = "validation"
-    set_index: int | None = None  # number of the set with --multiple-validation-sets
+    set_index: int | None = None  # index of the set with --multiple-validation-sets
     is_final: bool = False  # evaluated at the end of the run, not inside the loop
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEvent:
-    """What happened to a checkpoint.  ``scheduled`` and ``finalized`` belong to --async-save.
+    """Event in the life of a checkpoint.  --async-save uses ``scheduled`` and ``finalized``.
 
-    ``stall_s`` is how long training stood still for it.
+    ``stall_s`` is the time in seconds for which training stopped.
     """
 
     kind: Literal["saved", "scheduled", "finalized", "deleted"]
@@ -67,57 +67,59 @@ class CheckpointEvent:
 
 
 class Callback:
-    """Does something at the marked moments of a run; each hook does nothing by default.
+    """Base class of callbacks; each hook does nothing by default.
 
-    ``log_name`` names the log that a callback writes, with its file.  If the place of such a log
-    fails, the callback is switched off instead of ending the run; it may communicate in no hook.
+    ``log_name`` names the log that a callback writes, with its file.  If writing that log fails,
+    the callback is removed instead of ending the run.  Such a callback must not communicate in any
+    hook, because it may be removed on one rank only.
     """
 
     log_name: str | None = None
 
     def on_train_start(self, run: Runtime) -> None:
-        """Everything is built and loaded; no step has run."""
+        """Called after set-up and loading, before the first step."""
 
     def on_step_start(self, run: Runtime) -> None:
-        """A step begins; ``run.state.iteration`` steps are done."""
+        """Called before a step; ``run.state.iteration`` is the number of finished steps."""
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
-        """A step is done and counted: ``run.state.iteration`` is its number, from 1."""
+        """Called after a step; ``run.state.iteration`` is its number, counted from 1."""
 
     def on_pause(self, run: Runtime, reason: PauseReason) -> None:
-        """Training stands still until `on_resume`."""
+        """Called when training pauses, until `on_resume`."""
 
     def on_resume(self, run: Runtime, reason: PauseReason) -> None:
-        """Training goes on."""
+        """Called when training continues after `on_pause`."""
 
     def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
-        """One data set was evaluated."""
+        """Called after the evaluation of one dataset."""
 
     def on_checkpoint(self, run: Runtime, event: CheckpointEvent) -> None:
-        """A checkpoint was saved, scheduled, finalized or deleted."""
+        """Called after a checkpoint was saved, scheduled, finalized or deleted."""
 
     def on_train_end(self, run: Runtime) -> None:
-        """The loop is over; a last evaluation may follow."""
+        """Called after the training loop; a final evaluation may follow."""
 
     def close(self) -> None:
-        """Give back what was opened.  Other ranks may be gone already."""
+        """Release resources.  Must not communicate: other ranks may have exited."""
 
     def writers(self) -> Mapping[str, Any]:
-        """What this rank writes to, for scripts that log themselves: tensorboard, wandb."""
+        """Return the writers of this rank by name (tensorboard, wandb), for scripts that log."""
         return {}
 
 
 class CallbackList(Callback):
-    """Calls each callback in order.
+    """A list of callbacks that calls each hook on all of them, in order.
 
-    An exception in a hook ends the run, as one in the loop, unless a log sink has failed.
+    An exception in a hook ends the run like one in the loop, unless it is the failure of a log
+    sink.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
 
     def append(self, callback: Callback) -> None:
-        """Add ``callback`` behind the others."""
+        """Add ``callback`` at the end."""
         self._callbacks.append(callback)
 
     def __iter__(self) -> Iterator[Callback]:
@@ -137,7 +139,7 @@ class CallbackList(Callback):
 
     @contextmanager
     def paused(self, run: Runtime, reason: PauseReason) -> Iterator[None]:
-        """Around what happens between two steps, so that it does not count as training time."""
+        """Context manager for work between two steps, which does not count as training time."""
         call_each(self._callbacks, lambda callback: callback.on_pause(run, reason))
         yield
         call_each(self._callbacks, lambda callback: callback.on_resume(run, reason))
@@ -158,17 +160,17 @@ class CallbackList(Callback):
         return {name: w for callback in self._callbacks for name, w in callback.writers().items()}
 
     def tensorboard_writer(self) -> Any:
-        """The SummaryWriter of this rank, or None."""
+        """Return the SummaryWriter of this rank, or None."""
         return self.writers().get("tensorboard")
 
     def wandb_writer(self) -> Any:
-        """The wandb module with a run started, or None."""
+        """Return the wandb module if this rank has started a wandb run, otherwise None."""
         return self.writers().get("wandb")
 
 
 @dataclass
 class Runtime:
-    """What the loop, the step and the callbacks work on."""
+    """Live objects of a run, which the loop, the step and the callbacks share."""
 
     config: RunConfig
     groups: ProcessGroupCollection
@@ -185,52 +187,53 @@ class Runtime:
     process_non_loss_data_func: Callable[..., Any] | None = None
     non_loss_data_func: Callable[..., Any] | None = None
     step_graph: StepGraph | None = None  # with --cuda-graph-scope full_iteration
-    train_data: Any = None  # an iterator; with several model chunks one for each
-    # one loader per validation set; a fresh iterator is made for every pass
+    train_data: Any = None  # iterator; with several model chunks a list of one per chunk
+    # one loader per validation set; every pass makes a new iterator
     valid_loaders: list[Any] = field(default_factory=list)
     test_loader: Any = None
     has_test_set: bool = False  # the same on all ranks
     callbacks: CallbackList = field(default_factory=CallbackList)
-    last_step: StepResult | None = None  # for scripts that log the step they have made
+    last_step: StepResult | None = None  # for scripts that write their own log
     saved_at: int | None = None  # iteration of the newest checkpoint of this run
     pending_save: BackgroundSave | None = None  # with --async-save
     snapshot_memory: HostBuffer = field(default_factory=HostBuffer)
     checkpoint_worker: Worker | None = None  # with --use-persistent-ckpt-worker
     save_plan: SavePlan | None = None  # with --ckpt-assume-constant-structure
-    failed_saves: int = 0  # in a row
+    failed_saves: int = 0  # consecutive
     train_iters: int = 0  # derived from --train-samples where that is given
-    phase: str = "start-up"  # what the run is doing: the report of a failed allocation says it
+    phase: str = "start-up"  # current phase, for the out-of-memory report
 
     @property
     def placement(self) -> Placement:
-        """Which virtual pipeline stage lies where."""
+        """Assignment of virtual pipeline stages to (pipeline rank, model chunk)."""
         return self.config.placement
 
     @property
     def stages(self) -> list[int]:
-        """The virtual pipeline stage of each model chunk."""
+        """Virtual pipeline stage of each model chunk of this rank."""
         rank = self.groups.pp.rank()
         return [self.placement.stage(rank, chunk) for chunk in range(self.placement.num_chunks)]
 
     @property
     def has_loss(self) -> bool:
-        """Whether one of the chunks computes the loss."""
+        """Whether a model chunk of this rank computes the loss."""
         return self.placement.num_stages - 1 in self.stages
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this rank speaks at start-up."""
+        """Whether this is global rank 0, which prints the messages at start-up."""
         return dist.get_rank() == 0
 
     @property
     def is_last_loss_rank(self) -> bool:
-        """Whether this is the last rank that has the loss; it prints the training line.
+        """Whether this is the last rank that has the loss; it prints the training log.
 
-        It is also the last of all ranks, except under zb-v, whose first stage has the loss.
+        It is also the last global rank, except under zb-v, where the first pipeline rank has the
+        loss.
         """
         others = (self.groups.tp, self.groups.cp, self.groups.dp)
         return self.has_loss and all(group.rank() == group.size() - 1 for group in others)
 
     def finished(self) -> bool:
-        """Whether the loop ends before another step."""
+        """Return whether the loop must end before another step."""
         return self.state.stop_reason is not None or self.state.iteration >= self.train_iters

@@ -1,4 +1,4 @@
-"""Run length, learning rate and weight decay of a run, from its configuration."""
+"""Derive run length, learning rate and weight decay schedules from the configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.runtime.runtime import Runtime
 
 
 def number_of_train_iters(config: RunConfig, batches: NumMicroBatchesCalculator) -> int:
-    """Steps of the run; a sample-based run drops its last partial batch."""
+    """Return the number of steps; a sample-based run drops its last partial batch."""
     if config.training.train_iters is not None:
         return config.training.train_iters
     if config.training.train_samples is None:
@@ -22,7 +22,10 @@ def number_of_train_iters(config: RunConfig, batches: NumMicroBatchesCalculator)
 
 
 def recount_train_iters(run: Runtime) -> None:
-    """Let a resumed run take all of --train-samples, also where its batch sizes have changed."""
+    """Recompute ``run.train_iters`` after loading, so that a resumed run reads all --train-samples.
+
+    The number of remaining steps differs if the batch size has changed since the checkpoint.
+    """
     samples, state = run.config.training.train_samples, run.state
     if run.config.training.train_iters is None and samples is not None:
         left = run.batches.train_iters(samples, state.consumed_train_samples)
@@ -30,7 +33,10 @@ def recount_train_iters(run: Runtime) -> None:
 
 
 def build_scheduler(run: Runtime) -> OptimizerParamScheduler:
-    """The schedule of ``run.optimizer``'s parameter groups.  Raises ConfigError."""
+    """Return the learning rate and weight decay scheduler of ``run.optimizer``.
+
+    Raise ConfigError without --lr.
+    """
     optimizer, scheduler = run.config.optimizer, run.config.scheduler
     if optimizer.lr is None:
         raise ConfigError("--lr is missing: give the peak learning rate")

@@ -1,4 +1,4 @@
-"""Set-up between start-up and the loop: tokenizer, model, wrappers, optimizer, scheduler."""
+"""Build tokenizer, model, optimizer and scheduler, between start-up and the training loop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ModelProvider = Callable[..., nn.Module]
 
 
 def setup_tokenizer(run: Runtime) -> None:
-    """Build the tokenizer; settle the padded vocabulary size, and what follows from it.
+    """Build the tokenizer, then resolve the padded vocabulary size and the settings that need it.
 
     Collective over all ranks.
     """
@@ -74,7 +74,10 @@ def setup_tokenizer(run: Runtime) -> None:
 
 
 def _least_of_all(number: int) -> int:
-    """Over all ranks: those that compute a loss together have to cut it alike.  Collective."""
+    """Return the minimum over all ranks.  Collective over all ranks.
+
+    Ranks that compute a loss together must split it into the same chunks.
+    """
     least = torch.tensor(number, device=device.current())
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return int(least)
@@ -82,9 +85,11 @@ def _least_of_all(number: int) -> int:
 
 @in_phase("building the model")
 def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:
-    """Fill ``run.model_chunks``: built on the device, initialised, in the run's precision.
+    """Build ``run.model_chunks``: on the device, initialised, in the run's precision.
 
-    With --init-model-with-meta-device each rank has memory for its part of a sharded model alone.
+    ``wrap`` adds the data-parallel wrapper and compilation.  With --init-model-with-meta-device
+    each rank allocates only its shard of a fully sharded model.  Every rank must call this: the
+    wrapper may communicate.
     """
     ddp = run.config.ddp
     on_meta = wrap and ddp.init_model_with_meta_device and is_fully_sharded(ddp)
@@ -107,7 +112,11 @@ def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: boo
 
 
 def build_stage(run: Runtime, *, vp_stage: int | None = None, **arguments: Any) -> Any:
-    """This rank's stage: with ``pre_process`` and ``post_process`` it is the first, the last."""
+    """Build one pipeline stage for this rank.
+
+    ``pre_process`` makes it the first stage (with embedding), ``post_process`` the last (with
+    output layer); see `ModelImplementation`.
+    """
     return build_model_stage(
         run.config,
         vocab_size=run.tokenizer.vocab_size,
@@ -119,7 +128,7 @@ def build_stage(run: Runtime, *, vp_stage: int | None = None, **arguments: Any) 
 
 
 def _initialize(run: Runtime, model: nn.Module) -> None:
-    """Values for the parameters that have memory."""
+    """Initialise the parameters that are allocated; those on the meta device are skipped."""
     config = run.config
     initialize_parameters(model, config.training.seed, random=config.model.perform_initialization)
 
@@ -151,9 +160,9 @@ def _is_on(model: nn.Module, where: torch.device) -> bool:
 
 
 def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.Module:
-    """In the run's precision, and in the data-parallel wrapper."""
+    """Return ``model`` in the run's precision, optionally in the data-parallel wrapper."""
     config = run.config
-    model_config = vars(model).get("config", config.model)  # a script may have varied it
+    model_config = vars(model).get("config", config.model)  # a user's provider may have changed it
     if config.model.fp16 or config.model.bf16:
         model = Float16Module(model_config, model)
     if with_data_parallelism:
@@ -172,9 +181,10 @@ def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.
 
 
 def _sums_gradients(run: Runtime) -> bool:
-    """Whether anything is ever added to, or done with, the gradient that a backward pass leaves.
+    """Return whether fp32 gradients can differ from the 16-bit gradients of one backward pass.
 
-    If not, fp32 would hold the same 16 bits.  A GPU writes products to it in fp32.
+    Without accumulation, reduction or scaling they cannot: fp32 would store the same 16-bit values.
+    On a GPU they can, because the GEMM writes weight gradients in fp32.
     """
     config, training = run.config, run.config.training
     return (
@@ -194,7 +204,10 @@ def build_optimizer(
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
 ) -> None:
-    """Fill ``run.optimizer`` and ``run.scheduler``; the conditions are `make_param_groups`'s."""
+    """Build ``run.optimizer`` and ``run.scheduler``.
+
+    `make_param_groups` defines the two conditions and ``lr_mult``.
+    """
     own_embedding_std = run.config.asked.get("embedding_init_method_std") is not None
     if no_weight_decay_cond is None and own_embedding_std:
         no_weight_decay_cond = no_weight_decay_on_embeddings

@@ -1,8 +1,8 @@
 """Keep a run alive when a log cannot be written.
 
 A log sink (TensorBoard, W&B, metrics file, progress log, memory history) that fails is switched off
-with one warning, and training goes on.  Any other exception ends the run: a checkpoint is no log,
-and a mistake in a callback has to be seen.
+with one warning, and training goes on.  Any other exception ends the run: a checkpoint is not a
+log, and an error in a callback must be visible.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ logger = logging.getLogger(__name__)
 
 
 class SinkFailed(Exception):
-    """The place or the library that a sink writes to has failed; the message says how."""
+    """Failure of a file, service or library that a sink writes to; the message gives the cause."""
 
 
-# What a sink's place may raise.  A library's own exceptions become SinkFailed in its sink.
+# Errors of a sink.  A sink converts exceptions of its library to SinkFailed.
 SINK_ERRORS = (OSError, SinkFailed)
 
 
 class MaySink(Protocol):
-    """Something that is called during a run."""
+    """Object that the run calls and that may write a log."""
 
     @property
     def log_name(self) -> str | None:
-        """The log that it writes, with its file, for a warning; None if it writes none."""
+        """Name of the log, with its file, for a warning; None for an object that writes none."""
 
 
 T = TypeVar("T", bound=MaySink)
 
 
 def call_each(items: list[T], act: Callable[[T], object]) -> None:
-    """Call ``act`` for each of ``items``; a sink that fails leaves the list."""
+    """Call ``act`` for each of ``items``; remove an item whose log fails, with a warning."""
     for item in list(items):
         try:
             act(item)
@@ -46,7 +46,7 @@ def call_each(items: list[T], act: Callable[[T], object]) -> None:
 
 
 def warn_switched_off(log_name: str, error: Exception) -> None:
-    """Say once that a log is not written any more in this run."""
+    """Warn that the log ``log_name`` is not written for the rest of this run."""
     logger.warning(
         "%s is switched off for the rest of this run, training goes on: %s: %s",
         log_name,

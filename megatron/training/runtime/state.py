@@ -1,4 +1,4 @@
-"""What a run has done (TrainState, saved with every checkpoint) and what one step did."""
+"""Counters of a run (TrainState, saved in every checkpoint) and the result of one step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 @dataclass
 class StepResult:
-    """One optimizer step.  Tensors stay on the device until somebody prints them."""
+    """Result of one optimizer step.  Tensors stay on the device until a sink reads them."""
 
-    losses: Mapping[str, Tensor | float]  # per loss key, reduced over replicas; last stage only
+    losses: Mapping[str, Tensor | float]  # reduced over data-parallel ranks; last stage only
     grad_norm: Tensor | float | None
     num_zeros: int | None
     params_norm: float | None
     learning_rate: float
     decoupled_learning_rate: float | None
     loss_scale: float
-    skipped: bool  # overflow, or asked for by --iterations-to-skip: no update
+    skipped: bool  # no update: overflow or --iterations-to-skip
     nan: bool  # a skipped step whose loss was not finite
     batch_size: int  # samples
-    num_tokens: int  # over all replicas
+    num_tokens: int  # over all data-parallel ranks
     params_hash: int | None = None  # 64 bits
     # TensorBoard tag -> auxiliary loss of one layer (--moe-per-layer-logging); last stage only
     layer_losses: dict[str, Tensor] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class StepResult:
 
 @dataclass
 class TrainState:
-    """Counters of a run.  Samples are sequences; everything but ``stop_reason`` is saved."""
+    """Counters of a run.  A sample is a sequence; all fields but ``stop_reason`` are saved."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -49,16 +49,16 @@ class TrainState:
         self.num_floating_point_operations_so_far += num_floating_point_operations
 
     def stop(self, reason: str) -> None:
-        """End training after this step; the first reason given stays."""
+        """Request the end of training after this step; the first reason is kept."""
         self.stop_reason = self.stop_reason or reason
 
     def to_dict(self) -> dict[str, Any]:
-        """The saved counters."""
+        """Return the saved counters."""
         values = asdict(self)
         return {f.name: values[f.name] for f in fields(self) if f.metadata.get("saved", True)}
 
     def load(self, values: dict[str, Any]) -> None:
-        """Take over counters from `to_dict`; counters unknown to this version are ignored."""
+        """Restore counters from `to_dict`; ignore counters that this version does not have."""
         for f in fields(self):
             if f.metadata.get("saved", True) and f.name in values:
                 setattr(self, f.name, values[f.name])

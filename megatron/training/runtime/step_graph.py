@@ -1,7 +1,8 @@
-"""All micro-batches of a step as one CUDA graph (--cuda-graph-scope full_iteration).
+"""Capture all micro-batches of a step as one CUDA graph (--cuda-graph-scope full_iteration).
 
-Recorded are forward and backward passes and what sums gradients over ranks; the update is not.
-Micro-batches are copied to where the recorded one lay.  Recording computes nothing.
+The graph contains forward and backward passes and gradient reductions, not the optimizer update.
+Before each replay the micro-batches are copied into static input buffers.  Capture computes
+nothing: the captured step is replayed right after it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ Passes = Callable[[Iterator[Batch] | None], list[dict[str, Tensor]]]
 
 
 class StepGraph:
-    """The passes of a step.
+    """CUDA graph of the forward and backward passes of a step.
 
-    Eager for ``num_warmup_steps``, again when micro-batches change in number or shape.
+    The first ``num_warmup_steps`` steps run eagerly, and so do as many steps after a change in
+    number or shape of the micro-batches, which discards the graph.
     """
 
     def __init__(self, num_warmup_steps: int) -> None:
         self._num_warmup_steps, self._num_eager = num_warmup_steps, 0
         self._key: object = None
         self._graph: device.Graph | None = None
-        self._batches: list[Batch] = []  # where the graph reads them
-        self._reported: list[dict[str, Tensor]] = []  # where it writes
+        self._batches: list[Batch] = []  # static inputs of the graph
+        self._reported: list[dict[str, Tensor]] = []  # static outputs of the graph
         self._grads: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def run(
@@ -40,9 +42,10 @@ class StepGraph:
         num_microbatches: int,
         models: Sequence[Any],
     ) -> list[dict[str, Tensor]]:
-        """What ``passes(data)`` reports; it leaves the gradients of ``models``.
+        """Run ``passes(data)`` eagerly, or replay its graph; return what it returns.
 
-        Collective where ``passes`` is.  The numbers are written over in the next step.
+        Leaves the gradients of ``models`` set.  Collective if ``passes`` is.  The returned tensors
+        are static buffers of the graph: the next step overwrites them.
         """
         batches = [] if data is None else [next(data) for _ in range(num_microbatches)]
         key = num_microbatches, [(n, t.shape, t.dtype) for b in batches for n, t in b.items()]
@@ -52,7 +55,7 @@ class StepGraph:
         if self._num_eager < self._num_warmup_steps:
             self._num_eager += 1
             return passes(None if data is None else iter(batches))
-        for model in models:  # nobody waits for parameters inside
+        for model in models:  # a graph cannot wait for parameter all-gathers
             model.finish_param_sync(values=False)
         graph = self._graph or self._record(passes, batches, models)
         for fixed, batch in zip(self._batches, batches, strict=True):
@@ -64,7 +67,7 @@ class StepGraph:
         return self._reported
 
     def release(self) -> None:
-        """Let go of the graph, its memory and its groups."""
+        """Free the graph, its memory and its references to communicators."""
         if self._graph is not None:
             self._graph.release()
         self._graph, self._batches, self._reported, self._grads = None, [], [], []
@@ -79,6 +82,6 @@ class StepGraph:
         graph = self._graph = device.Graph(device.graph_pool(), get_rng_tracker().streams())
         with device.about_to_record(), graph.recording():
             self._reported = passes(iter(self._batches) if batches else None)
-        # Gradients that lie in no buffer: a step begins by forgetting them.
+        # Gradients outside the gradient buffers: zero_grad() drops them, so `run` sets them again.
         self._grads = [(p, p.grad) for model in models for p in model.parameters()]
         return graph

@@ -1,4 +1,4 @@
-"""Whether the run was asked to stop: by a signal to any rank, or by --exit-duration-in-mins."""
+"""Agree on stop requests: a signal to any rank, or --exit-duration-in-mins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.training.runtime.runtime import Runtime
 
 
 def received_anywhere(stop_signal: StopSignal) -> bool:
-    """Whether any rank has received it.  Collective over all ranks."""
+    """Return whether any rank has received the signal.  Collective over all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return stop_signal.received
     flag = torch.tensor([int(stop_signal.received)], device=device.current())
@@ -22,7 +22,7 @@ def received_anywhere(stop_signal: StopSignal) -> bool:
 
 
 def reason_to_hurry(run: Runtime) -> str | None:
-    """Why an evaluation is not finished; the loop then stops for the same reason.
+    """Return why an evaluation must end early, or None; the loop then stops for the same reason.
 
     Collective over all ranks if --exit-duration-in-mins or --exit-signal-handler is given.
     """
@@ -36,9 +36,10 @@ def reason_to_hurry(run: Runtime) -> str | None:
 
 
 def minutes_over_limit(run: Runtime) -> float | None:
-    """Minutes since the first rank started, once any rank is beyond --exit-duration-in-mins.
+    """Return the run time in minutes once it exceeds --exit-duration-in-mins, otherwise None.
 
-    Collective over all ranks if that flag is given; the same on all of them.
+    The result is the same on all ranks: the time of the rank that started first.  Collective over
+    all ranks if the flag is given.
     """
     limit = run.config.training.exit_duration_in_mins
     if not limit:
