@@ -1,14 +1,14 @@
-"""Model FLOPs: what a step computes by the mathematics of the model, not what the device executes.
+"""Model FLOPs: operations in the mathematics of a training step, not those the device executes.
 
-Counted are matrix multiplications (two operations per multiply-add), forward once and backward
-twice; of a Mamba layer also its convolution, and its scan as a recurrence.  Recomputation, norms,
-softmax and the optimizer are not.
+Counted are GEMMs (two operations per multiply-add), once forward and twice backward; for a Mamba
+layer also its convolution, and its scan as a recurrence.  Recomputation, norms, softmax and the
+optimizer are not counted.
 
 Two counts exist:
-- `num_floating_point_operations` is Megatron-LM's, behind "throughput per GPU": a causal query
-  meets half of the sequence, and every token of BERT the vocabulary.
-- `causal_model_flops` is behind "MFU": query i meets exactly the i + 1 keys that the causal mask
-  leaves, fewer under a sliding window; and only BERT's hidden tokens meet the vocabulary.
+- `num_floating_point_operations` is Megatron-LM's, for "throughput per GPU": a causal query
+  attends to half of the sequence, and every token of BERT is multiplied by the vocabulary matrix.
+- `causal_model_flops` is for "MFU": query i attends to exactly the i + 1 keys that the causal mask
+  admits, fewer in a sliding window; only BERT's masked tokens are multiplied by that matrix.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2
 _SCALE = FORWARD_AND_BACKWARD * MULTIPLY_ADD
 
-# Of a layer, counted in its stack, and a length: what a query meets on average, causal or not.
+# (layer index in its stack, sequence length, is causal) -> mean number of keys per query.
 Keys = Callable[[int, int, bool], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """FLOPs of training on one batch, split by where they arise."""
+    """FLOPs of training on one batch, by kind of operation."""
 
-    linear: float  # products with weights: projections, MLP, logits
-    attention: float  # queries with keys, scores with values; convolutions and scans
+    linear: float  # GEMMs with weights: projections, MLP, logits
+    attention: float  # query-key and score-value GEMMs; convolutions and scans
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of both kinds."""
         return self.linear + self.attention
 
 
 def num_floating_point_operations(
     config: RunConfig, batch_size: int, padded_vocab_size: int
 ) -> float:
-    """FLOPs of a step on ``batch_size`` samples by Megatron-LM's formula."""
+    """Return the FLOPs of a step on ``batch_size`` samples by Megatron-LM's formula."""
     return _flops(config, batch_size, padded_vocab_size, _half_of_all, 1).total
 
 
 def causal_model_flops(config: RunConfig, batch_size: int, padded_vocab_size: int) -> ModelFlops:
-    """FLOPs of a step on ``batch_size`` samples with attention counted under its mask."""
+    """Return the FLOPs of a step on ``batch_size`` samples, attention counted under its mask."""
     hidden_share = config.data.mask_prob if model_kind_of(config).has_masked_lm_head else 1
     return _flops(config, batch_size, padded_vocab_size, _keys_of(config.model), hidden_share)
 
 
 def layer_flops(config: RunConfig) -> list[float]:
-    """FLOPs of each layer for one of the sample's tokens, attention counted under its mask.
+    """Return the FLOPs of each layer per token of the sample, attention counted under its mask.
 
-    Behind the decoder's stand those of tokens ahead, without their projections.
+    The layers of multi-token prediction come after the decoder's, counted without their
+    projections.
     """
     keys, length = _keys_of(config.model), config.data.seq_length
     return [
@@ -85,16 +86,19 @@ def _keys_of(model: TransformerConfig) -> Keys:
 
 
 def mean_keys_per_query(seq_length: int, window: int | None = None) -> float:
-    """Keys a query meets on average: itself and what stands before it, at most ``window``."""
+    """Return the mean number of keys of a causal query.
+
+    A query attends to its own and to earlier positions, at most ``window`` of them.
+    """
     window = seq_length if window is None else min(window, seq_length)
     growing = window * (window + 1) / 2  # queries that do not fill the window yet
     return (growing + (seq_length - window) * window) / seq_length
 
 
 def _keys_in_window(model: TransformerConfig, layer_index: int) -> list[int | None]:
-    """A query's own key and those before it that its window holds, and those behind it.
+    """Return a query's numbers of admitted keys, [own and earlier ones, own and later ones].
 
-    None without a limit.
+    None stands for no limit.
     """
     window = window_of_layer(model, layer_index) or (-1, -1)
     return [None if count < 0 else count + 1 for count in window]
@@ -103,7 +107,10 @@ def _keys_in_window(model: TransformerConfig, layer_index: int) -> list[int | No
 def _flops(
     config: RunConfig, batch_size: int, padded_vocab_size: int, keys: Keys, hidden_share: float
 ) -> ModelFlops:
-    """``hidden_share`` of BERT's tokens meet the vocabulary."""
+    """Return the FLOPs of a step.
+
+    ``hidden_share``: fraction of BERT's tokens that are multiplied by the vocabulary matrix.
+    """
     parts = [_multiply_adds(config, layer, i, keys) for i, layer in enumerate(layers_of(config))]
     linear = sum(linear for linear, _ in parts) + _heads(config, padded_vocab_size, hidden_share)
     scale = _SCALE * batch_size
@@ -113,7 +120,10 @@ def _flops(
 
 
 def _heads(config: RunConfig, padded_vocab_size: int, hidden_share: float) -> float:
-    """Multiply-adds behind the layers for one sample, and the projections of tokens ahead."""
+    """Return the multiply-adds of one sample outside the layers, forward.
+
+    These are the output heads and the projections of multi-token prediction.
+    """
     model, hidden, length = config.model, config.model.hidden_size, config.data.seq_length
     kind = model_kind_of(config)
     if kind.has_masked_lm_head:
@@ -129,12 +139,12 @@ def _heads(config: RunConfig, padded_vocab_size: int, hidden_share: float) -> fl
 def _multiply_adds(
     config: RunConfig, layer: Layer, layer_index: int, keys: Keys
 ) -> tuple[float, float]:
-    """Of one sample, forward: in products with weights, and between tokens.
+    """Return the forward multiply-adds of one sample: with weights, and between tokens.
 
-    Per token of a full layer, with h = hidden, a = heads, g = query groups, d = kv channels:
-    q and output projection 2*h*a*d, k and v 2*h*g*d, MLP 2 or (gated) 3 times h*ffn, scores and
-    their product with the values 2*a*d*keys.  A part that is replaced by one matrix has h*h, an
-    absent one nothing.  Keys and values of cross attention are those of the encoder's tokens.
+    Per token of a full layer, with h = hidden, a = heads, g = query groups, d = kv channels: q and
+    output projection 2*h*a*d, k and v 2*h*g*d, MLP 2 or (gated) 3 times h*ffn, scores and their
+    product with the values 2*a*d*keys.  A part that is replaced by one matrix has h*h, an absent
+    one nothing.  Keys and values of cross attention are computed from the encoder's tokens.
     """
     model, source = config.model, config.data.seq_length
     tokens = source
@@ -153,7 +163,7 @@ def _multiply_adds(
     linear, mixing = float(tokens * hidden * columns), 0.0
     if layer.attention == FULL:
         is_causal = not layer.is_encoder and model_kind_of(config).is_causal
-        at = min(layer_index, model.num_layers - 1)  # tokens ahead are like the decoder's last
+        at = min(layer_index, model.num_layers - 1)  # MTP layers are like the last one
         if layer.has_cross_attention:
             at = layer_index - model.num_layers
         mixing += tokens * 2 * heads_width * keys(at, tokens, is_causal)
@@ -169,7 +179,7 @@ def _multiply_adds(
 
 
 def _latent_columns(model: TransformerConfig) -> float:
-    """Elements of the matrices of latent attention, in columns of h rows."""
+    """Return the elements of the matrices of latent attention, divided by the hidden size."""
     heads, hidden = model.num_attention_heads, model.hidden_size
     query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
     key_value = heads * (model.qk_head_dim + model.v_head_dim)
@@ -181,7 +191,10 @@ def _latent_columns(model: TransformerConfig) -> float:
 
 
 def _expert_columns(model: TransformerConfig) -> int:
-    """Columns of the matrices that a token meets: router, chosen experts, shared ones."""
+    """Return the columns of the matrices that a token is multiplied by in an expert layer.
+
+    These are the router, the selected experts and the shared ones.
+    """
     assert model.num_moe_experts is not None, "called for a layer with experts"
     width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0)
     width += model.moe_shared_expert_intermediate_size or 0
@@ -190,6 +203,6 @@ def _expert_columns(model: TransformerConfig) -> int:
 
 
 def tokens_of_a_sample(config: RunConfig) -> int:
-    """Those of the sequence, and of an encoder-decoder those that the decoder reads."""
+    """Return the number of tokens of a sample; of an encoder-decoder, in both sequences."""
     has_decoder = model_kind_of(config).has_encoder
     return config.data.seq_length + (config.data.decoder_seq_length or 0) * has_decoder

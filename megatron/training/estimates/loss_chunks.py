@@ -1,7 +1,7 @@
-"""Whether the loss is computed in chunks of tokens, where --loss-chunk-size does not say it.
+"""Choose whether to compute the loss in chunks of tokens, if --loss-chunk-size is not given.
 
-Logits are the one tensor that grows with the vocabulary, and that is known before a run: where
-they would take more than a tenth of the memory, they are never there whole.
+Logits are the one tensor that grows with the vocabulary, and their size is known before a run.  If
+they would take more than a tenth of the memory, only one chunk of them exists at a time.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from megatron.training.config.run import RunConfig
 
 _SHARE_OF_ALL = 0.1
 _SHARE_OF_CHUNK = 0.01
-_LEAST_TOKENS = 256  # below, products with the vocabulary become slow
+_LEAST_TOKENS = 256  # with fewer tokens the GEMM with the vocabulary is slow
 
 
 def resolve_loss_chunks(config: RunConfig, padded_vocab_size: int, memory: float) -> RunConfig:
-    """``config`` with the chunk size that the rule gives for a rank's ``memory`` in bytes."""
+    """Return ``config`` with the chunk size for a rank with ``memory`` bytes."""
     model = config.model
     if model.loss_chunk_size is not None or model.defer_embedding_wgrad_compute:
         return config
@@ -28,7 +28,7 @@ def resolve_loss_chunks(config: RunConfig, padded_vocab_size: int, memory: float
 
 
 def chunk_line(config: RunConfig, padded_vocab_size: int) -> str | None:
-    """What is done, for a human; None where logits are whole."""
+    """Return the log line about chunks; None if all logits are computed at once."""
     size, tokens = config.model.loss_chunk_size, _tokens(config)
     if not size or size >= tokens:
         return None
@@ -40,13 +40,13 @@ def chunk_line(config: RunConfig, padded_vocab_size: int) -> str | None:
 
 
 def logits_bytes(config: RunConfig, padded_vocab_size: int) -> int:
-    """Of a micro-batch on one rank, with those of tokens further ahead."""
+    """Return the bytes of the logits of a micro-batch on one rank, those of MTP included."""
     losses = 1 + (config.model.mtp_num_layers or 0)
     return losses * _tokens(config) * _bytes_of_token(config, padded_vocab_size)
 
 
 def _tokens(config: RunConfig) -> int:
-    """Of a micro-batch, on a rank that computes the loss."""
+    """Return the number of tokens of a micro-batch on a rank that computes the loss."""
     length = config.data.decoder_seq_length or config.data.seq_length
     return length * config.training.micro_batch_size // config.model.context_parallel_size
 

@@ -1,4 +1,4 @@
-"""The layers of a run's model and their pipeline stages, as its kind describes them."""
+"""Layers of a run's model and of its pipeline stages, as its model kind describes them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.training.models.registry import model_kind_of
 
 
 def layers_of(run: RunConfig) -> list[Layer]:
-    """Every layer in order; behind a decoder those of multi-token prediction."""
+    """Return every layer in order; layers of multi-token prediction follow the decoder's."""
     return model_kind_of(run).layers(run)
 
 
 def layers_of_stages(run: RunConfig) -> tuple[range, ...]:
-    """Which of `layers_of` each virtual stage holds, without those of multi-token prediction."""
+    """Return the indices in `layers_of` that each virtual stage holds, without MTP layers."""
     has_encoder = model_kind_of(run).has_encoder
     return stages_of_encoder_decoder(run) if has_encoder else stages_of_stack(run)

@@ -1,4 +1,4 @@
-"""How many parameters a model has on one tensor-parallel rank: arithmetic on the configuration."""
+"""Number of parameters of a model on one tensor-parallel rank, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from megatron.training.models.registry import model_kind_of
 
 
 def known_padded_vocab_size(run: RunConfig) -> int | None:
-    """Rows of the word embedding over all ranks; None if only the tokenizer knows them."""
+    """Return the rows of the word embedding over all ranks.
+
+    None if they depend on the tokenizer, which is not loaded.
+    """
     t, tp = run.tokenizer, run.model.tensor_model_parallel_size
     if t.padded_vocab_size is not None:
         return t.padded_vocab_size
@@ -25,7 +28,7 @@ def known_padded_vocab_size(run: RunConfig) -> int | None:
 
 
 def layer_parameters(run: RunConfig) -> int:
-    """Parameters of all layers on one tensor-parallel rank, with those of tokens ahead."""
+    """Return the parameters of all layers on one tensor-parallel rank, MTP layers included."""
     m = run.model
     joining = 2 * m.hidden_size**2 + 3 * m.hidden_size * _parameters_per_channel(m)
     layers = sum(_layer_parameters(m, layer) for layer in layers_of(run))
@@ -33,7 +36,7 @@ def layer_parameters(run: RunConfig) -> int:
 
 
 def head_parameters(run: RunConfig, padded_vocab_size: int) -> int:
-    """What is neither layer nor word or position embedding, on one tensor-parallel rank."""
+    """Return the parameters outside layers and embeddings on one tensor-parallel rank."""
     m = run.model
     hidden, tp = m.hidden_size, m.tensor_model_parallel_size
     norm = hidden * _parameters_per_channel(m)
@@ -111,7 +114,7 @@ def _mlp_matrices(m: TransformerConfig, width: int, tp: int) -> int:
 
 
 def _expert_parameters(m: TransformerConfig) -> int:
-    """Router, the experts of a rank, shared ones."""
+    """Return the parameters of an expert layer's MLP: router, local experts, shared experts."""
     assert m.num_moe_experts is not None, "called for a layer with experts"
     one = _mlp_matrices(m, m.moe_ffn_hidden_size or 0, m.expert_tensor_parallel_size or 1)
     total = (
@@ -125,7 +128,7 @@ def _expert_parameters(m: TransformerConfig) -> int:
 
 
 def _replaced(m: TransformerConfig, kind: str) -> int:
-    """A part that is one matrix, or absent with its norm."""
+    """Return the parameters of a part that is one matrix with a norm, or absent."""
     if kind != LINEAR:
         return 0
     return m.hidden_size**2 // m.tensor_model_parallel_size + _norms_of_part(m)

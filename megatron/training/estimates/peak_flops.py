@@ -1,7 +1,7 @@
-"""The rate that MFU is a share of: what one device could multiply at most.
+"""Peak FLOP/s of one device, by which MFU divides.
 
-For known GPUs it is the maker's number for dense bfloat16 (without sparsity).  For other devices,
-the CPU among them, matmuls are timed for a tenth of a second.
+For known GPUs it is the manufacturer's value for dense bf16 (without sparsity).  For other devices,
+CPUs included, GEMMs are timed for a tenth of a second.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _DENSE_BF16 = (
 )
 _SIZES_CPU = (64, 128, 256, 512, 1024)
 _SIZES_GPU = (2048, 4096, 8192)
-_BUDGET_S = 0.1  # of all measurements; a product that has begun is completed
+_BUDGET_S = 0.1  # of all measurements; a matmul that has begun is completed
 _REPEATS = 5  # of each size
 _SPREAD = 1.3  # median over fastest repeat, above which a rate is not reliable
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Most FLOP/s of one device, and where the number is from.
+    """Peak FLOP/s of one device, and where the value is from.
 
-    ``problem`` says why no MFU can be computed from it; None if it can.
+    ``problem`` is the reason why no MFU can be computed from it, None if it can.
     """
 
     flops_per_s: float
@@ -61,7 +61,7 @@ class Peak:
 
 
 def device_peak(dtype: torch.dtype) -> Peak:
-    """The peak of this process's device; ``dtype`` is used where it has to be measured."""
+    """Return the peak of this process's device; ``dtype`` is used if it has to be measured."""
     name = device.name()
     known = known_peak(name)
     if known is not None:
@@ -82,13 +82,13 @@ def device_peak(dtype: torch.dtype) -> Peak:
 
 
 def known_peak(name: str) -> float | None:
-    """Dense bf16 FLOP/s of the GPU called ``name``, None if it is not in the table."""
+    """Return the dense bf16 FLOP/s of the GPU called ``name``, None if it is not known."""
     return next((peak for part, peak in _DENSE_BF16 if part in name), None)
 
 
 @dataclass(frozen=True)
 class GemmRate:
-    """The fastest square matmul of those tried.  ``spread``: median over fastest repeat of it."""
+    """Rate of the fastest square matmul.  ``spread``: its median time over its fastest time."""
 
     flops_per_s: float
     size: int
@@ -98,10 +98,10 @@ class GemmRate:
 def measured_gemm_rate(
     dtype: torch.dtype, sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> GemmRate:
-    """Time ever larger matmuls until the time budget is used up.
+    """Time increasingly large matmuls until the time budget is used up.
 
-    A larger one is begun only if its repeats, at the rate of the one before, fit into the budget:
-    a CPU without bf16 instructions is 40 times slower than one with them.
+    A larger one is started only if its repeats, at the rate of the previous size, fit into the
+    budget: a CPU without bf16 instructions is 40 times slower than one with them.
     """
     began_s = clock()
     best: GemmRate | None = None

@@ -1,8 +1,8 @@
-"""--pipeline-split auto: stages that take equally long, as far as whole layers allow.
+"""--pipeline-split auto: split the layers into pipeline stages of nearly equal time.
 
-Costs are the FLOPs of a token, forward and backward, from `flops`: layers by their own shapes, the
-loss by its product with the vocabulary.  The embedding multiplies nothing; it moves its output and
-that one's gradient through memory.
+Costs are FLOPs per token, forward and backward, from `flops`: layers by their own shapes, the loss
+by its GEMM with the vocabulary.  The embedding has no GEMM; its cost is the memory traffic of its
+output and of the output's gradient.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron.training.config.run import RunConfig
 from megatron.training.estimates.flops import FORWARD_AND_BACKWARD, MULTIPLY_ADD, layer_flops
 
 _EMBEDDING_BYTES_PER_CHANNEL = 12  # output and gradient, written, read and added in 16 bits
-_FLOPS_PER_BYTE = 300  # that an accelerator computes in the time of moving one
+_FLOPS_PER_BYTE = 300  # FLOPs of an accelerator in the time that moving a byte takes
 
 
 def resolve_pipeline_split(config: RunConfig, padded_vocab_size: int) -> RunConfig:
-    """``config`` with its automatic split written out as a layout."""
+    """Return ``config`` with the automatic split written as a pipeline layout."""
     model, num_stages = config.model, config.placement.num_stages
     layers, embedding, loss = costs(config, padded_vocab_size)
     sizes = balanced_sizes(layers, num_stages, first=embedding, last=loss)
@@ -30,7 +30,7 @@ def resolve_pipeline_split(config: RunConfig, padded_vocab_size: int) -> RunConf
 
 
 def costs(config: RunConfig, padded_vocab_size: int) -> tuple[list[float], float, float]:
-    """Relative time of each layer, of the embedding, and of the loss with what predicts ahead."""
+    """Return the relative times of each layer, of the embedding, and of the loss with MTP."""
     model = config.model
     again = 4 / 3 if model.recompute_granularity == "full" else 1.0
     every = [again * flops for flops in layer_flops(config)]
@@ -45,10 +45,10 @@ def costs(config: RunConfig, padded_vocab_size: int) -> tuple[list[float], float
 def balanced_sizes(
     layers: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> list[int]:
-    """How many layers, in order, each stage takes: the slowest stage as fast as can be.
+    """Return the number of consecutive layers per stage that minimises the slowest stage's time.
 
-    ``first`` and ``last`` are what the first and the last stage do besides; they alone may have
-    no layer.  Of equally fast ways the one with the least sum of squares.
+    ``first`` and ``last`` are additional costs of the first and the last stage; only these two may
+    have no layer.  Among equally fast splits it is the one with the least sum of squared costs.
     """
     extras = [0.0] * num_stages
     extras[0] += first
@@ -65,13 +65,14 @@ def _best_split(
     limit: float,
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """Of the splits whose stages cost at most ``limit``: the least ``join`` over their costs.
+    """Return the least value of ``join`` over the stage costs, and the sizes that have it.
 
-    ``extras`` is what each stage costs besides its layers.
+    Considers splits whose stages cost at most ``limit`` each.  ``extras``: the cost of each stage
+    besides its layers.
     """
     sums = [0.0, *accumulate(layers)]
     inner = range(1, len(extras) - 1)
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # layers dealt out -> the best way
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # layers assigned -> best split
     for stage, extra in enumerate(extras):
         following: dict[int, tuple[float, list[int]]] = {}
         for begin, (joined, sizes) in best.items():

@@ -1,8 +1,8 @@
-"""How much memory parameters, optimizer and activations take, from the configuration alone.
+"""Memory of parameters, optimizer and activations, estimated from the configuration alone.
 
-MiB are called MB in the lines, as in Megatron-LM.  Activations follow "Reducing Activation
-Recomputation in Large Transformer Models" (arXiv 2205.05198), in bytes of 16-bit values; they are
-given where its formula holds: sequence parallelism with selective recomputation.
+The log lines call MiB MB, as in Megatron-LM.  Activations follow "Reducing Activation Recomputation
+in Large Transformer Models" (arXiv 2205.05198), for 16-bit values; they are reported where its
+formula holds: sequence parallelism with selective recomputation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """Parameters of the whole model, and of the stage that holds most of them."""
+    """Parameters of the complete model, and of the rank that holds most of them."""
 
     layers: int
     embeddings: int  # input and, if untied, output
@@ -27,7 +27,7 @@ class ParameterCount:
 
 
 def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCount:
-    """Parameters by formula; positions that are learned are not counted."""
+    """Return the number of parameters by formula, without learned position embeddings."""
     of_rank = replace(
         config,
         model=replace(config.model, tensor_model_parallel_size=1, expert_tensor_parallel_size=1),
@@ -46,10 +46,11 @@ def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCoun
 
 
 def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> float:
-    """Bytes on the most loaded rank: 16-bit weight, gradient, main weight and two moments.
+    """Return the bytes of weights, gradients and optimizer state on the most loaded rank.
 
-    The distributed optimizer divides the last three over the replicas.  Of a main weight in fp32
-    a precision-aware one keeps what the 16-bit weight lacks.
+    Per parameter these are the 16-bit weight, the gradient, the main parameter and two moments.
+    The distributed optimizer shards the last three over the data-parallel ranks.  With
+    --use-precision-aware-optimizer, the main parameter is stored as a 16-bit remainder.
     """
     o = config.optimizer
     main = 2 if o.use_precision_aware_optimizer else 4
@@ -60,7 +61,7 @@ def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> flo
 
 
 def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches: int) -> float:
-    """Bytes of activations on the first stage, under sequence parallelism and 1F1B."""
+    """Return the bytes of activations on the first stage, for sequence parallelism and 1F1B."""
     model, training = config.model, config.training
     length = local_sequence_length(config.data.seq_length, cp=model.context_parallel_size)
     tokens = length * training.micro_batch_size
@@ -82,7 +83,7 @@ def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches
 def memory_lines(
     config: RunConfig, padded_vocab_size: int, num_microbatches: int, verbose: bool = False
 ) -> list[str]:
-    """What `print_memory` prints."""
+    """Return the lines that `print_memory` prints."""
     count = count_parameters(config, padded_vocab_size)
     lines = []
     if verbose:
