@@ -1,1 +1,1 @@
-"""From text files to token files: what the programs in ``tools/`` run.  Needs no torch."""
+"""Preprocess text files to token files: library of the programs in ``tools/``, without torch."""

@@ -1,4 +1,4 @@
-"""What the command lines of the data tools share."""
+"""Command-line arguments and start-up that the data tools share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.training.tokenizer.spec import TokenizerSpec
 
 
 def add_backend_argument(parser: argparse.ArgumentParser) -> None:
-    """Which library encodes; ours."""
+    """Add --tokenizer-backend, which Megatron-LM does not have."""
     parser.add_argument(
         "--tokenizer-backend",
         choices=BACKENDS,
@@ -29,7 +29,7 @@ def add_backend_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_format_arguments(group: argparse._ArgumentGroup) -> None:
-    """How input is read; the first flag is the reference's, the others are ours."""
+    """Add the flags of input formats; Megatron-LM has --json-keys alone."""
     group.add_argument(
         "--json-keys",
         nargs="+",
@@ -51,19 +51,22 @@ def add_format_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def record_format(args: argparse.Namespace) -> RecordFormat:
-    """From the flags of ``add_format_arguments``."""
+    """Return the format that the flags of ``add_format_arguments`` select."""
     plain = {"auto": None, "jsonl": False, "text": True}[args.input_format]
     return RecordFormat(tuple(args.json_keys), args.sample_by, plain)
 
 
 def tokenizer_of(args: argparse.Namespace) -> MegatronTokenizer:
-    """Build the tokenizer that the flags name."""
+    """Build the tokenizer that the flags select."""
     print(f"> building {args.tokenizer_type} tokenizer ...", file=sys.stderr, flush=True)
     return create_tokenizer(TokenizerSpec.of(args))
 
 
 def run_tool(tool: Callable[[Sequence[str] | None], None], parallelism: str = "false") -> int:
-    """Run ``tool``; the exit code.  What the user can put right is said without a traceback."""
+    """Run ``tool`` and return the exit code.
+
+    Errors that the user can correct are printed without a traceback.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     # Workers are processes: threads of the library inside each would share the same cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", parallelism)

@@ -1,4 +1,4 @@
-"""Compressed text and Parquet as pieces of plain bytes; a damaged file is an error."""
+"""Read plain, compressed and Parquet files as pieces of plain bytes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from megatron.training.preprocess.file_kinds import is_parquet
 from megatron.training.preprocess.parquet import json_lines
 
 SUFFIXES = (".gz", ".zst")
-_STORED_BYTES = 1 << 17  # read from the disk at once
+_STORED_BYTES = 1 << 17  # read from disk in one call
 
 
 def pieces(path: str, num_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """The bytes of a file, decompressed by its name, or JSON lines of Parquet.
+    """Yield the bytes of a file: decompressed as its name says, Parquet as JSON lines.
 
-    Each piece has about ``num_bytes`` and comes with the position in the file on disk.
+    A piece has about ``num_bytes`` bytes; with it comes the position reached in the file on disk.
+    Raises DataError if the file is damaged.
     """
     errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
     with open(path, "rb") as raw:
@@ -45,7 +46,7 @@ def pieces(path: str, num_bytes: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _zstandard_pieces(raw: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
-    """Decompress frame after frame: zstandard's own reader takes a cut frame for a whole one."""
+    """Decompress frame by frame: zstandard's own reader accepts a truncated last frame."""
     decompressor = zstandard.ZstdDecompressor()
     frame = None  # None: between two frames
     while stored := raw.read(_STORED_BYTES):
@@ -59,6 +60,6 @@ def _zstandard_pieces(raw: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
 
 
 def uncompressed_extension(path: str) -> str:
-    """``.jsonl`` of ``a.jsonl`` and of ``a.jsonl.gz``."""
+    """Return the extension without compression: ``.jsonl`` for ``a.jsonl.gz``."""
     stem, extension = os.path.splitext(path)
     return os.path.splitext(stem)[1] if extension in SUFFIXES else extension

@@ -1,4 +1,4 @@
-"""Blocks of records to the texts of documents."""
+"""Parse blocks of records into the texts of documents."""
 
 from __future__ import annotations
 
@@ -19,42 +19,45 @@ from megatron.training.preprocess.inputs import (
     is_plain_text,
 )
 
-Text = str | list[str]  # a list: sentences that somebody has split already
+Text = str | list[str]  # a list: text already split into sentences
 
 _PARAGRAPH_END = re.compile(SEPARATORS["paragraph"].pattern.decode())
 _PIECE_BYTES = 1 << 22
 
 
 class BadRecord(DataError):
-    """A record that cannot be used, before it is known on which line of its file it stands."""
+    """A record that cannot be used, located by its block: its line in the file is not known yet."""
 
     def __init__(self, path: str, newlines_before: int, offset: int, reason: str) -> None:
         super().__init__(path, newlines_before, offset, reason)
         self.path = path
-        self.newlines_before = newlines_before  # within the block
+        self.newlines_before = newlines_before  # in the block, before the record
         self.offset = offset  # of the block in the decompressed file
         self.reason = reason
 
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How a block is read.  ``sample_by`` cuts plain text; JSON has a record on every line."""
+    """How a block is split into records, and these into texts.
+
+    ``sample_by`` splits plain text; JSON has one record per line.
+    """
 
     json_keys: tuple[str, ...] = ("text",)
     sample_by: str = "line"
-    plain_text: bool | None = None  # None: the file's name says it
-    empty_is_error: bool = False  # else blank lines are passed over
+    plain_text: bool | None = None  # None: the file's name decides
+    empty_is_error: bool = False  # else blank lines are skipped
 
     def is_plain(self, path: str) -> bool:
-        """Whether the file is plain text: one key, its first."""
+        """Return whether the file is plain text, whose only key is the first."""
         return is_plain_text(path) if self.plain_text is None else self.plain_text
 
     def cut_by(self, path: str) -> str:
-        """The key of ``SEPARATORS`` that cuts this file."""
+        """Return the key of ``SEPARATORS`` that splits this file into records."""
         return self.sample_by if self.is_plain(path) else "line"
 
     def texts(self, block: Block) -> dict[str, list[Text]]:
-        """The text of every document of the block, per key; BadRecord says which line is wrong."""
+        """Return the texts of the block's documents per key.  Raises BadRecord."""
         lines = self._lines(block)
         if self.is_plain(block.path):
             return {self.json_keys[0]: [text for _, text in lines]}
@@ -73,14 +76,14 @@ class RecordFormat:
         return found
 
     def newlines_before(self, block: Block, document: int) -> int:
-        """How many lines of the block stand before its document number ``document``."""
+        """Count the newlines of the block before its document number ``document``."""
         for index, (number, _) in enumerate(self._lines(block)):
             if index == document:
                 return number
         return 0
 
     def _lines(self, block: Block) -> Iterator[tuple[int, str]]:
-        """The records that are not blank, each with the newlines before it."""
+        """Yield the records that are not blank, each with the count of newlines before it."""
         data = block.read()
         try:
             text = data.decode()
@@ -108,7 +111,7 @@ class RecordFormat:
 def read_documents(
     pattern: str, record_format: RecordFormat
 ) -> Iterator[tuple[Block, dict[str, list[Text]]]]:
-    """Every block of the files that ``pattern`` names, and its texts per key."""
+    """Yield every block of the files that ``pattern`` matches, and its texts per key."""
     paths = find_inputs(pattern)
     check_one_kind(paths, record_format)
     separator = SEPARATORS.get(record_format.cut_by(paths[0]))
@@ -120,7 +123,7 @@ def read_documents(
 
 
 def check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
-    """Raise ConfigError unless all files are read in one way, and none is Parquet read as text."""
+    """Raise ConfigError if files have different formats, or if Parquet is read as text."""
     kinds = {record_format.is_plain(path): path for path in paths}
     if len(kinds) > 1:
         raise ConfigError(
@@ -135,12 +138,12 @@ def check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
 
 
 def locate(error: BadRecord) -> int:
-    """The number of the wrong line in its file, from 1.  Reads the file up to there."""
+    """Return the number of the bad record's line in its file, from 1; reads the file up to it."""
     return 1 + error.newlines_before + _count_newlines(error.path, error.offset)
 
 
 def _count_newlines(path: str, end: int) -> int:
-    """Newlines in the first ``end`` decompressed bytes."""
+    """Count newlines in the first ``end`` decompressed bytes."""
     count = 0
     for piece, _ in pieces(path, _PIECE_BYTES):
         count += piece.count(b"\n", 0, end)
@@ -177,6 +180,6 @@ def _reason(error: Exception) -> str:
 
 
 def flatten(texts: Sequence[Text]) -> tuple[list[str], list[int]]:
-    """All texts in a row, and how many belong to each document."""
+    """Return all texts in one list, and the number of texts of each document."""
     rows = [[text] if isinstance(text, str) else text for text in texts]
     return [text for row in rows for text in row], list(map(len, rows))

@@ -1,4 +1,4 @@
-"""Blocks of records to arrays of tokens: the work of one worker process."""
+"""Encode blocks of records to arrays of tokens: the work of one worker process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.tokenizer.fast import TextEncoder
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """The documents of a block for one key.  Sequences without a token are left out."""
+    """Tokens of a block's documents for one key, without empty sequences."""
 
     tokens: np.ndarray  # [sum(lengths)], in the type of the .bin file
     lengths: np.ndarray  # int32 [sequences]
@@ -26,27 +26,27 @@ class EncodedTexts:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """What a worker sends back."""
+    """Result that a worker sends to the main process."""
 
     texts: dict[str, EncodedTexts]  # per key
     num_documents: int
-    num_bytes: int  # of text, decompressed
-    stored_bytes: int  # of the disk
+    num_bytes: int  # decompressed text
+    stored_bytes: int  # on disk
 
 
 @dataclass
 class BlockEncoder:
-    """Everything a worker needs; built before the workers are forked."""
+    """Encoder of a worker; built before the workers are forked."""
 
     encoder: TextEncoder
     record_format: RecordFormat
     dtype: type[np.integer]
     vocab_size: int
-    eod: int | None  # None: nothing is appended
+    eod: int | None  # None: append nothing
     splitter: SentenceSplitter | None
 
     def encode(self, block: Block) -> EncodedBlock:
-        """Tokens of every document of the block; BadRecord says which line cannot be used."""
+        """Encode all documents of the block.  Raises BadRecord for a line that cannot be used."""
         texts = self.record_format.texts(block)
         found = {key: self._encode_key(block, documents) for key, documents in texts.items()}
         num_documents = len(next(iter(texts.values())))
@@ -70,7 +70,7 @@ class BlockEncoder:
         return encoded
 
     def _assemble(self, batch: TokenBatch, counts: np.ndarray) -> EncodedTexts:
-        """Drop empty sequences, append EOD to the last sequence of every document that has one."""
+        """Drop empty sequences and append EOD to the last sequence of each document with tokens."""
         filled = batch.lengths > 0
         document = np.repeat(np.arange(len(counts)), counts)
         num_sequences = np.bincount(document[filled], minlength=len(counts))
@@ -88,7 +88,7 @@ class BlockEncoder:
         return EncodedTexts(tokens, lengths.astype(np.int32), num_sequences)
 
     def _check_ids(self, batch: TokenBatch) -> None:
-        """Ids must fit the file's type, which follows from the size of the vocabulary."""
+        """Raise DataError unless all ids fit the file's dtype, chosen by the vocabulary size."""
         if len(batch.ids) == 0:
             return
         limits = np.iinfo(self.dtype)
@@ -100,7 +100,7 @@ class BlockEncoder:
             )
 
     def _not_unicode(self, block: Block, documents: Sequence[Text], error: Exception) -> Exception:
-        """Which document holds a lone surrogate; ``error`` itself if none does."""
+        """Return a BadRecord for the document with a lone surrogate, else ``error`` itself."""
         for index, text in enumerate(documents):
             try:
                 "".join(text).encode()

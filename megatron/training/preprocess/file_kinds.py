@@ -1,4 +1,4 @@
-"""Kinds of files by their first bytes: Parquet, which is read, and others, which are refused."""
+"""Detect file formats by their first bytes: Parquet is read, other binary files are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PARQUET = b"PAR1"
 _SMALLEST_PARQUET = 12  # both magics, and the length of the footer
 _TAR = b"ustar"
 _TAR_AT = 257
-# None of them can begin a JSON record, nor, in full, a text.
+# (first bytes, description, suggested fix).  Neither JSON nor text can begin with these bytes.
 _SIGNATURES = (
     (b"\x1f\x8b", "gzip-compressed", "give it a name that ends in .gz"),
     (b"\x28\xb5\x2f\xfd", "zstd-compressed", "give it a name that ends in .zst"),
@@ -40,7 +40,7 @@ _SIGNATURES = (
 
 
 def is_parquet(path: str) -> bool:
-    """Whether the file begins and ends as Parquet does, whatever its name."""
+    """Return whether the file begins and ends as Parquet does, whatever its name."""
     if os.path.getsize(path) < _SMALLEST_PARQUET:
         return False
     with open(path, "rb", buffering=0) as file:
@@ -51,9 +51,9 @@ def is_parquet(path: str) -> bool:
 
 
 def refuse_binary(path: str, head: bytes, inside: str = "") -> None:
-    """Raise DataError that says what a file is, if ``head`` (its first bytes) is of no text.
+    """Raise DataError if ``head``, the first bytes of a file, is of a known binary format.
 
-    ``inside`` is what it was decompressed from.
+    ``inside``, for the message, names the compression that the bytes were in.
     """
     found = next((known for known in _SIGNATURES if head.startswith(known[0])), None)
     if found is None and head[_TAR_AT:].startswith(_TAR):

@@ -1,7 +1,7 @@
-"""Input files cut into blocks of whole records.
+"""Split input files into blocks of complete records.
 
-A record is a line, a paragraph or a file.  A block is some megabytes of records: of a plain file
-it is named by its bytes, so that workers read for themselves; of a compressed file it carries them.
+A record is a line, a paragraph or a file.  A block is a few megabytes of records.  For a plain file
+it is a range of bytes, which a worker reads itself; for a compressed file it holds the bytes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from megatron.training.preprocess.file_kinds import HEAD_BYTES, is_parquet, refu
 
 BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK = 1 << 16
-_WINDOW = 1 << 16  # bytes read at once to find where a block may end
+_WINDOW = 1 << 16  # bytes read in one call to find the end of a block
 _PLAIN_TEXT = (".txt", ".text")
 SAMPLE_BY = ("line", "paragraph", "document")
-# What lies between two records; a file without is one record.
+# Separators of records; without one ("document") a file is one record.
 SEPARATORS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\n\s*")}
 
 
 @dataclass(frozen=True)
 class Block:
-    """Whole records: bytes [start, end) of ``path``, decompressed; ``data`` if they came along."""
+    """Complete records: decompressed bytes [start, end) of ``path``, in ``data`` if not None."""
 
     path: str
     start: int
     end: int
-    stored_bytes: int  # bytes of the disk that it accounts for
+    stored_bytes: int  # its share of the file on disk
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """The bytes themselves."""
+        """Return the bytes of the block."""
         if self.data is not None:
             return self.data
         with open(self.path, "rb", buffering=0) as file:
@@ -48,7 +48,7 @@ class Block:
 
 
 def find_inputs(pattern: str) -> list[str]:
-    """The files that ``pattern`` names, sorted; DataError if there are none."""
+    """Return the files that ``pattern`` matches, sorted.  Raises DataError if none or binary."""
     paths = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
     paths = [path for path in paths if os.path.isfile(path)]
     if not paths:
@@ -69,17 +69,17 @@ def _head(path: str) -> bytes:
 
 
 def is_plain_text(path: str) -> bool:
-    """Whether the name of the file says that it holds text, not JSON lines."""
+    """Return whether the name of the file indicates text rather than JSON lines."""
     return uncompressed_extension(path) in _PLAIN_TEXT
 
 
 def is_stream(path: str) -> bool:
-    """Whether the file has to be read from its beginning: it is compressed, or Parquet."""
+    """Return whether the file must be read from its beginning: compressed, or Parquet."""
     return path.endswith(SUFFIXES) or is_parquet(path)
 
 
 def block_bytes(paths: Sequence[str], num_workers: int) -> int:
-    """Megabytes for large inputs, less for small ones, so that every worker has some."""
+    """Return the block size: `BLOCK_BYTES`, or less so that every worker has several blocks."""
     share = sum(map(os.path.getsize, paths)) // (4 * num_workers)
     return max(_SMALLEST_BLOCK, min(BLOCK_BYTES, share))
 
@@ -87,7 +87,7 @@ def block_bytes(paths: Sequence[str], num_workers: int) -> int:
 def blocks(
     paths: Sequence[str], separator: re.Pattern[bytes] | None, num_bytes: int
 ) -> Iterator[Block]:
-    """The records of all files in order, about ``num_bytes`` at a time."""
+    """Yield the records of all files in order, in blocks of about ``num_bytes``."""
     for path in paths:
         if is_stream(path):
             yield from _blocks_of_stream(path, separator, num_bytes)
@@ -98,9 +98,9 @@ def blocks(
 def sample_blocks(
     paths: Sequence[str], separator: re.Pattern[bytes] | None, positions: int, num_bytes: int
 ) -> Iterator[Block]:
-    """About ``num_bytes`` from each of some places spread over the input.
+    """Yield about ``num_bytes`` from each of ``positions`` places spread over the input.
 
-    Of a compressed file, and of one that is a single record, only the beginning.
+    Of a compressed file, and of a file that is a single record, only the beginning is sampled.
     """
     for index in range(positions):
         at = index * len(paths) / positions
@@ -132,13 +132,13 @@ def _blocks_of_file(
 
 
 def _cut(file: BinaryIO, separator: re.Pattern[bytes], at: int, end: int) -> int:
-    """The end of the first separator at or after ``at``; ``end`` if there is none before it."""
+    """Return the end of the first separator at or after ``at``, or ``end`` if none is before it."""
     window = b""
     while at < end:
         file.seek(at)
         window = file.read(min(_WINDOW, end - at))
         found = separator.search(window)
-        # A separator at the window's edge may go on, or begin, beyond it: look again from there.
+        # A separator at the edge of the window may extend beyond it: search again from its start.
         if found and (found.end() < len(window) or at + len(window) >= end):
             return at + found.end()
         at += max(found.start() if found and found.start() else len(window) - 1, 1)
@@ -148,7 +148,7 @@ def _cut(file: BinaryIO, separator: re.Pattern[bytes], at: int, end: int) -> int
 def _blocks_of_stream(
     path: str, separator: re.Pattern[bytes] | None, num_bytes: int
 ) -> Iterator[Block]:
-    ready = bytearray()  # and not in a block yet
+    ready = bytearray()  # decompressed, not in a block yet
     start, stored, wanted = 0, 0, num_bytes
     for piece, position in pieces(path, num_bytes):
         ready += piece
@@ -158,14 +158,14 @@ def _blocks_of_stream(
             yield Block(path, start, start + cut, position - stored, bytes(ready[:cut]))
             del ready[:cut]
             start, stored = start + cut, position
-        wanted = max(num_bytes, 2 * len(ready))  # a long record is not searched again and again
+        wanted = max(num_bytes, 2 * len(ready))  # do not search a long record again for each piece
     if ready:
         left = os.path.getsize(path) - stored
         yield Block(path, start, start + len(ready), left, bytes(ready))
 
 
 def _last_end(separator: re.Pattern[bytes], data: bytearray) -> int:
-    """Where the last whole record of ``data`` ends, separator included; 0 if none does."""
+    """Return the end of the last complete record of ``data`` with its separator, or 0."""
     if separator is SEPARATORS["line"]:
         return data.rfind(b"\n") + 1
     ends = [found.end() for found in separator.finditer(data) if found.end() < len(data)]

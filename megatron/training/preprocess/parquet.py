@@ -1,7 +1,7 @@
-"""Parquet files as JSON lines: a row is a record of the text columns.
+"""Read Parquet files as JSON lines: a row is a record of the text columns.
 
-Columns of other types cannot be read with --json-keys and are not decoded.  Rows come in batches
-from one row group after the other, so memory does not grow with the file.
+Columns of other types cannot be read with --json-keys and are not decoded.  Rows are read in
+batches from one row group after the other, so memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _ROWS_AT_ONCE = 1024
 
 
 def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
-    """``{"text": ..., ...}`` lines of some rows, and the share of the file read, in bytes."""
+    """Yield ``{"text": ..., ...}`` lines of a batch of rows, and the bytes read so far."""
     wanted_by = f"--input {path} is a Parquet file"
     arrow = require("pyarrow", wanted_by)
     parquet = require("pyarrow.parquet", wanted_by)
     num_rows, stored_bytes = 0, os.path.getsize(path)
     try:
-        # Without threads: the workers that encode are forked while the file is open.
+        # Without threads: workers are forked while the file is open.
         with parquet.ParquetFile(path, pre_buffer=False) as file:
             columns = _text_columns(path, file.schema_arrow, arrow.types)
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):

@@ -1,8 +1,8 @@
-"""Which records make up which partition, and which partitions are finished.
+"""Partition the records of the input, and record which partitions are finished.
 
-Records are dealt one by one to the partitions, or, with ``keep_sequential``, each partition is a
-run of records.  Dealing writes the partitions' text beside the output; where a file is a record,
-a partition is a list of files and nothing is written.
+Records are assigned to partitions round-robin or, with ``keep_sequential``, in contiguous ranges.
+The records of each partition are written to a temporary file beside the output.  If a file is a
+record, a partition is a list of input files and nothing is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.training.preprocess.inputs import BLOCK_BYTES, SEPARATORS, blocks
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How ``paths`` are divided into ``count`` partitions."""
+    """Division of ``paths`` into ``count`` partitions."""
 
     paths: Sequence[str]
     count: int
@@ -30,7 +30,7 @@ class Partitioning:
     output_prefix: str
 
     def by_files(self) -> list[list[str]] | None:
-        """Partitions that are files of the input; None if records have to be dealt."""
+        """Return the input files of each partition; None if records must be distributed."""
         if self._cut_by() != "document":
             return None
         if self.keep_sequential:
@@ -39,13 +39,13 @@ class Partitioning:
         return [list(self.paths[i :: self.count]) for i in range(self.count)]
 
     def dealt_path(self, partition: int) -> str:
-        """The file that holds the records of a partition, while it is needed."""
+        """Return the temporary file with the records of a partition."""
         # The extension keeps its meaning: JSON or plain text.
         extension = ".txt" if self.record_format.is_plain(self.paths[0]) else ".jsonl"
         return f"{self.output_prefix}_{partition}.dealt{extension}"
 
     def deal(self) -> None:
-        """Write the records of every partition to a file of its own."""
+        """Write the records of every partition to its temporary file."""
         share = self._share() if self.keep_sequential else 0
         separator = b"\n\n" if self._cut_by() == "paragraph" else b"\n"
         with contextlib.ExitStack() as stack:
@@ -82,14 +82,17 @@ class Partitioning:
             yield _split(block.read(), separator)
 
     def _share(self) -> int:
-        """Records of a partition that is a run of them; the last one may have fewer."""
+        """Return the number of records per contiguous partition; the last may have fewer."""
         return -(-sum(len(records) for records in self._records()) // self.count)
 
     def _cut_by(self) -> str:
         return self.record_format.cut_by(self.paths[0])
 
     def original_line(self, partition: int, line: int) -> tuple[str, int] | None:
-        """File and line of a dealt line, numbers from 1; None where records are not lines."""
+        """Return the input file and line of a line in a partition's temporary file.
+
+        Both lines count from 1.  None if records are not lines.
+        """
         if self._cut_by() != "line":
             return None
         if self.keep_sequential:
@@ -106,7 +109,7 @@ class Partitioning:
 
 
 class Manifest:
-    """What an interrupted run has finished: a file beside the output, for one set of options."""
+    """Progress of an interrupted run: a file beside the output, valid for equal options."""
 
     def __init__(self, path: str, key: Mapping[str, object]) -> None:
         self._path = path
@@ -119,10 +122,10 @@ class Manifest:
             if stored["key"] == self._key:
                 self.dealt, self.finished = bool(stored["dealt"]), set(stored["finished"])
         except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
-            return  # of another run, or damaged: start from the beginning
+            return  # damaged, or of another run: start again
 
     def write(self) -> None:
-        """Put the present state on disk, whole."""
+        """Write the current progress to disk atomically."""
         content = {"key": self._key, "dealt": self.dealt, "finished": sorted(self.finished)}
         with open(self._path + ".tmp", "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
@@ -131,7 +134,7 @@ class Manifest:
         os.replace(self._path + ".tmp", self._path)
 
     def remove(self) -> None:
-        """Forget everything: the run is over."""
+        """Remove the file: the run is complete."""
         with contextlib.suppress(FileNotFoundError):
             os.remove(self._path)
 

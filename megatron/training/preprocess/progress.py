@@ -1,15 +1,15 @@
-"""How far the run is: a line on stderr now and then."""
+"""Report the progress of preprocessing on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-_SHORTEST_S = 0.5  # between two lines
+_SHORTEST_S = 0.5  # minimum time between two lines
 
 
 class Progress:
-    """Counts documents and bytes; prints after every ``log_interval`` documents, at most."""
+    """Counter of documents and bytes; prints at most once per ``log_interval`` documents."""
 
     def __init__(self, total_stored_bytes: int, log_interval: int) -> None:
         self._total_stored = total_stored_bytes
@@ -19,7 +19,7 @@ class Progress:
         self._started_at_s = self._printed_at_s = time.monotonic()
 
     def add(self, num_documents: int, num_bytes: int, stored_bytes: int) -> None:
-        """Documents done, their bytes of text, and the bytes of the disk they took."""
+        """Count documents, their bytes of text, and the bytes on disk that they occupy."""
         self.num_documents += num_documents
         self._bytes += num_bytes
         self._stored += stored_bytes
@@ -30,7 +30,7 @@ class Progress:
             print(self.line(now_s), file=sys.stderr, flush=True)
 
     def line(self, now_s: float) -> str:
-        """Documents, rates, share done and time left."""
+        """Return a line with documents, rates, percentage and remaining time."""
         elapsed_s = max(now_s - self._started_at_s, 1e-9)
         share = self._stored / self._total_stored if self._total_stored else 1.0
         left_s = elapsed_s * (1 - share) / share if share else 0.0
@@ -42,7 +42,7 @@ class Progress:
         )
 
     def finish(self) -> None:
-        """The last line."""
+        """Print the last line."""
         print(self.line(time.monotonic()), file=sys.stderr, flush=True)
 
 

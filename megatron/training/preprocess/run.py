@@ -1,4 +1,4 @@
-"""Preprocessing from start to end: inputs to ``{prefix}_{key}_{document|sentence}.bin/.idx``."""
+"""Preprocess input files to ``{prefix}_{key}_{document|sentence}.bin/.idx``."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from megatron.training.tokenizer.fingerprint import Fingerprint
 logger = logging.getLogger(__name__)
 
 _SAMPLE_POSITIONS = 8
-_SAMPLE_BYTES = 1 << 12  # of text, at each position
-_SURROGATE = re.compile("[\ud800-\udfff]")  # a text with one is no Unicode: workers say where
+_SAMPLE_BYTES = 1 << 12  # text read at each position
+_SURROGATE = re.compile("[\ud800-\udfff]")  # invalid Unicode, which workers report
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions:
-    """What to read, how to cut it and where to write."""
+    """Options of preprocessing: input, splitting, output."""
 
     input: str
     output_prefix: str
@@ -72,7 +72,7 @@ class PreprocessOptions:
     def of(
         cls, args: argparse.Namespace, record_format: RecordFormat, *, key_in_name: bool = True
     ) -> PreprocessOptions:
-        """From the flags of a tool, which have the names of the fields."""
+        """Build from the flags of a tool, which have the names of the fields."""
         names = {f.name for f in fields(cls)}
         given = {name: value for name, value in vars(args).items() if name in names}
         return cls(record_format=record_format, key_in_name=key_in_name, **given)
@@ -88,7 +88,7 @@ class PreprocessOptions:
             )
 
     def output(self, key: str, partition: int | None = None) -> str:
-        """The prefix of the files of one key."""
+        """Return the file prefix of one key, of one partition if given."""
         part = "" if partition is None else f"_{partition}"
         if not self.key_in_name:
             return f"{self.output_prefix}{part}"
@@ -97,7 +97,10 @@ class PreprocessOptions:
 
 
 def preprocess(options: PreprocessOptions, tokenizer: MegatronTokenizer) -> list[str]:
-    """Write the token files; the prefixes written.  A rerun goes on where one was interrupted."""
+    """Write the token files and return their prefixes.
+
+    With partitions, a rerun continues where an earlier run was interrupted.
+    """
     paths = find_inputs(options.input)
     check_one_kind(paths, options.record_format)
     sample = _sample(paths, options.record_format)
@@ -121,7 +124,7 @@ def _preprocess_with(
 ) -> list[str]:
     blocks_to_tokens = _block_encoder(options, tokenizer, encoder)
     _say(f"{encoder.name} encodes")
-    # Workers first: a thread that runs while they are forked may hold a lock they would inherit.
+    # Fork workers before the thread starts: they would inherit a lock that it holds.
     with (
         WorkerPool(blocks_to_tokens, options.workers) as pool,
         _Check(tokenizer, encoder, sample) as check,
@@ -154,18 +157,18 @@ def _block_encoder(
 
 
 def _sample(paths: Sequence[str], record_format: RecordFormat) -> list[str]:
-    """The beginnings of some documents from all over the input."""
+    """Return the beginnings of some documents, spread over the input."""
     separator = SEPARATORS.get(record_format.cut_by(paths[0]))
     found: list[str] = []
     for block in sample_blocks(paths, separator, _SAMPLE_POSITIONS, _SAMPLE_BYTES):
-        with contextlib.suppress(BadRecord):  # the worker that meets it says where it stands
+        with contextlib.suppress(BadRecord):  # the worker that encodes it reports its line
             for texts in record_format.texts(block).values():
                 found += [text[:_SAMPLE_BYTES] for text in flatten(texts)[0]]
     return [text for text in found if not _SURROGATE.search(text)]
 
 
 class _Run:
-    """One call of ``preprocess``."""
+    """State of one call of ``preprocess``."""
 
     def __init__(
         self,
@@ -185,13 +188,13 @@ class _Run:
         self.keys = keys[:1] if plain else keys
 
     def whole(self) -> list[str]:
-        """All input at once."""
+        """Encode all input at once."""
         outputs = {key: self.options.output(key) for key in self.keys}
         self._write(self.paths, outputs)
         return list(outputs.values())
 
     def partitioned(self) -> list[str]:
-        """Partition by partition, then all of them in a row."""
+        """Encode one partition after the other, then concatenate their files."""
         options = self.options
         partitioning = Partitioning(
             self.paths,
@@ -282,7 +285,7 @@ class _Run:
                     os.remove(get_crc_path(prefix))
 
     def _manifest_key(self) -> dict[str, object]:
-        """All that decides what the partitions hold."""
+        """Return everything that determines the content of the partitions."""
         stats = [(os.path.abspath(path), os.stat(path)) for path in self.paths]
         options = self.options
         return {
@@ -302,11 +305,11 @@ class _Run:
 
 
 class _OtherIds(Exception):
-    """The encoder that is at work gives other ids than the tokenizer's own library."""
+    """The encoder in use gives different ids than the tokenizer's own library."""
 
 
 class _Check:
-    """Compares the encoder with its owner, then takes the fingerprint, while workers are busy."""
+    """Thread that compares the encoder with its owner and takes the fingerprint meanwhile."""
 
     def __init__(
         self, tokenizer: MegatronTokenizer, encoder: TextEncoder, sample: Sequence[str]
@@ -319,20 +322,20 @@ class _Check:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)  # none may run when workers are forked again
+        self._thread.shutdown(cancel_futures=True)  # no thread may run at the next fork
 
     def raise_if_found(self) -> None:
-        """Raise _OtherIds if a difference is known by now."""
+        """Raise _OtherIds if a difference has been found so far."""
         if self._difference.done():
             self.wait()
 
     def wait(self) -> None:
-        """Raise _OtherIds if there is a difference."""
+        """Wait for the comparison; raise _OtherIds if there is a difference."""
         if (found := self._difference.result()) is not None:
             raise _OtherIds(found)
 
     def fingerprint(self) -> Fingerprint:
-        """Of the tokenizer."""
+        """Wait for the fingerprint of the tokenizer and return it."""
         return self._fingerprint.result()
 
 

@@ -1,4 +1,4 @@
-"""Text to sentences: nltk's Punkt where it and its data are here, else rules of our own."""
+"""Split text into sentences: by nltk's Punkt if it and its data are installed, else by rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.optional import require, why_missing
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_TEXT = 1_000_000  # characters that Punkt is given at once
+_LONGEST_TEXT = 1_000_000  # characters passed to Punkt in one call
 _END = re.compile(r"""[.!?\u2026]+["')\]\u201d\u2019]*\s+|[\u3002\uff01\uff1f]+\s*|\n\s*\n\s*""")
 _OPENS_SENTENCE = re.compile(r"""["'(\[\u201c\u2018]*[^\W_a-z]|["'(\[\u201c\u2018]+\S""")
 _LAST_WORD = re.compile(r"([^\s.]*(?:\.[^\s.]+)*)\.+\s*$")
@@ -24,19 +24,19 @@ _ABBREVIATIONS = frozenset(
 )
 
 
-# Text to its sentences, in order; every visible character is kept.
+# Text -> its sentences in order; every visible character is preserved.
 SentenceSplitter = Callable[[str], list[str]]
 
 
 class Punkt(Protocol):
-    """nltk's trained splitter of one language."""
+    """Interface of nltk's trained splitter for one language."""
 
     def span_tokenize(self, text: str) -> Iterable[tuple[int, int]]:
-        """Begin and end of each sentence."""
+        """Yield start and end of each sentence."""
 
 
 def sentence_splitter(language: str, keep_newlines: bool) -> SentenceSplitter:
-    """Punkt for ``language``, or our rules after one warning that says why not."""
+    """Return Punkt for ``language``; if it is missing, log a warning and return the rules."""
     reason = why_missing("nltk")
     if reason is None:
         nltk = require("nltk", "--split-sentences")
@@ -56,7 +56,7 @@ def sentence_splitter(language: str, keep_newlines: bool) -> SentenceSplitter:
 
 
 def split_by_punkt(punkt: Punkt, keep_newlines: bool, text: str) -> list[str]:
-    """The sentences that ``punkt`` finds, with the blanks behind them if ``keep_newlines``."""
+    """Return Punkt's sentences, with the blanks after each if ``keep_newlines``."""
     sentences = []
     for begin in range(0, len(text), _LONGEST_TEXT):
         piece = text[begin : begin + _LONGEST_TEXT]
@@ -69,7 +69,10 @@ def split_by_punkt(punkt: Punkt, keep_newlines: bool, text: str) -> list[str]:
 
 
 def split_by_rules(keep_newlines: bool, text: str) -> list[str]:
-    """A full stop, blanks and a capital end a sentence, unless an abbreviation stands before."""
+    """Split after an end mark if a capital follows, and at blank lines.
+
+    No sentence ends after an abbreviation.
+    """
     found = _END.finditer(text)
     ends = [end.end() for end in found if end.group().isspace() or _is_end(text, end)]
     sentences = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]

@@ -1,4 +1,4 @@
-"""Learn a tokenizer from the text of input files."""
+"""Train a tokenizer on the text of input files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OF_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """What to learn from, how much of it, and where to write."""
+    """Options of tokenizer training: input, its amount, vocabulary, output."""
 
     input: str
     output_dir: str
@@ -35,7 +35,7 @@ class TrainingOptions:
 
 
 def train_bpe(options: TrainingOptions) -> list[str]:
-    """Byte-level BPE: ``vocab.json``, ``merges.txt`` and ``tokenizer.json``; their paths."""
+    """Train byte-level BPE; return the paths of vocab.json, merges.txt and tokenizer.json."""
     library = require("tokenizers", "--model-type bpe")
     bpe = library.Tokenizer(library.models.BPE())
     bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +55,7 @@ def train_bpe(options: TrainingOptions) -> list[str]:
 
 
 def train_wordpiece(options: TrainingOptions, *, lower_case: bool) -> list[str]:
-    """BERT's word pieces, its special tokens first: ``vocab.txt``; its path."""
+    """Train WordPiece, with BERT's special tokens first; return the path of vocab.txt."""
     library = require("tokenizers", "--model-type wordpiece")
     wordpiece = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
     wordpiece.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
@@ -76,7 +76,7 @@ def train_wordpiece(options: TrainingOptions, *, lower_case: bool) -> list[str]:
 
 
 def train_sentencepiece(options: TrainingOptions, model_type: str) -> list[str]:
-    """A SentencePiece model of pieces or, as ``model_type`` says, unigrams; its paths."""
+    """Train a SentencePiece model of ``model_type`` bpe or unigram; return its paths."""
     library = require("sentencepiece", "--model-type sentencepiece")
     os.makedirs(options.output_dir, exist_ok=True)
     prefix = os.path.join(options.output_dir, "tokenizer")
@@ -105,7 +105,7 @@ def train_sentencepiece(options: TrainingOptions, model_type: str) -> list[str]:
 
 
 def texts_of(options: TrainingOptions) -> Iterator[str]:
-    """Every text of the input, up to ``max_bytes`` of it."""
+    """Yield every text of the input, up to ``max_bytes``."""
     left = options.max_bytes
     for block, found in read_documents(options.input, options.record_format):
         for documents in found.values():
@@ -116,6 +116,6 @@ def texts_of(options: TrainingOptions) -> Iterator[str]:
 
 
 def _lines(options: TrainingOptions) -> Iterator[str]:
-    """SentencePiece learns from lines: it refuses long ones and cannot hold a line end."""
+    """Yield lines: SentencePiece refuses long texts, and its pieces cannot hold a newline."""
     for text in texts_of(options):
         yield from (line for line in text.split("\n") if line)

@@ -1,7 +1,8 @@
-"""Worker processes that turn blocks into tokens, results in the order of the blocks.
+"""Worker processes that encode blocks; results have the order of the blocks.
 
-Workers are forked after everything is loaded, so nothing is loaded twice.  One pipe each carries a
-block there and arrays back; no more results wait than ``_WINDOW`` per worker, so memory is bounded.
+Workers are forked after everything is loaded, so nothing is loaded twice.  Each has a pipe that
+carries blocks to it and arrays back.  At most ``_WINDOW`` blocks per worker are in progress or
+waiting, which bounds memory.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from megatron.training.preprocess.documents import BadRecord
 from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
 from megatron.training.preprocess.inputs import Block
 
-_WINDOW = 4  # blocks per worker that are under way or wait for an earlier one
+_WINDOW = 4  # blocks per worker in progress, or waiting for an earlier block
 
 
 class WorkerPool:
-    """A context: workers live inside ``with`` and no longer, whatever happens."""
+    """Context manager of worker processes: they end when the ``with`` block ends."""
 
     def __init__(self, encoder: BlockEncoder, num_workers: int) -> None:
         self._encoder = encoder
@@ -47,14 +48,14 @@ class WorkerPool:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for process, connection in self._workers:
-            connection.close()  # a waiting worker reads the end of the pipe and leaves
+            connection.close()  # an idle worker sees the end of the pipe and exits
             if kind is not None:
                 process.terminate()
         for process, _connection in self._workers:
             process.join()
 
     def map(self, blocks: Iterator[Block]) -> Iterator[EncodedBlock]:
-        """Encode ``blocks``; the first error of a worker is raised here."""
+        """Yield encoded ``blocks`` in order.  Raises the first error of a worker."""
         idle = [connection for _, connection in self._workers]
         busy: dict[Connection, int] = {}
         done: dict[int, EncodedBlock] = {}
@@ -110,9 +111,9 @@ class WorkerPool:
 
 
 def _serve(connection: Connection, inherited: list[Connection], encoder: BlockEncoder) -> None:
-    """Encode until the pipe ends.
+    """Encode blocks until the pipe is closed.
 
-    Ends of the other workers' pipes are closed first: a copy here would keep them open.
+    First close the ends of other workers' pipes, whose copies in this process would keep them open.
     """
     for other in inherited:
         other.close()
