@@ -1,1 +1,1 @@
-"""Text and embeddings from a checkpoint."""
+"""Generate text and compute embeddings from a checkpoint."""

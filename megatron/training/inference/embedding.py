@@ -1,7 +1,7 @@
-"""Vectors of texts: the mean of BERT's last hidden states over a text, [CLS] and [SEP] left out.
+"""Embed texts: the mean of BERT's last hidden states over a text, without [CLS] and [SEP].
 
-``n`` texts, ``b`` of a batch, ``s`` tokens, ``h`` width.  Batches are computed by all ranks
-together; the first one writes.
+Dimensions: n texts, b texts of a batch, s tokens, h hidden size.  All ranks compute each batch
+together; the first rank writes.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from megatron.training.process.rank_print import is_rank0
 
 @dataclass(frozen=True)
 class Embedder:
-    """A model with its tokenizer: texts to ids, and ids with a mask [b, s] to vectors [b, h]."""
+    """Model with its tokenizer: text -> ids, and ids with mask [b, s] -> vectors [b, h]."""
 
     tokenize: Callable[[str], list[int]]  # without special tokens
     vectors: Callable[[Tensor, Tensor], Tensor]
     cls: int
     sep: int
     pad: int
-    longest: int  # tokens of a text with its special ones
+    longest: int  # maximum tokens of a text, with special tokens
     width: int
 
 
 def megatron_embedder(
     load: str, *, step: int | None = None, device_kind: DeviceKind = "auto"
 ) -> Embedder:
-    """The BERT that ``load`` holds, saved in any layout.  Collective over all ranks.
+    """Load the BERT checkpoint in ``load``, saved with any layout.  Collective over all ranks.
 
-    Raises CheckpointError if there is no checkpoint, ConfigError if it is of another kind.
+    Raises CheckpointError if there is no checkpoint, ConfigError if it is not a BERT model.
     """
     asked = without_code_and_paths(open_checkpoint(load, step).asked, {})
     config = generation_config(asked, load, step=step, device_kind=device_kind)
@@ -67,7 +67,7 @@ def megatron_embedder(
         return found
 
     def ids_of(text: str) -> list[int]:
-        """Some tokenizers put special tokens around a text by themselves."""
+        """Tokenize without the special tokens that some tokenizers add around a text."""
         ids: list[int] = tokenizer.tokenize(text)
         ids = ids[1:] if ids[:1] == [tokenizer.cls] else ids
         return ids[:-1] if ids[-1:] == [tokenizer.sep] else ids
@@ -84,7 +84,7 @@ def megatron_embedder(
 
 
 def huggingface_embedder(folder: str, *, device_kind: DeviceKind = "auto") -> Embedder:
-    """The model in a local folder, on this process alone."""
+    """Load the Hugging Face model in a local folder, in this process only."""
     transformers = require("transformers", "--bert-embedder-type huggingface")
     path = Path(folder)
     if path.is_dir() and not has_tokenizer(path):
@@ -115,7 +115,7 @@ def huggingface_embedder(folder: str, *, device_kind: DeviceKind = "auto") -> Em
 
 
 class Corpus:
-    """Texts of a file of documents, or the documents of an indexed dataset, as ids."""
+    """Texts as ids: of files of documents, or the documents of an indexed dataset."""
 
     def __init__(self, path: str, record_format: RecordFormat, embedder: Embedder) -> None:
         self._path, self._format, self._embedder = path, record_format, embedder
@@ -127,7 +127,7 @@ class Corpus:
         return sum(1 for _ in self._texts())
 
     def rows(self, first: int) -> Iterator[list[int]]:
-        """The ids of each text from number ``first`` on, cut to what the model can read."""
+        """Yield the ids of each text from index ``first`` on, truncated to the model's maximum."""
         room = self._embedder.longest - 2
         if self._indexed is None:
             for text in islice(self._texts(), first, None):
@@ -147,10 +147,11 @@ class Corpus:
 def write_vectors(
     corpus: Corpus, embedder: Embedder, output: str, *, batch_size: int, origin: str
 ) -> int:
-    """[n, h] float32 as ``output``, a .npy; how many were there already.  Collective.
+    """Write vectors [n, h] in float32 to the .npy file ``output``.  Collective.
 
-    Until it is whole it is called ``output.part``, and ``output.done`` says how many rows are
-    final: an interrupted run of the same ``origin`` goes on there.
+    Until it is complete, the file is named ``output.part``, and ``output.done`` records how many
+    rows are final.  A rerun with the same ``origin`` continues from them.  Returns the number of
+    rows that an earlier run had written.
     """
     count, part, done = len(corpus), f"{output}.part", f"{output}.done"
     if count == 0:
@@ -178,7 +179,7 @@ def write_vectors(
 
 @torch.no_grad()
 def embed(rows: list[list[int]], embedder: Embedder) -> Tensor:
-    """Vectors [b, h] of texts given by their ids."""
+    """Return vectors [b, h] of texts given by their ids."""
     lengths = torch.tensor([len(row) + 2 for row in rows])
     ids = torch.full((len(rows), int(lengths.max())), embedder.pad)
     for i, row in enumerate(rows):
@@ -188,7 +189,7 @@ def embed(rows: list[list[int]], embedder: Embedder) -> Tensor:
 
 
 def _rows_done(part: str, done: str, origin: str, shape: tuple[int, int]) -> int:
-    """How many rows of an earlier run stand; 0 where it was of other texts or another model."""
+    """Return the number of final rows; 0 if they are of other texts or another model."""
     try:
         with open(done, encoding="utf-8") as file:
             noted = json.load(file)

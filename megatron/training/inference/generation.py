@@ -1,7 +1,7 @@
-"""From a checkpoint directory to a model that writes; nothing else is needed.
+"""Load a model from a checkpoint directory and generate text; no other flags are needed.
 
-A checkpoint of any layout loads into the layout of this run: one process, or
-``torchrun`` with tensor parallelism.
+A checkpoint of any layout loads into the layout of this run: one process, or ``torchrun`` with
+tensor parallelism.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
 from megatron.training.tokenizer import MegatronTokenizer
 
-# Of the saved command line a run of its own takes what describes model and tokenizer; the rest
-# (saving, data, logging, layout, updates) is of training, and may name files and programs.
+# Sections of the saved flags that generation uses: those of model and tokenizer.  The others
+# (saving, data, logging, layout, optimizer) are for training, and may name files and programs.
 _TAKEN = ("model", "language_model", "tokenizer", "inference")
 _LEFT_OUT = frozenset(
     "pipeline_model_parallel_size encoder_pipeline_model_parallel_size context_parallel_size "
     "cp_comm_type hierarchical_context_parallel_sizes config_logger_dir "
     "calculate_per_token_loss".split()
 )
-# It decides this.
+# Values set for every generation run.
 _OWN = {
     **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng", "skip_train"), True),
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
@@ -59,7 +59,7 @@ DeviceKind: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Writer:
-    """A generator with its tokenizer."""
+    """Generator with its tokenizer."""
 
     generator: Generator
     tokenizer: MegatronTokenizer
@@ -70,9 +70,9 @@ class Writer:
         params: SamplingParams,
         on_token: Callable[[Generated], None] | None = None,
     ) -> tuple[str, list[Generated]]:
-        """The text that follows ``prompt``, and its tokens.  Collective over the run's ranks.
+        """Return the text that follows ``prompt``, and its tokens.  Collective over all ranks.
 
-        Of an encoder-decoder it answers the prompt, instead of following it.
+        An encoder-decoder reads the prompt in its encoder; the text is then the decoder's.
         """
         tokens = self.tokenizer.tokenize(prompt)
         out = generate(self.generator, tokens, params, on_token)
@@ -95,7 +95,7 @@ def answer(
     cache_mla_latents: bool = False,
     spec: Sequence[str] | None = None,
 ) -> Iterator[str]:
-    """What to print for each prompt, on the first rank.  Collective over all ranks."""
+    """Yield, on the first rank, the output to print for each prompt.  Collective over all ranks."""
     own: dict[str, object] = {"cache_mla_latents": True} if cache_mla_latents else {}
     if spec:
         own["spec"] = list(spec)
@@ -115,10 +115,10 @@ def answer(
 def open_writer(
     load: str, *, step: int | None = None, device_kind: DeviceKind = "auto", **flags: object
 ) -> Writer:
-    """Build the model that ``load`` holds and fill it.  Collective over all ranks.
+    """Build the model of the checkpoint ``load`` and load its weights.  Collective over all ranks.
 
-    ``flags``, dest -> value, go before those that were saved.
-    Raises CheckpointError if there is no checkpoint, ConfigError if it does not fit the ranks.
+    ``flags``, dest -> value, override the saved ones.  Raises CheckpointError if there is no
+    checkpoint, ConfigError if the model does not fit the ranks or generates no text.
     """
     content = open_checkpoint(load, step)
     kind = model_kind(content.asked.get("model_kind"))
@@ -143,9 +143,9 @@ def open_writer(
 
 
 def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:
-    """The checkpoint's model with its tokenizer, and the longest sequence that it reads.
+    """Return a run with the checkpoint's model and tokenizer, and its maximum sequence length.
 
-    ``of_stage``: arguments of `build_model_stage`.  Collective over all ranks.
+    ``of_stage`` are arguments of `build_model_stage`.  Collective over all ranks.
     """
     run = start(config)
     setup_tokenizer(run)
@@ -163,7 +163,7 @@ def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:
 def generation_config(
     asked: Arguments, load: str, *, step: int | None, device_kind: DeviceKind
 ) -> RunConfig:
-    """The saved command line, cut down to a model on this run's ranks."""
+    """Build the config from the saved flags of the model, with the layout of this run's ranks."""
     taken = {dest_of(f, opt) for name in _TAKEN for f, opt in options_of(SECTIONS[name])}
     taken = (taken | {*FORCED, *IF_UNSET, "bf16", "fp16"}) - _LEFT_OUT
     namespace = saved_namespace({k: v for k, v in asked.items() if k in taken})
@@ -180,13 +180,14 @@ def generation_config(
         "distributed_backend": None,
     }
     vars(namespace).update(_OWN | own)
-    # Ranks route the same few tokens each, which nothing but a gradient would count twice.
+    # resolve() requires sequence parallelism for experts with tensor parallelism: ranks that
+    # route the same tokens count their gradients several times.  Generation has no gradients: off.
     namespace.sequence_parallel = ranks > 1 and bool(namespace.num_experts)
     config = resolve(namespace, ranks, extra={})
     return replace(config, model=replace(config.model, sequence_parallel=False))
 
 
 def _start_of_decoder(tokenizer: MegatronTokenizer) -> int:
-    """What decoder samples begin with, in training too: BOS, else PAD as in the published T5."""
+    """Return the first decoder token, as in training: BOS, else PAD as in the published T5."""
     begin = tokenizer.id_of("bos")
     return tokenizer.pad if begin is None else begin
