@@ -1,7 +1,7 @@
-"""The only file that knows device kinds: cpu (gloo) and cuda (nccl).
+"""Device of this process: cpu (gloo) or cuda (nccl).
 
-Everything else asks here.  The device is chosen once at start-up; ``current()`` before that is
-the CPU, so that the library works without the application.
+Only this file calls ``torch.cuda``.  `choose` selects the device once at start-up; before that
+`current` returns the CPU, so that the library works without the application.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from torch.cuda import MemPool as MemPool
     from torch.cuda import Stream as Stream
 
-    Moment = float | Event  # on the CPU the clock of the process
+    Moment = float | Event  # CPU: seconds of ``time.perf_counter``
 
 Kind = Literal["cpu", "cuda"]
 CPU: Kind = "cpu"
 _current = torch.device("cpu")
-_imagined: Kind | None = None  # inside `simulate_device`
-_own_stream: Stream | None = None  # in place of the default one
+_imagined: Kind | None = None  # simulated kind, inside `simulate_device`
+_own_stream: Stream | None = None  # replaces the default stream (`leave_default_stream`)
 each_rank_owns(__name__, "_current", "_imagined", "_own_stream")
 
 
 def choose(wanted: str, local_rank: int = 0) -> torch.device:
-    """Select this process's device: auto is cuda when a GPU is visible, else cpu.
+    """Select this process's device; ``wanted`` is cpu, cuda or auto (cuda if a GPU is visible).
 
-    Raises ValueError when cuda is asked for and no GPU is visible.
+    Raises ValueError for cuda if no GPU is visible.
     """
     global _current
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -52,12 +52,12 @@ def choose(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 def current() -> torch.device:
-    """The device of this process."""
+    """Return the device of this process."""
     return _current
 
 
 def use_in_this_thread() -> None:
-    """Say so in a thread that was started later: each begins with the first GPU."""
+    """Select device and stream in a new thread, which starts on GPU 0 and its default stream."""
     if _has_gpu():
         torch.cuda.set_device(_current)
     if _own_stream is not None:
@@ -65,12 +65,10 @@ def use_in_this_thread() -> None:
 
 
 @contextlib.contextmanager
-def simulate_device(
-    wanted: str, *, without_memory: bool = True
-) -> Iterator[None]:
-    """Code inside takes the ways of a GPU, unless the CPU is wanted.
+def simulate_device(wanted: str, *, without_memory: bool = True) -> Iterator[None]:
+    """Simulate a device: code inside takes the branches for a GPU, unless ``wanted`` is cpu.
 
-    ``without_memory``: the device is meta, so that tensors have shapes alone.
+    ``without_memory``: the device is meta, so that tensors have shapes but no values.
     """
     global _current, _imagined
     before = _current, _imagined
@@ -83,12 +81,12 @@ def simulate_device(
 
 
 def is_cuda(device: torch.device | None = None) -> bool:
-    """Whether ``device`` (default: this process's) is a GPU, or is imagined to be one."""
+    """Return whether ``device`` (default: this process's) is a real or simulated GPU."""
     return (_imagined or (device or _current).type) == "cuda"
 
 
 def launches_kernels(where: torch.device) -> bool:
-    """Whether what lies there is in a GPU's memory, not imagined to be."""
+    """Return whether ``where`` is a real GPU, not a simulated one."""
     return where.type == "cuda"
 
 
@@ -97,25 +95,25 @@ def _has_gpu() -> bool:
 
 
 def default_backend() -> str:
-    """The collective library that fits the device."""
+    """Return the torch.distributed backend of the device."""
     return "nccl" if is_cuda() else "gloo"
 
 
 def backend_serves(wanted: str, backend: str | None) -> bool:
-    """Whether collectives of ``backend`` reach tensors on the kind of device that is asked for."""
+    """Return whether ``backend`` supports tensors on the kind of device that ``wanted`` selects."""
     return not (wanted == "cpu" and backend == "nccl")
 
 
 def keep_bf16_sums_in_fp32() -> None:
-    """Forbid matrix products to add up parts of bfloat16 results in bfloat16."""
+    """Forbid GEMMs with bfloat16 output to reduce partial sums in bfloat16."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 @functools.cache
 def supports_fp32_accumulate_addmm() -> bool:
-    """Whether a product of 16-bit matrices can be added to a 32-bit one in one operation.
+    """Return whether ``torch.addmm`` adds a matmul of 16-bit matrices to an fp32 matrix.
 
-    Tried out: which releases of torch have it, on which devices, is nowhere written down.
+    Runs it once: torch does not document which releases and devices support it.
     """
     if not _has_gpu():
         return is_cuda()
@@ -130,20 +128,20 @@ def supports_fp32_accumulate_addmm() -> bool:
 
 @functools.cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether products of 8-bit matrices are fast on ``device``; a CPU only knows them."""
+    """Return whether ``device`` has fp8 GEMMs in hardware; on a CPU they are slow."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def synchronize() -> None:
-    """Wait until the device has done all queued work."""
+    """Block the host until the device has finished all queued work."""
     if _has_gpu():
         torch.cuda.synchronize()
 
 
 def moment() -> Moment:
-    """A point in the work of the device, for `seconds_between`."""
+    """Record a point in time on the current stream of the device, for `seconds_between`."""
     if not _has_gpu():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -152,7 +150,7 @@ def moment() -> Moment:
 
 
 def seconds_between(begin: Moment, end: Moment) -> float:
-    """From one `moment` to a later one; waits until the device is there."""
+    """Return the seconds between two `moment` results; blocks until the device reaches ``end``."""
     if isinstance(begin, float):
         assert isinstance(end, float), "the device changed between two moments"
         return end - begin
@@ -162,34 +160,34 @@ def seconds_between(begin: Moment, end: Moment) -> float:
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
-    """Bytes in host memory, page-locked where this process has a GPU to copy from."""
+    """Return a byte tensor in host memory, page-locked if this process has a GPU."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda())
 
 
 def host_is_apart() -> bool:
-    """Whether the host has memory of its own beside the device's."""
+    """Return whether host memory and device memory are separate."""
     return is_cuda()
 
 
 def host_like(like: torch.Tensor, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-    """Host memory of the shape of a device's tensor, page-locked for ``pin`` on a GPU's host."""
+    """Return an empty host tensor with the shape of ``like``; ``pin``: page-locked for a GPU."""
     where = "meta" if like.is_meta else "cpu"
     return torch.empty(like.shape, dtype=dtype, device=where, pin_memory=pin and like.is_cuda)
 
 
 def host_array(values: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """``values``, page-locked if they are to be copied to a GPU without waiting."""
+    """Return ``values``, page-locked if ``target`` is a GPU, so that copies can be asynchronous."""
     return values.pin_memory() if target.type == "cuda" else values
 
 
 def empty_cache() -> None:
-    """Give cached device memory back."""
+    """Release cached device memory."""
     if _has_gpu():
         torch.cuda.empty_cache()
 
 
 def memory_stats() -> dict[str, float]:
-    """Bytes in use; on the CPU those of the process, and 0 as the count of allocations."""
+    """Return bytes in use; on the CPU those of the process, with an allocation count of 0."""
     if not _has_gpu():
         now, peak = process_memory.resident_and_peak()
         return {
@@ -208,35 +206,35 @@ def memory_stats() -> dict[str, float]:
 
 
 def total_memory(ranks_here: int = 1) -> int:
-    """Bytes of this process's device; of the host, its share with ``ranks_here`` processes."""
+    """Return the bytes of the GPU, or the host's memory divided by ``ranks_here`` processes."""
     if _has_gpu():
         return int(torch.cuda.get_device_properties(current()).total_memory)
     return process_memory.available_to_job() // ranks_here
 
 
 def memory_pool(allocator: Allocator) -> MemPool:
-    """A pool of device memory that ``allocator`` serves, for `allocating_from`."""
+    """Return a pool of device memory from ``allocator``, for `allocating_from`."""
     return torch.cuda.MemPool(allocator)
 
 
 def allocating_from(pool: MemPool) -> contextlib.AbstractContextManager[None]:
-    """Let this thread's allocations inside come from ``pool``."""
+    """Return a context in which this thread allocates device memory from ``pool``."""
     return torch.cuda.use_mem_pool(pool)
 
 
 def reset_peak_memory() -> None:
-    """``max_allocated`` counts from now on."""
+    """Restart the count of peak device memory (``max_allocated`` and ``max_reserved``)."""
     if _has_gpu():
         torch.cuda.reset_peak_memory_stats()
 
 
 def rng_state() -> torch.Tensor:
-    """State of the device's default generator."""
+    """Return the state of the device's default generator."""
     return torch.cuda.get_rng_state() if _has_gpu() else torch.get_rng_state()
 
 
 def set_rng_state(state: torch.Tensor) -> None:
-    """Restore what `rng_state` returned."""
+    """Restore a result of `rng_state`."""
     if _has_gpu():
         torch.cuda.set_rng_state(state)
     else:
@@ -249,7 +247,7 @@ def manual_seed(seed: int) -> None:
 
 
 def side_stream() -> Stream | None:
-    """A stream beside the present one, behind all that is queued there; None on the CPU."""
+    """Return a new stream that waits for work queued on the current one; None on the CPU."""
     if not _has_gpu():
         return None
     stream = torch.cuda.Stream()
@@ -258,49 +256,49 @@ def side_stream() -> Stream | None:
 
 
 def join_stream(stream: Stream | None) -> None:
-    """Let the present stream wait for ``stream`` (from `side_stream`)."""
+    """Make the current stream wait for ``stream`` (from `side_stream`)."""
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)
 
 
 def wait_stream(stream: Stream | None) -> None:
-    """Let ``stream`` (from `side_stream`) wait for what is queued on the present one."""
+    """Make ``stream`` (from `side_stream`) wait for work queued on the current stream."""
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
 
 
 def wait_event(marked: Event | None) -> None:
-    """Let the present stream wait until the device is at a `record_event`; the host goes on."""
+    """Make the current stream wait for a `record_event`, without blocking the host."""
     if marked is not None:
         torch.cuda.current_stream().wait_event(marked)
 
 
 def record_event() -> Event | None:
-    """The end of what is queued on the present stream, for `wait_for`; None on the CPU."""
+    """Record an event after all work queued on the current stream; None on the CPU."""
     return torch.cuda.current_stream().record_event() if _has_gpu() else None
 
 
 def wait_for(marked: Event | None) -> None:
-    """Wait on the host until the device is at a `record_event`."""
+    """Block the host until the device reaches a `record_event`."""
     if marked is not None:
         marked.synchronize()
 
 
 def finish_stream() -> None:
-    """Wait until the present stream has done all that is queued on it."""
+    """Block the host until the current stream has finished all queued work."""
     if _has_gpu():
         torch.cuda.current_stream().synchronize()
 
 
 def on_stream(stream: Stream | None) -> contextlib.AbstractContextManager[None]:
-    """Run the block on ``stream`` (from `side_stream`)."""
+    """Return a context that runs on ``stream`` (from `side_stream`)."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class RandomStream:
-    """Random numbers apart from those of the default generator, which draws them in `drawing`.
+    """Random number stream that the default generator uses inside `drawing`.
 
-    ``capturable``: also inside a `Graph`, which goes on with them each time it is replayed.
+    ``capturable``: usable inside a `Graph`, each replay of which continues the stream.
     """
 
     def __init__(self, state: torch.Tensor, *, capturable: bool = False) -> None:
@@ -308,11 +306,11 @@ class RandomStream:
         self.set_state(state)
 
     def get_state(self) -> torch.Tensor:
-        """What `set_state` takes: a state of the default generator, which is never written to."""
+        """Return the state of the stream, for `set_state`; it is never changed in place."""
         return self._state if self.generator is None else self.generator.get_state()
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Go on from ``state``."""
+        """Continue the stream from ``state``."""
         if self.generator is None:
             self._state = state  # never written to
         else:
@@ -320,7 +318,7 @@ class RandomStream:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let the default generator draw from here inside the block."""
+        """Make the default generator use this stream inside the context."""
         if self.generator is None:
             before = rng_state()
             set_rng_state(self._state)
@@ -340,11 +338,11 @@ class RandomStream:
 
 
 class Graph:
-    """Work of the device that is recorded once and then done again, in one go, without Python.
+    """CUDA graph: device work that is captured once and replayed without Python.
 
-    A replay reads and writes the memory that was there at the recording.  What is allocated while
-    recording comes from ``pool``: graphs of one pool are replayed in the order of their recording.
-    ``streams`` are those that may be drawn from inside.
+    A replay reads and writes the same addresses as the capture.  Memory that is allocated during
+    capture comes from ``pool``; graphs of one pool must be replayed in the order of their capture.
+    ``streams``: the random number streams that captured code may use.
     """
 
     def __init__(self, pool: GraphPool, streams: Iterable[RandomStream] = ()) -> None:
@@ -355,8 +353,8 @@ class Graph:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what the block asks of the device; nothing is computed yet."""
-        # Other threads (of the loader, of NCCL's watchdog) may go on meanwhile.
+        """Capture the device work of the context; nothing is computed yet."""
+        # thread_local: other threads (data loader, NCCL watchdog) may call CUDA during capture.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             yield
@@ -364,28 +362,28 @@ class Graph:
             self._graph.capture_end()
 
     def replay(self) -> None:
-        """Do it again, behind what is queued on the present stream."""
+        """Queue the captured work on the current stream."""
         self._graph.replay()
 
     def release(self) -> None:
-        """Let go of memory and groups, whoever still refers to it."""
+        """Free memory and process groups of the graph, even if references to this object remain."""
         self._graph.reset()
 
 
 def records_graphs() -> bool:
-    """Whether `Graph` works here."""
+    """Return whether the device supports `Graph`."""
     return _has_gpu()
 
 
 def graph_pool() -> GraphPool:
-    """Memory that graphs share."""
+    """Return a memory pool that several graphs share."""
     return torch.cuda.graph_pool_handle()
 
 
 def leave_default_stream() -> None:
-    """Work on a stream of this process's own from now on: the default one cannot be recorded.
+    """Use a new stream instead of the default one, which cannot be captured, from now on.
 
-    What is recorded meets autograd's nodes of parameters; all of them have to be of this stream.
+    Call it before autograd nodes of parameters exist: those in a capture must be of this stream.
     """
     global _own_stream
     if _own_stream is None and (stream := side_stream()) is not None:
@@ -395,7 +393,7 @@ def leave_default_stream() -> None:
 
 @contextlib.contextmanager
 def about_to_record() -> Iterator[None]:
-    """Around the recording of graphs: garbage that is freed inside one would break it."""
+    """Collect garbage, and disable the collector: freeing memory during capture would break it."""
     synchronize()
     gc.collect()
     empty_cache()
@@ -409,29 +407,29 @@ def about_to_record() -> Iterator[None]:
 
 
 def profiler_start() -> None:
-    """Begin the window of an attached profiler such as nsys."""
+    """Begin the capture range of an attached profiler, for example nsys."""
     if _has_gpu():
         torch.cuda.cudart().cudaProfilerStart()
 
 
 def profiler_stop() -> None:
-    """End the window of an attached profiler."""
+    """End the capture range of an attached profiler."""
     if _has_gpu():
         torch.cuda.cudart().cudaProfilerStop()
 
 
 def name() -> str:
-    """The device in words."""
+    """Return the name of the device, for example of the GPU model."""
     return torch.cuda.get_device_name() if _has_gpu() else "cpu"
 
 
 def uuid() -> str:
-    """The name by which NVML knows this process's GPU."""
+    """Return the UUID of this process's GPU in NVML's format."""
     return f"GPU-{torch.cuda.get_device_properties(_current).uuid}"
 
 
 def record_memory_history(oom_path: str) -> None:
-    """Record allocations for `dump_memory_history`; write ``oom_path`` when one fails."""
+    """Record allocations for `dump_memory_history`; dump to ``oom_path`` if one fails."""
     if _has_gpu():
         torch.cuda.memory._record_memory_history(max_entries=100_000)
         observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from megatron.core import device
 
 
 class AsyncHostCopy:
-    """A copy of ``tensor`` as it is now, on its way to the host."""
+    """Asynchronous copy to the host of the value that ``tensor`` has at construction."""
 
     def __init__(self, tensor: Tensor) -> None:
         tensor = tensor.detach()
@@ -17,12 +17,12 @@ class AsyncHostCopy:
         self._arrived = device.record_event()
 
     def get(self) -> float:
-        """The value of a scalar; waits for what was queued before the copy was made."""
+        """Return the value of a scalar; blocks until the copy is complete."""
         device.wait_for(self._arrived)
         return self._here.item()
 
     def get_ints(self) -> list[int]:
-        """The values of a vector of integers; waits as `get` does."""
+        """Return the values of a vector of integers; blocks until the copy is complete."""
         device.wait_for(self._arrived)
         values: list[int] = self._here.tolist()
         return values

@@ -1,7 +1,7 @@
-"""Fused kernels in C++ for tensors on a CPU, where they are installed.
+"""Call fused C++ kernels for CPU tensors, if the extension is installed.
 
-The only caller of ``kernels_cpp`` (fusions/cpu/kernels.cpp), which takes addresses.  Results do not
-depend on the number of threads, and a call with one thread makes none.
+The only caller of ``kernels_cpp`` (fusions/cpu/kernels.cpp), whose arguments are addresses.
+Results do not depend on the number of threads; with one thread a kernel starts no other.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from megatron.core.optional import why_missing
 _CPP = "megatron.core.kernels_cpp"
 _FORMATS = {torch.float32: " float32", torch.bfloat16: " bfloat16"}
 _TYPES = (Tensor, nn.Parameter, FakeTensor)
-_NUMBERS = 2**14  # a piece of work: small enough for the cache, large enough for a thread
+_NUMBERS = 2**14  # elements per task of a thread: fits the cache, amortises the scheduling
 
 
 @cache
 def compiled() -> ModuleType | None:
-    """The extension, or None where it is not installed."""
+    """Return the extension module, or None if it is not installed."""
     return importlib.import_module(_CPP) if why_missing(_CPP) is None else None
 
 
 def unsupported_reason(dtype: torch.dtype) -> str | None:
-    """None if kernels take tensors of ``dtype`` on a CPU here, else the reason."""
+    """Return why no kernel supports CPU tensors of ``dtype``, or None if one does."""
     if compiled() is None:
         return f"{why_missing(_CPP)}: python setup.py build_ext --inplace"
     return None if dtype in _FORMATS else f"there are none for {dtype}"
 
 
 def take(*tensors: Tensor | None) -> bool:
-    """Whether kernels take these tensors, of which None is left out; all of one format.
+    """Return whether kernels support these tensors: on the CPU, all of one supported dtype.
 
-    That they are contiguous is left to the caller.  Those of a plan have no memory and are taken.
+    Ignores None.  The caller must check that the tensors are contiguous.  True also for meta and
+    fake tensors, for which `run` does nothing.
     """
     given = [t for t in tensors if t is not None]
     return (
         compiled() is not None
-        and not torch.compiler.is_compiling()  # which fuses the plain form itself
+        and not torch.compiler.is_compiling()  # torch.compile fuses the reference implementation
         and given[0].dtype in _FORMATS
         and all(
             (t.is_cpu or t.is_meta)
@@ -68,9 +69,9 @@ def run(
     width: int = 1,
     grain: int | None = None,
 ) -> None:
-    """Run a kernel over ``count`` units of ``width`` numbers, ``grain`` of them at a time.
+    """Run a kernel over ``count`` units of ``width`` elements each, ``grain`` units per task.
 
-    Tensors without memory, with which a run is planned, stay as they are.
+    Does nothing if a tensor is meta or fake (memory planning).
     """
     if any(isinstance(t, FakeTensor) or (t is not None and t.is_meta) for t in tensors):
         return

@@ -1,11 +1,11 @@
-"""What a process that computes on a CPU sets once, before its first large tensor.
+"""Process settings for computing on a CPU; set them once, before the first large tensor.
 
-Memory: each step frees and asks for the same blocks again.  glibc hands large ones back to the
-kernel, which clears every page anew at the next use, a tenth of a step and more.
+Memory: each step frees and allocates the same blocks.  glibc returns large blocks to the operating
+system, which zeroes every page at the next use; that takes 10 % of a step or more.
 
-Products: oneDNN multiplies float32 faster than MKL on some machines.  torch calls it where it is
-allowed bfloat16 inside float32 products; a CPU without such instructions then still computes in
-float32, which is tried before it is relied on.
+GEMMs: oneDNN multiplies float32 matrices faster than MKL on some machines.  torch calls oneDNN only
+if bfloat16 is allowed inside float32 matmuls; a CPU without bfloat16 instructions still computes in
+float32, which is tested before the setting is used.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import sys
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
-_NARROWEST = 256  # hidden size from which oneDNN makes its cost per call good
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # constants of malloc.h
+_NARROWEST = 256  # smallest hidden size at which oneDNN is faster despite its cost per call
 _SIZE = 256
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory for the next step: the process stays at its peak.  False without glibc."""
+    """Make glibc keep freed memory for the next step; return False without glibc.
+
+    The resident memory of the process then stays at its peak.
+    """
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -33,9 +36,9 @@ def keep_freed_memory() -> bool:
 
 
 def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for bf16 matmuls; without them they are far slower.
+    """Return whether this CPU has instructions for bf16 matmuls, which are far slower without.
 
-    oneDNN obeys ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA; what it says is what happens.
+    Asks oneDNN, which respects ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA.
     """
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and (
         platform.machine() not in ("x86_64", "AMD64")
@@ -45,9 +48,9 @@ def multiplies_bf16() -> bool:
 
 
 def choose_float32_products(hidden_size: int) -> bool:
-    """Multiply float32 matrices in oneDNN where that is exact; whether it is done.
+    """Let oneDNN multiply float32 matrices if it does so in float32; return whether it does.
 
-    Leaves a precision alone that somebody has set.
+    Does not change a matmul precision that the caller has set.
     """
     if hidden_size < _NARROWEST or torch.get_float32_matmul_precision() != "highest":
         return False
@@ -59,6 +62,6 @@ def choose_float32_products(hidden_size: int) -> bool:
 
 
 def _products_are_float32() -> bool:
-    """Whether a product keeps a digit that bfloat16 and tf32 lose."""
+    """Return whether a matmul keeps a bit that bfloat16 and tf32 lose."""
     x = torch.full((_SIZE, _SIZE), 1 + 2**-20)
     return torch.equal(x @ torch.eye(_SIZE), x)

@@ -1,8 +1,8 @@
-"""Device memory from NCCL's allocator, registered with process groups (--use-nccl-ub).
+"""Allocate device memory with NCCL's allocator and register it with process groups.
 
-NCCL reads and writes registered buffers in place; others it copies through its own.  The memory of
-a pool is registered with each group when the allocation is done, so every rank of the groups enters
-the same allocations in the same order.
+For --use-nccl-ub.  NCCL reads and writes registered buffers in place; it copies other buffers
+through its own.  The memory of a pool is registered with each group after the allocations, so every
+rank of the groups must enter the same allocation contexts in the same order.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ENVIRONMENT = {"NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCAT
 
 
 def init() -> None:
-    """Set the environment of registered buffers; call it before the first communicator exists.
+    """Set NCCL's environment variables; call it before the first communicator is created.
 
-    Raises ConfigError where torch's allocator moves memory that NCCL has registered.
+    Raises ConfigError if torch's allocator uses expandable segments, which NCCL cannot register.
     """
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:True" in os.environ.get(name, ""):
@@ -38,7 +38,10 @@ def init() -> None:
 
 
 def create_nccl_mem_pool(symmetric: bool | None = None) -> device.MemPool:
-    """A pool of memory that NCCL allocates, for the device of this process."""
+    """Return a pool of memory that NCCL allocates, for the device of this process.
+
+    Needs an initialised default group.  Raises ConfigError for ``symmetric``.
+    """
     if symmetric:
         raise ConfigError("create_nccl_mem_pool(symmetric=True): symmetric memory is not supported")
     group = dist.group.WORLD
@@ -47,7 +50,7 @@ def create_nccl_mem_pool(symmetric: bool | None = None) -> device.MemPool:
 
 
 class MultiGroupMemPoolAllocator:
-    """Allocations inside come from ``pool``, which is registered with all ``groups`` at the end.
+    """Context that allocates from ``pool`` and registers it with ``groups`` on exit.
 
     Collective over each of ``groups``.
     """
@@ -67,18 +70,21 @@ class MultiGroupMemPoolAllocator:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
         for group in self.groups:
-            # A communicator is created by its first collective, and has to exist.
+            # Registration needs the communicator, which the first collective creates.
             dist.all_reduce(torch.zeros(1, device=device.current()), group=group)
             _backend(group).register_mem_pool(self.pool)
 
 
 def registered_memory(groups: Sequence[ProcessGroup]) -> AbstractContextManager[None]:
-    """Memory for collectives over ``groups``; ordinary memory where they are not NCCL's."""
+    """Return a context that allocates memory registered with ``groups``.
+
+    Ordinary memory unless all groups of more than one rank have the NCCL backend.
+    """
     wide = [group for group in groups if group.size() > 1]
     if not wide or any(dist.get_backend(group) != dist.Backend.NCCL for group in wide):
         return nullcontext()
     return MultiGroupMemPoolAllocator(create_nccl_mem_pool(), wide)
 
 
-def _backend(group: ProcessGroup) -> Any:  # NCCL's, which a build without CUDA does not have
+def _backend(group: ProcessGroup) -> Any:  # ProcessGroupNCCL, a type that only CUDA builds have
     return group._get_backend(device.current())

@@ -1,4 +1,4 @@
-"""Memory of this process and of its job, in bytes, as Linux accounts for it."""
+"""Memory of this process and its job in bytes, read from Linux's accounting."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 
 def resident_and_peak() -> tuple[int, int]:
-    """Memory that this process has now, and the most it has had."""
+    """Return the current and the peak resident memory of this process."""
     now = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10)
 
 
 def available_to_job() -> int:
-    """Physical memory of the host, or what the job's control group allows of it."""
+    """Return the physical memory of the host, or the limit of the job's control group if less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_control_group_limits()])
 
 
 def _control_group_limits() -> Iterator[int]:
-    """Limits of either version of control groups."""
+    """Yield the memory limits of control groups, version 2 and version 1."""
     for path in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             yield int(Path("/sys/fs/cgroup", path).read_text())
