@@ -1,1 +1,1 @@
-"""Parameters: their layout-free names and shapes, and their initial values."""
+"""Parameters: records of global name, shape and sharding, and initialisation."""

@@ -1,7 +1,7 @@
-"""What a parameter is: its global name, its shape before sharding, and which part this rank holds.
+"""Record of a parameter: global name, shape before sharding, and the part that this rank holds.
 
-Initialisation, checkpoints, the gradient norm and gradient finalisation read this one record;
-nothing else rides on a parameter.
+Initialisation, checkpoints, the gradient norm and gradient finalisation read this record, which is
+stored as an attribute of the parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 _ATTRIBUTE = "_megatron_param_info"
-# A norm that is part of the matrix behind it, and what it is called everywhere.
+# Local name of a norm that is fused into the following linear layer -> its layout-independent name.
 _NORM_INSIDE = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -24,10 +24,10 @@ _NORM_INSIDE = {
 
 @dataclass(frozen=True)
 class FlatPart:
-    """What a data-parallel rank holds of a tensor-parallel share that is cut once more.
+    """Part of a tensor-parallel shard that one data-parallel rank holds (ZeRO or FSDP).
 
-    The share has ``shape``; this rank holds its elements from ``start`` on, flattened row by row.
-    ``num_copies`` ranks hold the same, this one is number ``copy`` among them.
+    The shard has ``shape``; this rank holds its elements from ``start`` on, flattened row by row.
+    ``num_copies`` ranks hold the same part; this rank has index ``copy`` among them.
     """
 
     shape: tuple[int, ...]
@@ -38,38 +38,38 @@ class FlatPart:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInfo:
-    """``global_shape`` is the shape in one process without vocabulary padding.
+    """Record of a parameter; ``global_shape`` is its shape in one process, without padding.
 
-    A parameter cut along ``shard_dim`` holds share ``shard_index`` of ``shard_count``.  That
-    dimension may be made of several ``blocks`` of these relative sizes, (1, 1) for the gate and the
-    up half of a gated MLP, each of which is cut alike: the local tensor is the shares of all
-    blocks, one behind the other.  Rows beyond ``global_shape`` (vocabulary padding) belong to
-    nobody: they stay zero.
+    A parameter that is sharded along ``shard_dim`` holds shard ``shard_index`` of ``shard_count``.
+    That dimension may concatenate several ``blocks`` with these relative sizes, for example (1, 1)
+    for gate and up projection of a gated MLP.  Each block is sharded separately, and the local
+    tensor concatenates this rank's shards of all blocks.  Local rows beyond ``global_shape``
+    (vocabulary padding) are zero.
     """
 
     global_shape: tuple[int, ...]
-    name: str = ""  # layout-free, filled when the model is complete
-    shard_dim: int | None = None  # None: every tensor-parallel rank holds all of it
+    name: str = ""  # independent of the layout; set by `name_parameters`
+    shard_dim: int | None = None  # None: every tensor-parallel rank holds the complete parameter
     shard_index: int = 0
     shard_count: int = 1
     blocks: tuple[int, ...] = (1,)
-    interleaved: tuple[int, ...] = ()  # so many rows of each of several matrices, in turn
-    init: str = "zeros"  # a kind that param_init knows; "own": as its module has left it
-    init_std: float = 0.0  # of a uniform one the bound
+    interleaved: tuple[int, ...] = ()  # rows that several matrices contribute in turn (q, k, v)
+    init: str = "zeros"  # a kind of `param_init`; "own": the values that its module has set
+    init_std: float = 0.0  # standard deviation; for init "uniform" the bound
     is_expert: bool = False  # reduced over expert data parallelism
     sequence_parallel: bool = False  # gradient is partial on each tensor-parallel rank
-    is_embedding_or_output: bool = False  # takes --decoupled-lr
-    # The group (of `ProcessGroupCollection`) whose stages hold a copy each and sum its gradients;
-    # embd: word embedding that the output layer uses too.
+    is_embedding_or_output: bool = False  # its learning rate is --decoupled-lr
+    # Name of the group (of `ProcessGroupCollection`) whose stages hold one copy each and sum their
+    # gradients; embd: word embedding that the output layer uses too.
     shared_over: str | None = None
-    travels_as_codes: bool = False  # fp8 ones, when replicas gather what they have updated
+    travels_as_codes: bool = False  # the distributed optimizer all-gathers it as fp8 codes
     is_duplicate: bool = False  # a copy of a parameter that another rank counts
-    part: FlatPart | None = None  # None: this rank holds all of its tensor-parallel share
-    dtype: torch.dtype | None = None  # that layers see, where the parameter is kept in another
+    part: FlatPart | None = None  # None: this rank holds its complete tensor-parallel shard
+    dtype: torch.dtype | None = None  # dtype in which layers compute, if stored in another (FSDP)
 
     @property
     def is_shared_embedding(self) -> bool:
-        """Whether it is a word embedding that the output layer uses too."""
+        """Whether the parameter is a word embedding that the output layer uses too."""
         return self.shared_over == "embd"
 
     @property
@@ -78,7 +78,7 @@ class ParamInfo:
         return self.shard_dim is None or self.shard_count == 1
 
     def slices(self, local_shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-        """Pairs (local, global) of slices along ``shard_dim``; rows of padding are left out."""
+        """Yield pairs (local, global) of slices along ``shard_dim``, without padding."""
         dim = 0 if self.shard_dim is None else self.shard_dim
         if not local_shape:
             return
@@ -92,9 +92,10 @@ class ParamInfo:
             local += share
 
     def pieces(self, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Pairs (offset in the whole, view of ``tensor``) that cover all but padding.
+        """Yield pairs (offset in the global tensor, view of ``tensor``) that cover all but padding.
 
-        ``tensor``: this rank's values of the parameter, or of something of its shape.
+        ``tensor``: this rank's part of the parameter, or of a tensor of its shape, for example the
+        gradient.
         """
         if self.part is None:
             yield from self._placed(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
@@ -109,7 +110,7 @@ class ParamInfo:
     def _placed(
         self, share: tuple[int, ...], offset: tuple[int, ...], view: Tensor
     ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """``view``, a box at ``offset`` of the ``share``: one piece per block it touches."""
+        """Split ``view``, a box at ``offset`` of a shard of shape ``share``, into its blocks."""
         if not share:
             yield (), view
             return
@@ -124,18 +125,18 @@ class ParamInfo:
 
 
 def set_info(param: Tensor, info: ParamInfo) -> None:
-    """Attach ``info`` to ``param``, replacing what was there."""
+    """Attach ``info`` to ``param``, replacing an existing record."""
     setattr(param, _ATTRIBUTE, info)
 
 
 def info_of(param: Tensor) -> ParamInfo:
-    """The record of ``param``; a plain one for a parameter that nobody described."""
+    """Return the record of ``param``; a default one, not sharded, if it has none."""
     info = param.__dict__.get(_ATTRIBUTE)
     return ParamInfo(global_shape=tuple(param.shape), init="own") if info is None else info
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that FSDP2 has cut (the same memory); others as they are."""
+    """Return this rank's part of an FSDP2 DTensor (a view); other tensors unchanged."""
     if not hasattr(tensor, "to_local"):
         return tensor
     with torch.no_grad():
@@ -144,10 +145,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> None:
-    """Write the name of each parameter and buffer, free of layouts and kernels, into its record.
+    """Set the name in the record of each parameter and buffer of ``model``.
 
-    ``rename`` maps a local prefix to a global one (``decoder.layers.0.`` -> ``decoder.layers.4.``
-    on a later pipeline stage).
+    Names do not depend on the layout or on fused layers.  ``rename`` maps a local prefix to a
+    global one (``decoder.layers.0.`` -> ``decoder.layers.4.`` on a later pipeline stage).
     """
     for local_name, param in (*model.named_parameters(), *model.named_buffers()):
         name = local_name
@@ -163,7 +164,7 @@ def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> N
 def flat_boxes(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut flat elements [start, stop) of a row-major tensor into boxes (offset, extent), in order.
+    """Split elements [start, stop) of a flattened row-major tensor into boxes (offset, extent).
 
     >>> list(flat_boxes((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -195,7 +196,10 @@ def flat_boxes(
 
 
 def _joined(slices: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:
-    """Neighbours both here and in the whole tensor become one: blocks that nobody cuts."""
+    """Merge consecutive pairs that are adjacent both in the local and in the global tensor.
+
+    This happens to blocks that are not sharded.
+    """
     held: tuple[slice, slice] | None = None
     for local, global_ in slices:
         if held and (held[0].stop, held[1].stop) == (local.start, global_.start):

@@ -1,10 +1,10 @@
 """Initial weights as a pure function of seed, global parameter name and global element index.
 
-Element ``i`` of a parameter is lane ``i % 4`` of Philox-4x32-10 at counter ``i // 4`` under a key
-that is a hash of the seed and the name.  The integers are the same on every device; the normal
-variates made of them (in float64, then rounded to the parameter's dtype) are the same on one kind
-of device and within one unit in the last place between kinds.  A rank draws its own
-shard only, and gets the numbers that one process would have at those places.
+Element ``i`` of a parameter is lane ``i % 4`` of Philox-4x32-10 at counter ``i // 4``, with a key
+that is a hash of seed and name.  The integers are the same on every device.  The normal variates
+computed from them (in float64, then rounded to the parameter's dtype) are the same on one kind of
+device, and differ by at most one unit in the last place between kinds.  A rank computes only its
+own shard, and its values are those that one process computes for the same elements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-# Elements drawn at a time: the dozen temporaries of 8 bytes stay in a CPU's cache.
+# Elements computed at a time: about 12 temporaries of 8 bytes per element stay in a CPU's cache.
 _CHUNK_CPU = 1 << 15
 _CHUNK_GPU = 1 << 24
 _SEED_ATTRIBUTE = "_initialized_with_seed"
@@ -33,12 +33,13 @@ _SEED_ATTRIBUTE = "_initialized_with_seed"
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts.  Calling it fills a tensor from torch's own generator instead.
+    """Initialisation of a parameter: kind and standard deviation.
 
-    The call is for modules that are handed an ``init_method`` and know no parameter records.
+    Calling the object fills a tensor from torch's own generator instead, for modules that receive
+    an ``init_method`` and do not use parameter records.
     """
 
-    kind: str = "normal"  # a call knows zeros, ones, normal, xavier_uniform
+    kind: str = "normal"  # a call supports zeros, ones, normal and xavier_uniform
     std: float = 0.0
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -60,16 +61,19 @@ def param_info_for(
     dim: int = 0,
     **more: Any,
 ) -> ParamInfo:
-    """The record of a parameter that starts as ``init`` says, cut along ``dim`` over a group."""
+    """Return the record of a parameter with initialisation ``init``.
+
+    ``over``: the group whose ranks shard it along ``dim``; ``more``: further fields of `ParamInfo`.
+    """
     if over is not None:
         more |= {"shard_dim": dim, "shard_index": over.rank(), "shard_count": over.size()}
     return ParamInfo(global_shape=global_shape, init=init.kind, init_std=init.std, **more)
 
 
 def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -> nn.Parameter:
-    """Memory for a parameter, on this process's device or on meta under ``torch.device("meta")``.
+    """Create an uninitialised parameter on this process's device, with the record ``info``.
 
-    Its values come later, from `initialize_parameters`.
+    Inside ``torch.device("meta")`` it is a meta tensor.  `initialize_parameters` sets its values.
     """
     is_meta = torch.get_default_device().type == "meta"
     where = torch.device("meta") if is_meta else device.current()
@@ -79,11 +83,12 @@ def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -
 
 
 def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -> None:
-    """Fill every described parameter of ``model``; at once when this seed filled it already.
+    """Initialise every parameter of ``model`` that has a record.
 
-    ``random=False`` skips what would be drawn and still writes the constants.  Parameters that
-    nobody described keep the values their module gave them; those on meta are left alone.  A
-    sharded model (`FullyShardedDataParallel`) is filled part by part.
+    Does nothing if the model was already initialised with this seed.  ``random=False`` writes only
+    constant initial values.  Parameters without a record keep the values that their module has set;
+    meta parameters are skipped.  Of a sharded model (`FullyShardedDataParallel`) each rank
+    initialises its own parts.
     """
     # A subclass may add parameters after its base class has filled its own.
     filled = seed, sum(1 for _ in model.parameters())
@@ -102,9 +107,9 @@ def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -
 
 @torch.no_grad()
 def fill_parameter(param: Tensor, info: ParamInfo, seed: int) -> None:
-    """Write this rank's part of the global parameter that ``info`` describes; padding is zero.
+    """Write the initial values of this rank's part of a parameter; padding is zero.
 
-    Values are rounded to ``info.dtype`` where layers see that.
+    Values are rounded to ``info.dtype`` if it is set.
     """
     pieces = list(info.pieces(param))
     if info.init in ("zeros", "ones") or sum(view.numel() for _, view in pieces) < param.numel():
@@ -120,9 +125,10 @@ def fill_parameter(param: Tensor, info: ParamInfo, seed: int) -> None:
 
 
 def _rows(offset: tuple[int, ...], view: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A box of a tensor of ``shape`` as rows [rows, ...] without a gap, and where each row starts.
+    """Split a box of a tensor of ``shape`` into contiguous rows; return ([rows, ...], starts).
 
-    Starts are indices into the whole, flattened.
+    ``view``: the values of the box at ``offset``; ``starts``: the index of each row's first element
+    in the flattened global tensor.
     """
     dim = next((d for d in reversed(range(view.dim())) if view.shape[d] != shape[d]), 0)
     starts = torch.zeros(1, dtype=torch.int64, device=view.device)
@@ -134,7 +140,7 @@ def _rows(offset: tuple[int, ...], view: Tensor, shape: tuple[int, ...]) -> tupl
 
 
 def _fill_rows(target: Tensor, starts: Tensor, key: tuple[int, int], info: ParamInfo) -> None:
-    """Draw ``target`` [rows, ...]; row r holds the elements from global index ``starts[r]`` on."""
+    """Fill ``target`` [rows, ...]; row r has the elements from global index ``starts[r]`` on."""
     chunk = _CHUNK_GPU if device.is_cuda(target.device) else _CHUNK_CPU
     width, dtype = math.prod(target.shape[1:]), info.dtype or target.dtype
     rows_at_once = max(1, chunk // max(width, 1))
@@ -143,14 +149,14 @@ def _fill_rows(target: Tensor, starts: Tensor, key: tuple[int, int], info: Param
         if width <= chunk:
             part.copy_(_draw(at, width, key, info).to(dtype).view(part.shape))
             continue
-        flat = part.view(-1)  # one long row, cut into pieces
+        flat = part.view(-1)  # one row longer than a chunk: fill it piece by piece
         for column in range(0, width, chunk):
             piece = flat[column : column + chunk]
             piece.copy_(_draw(at + column, piece.numel(), key, info)[0].to(dtype))
 
 
 def _draw(starts: Tensor, width: int, key: tuple[int, int], info: ParamInfo) -> Tensor:
-    """[rows, width] float64: elements ``starts[r]``, ``starts[r] + 1``, ... of the parameter."""
+    """Return elements ``starts[r]``, ``starts[r] + 1``, ... as [rows, width] in float64."""
     aligned = width % 4 == 0 and not bool((starts % 4).any())
     counters_per_row = width // 4 + (0 if aligned else 2)
     counters = (starts // 4)[:, None] + torch.arange(counters_per_row, device=starts.device)
@@ -162,7 +168,7 @@ def _draw(starts: Tensor, width: int, key: tuple[int, int], info: ParamInfo) -> 
 
 
 def _distribute(words: tuple[Tensor, ...], info: ParamInfo) -> Tensor:
-    """Four random words a counter -> four float64 variates a counter, in lane order."""
+    """Convert four random words per counter to four float64 variates per counter, in lane order."""
     out = torch.empty(*words[0].shape, 4, dtype=torch.float64, device=words[0].device)
     scale = 2.0**-32
     if info.init != "normal":
@@ -187,22 +193,25 @@ def _xavier(u: Tensor, info: ParamInfo) -> Tensor:
 
 
 def _uniform(u: Tensor, info: ParamInfo) -> Tensor:
-    """Within ``init_std`` of zero."""
+    """Map u in (0, 1) to the uniform distribution between -``init_std`` and ``init_std``."""
     return u.mul_(2 * info.init_std).sub_(info.init_std)
 
 
 def _mamba_decay(u: Tensor, info: ParamInfo) -> Tensor:
-    """Of a Mamba layer: the logarithm of a rate of decay from 1 to 16."""
+    """Map u in (0, 1) to A_log of a Mamba layer: the logarithm of a decay rate from 1 to 16."""
     return u.mul_(15).add_(1).log_()
 
 
 def _mamba_step(u: Tensor, info: ParamInfo) -> Tensor:
-    """Of a Mamba layer: what softplus turns into a step from 0.001 to 0.1, even in logarithm."""
+    """Map u in (0, 1) to dt_bias of a Mamba layer.
+
+    softplus of the result is a step size between 0.001 and 0.1, uniform in its logarithm.
+    """
     step = u.mul_(math.log(100)).add_(math.log(0.001)).exp_()
     return step + torch.log(-torch.expm1(-step))
 
 
-# From numbers spread evenly over 0 to 1 to a parameter's.
+# Initialisation kind -> function from uniform variates in (0, 1) to initial values.
 _QUANTILES = {
     "xavier_uniform": _xavier,
     "uniform": _uniform,
@@ -212,10 +221,10 @@ _QUANTILES = {
 
 
 def philox(counters: Tensor, key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10: four words of 32 bits for each counter, all kept in int64.
+    """Return four 32-bit words of Philox-4x32-10 per counter, in int64 tensors.
 
-    Products wrap modulo 2^64 and words are masked when they are next used, so that the same
-    integers come out on every device.
+    Multiplications wrap modulo 2^64, and words are masked at their next use: so the integers are
+    the same on every device.
     """
     key0, key1 = key
     word0, word1 = counters & _MASK, counters >> 32
