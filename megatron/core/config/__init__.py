@@ -1,1 +1,1 @@
-"""Flags as metadata on frozen dataclasses, and the errors users see."""
+"""Declaration of flags as metadata of dataclass fields, and the errors that users see."""

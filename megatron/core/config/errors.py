@@ -1,7 +1,7 @@
-"""The errors a person who runs the program can meet.
+"""Errors for users of the program.
 
-Each message is one sentence: the flag or file, the value found, and the cure.  What only a
-programmer can break is an ``assert`` with a message instead.
+A message contains the flag or file, the value found, why it is wrong, and a suggested fix.  Errors
+that only a programmer can cause are ``assert`` statements with a message instead.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ class MegatronError(Exception):
 
 
 class ConfigError(MegatronError, ValueError):
-    """The command line contradicts itself, or asks for what cannot be."""
+    """Invalid command line or configuration."""
 
-    problems: tuple[str, ...] = ()  # of a command line, a sentence each
+    problems: tuple[str, ...] = ()  # one error message for each problem of a command line
 
     @classmethod
     def raise_for(cls, problems: Iterable[str]) -> None:
-        """Raise one error that joins all ``problems`` of a command line; nothing for none."""
+        """Raise one error with all ``problems`` of a command line; do nothing if there are none."""
         if problems := tuple(problems):
             lines = (f"  - {problem}" for problem in problems)
             error = cls("\n".join(["this run cannot start:", *lines]))
@@ -29,24 +29,24 @@ class ConfigError(MegatronError, ValueError):
 
 
 class DataError(MegatronError, ValueError):
-    """A data file is missing, damaged, or does not fit the run."""
+    """Data file that is missing, damaged, or does not match the run."""
 
 
 class CheckpointError(MegatronError, RuntimeError):
-    """A checkpoint is missing, damaged, or does not fit the run."""
+    """Checkpoint that is missing, damaged, or does not match the run."""
 
 
 class LaunchError(MegatronError, RuntimeError):
-    """The ranks of a run cannot find each other."""
+    """Failure of the ranks of a run to connect to each other."""
 
 
 class MissingDependency(MegatronError, ImportError):
-    """An optional package is needed for what was asked."""
+    """Optional package that a flag needs and that cannot be imported."""
 
 
 class OutOfMemory(MegatronError, MemoryError):
-    """An allocation has failed; the message says who holds the memory, and what helps."""
+    """Failed allocation; the message reports what uses the memory, and flags that reduce it."""
 
 
 class NonFiniteError(MegatronError, FloatingPointError):
-    """A loss or gradient is NaN or infinite."""
+    """Loss or gradient that is NaN or infinite."""

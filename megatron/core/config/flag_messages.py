@@ -1,14 +1,15 @@
-"""Sentences for flags that this version refuses or takes without effect.
+"""Messages for flags that this version refuses, or accepts without effect.
 
-A feature that is added later deletes its line here and the ``refused=`` or ``ignored=`` that names
-it.  A sentence follows the flag: "--flag value: <sentence>" or "--flag is without effect: ...".
+The commit that implements a flag deletes its message, and the ``refused=`` or ``ignored=`` that
+uses it.  Messages are printed after the flag: "--flag value: <message>" or "--flag is without
+effect: <message>".
 """
 
 from __future__ import annotations
 
 
 def only_with(flag: str) -> str:
-    """For a flag that adjusts a feature which is refused by its own flag."""
+    """Return the message of a flag that only configures the feature of ``flag``, a refused one."""
     return f"it only adjusts {flag}, which is not available in this program"
 
 

@@ -1,9 +1,9 @@
-"""A command-line flag declared on the dataclass field it sets.
+"""Declare a command-line flag on the dataclass field that it sets.
 
-``option()`` attaches plain data to a field and knows nothing of argparse, so that the library may
-use it; ``megatron.training.arguments`` turns the data into a parser and a parsed namespace back
-into frozen configs.  A flag is in one of three states: implemented (the default), ``refused``
-(asking for it stops the run with a sentence) or ``ignored`` (asking for it prints one warning).
+``option()`` attaches plain data to a field and does not use argparse, so that the library can call
+it.  ``megatron.training.arguments`` builds the parser from this data, and frozen configurations
+from a parsed namespace.  A flag has one of three states: implemented (the default), ``refused`` (it
+stops the run with an error message) or ``ignored`` (it prints one warning).
 """
 
 from __future__ import annotations
@@ -22,43 +22,49 @@ MAX_LAYERS = 100_000  # far more than any model has; plans and checks list the l
 
 @dataclass(frozen=True)
 class Option:
-    """How one field is spelt on the command line."""
+    """Command-line flag of one field."""
 
-    # What giving the flag does: for a field that is on by default, what switching it off does.
+    # Effect of the flag; if the field is on by default, the effect of switching it off.
     help: str
     group: str  # heading in --help
     flag: str | None = None  # None: derived from the field name
     aliases: tuple[str, ...] = ()
     dest: str | None = None  # None: the field name; else the attribute of the parsed namespace
-    default: object = SAME  # where the command line differs from the library
+    default: object = SAME  # the command line's default, if it differs from the field's
     choices: Collection[object] | None = None
     nargs: str | None = None
-    parse: Callable[[str], object] | None = None  # where the annotation does not say it
-    at_least: int | None = 0  # of a number; None: no minimum
-    at_most: int = INT32_MAX  # of an integer
+    parse: Callable[[str], object] | None = None  # None: parse by the annotation of the field
+    at_least: int | None = 0  # minimum of a number; None: no minimum
+    at_most: int = INT32_MAX  # maximum of an integer
     infinite: bool = False  # whether a float may be infinite
     inverted: bool = False  # the flag switches a field that is on by default off
     both_ways: bool = False  # a switch spelt --x and --no-x
-    repeatable: bool = False  # may be given several times; the values add up
-    refused: str | None = None  # why the run cannot have it, and what to use
-    harmless: tuple[object, ...] = ()  # values of a refused or ignored flag that ask for nothing
-    # Value -> why the run cannot have it, and what to use.
+    repeatable: bool = False  # may be given several times; the values are concatenated
+    refused: str | None = None  # why the flag is not available, and what to use instead
+    harmless: tuple[object, ...] = ()  # accepted values of a refused or ignored flag (feature off)
+    # Value -> why the value is not available, and what to use instead.
     refused_values: Mapping[object, str] = field(default_factory=dict)
-    ignored: str | None = None  # why it changes nothing here
+    ignored: str | None = None  # why the flag has no effect
 
 
 def option(value: object, help: str, /, *, group: str, **spelling: Any) -> Any:
-    """A dataclass field that is also a flag.  ``value`` is its default, immutable."""
+    """Return a dataclass field that is also a flag; ``value``: its default, immutable.
+
+    ``spelling``: further fields of `Option`.
+    """
     return field(default=value, metadata={_KEY: Option(help=help, group=group, **spelling)})
 
 
 def options_of(config_class: type) -> list[tuple[dataclasses.Field[object], Option]]:
-    """The fields of ``config_class`` that are flags, inherited ones first."""
+    """Return the fields of ``config_class`` that are flags, inherited ones first."""
     return [(f, f.metadata[_KEY]) for f in fields(config_class) if _KEY in f.metadata]
 
 
 def flag_of(f: dataclasses.Field[object], opt: Option) -> str:
-    """``--field-name``, or ``--no-field-name`` for a switch that is on by default."""
+    """Return the flag of a field.
+
+    Default: ``--field-name``, or ``--no-field-name`` for a switch that is on by default.
+    """
     if opt.flag is not None:
         return opt.flag
     stem = f.name.replace("_", "-")
@@ -66,10 +72,10 @@ def flag_of(f: dataclasses.Field[object], opt: Option) -> str:
 
 
 def dest_of(f: dataclasses.Field[object], opt: Option) -> str:
-    """The attribute of the parsed namespace that holds the value."""
+    """Return the attribute of the parsed namespace that stores the value."""
     return opt.dest or f.name
 
 
 def cli_default(f: dataclasses.Field[object], opt: Option) -> object:
-    """What the parsed namespace holds when the flag is not given."""
+    """Return the value in the parsed namespace if the flag is not given."""
     return f.default if opt.default is SAME else opt.default

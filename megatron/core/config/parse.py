@@ -1,4 +1,4 @@
-"""Values on the command line that argparse has no type for."""
+"""Parsers of command-line values for which argparse has no type."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Callable
 from typing import TypeVar
 
 E = TypeVar("E", bound=enum.Enum)
-_MAX_ENTRIES = 100_000  # of a layer pattern
-_MAX_BRACKETS = 200  # of a layer pattern; each nests three calls
+_MAX_ENTRIES = 100_000  # maximum length of a layer pattern
+_MAX_BRACKETS = 200  # in a layer pattern; bounds the recursion, three calls per bracket
 
 
 def strict_bool(text: str) -> bool:
-    """``true``/``false``/``1``/``0``; anything else is refused (``bool("False")`` is True)."""
+    """Parse ``true``, ``1``, ``yes``, ``false``, ``0`` or ``no``.
+
+    Raises ValueError for other text, which ``bool()`` would accept as True.
+    """
     values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if text.lower() not in values:
         raise ValueError(f"{text!r} is neither true nor false")
@@ -21,7 +24,7 @@ def strict_bool(text: str) -> bool:
 
 
 def member_of(members: type[E]) -> Callable[[str], E]:
-    """A parser of the names of an enum."""
+    """Return a parser of the member names of an enum."""
 
     def parse(text: str) -> E:
         if text not in members.__members__:
@@ -32,14 +35,14 @@ def member_of(members: type[E]) -> Callable[[str], E]:
 
 
 def unquoted(text: str) -> str:
-    """``text`` without one pair of quotes around it, which a script quoted twice."""
+    """Strip one pair of quotes around ``text``, left by a script that quotes twice."""
     text = text.strip()
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1].strip() if is_quoted else text
 
 
 def int_pair(text: str) -> tuple[int, int]:
-    """``128,0`` or ``(128, 0)``."""
+    """Parse two integers, for example ``128,0`` or ``(128, 0)``."""
     match = re.fullmatch(r"\s*[(\[]?\s*(-?\d+)\s*,\s*(-?\d+)\s*[)\]]?\s*", text)
     if match is None:
         raise ValueError("two whole numbers as in 128,0 are needed")
@@ -47,7 +50,7 @@ def int_pair(text: str) -> tuple[int, int]:
 
 
 def layer_frequency(text: str) -> int | tuple[int, ...]:
-    """An int, or a list expression of digits and ``[]()+*,`` such as ``([1]*3+[0])*2``."""
+    """Parse an int, or a list expression of digits and ``[]()+*,`` such as ``([1]*3+[0])*2``."""
     if re.fullmatch(r"\d+", text):
         return int(text)
     tokens = re.findall(r"\d+|[\[\]()+*,]|\S", text)
@@ -78,7 +81,7 @@ def _product(tokens: list[str]) -> tuple[int | tuple[int, ...], list[str]]:
 
 
 def _size(value: int | tuple[int, ...]) -> int:
-    """How often a product repeats the other factor, or how many entries it repeats."""
+    """Return the value of an int factor (number of repetitions), or the length of a list."""
     return value if isinstance(value, int) else len(value)
 
 
