@@ -6,7 +6,8 @@ meta device, is not a registered submodule, and receives the parameters before e
 own state is the amax history of delayed scaling, which it saves pickled and in shards of the
 current layout; therefore our own layers compute with that recipe.
 
-Tested with versions 2.4 to 2.20 of the package: tests/golden/transformer_engine.json.
+Supported are versions 2.4 to 2.20 of the package.  A test checks the names of all arguments that we
+pass against the signatures of some of them (tests/golden/transformer_engine.json).
 """
 
 from __future__ import annotations
