@@ -1,1 +1,1 @@
-"""What a run reports of itself: collectives, stragglers, timers; and injected faults."""
+"""Diagnostics of a run: trace of collectives, straggler times, timers, fault injection."""

@@ -1,8 +1,8 @@
-"""What this rank does with other ranks: noted at each collective, told when one does not end.
+"""Trace this rank's collectives so that a hang report can name the one that did not finish.
 
-`note_collectives` puts a few instructions around the methods of torch's process groups, so that no
-caller has to say anything; benchmarks/noted_collectives.py has what they cost, 0.7 us a call.  On a
-GPU a collective is begun and not waited for: there the last ones begun tell how far the rank came.
+`note_collectives` wraps the methods of torch's process groups, so that callers need no change.  It
+costs 0.7 us per call (benchmarks/noted_collectives.py).  On a GPU the host does not wait for a
+collective: the trace then has the last collectives that the rank has started.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.rank_local import each_rank_owns
 
 _TRANSFERS = ("send", "recv")
-# Methods of a process group, in the names of torch 2.11 to 2.13, and what they are called here.
+# Method of a process group (names of torch 2.11 to 2.13) -> operation in reports.
 _METHODS = {
     method: operation
     for operation, methods in {
@@ -43,8 +43,8 @@ class _Group:
     calls: int = 0
 
 
-# One operation that was begun: its name, the group, the number of the call in it, the peer of a
-# transfer, what it carries, and the id of the work that is waited for.  A list is made soonest.
+# An operation that was started: name, group, number of the call in the group, peer and purpose of a
+# send or receive, and the id of its Work.  A list, since it is faster to create than an object.
 _Note = list[Any]
 
 
@@ -62,18 +62,18 @@ def _told(note: _Note) -> str:
 
 @dataclass(slots=True)
 class Record:
-    """What the rank is in, and what it has begun."""
+    """Trace of this rank: the operation in progress and the last operations started."""
 
-    inside: _Note | None = None  # a call that has not returned
-    awaits: int = 0  # id of the work that is waited for
-    waited_s: float = 0.0  # for works, in all
-    progress: int = 0  # moves with everything that is begun or has been waited for
+    inside: _Note | None = None  # the call that has not returned
+    awaits: int = 0  # id of the Work that the host waits for; 0: none
+    waited_s: float = 0.0  # total time in ``Work.wait``
+    progress: int = 0  # number of operations started plus number of waits completed
     begun: deque[_Note] = field(default_factory=lambda: deque(maxlen=256))
     purposes: Iterator[object] = iter(())
     groups: dict[int, _Group] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """``waits in tp all_reduce of ranks 0 1, call 12``, or what came last."""
+        """Return ``waits in tp all_reduce of ranks 0 1, call 12``, or the last operation."""
         for note in reversed(self.begun):
             if note is self.inside or (self.awaits and note[-1] == self.awaits):
                 return f"waits in {_told(note)}"
@@ -83,7 +83,7 @@ class Record:
         return f"is in no collective; {last}"
 
     def counts(self) -> str:
-        """How many operations of each group were begun: whoever has fewer is behind."""
+        """Return the number of operations started in each group; a rank with fewer is behind."""
         return ", ".join(f"{group.label} {group.calls}" for group in self.groups.values())
 
 
@@ -92,12 +92,12 @@ each_rank_owns(__name__, "record")
 
 
 def name_transfers(purposes: Iterable[object]) -> None:
-    """What the next sends and receives of this rank carry, in order."""
+    """Set the descriptions of the next sends and receives of this rank, in order."""
     record.purposes = iter(purposes)
 
 
 def note_collectives() -> None:
-    """Note from now on what this process begins and waits for."""
+    """Start to trace the collectives of this process; a second call has no effect."""
     if vars(ProcessGroup)["barrier"].__module__ == __name__:
         return
     for method, operation in _METHODS.items():
@@ -113,7 +113,7 @@ def _noted(operation: str, begin: Callable[..., dist.Work]) -> Callable[..., dis
         group = record.groups.get(id(self)) or _new_group(self)
         group.calls += 1
         peer = purpose = None
-        if is_transfer:  # of tensors, to or from a rank, under a tag
+        if is_transfer:  # arguments: tensors, peer rank in the group, tag
             peer, purpose = args[1], next(record.purposes, None)
         note = record.inside = [operation, group, group.calls, peer, purpose, 0]
         record.begun.append(note)
@@ -132,7 +132,7 @@ def _noted_wait(wait: Callable[..., bool]) -> Callable[..., bool]:
         began_s = time.perf_counter()
         result = wait(self, *args, **kwargs)
         record.waited_s += time.perf_counter() - began_s
-        record.awaits = 0  # not after an error: what could not be waited for is of interest
+        record.awaits = 0  # after an exception it keeps the id, for the report
         record.progress += 1
         return result
 

@@ -1,11 +1,13 @@
-"""Named points at which a test can make a run fail.  Free when the variable FAULTS is unset.
+"""Fault injection: named points at which a test can make a run fail.
 
-FAULTS holds comma-separated specs ``point:kind[:rankR][:stepS][:timesT][:Xs]``, for example
-``save.after_rename:kill:rank1:step3``.  Without ``rank`` or ``step`` every rank or step is meant;
-``times`` bounds how often a spec fires in one process; ``Xs`` is how long ``slow`` takes (1 s).
+The environment variable FAULTS contains comma-separated specs
+``point:kind[:rankR][:stepS][:timesT][:Xs]``, for example ``save.after_rename:kill:rank1:step3``.
+Without ``rank`` or ``step`` the spec applies to every rank or step.  ``times``: maximum number of
+times that it fires in one process; ``Xs``: seconds that ``slow`` sleeps (default 1).  If FAULTS is
+unset, a point costs one look-up of an environment variable.
 
-Kinds: raise, kill (SIGKILL), stop (SIGSTOP), hang, exit, enospc (OSError: disk full), oom
-(MemoryError), slow, at any point; and nan and bitflip, which the caller carries out where
+Kinds at every point: raise, kill (SIGKILL), stop (SIGSTOP), hang, exit, enospc (OSError: disk
+full), oom (MemoryError), slow.  Kinds at some points: nan and bitflip, which the caller performs if
 `fault_point` returns their name.
 """
 
@@ -25,11 +27,11 @@ from megatron.core.rank_local import each_rank_owns
 
 _VARIABLE = "FAULTS"
 _KINDS = ("raise", "kill", "stop", "hang", "exit", "enospc", "oom", "slow")
-_BY_CALLER = {  # kind -> where somebody carries it out
-    "nan": ("step.gradient",),  # the loss of a micro-batch
-    "bitflip": ("step.updated", "save.tensor"),  # of a weight; of a file behind its checksum
+_BY_CALLER = {  # kind -> points whose caller performs it
+    "nan": ("step.gradient",),  # makes the loss of a micro-batch NaN
+    "bitflip": ("step.updated", "save.tensor"),  # in a weight; in a file after its checksum
 }
-# All there are, in the order in which a run passes them.
+# All fault points, in the order in which a run reaches them.
 POINTS = (
     *("load.before", "load.tensor", "step.before", "step.gradient", "step.updated"),
     *("evaluate.iter", "save.before", "save.claimed", "save.begin", "save.write", "save.tensor"),
@@ -42,7 +44,7 @@ each_rank_owns(__name__, "_fired")
 
 
 class InjectedFault(RuntimeError):
-    """What the kind ``raise`` raises."""
+    """Exception that the kind ``raise`` raises."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class _Spec:
 
 
 def check_faults() -> None:
-    """Raise ConfigError if FAULTS asks for what is not there, which would never happen."""
+    """Raise ConfigError if FAULTS has an unknown kind or point, or a kind its point lacks."""
     for spec in _parse(os.environ.get(_VARIABLE, "")):
         known = _BY_CALLER.get(spec.kind, POINTS)
         if spec.point not in known:
@@ -76,7 +78,10 @@ def check_faults() -> None:
 
 
 def fault_point(point: str, *, step: int | None = None) -> str | None:
-    """Fail here if FAULTS says so; returns the kind when the caller has to carry it out."""
+    """Inject the fault that FAULTS sets for ``point``, rank and ``step``, if any.
+
+    Returns the kind if the caller must perform it, else None.
+    """
     text = os.environ.get(_VARIABLE)
     if text is None:
         return None
@@ -88,7 +93,7 @@ def fault_point(point: str, *, step: int | None = None) -> str | None:
 
 
 def flipped(data: bytes | memoryview) -> bytes:
-    """``data`` with another bit in the middle."""
+    """Return ``data`` with one bit of its middle byte flipped."""
     changed = bytearray(data)
     changed[len(changed) // 2] ^= 1
     return bytes(changed)

@@ -1,7 +1,8 @@
-"""How long a rank works itself: in the model's forward passes and in reading data.
+"""Straggler detection: measure the time that this rank spends in forward passes and reading data.
 
-Time in which it waits for other ranks is left out, else the slow rank would be the one that looks
-fast.  On a GPU the device's own clock is read; there the time inside its collectives counts.
+The time in which the host waits for other ranks is subtracted; otherwise every rank would show the
+time of the slowest one.  On a GPU the times are those of the device's events, which include the
+collectives of the pass.
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ from megatron.core.rank_local import each_rank_owns
 
 @dataclass
 class Stopwatch:
-    """Sections of two kinds, measured while ``is_on``."""
+    """Stopwatch for sections of two kinds, model and data; measures only while ``is_on``."""
 
     is_on: bool = False
     _open: list[tuple[device.Moment, float] | None] = field(default_factory=list)
     _done: list[tuple[bool, device.Moment, device.Moment, float]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """A section begins, perhaps inside another one."""
+        """Begin a section; sections may be nested."""
         now = (device.moment(), collective_tracer.record.waited_s) if self.is_on else None
         self._open.append(now)
 
     def end(self, is_data: bool) -> None:
-        """The newest section ends."""
+        """End the innermost section; ``is_data``: it reads data, else it runs the model."""
         begun = self._open.pop()
         if begun is not None:
             waited_s = collective_tracer.record.waited_s - begun[1]
             self._done.append((is_data, begun[0], device.moment(), waited_s))
 
     def lap_s(self) -> tuple[float, float]:
-        """Seconds since the last lap in the model and in reading data.  Waits for the device."""
+        """Return the seconds (model, data) of the sections since the last call.
+
+        Blocks until the device has finished them.
+        """
         seconds = [0.0, 0.0]
         for is_data, begin, end, waited_s in self._done:
             seconds[is_data] += device.seconds_between(begin, end) - waited_s
@@ -48,18 +52,18 @@ each_rank_owns(__name__, "stopwatch")
 
 
 class StragglerDetector(AbstractContextManager["StragglerDetector"]):
-    """The context that scripts put around the model, and as ``stimer(bdata=True)`` around data."""
+    """Context that scripts put around the model, and as ``stimer(bdata=True)`` around data."""
 
     def __init__(self, bdata: bool = False) -> None:
         self._is_data = bdata
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is measured."""
+        """Whether sections are measured."""
         return stopwatch.is_on
 
     def __call__(self, bdata: bool = False) -> StragglerDetector:
-        """A context around reading data (``bdata``) or computing."""
+        """Return a context for reading data (``bdata``) or for running the model."""
         return StragglerDetector(bdata)
 
     def __enter__(self) -> StragglerDetector:

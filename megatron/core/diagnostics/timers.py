@@ -1,13 +1,13 @@
 """Named timers, compared over ranks.
 
-A timer has a level: 0 is always measured, 1 and 2 only if --timing-log-level asks for them; a
-timer above the level costs nothing.  ``start`` and ``stop`` wait for the device.
+A timer has a level from 0 to 2, and measures only if --timing-log-level is at least this level; a
+timer above it costs nothing.  ``start`` and ``stop`` synchronise with the device.
 
-Each timer only counts up.  A reader (the console, TensorBoard) has its own mark in every timer and
-sees the time since that mark, so that one reader never takes numbers from another.
+The total of a timer never decreases.  Each reader (console, TensorBoard) has a mark of its own in
+every timer and reads the time since that mark, so that readers do not affect each other.
 
-Collective: whatever compares ranks (`Timers.log`, `write`, `get_all_timers_string`, `times_s`)
-gathers once over all ranks; every rank calls it with the same names.
+Collective: methods that compare ranks (`Timers.log`, `write`, `get_all_timers_string`, `times_s`)
+gather once over all ranks; every rank must call them with the same names.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _NAME_WIDTH = 48
 
 
 class ScalarWriter(Protocol):
-    """TensorBoard's SummaryWriter, or what stands for it."""
+    """Interface of TensorBoard's SummaryWriter."""
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
 class Timer:
-    """A stop-watch with one mark per reader.
+    """Timer with one mark per reader.
 
-    ``barrier`` lets ranks wait for each other before the clock is read.
+    ``barrier=True`` in a method synchronises the ranks before the clock is read.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,28 +55,31 @@ class Timer:
         return self._started_at_s is not None
 
     def set_barrier_group(self, barrier_group: ProcessGroup) -> None:
-        """Ranks that wait for each other under ``barrier=True``; the world by default."""
+        """Set the group that ``barrier=True`` synchronises; the default is the world."""
         self._barrier_group = barrier_group
 
     def start(self, barrier: bool = False) -> None:
-        """Start measuring."""
+        """Start measuring, after synchronising with the device."""
         assert not self.is_running, f"timer {self.name} is started twice"
         self._wait(barrier)
         self._started_at_s = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """Stop measuring."""
+        """Stop measuring, after synchronising with the device."""
         assert self._started_at_s is not None, f"timer {self.name} is stopped but not started"
         self._wait(barrier)
         self._total_s += time.perf_counter() - self._started_at_s
         self._started_at_s = None
 
     def reset(self) -> None:
-        """Forget the time measured so far, for the console."""
+        """Set the console's mark to the current total."""
         self._marks_s[CONSOLE] = self.active_time()
 
     def elapsed(self, reset: bool = True, barrier: bool = False, reader: str = CONSOLE) -> float:
-        """Seconds measured since ``reader`` last reset; a running timer goes on running."""
+        """Return the seconds since the mark of ``reader``; ``reset``: move the mark.
+
+        A running timer continues.
+        """
         if self.is_running:
             self._wait(barrier)
         total_s = self.active_time()
@@ -86,7 +89,7 @@ class Timer:
         return elapsed_s
 
     def active_time(self) -> float:
-        """Seconds measured since the timer was made."""
+        """Return the total seconds since the timer was created."""
         if self._started_at_s is None:
             return self._total_s
         return self._total_s + time.perf_counter() - self._started_at_s
@@ -98,7 +101,7 @@ class Timer:
 
 
 class DummyTimer(Timer):
-    """Stands for every timer above the level: it runs no clock, and has no time to tell."""
+    """Timer above --timing-log-level: measures nothing."""
 
     def start(self, barrier: bool = False) -> None:
         return
@@ -113,7 +116,7 @@ class DummyTimer(Timer):
 
 
 class Timers:
-    """All timers of a process: ``timers("forward", log_level=1).start()``."""
+    """Collection of this process's timers: ``timers("forward", log_level=1).start()``."""
 
     def __init__(self, log_level: int, log_option: str) -> None:
         assert log_option in ("max", "minmax", "all"), f"unknown timing log option {log_option!r}"
@@ -124,7 +127,7 @@ class Timers:
         self._dummy = DummyTimer("dummy timer")
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer called ``name``; its first caller gives the level (2 if it does not)."""
+        """Return the timer ``name``; the first call sets its level (default 2)."""
         if name not in self._levels:
             level = MAX_LOG_LEVEL if log_level is None else log_level
             assert 0 <= level <= MAX_LOG_LEVEL, f"timer {name}: level {level} is not in 0..2"
@@ -143,9 +146,9 @@ class Timers:
         barrier: bool = False,
         reader: str = CONSOLE,
     ) -> dict[str, list[float]]:
-        """Seconds per rank of each timer since ``reader`` last reset; 0.0 where a rank has none.
+        """Return for each timer the seconds of all ranks since the mark of ``reader``.
 
-        Collective over all ranks.
+        0.0 for a rank that does not have the timer.  Collective over all ranks.
         """
         names = list(self._timers) if names is None else list(names)
         if barrier and _world_size() > 1:
@@ -166,7 +169,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> str | None:
-        """The block of text for the console, or None if nothing was measured.  Collective."""
+        """Return the text for the console, or None if nothing was measured.  Collective."""
         assert normalizer > 0, f"normalizer is {normalizer}, must be positive"
         times_s = self.times_s(names, reset=reset, barrier=barrier)
         return format_times(times_s, self._log_option, normalizer)
@@ -179,7 +182,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Print the block on ``rank``, the last one by default.  Collective."""
+        """Print the text on ``rank``, by default the last one.  Collective."""
         text = self.get_all_timers_string(names, normalizer, reset, barrier)
         printing_rank = _world_size() - 1 if rank is None else rank
         if text is not None and _rank() == printing_rank:
@@ -196,7 +199,7 @@ class Timers:
     ) -> None:
         """Write the largest time over ranks as scalars ``{name}-time``, in seconds.  Collective.
 
-        ``writer`` is None on ranks that do not write.  The console's times stay as they are.
+        ``writer`` is None on ranks that do not write.  Does not move the console's marks.
         """
         assert normalizer > 0, f"normalizer is {normalizer}, must be positive"
         times_s = self.times_s(names, reset=reset, barrier=barrier, reader=TENSORBOARD)
@@ -209,7 +212,10 @@ class Timers:
 def timed(
     timers: Timers | None, name: str, *, log_level: int, barrier: bool = False
 ) -> Iterator[None]:
-    """Measure the block under ``name``, if there are timers; ``barrier``: see `Timer`."""
+    """Measure the context with timer ``name``, unless ``timers`` is None.
+
+    ``barrier``: synchronise the ranks at the start (see `Timer`).
+    """
     if timers is None:
         yield
         return
@@ -222,16 +228,16 @@ def timed(
 
 
 def largest_s(times_s: dict[str, list[float]]) -> dict[str, float]:
-    """The largest time over ranks of each timer that measured something anywhere."""
+    """Return the largest time over ranks of each timer that is not 0 on all ranks."""
     return {name: max(values) for name, values in times_s.items() if max(values) > 0.0}
 
 
 def format_times(
     times_s: dict[str, list[float]], log_option: str, normalizer: float = 1.0
 ) -> str | None:
-    """Times in milliseconds, divided by ``normalizer``, as text; None if all are zero.
+    """Format times in milliseconds, divided by ``normalizer``; return None if all are zero.
 
-    minmax and max leave out ranks on which a timer measured nothing.
+    The options minmax and max ignore ranks on which a timer measured nothing.
     """
     ms = {
         name: [value_s * 1000.0 / normalizer for value_s in values]
@@ -256,7 +262,7 @@ def format_times(
 
 
 def _gather(mine: list[float]) -> Tensor:
-    """[ranks, timers] of everybody's seconds.  Collective over all ranks."""
+    """Gather the seconds of all ranks as [ranks, timers].  Collective over all ranks."""
     if _world_size() == 1:
         return torch.tensor([mine], dtype=torch.float64)
     row = torch.tensor(mine, dtype=torch.float64, device=device.current())
