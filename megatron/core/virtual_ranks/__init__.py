@@ -1,4 +1,4 @@
-"""Several ranks in one process: threads that take turns, for a layout in a debugger."""
+"""Virtual ranks: run all ranks of a layout as threads of one process, to debug it."""
 
 from megatron.core.lazy import lazy_exports
 

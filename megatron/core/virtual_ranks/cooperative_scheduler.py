@@ -1,7 +1,8 @@
-"""Threads that are ranks: one runs at a time, until it has to wait for another.
+"""Cooperative scheduler of virtual ranks: one thread per rank, of which one runs at a time.
 
-So a run is the same every time, and a rank that stands in a debugger finds everything that is its
-own (see `megatron.core.rank_local`), its random numbers and its RANK in the environment.
+A rank runs until it must wait for another one.  So a run is deterministic.  At each switch the
+scheduler saves and restores the rank-local variables (see `megatron.core.rank_local`), the states
+of the random generators, and RANK in the environment; a debugger sees those of the running rank.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ _NOT_THE_CALLERS = tuple(os.path.dirname(f) for f in (__file__, torch.__file__))
 )
 
 
-RandomStates = tuple[tuple[Any, ...], Any, torch.Tensor]  # of Python, numpy, torch
+RandomStates = tuple[tuple[Any, ...], Any, torch.Tensor]  # states of Python, numpy, torch
 
 
 class DeadlockError(RuntimeError):
-    """Every rank waits for another one."""
+    """Deadlock of virtual ranks: every rank waits for another one."""
 
 
 class RankStopped(BaseException):
-    """Unwinds a rank after another one has failed; no ``except Exception`` keeps it."""
+    """Exception that ends a rank after another one has failed.
+
+    A BaseException, since code of the rank may catch Exception.
+    """
 
 
 @dataclass
@@ -42,14 +46,14 @@ class _Rank:
     turn: threading.Semaphore
     random_states: RandomStates
     thread_id: int = 0
-    is_ready: Callable[[], bool] = bool  # asked while the rank waits
-    doing: Callable[[], str] | None = None  # what it waits for; None while it does not
+    is_ready: Callable[[], bool] = bool  # condition that the rank waits for
+    doing: Callable[[], str] | None = None  # describes the wait; None while the rank can run
     has_ended: bool = False
     variables: rank_local.State = field(default_factory=dict)
 
 
 class Baton:
-    """Who runs.  Methods are called by the rank that does."""
+    """Scheduler of virtual ranks; only the running rank (``holder``) calls its methods."""
 
     def __init__(self, world_size: int) -> None:
         states = random_states()
@@ -58,15 +62,15 @@ class Baton:
         self.failure: tuple[int, BaseException] | None = None  # the first one, and its rank
 
     def begin(self, rank: int) -> None:
-        """First words of a rank's thread: wait for its first turn, which rank 0 has at once."""
+        """Start a rank in its thread: wait until it is scheduled; rank 0 runs first."""
         self._ranks[rank].thread_id = threading.get_ident()
         if rank:
             self._await_turn(rank)
 
     def wait_until(self, is_ready: Callable[[], bool], doing: Callable[[], str]) -> None:
-        """Let others run until ``is_ready``; ``doing`` tells what this rank waits for.
+        """Let other ranks run until ``is_ready()``; ``doing`` describes the wait for reports.
 
-        Raises DeadlockError if that can never be.
+        Raises DeadlockError if no rank can run.
         """
         if is_ready():
             return
@@ -84,7 +88,7 @@ class Baton:
     def end(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> bool:
-        """Last words of a rank's thread, as the exit of a context: its failure is kept here."""
+        """End a rank (``__exit__`` of a context): store its failure and run the next rank."""
         is_failure = not isinstance(error, RankStopped) and not (
             isinstance(error, SystemExit) and not error.code
         )
@@ -100,7 +104,7 @@ class Baton:
         return True
 
     def _next(self) -> int | None:
-        """The rank that runs next, in the order of their numbers: one that need not wait."""
+        """Return the next rank, round robin, that need not wait; None if there is none."""
         count = len(self._ranks)
         for step in range(1, count + 1):
             number = (self.holder + step) % count
@@ -143,7 +147,7 @@ class Baton:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Where the caller of torch.distributed stands."""
+    """Return file and line of the code that called torch.distributed."""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLERS):
         frame = frame.f_back
     return "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,8 +1,8 @@
 """Run a function on virtual ranks: in threads, each with a default process group of its own.
 
-Everything that asks torch.distributed, the environment or `rank_local` for its rank is
-answered as in a process of its own.  What ranks share is what a process has once: standard output,
-signal handlers, the number of threads per operation, and globals of scripts.
+torch.distributed, the environment and `rank_local` variables have the values that they would have
+if the rank were a process.  The ranks share everything else of the process: standard output, signal
+handlers, the number of threads per operation, and global variables of scripts.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ _TORCH = (
 
 
 def run(fn: Callable[..., T], world_size: int, *args: object) -> list[T | None]:
-    """``fn(rank, world_size, *args)`` on every rank; the results in rank order.
+    """Run ``fn(rank, world_size, *args)`` on every rank; return the results in rank order.
 
     The result of a rank that has called ``sys.exit(0)`` is None.
 
-    Rank 0 runs in the calling thread.  If a rank raises, the others are stopped where they wait
-    and its exception is raised here; DeadlockError names what each rank waits in.
+    Rank 0 runs in the calling thread.  If a rank raises, the other ranks end at their next wait,
+    and this function raises the exception; DeadlockError reports what each rank waits for.  Raises
+    ConfigError if torch.distributed is initialised already.
     """
     if dist.is_initialized():
         raise ConfigError(
@@ -86,7 +87,7 @@ def run(fn: Callable[..., T], world_size: int, *args: object) -> list[T | None]:
 
 @contextlib.contextmanager
 def without_groups() -> Iterator[None]:
-    """Code inside finds torch as before it had a process group; those there are come back."""
+    """Hide the process groups of torch.distributed inside the context, and restore them after."""
     world = distributed_c10d._world
     places = [
         *((distributed_c10d, name) for name in _TORCH),
@@ -108,7 +109,7 @@ def without_groups() -> Iterator[None]:
 def _default_group(rank: int, world_size: int, store: dist.Store) -> Iterator[None]:
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     try:
-        # A device's backward pass may run in a thread that serves all ranks: not here.
+        # Run backward in the rank's own thread: autograd's device threads serve all ranks.
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
@@ -118,7 +119,10 @@ def _default_group(rank: int, world_size: int, store: dist.Store) -> Iterator[No
 
 @contextlib.contextmanager
 def _shared_process(world_size: int) -> Iterator[None]:
-    """What belongs to a process and not to a rank: changed for the run, and put back."""
+    """Set the process-wide state that virtual ranks need, and restore it at the end.
+
+    That is: torch's tables of process groups, random states, environment and exception hook.
+    """
     world = distributed_c10d._world
     rank_local.each_rank_owns(distributed_c10d, *_TORCH)
     rank_local.each_rank_owns(world, *vars(world))
@@ -126,7 +130,7 @@ def _shared_process(world_size: int) -> Iterator[None]:
     launch = {name: os.environ.get(name) for name in _LAUNCH}
     os.environ.update(dict(zip(_LAUNCH, ("0", "0", str(world_size), str(world_size)), strict=True)))
     rank_local.put({})
-    _set_thread_isolation_mode(True)  # of the names under which torch's C++ finds groups
+    _set_thread_isolation_mode(True)  # torch's C++ registry of group names becomes thread-local
     try:
         yield
     finally:

@@ -1,10 +1,10 @@
-"""Collectives between ranks that are threads: torch.distributed's back end ``virtual``.
+"""Backend ``virtual`` of torch.distributed: collectives between virtual ranks (threads).
 
-The rank that comes last to a collective carries it out for all.  Sums run over the ranks in order.
-Sends and receives between two ranks match in the order in which they were begun, and a send is
-done when its receive has been begun: nothing is buffered, so an order that could hang NCCL hangs
-here.  What ranks ask for must fit together (operation, shapes, dtypes): if not, RuntimeError says
-who asked for what.
+The last rank to join a collective performs it for all ranks.  Reductions go through the ranks in
+order.  Sends and receives between two ranks match in the order in which they start, and a send
+completes when its receive has started: nothing is buffered, so an order that can hang NCCL also
+hangs this backend.  If the ranks of a collective call different operations, or with different
+shapes or dtypes, RuntimeError reports the calls.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ _ONE_WITH_ANOTHER: dict[_Operation, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class _Reduces(Protocol):
-    """torch's options of any reduction."""
+    """Options that torch passes to a reduction."""
 
     reduceOp: dist.ReduceOp
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank brings to a collective: what is read and written, by the rank it is for."""
+    """Tensors that one rank passes to a collective: inputs (``reads``), outputs (``writes``).
+
+    If there are several, one for each rank of the group.
+    """
 
     reads: Tensors
     writes: Tensors
@@ -56,7 +59,7 @@ class _Part:
 
 @dataclass
 class _Meeting:
-    """One collective of one group, while its ranks arrive."""
+    """One collective of one group that some ranks have not joined yet."""
 
     parts: dict[int, _Part] = field(default_factory=dict)
     asked: dict[int, str] = field(default_factory=dict)
@@ -72,7 +75,7 @@ class _Transfer:
 
 @dataclass
 class _Channel:
-    """What the members of one group share."""
+    """State that the members of one group share: open collectives, sends and receives."""
 
     meetings: dict[int, _Meeting] = field(default_factory=dict)
     sends: dict[tuple[int, int], deque[_Transfer]] = field(default_factory=dict)
@@ -80,27 +83,30 @@ class _Channel:
 
 
 class Network:
-    """All channels of one run of virtual ranks."""
+    """Channels of all groups in one run of virtual ranks."""
 
     def __init__(self, baton: Baton) -> None:
         self.baton = baton
         self._channels: dict[str, _Channel] = {}
 
     def channel(self, name: str) -> _Channel:
-        """The channel of the group that torch calls ``name``, alike on all members."""
+        """Return the channel of the group with torch's ``name``, which all members share."""
         return self._channels.setdefault(name, _Channel())
 
 
 @dataclass(frozen=True)
 class VirtualWork:
-    """What has been begun; stands for torch's Work."""
+    """Handle of started operations, with the interface of torch's Work."""
 
     baton: Baton
     begun: Sequence[_Meeting | _Transfer]
     doing: Callable[[], str]
 
     def wait(self, timeout: object = None) -> bool:
-        """Let other ranks run until it is done.  There is no time-out: see `Baton.wait_until`."""
+        """Let other ranks run until the operations are complete.
+
+        Ignores ``timeout``: `Baton.wait_until` detects deadlocks instead.
+        """
         del timeout
         began_s = time.perf_counter()
         self.baton.wait_until(self._is_done, self.doing)
@@ -112,7 +118,7 @@ class VirtualWork:
 
 
 class VirtualGroup(dist.ProcessGroup):
-    """The methods that torch.distributed calls, in the names of torch 2.11 to 2.13."""
+    """Process group with the methods that torch.distributed calls, of torch 2.11 to 2.13."""
 
     def __init__(self, network: Network, name: str, rank: int, ranks: Sequence[int]) -> None:
         super().__init__(rank, len(ranks))
@@ -121,7 +127,7 @@ class VirtualGroup(dist.ProcessGroup):
         self._calls = 0
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
-        """``virtual``"""
+        """Return ``virtual``."""
         return BACKEND
 
     # -- collectives ------------------------------------------------------------------------
@@ -219,7 +225,7 @@ class VirtualGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _chunks(self, tensor: Tensor) -> Tensors:
-        """A contiguous tensor of all ranks, cut into theirs."""
+        """Split a contiguous tensor into equal flat parts, one for each rank."""
         if tensor.numel() % self.size() or not tensor.is_contiguous():
             raise RuntimeError(f"{_shape(tensor)} is not {self.size()} equal contiguous parts")
         return tensor.view(self.size(), -1).unbind()
@@ -227,7 +233,11 @@ class VirtualGroup(dist.ProcessGroup):
     def _meet(
         self, name: str, parts: Sequence[_Part], carry_out: Callable[[Sequence[_Part]], None]
     ) -> VirtualWork:
-        """Come to the group's next collective, one for each of ``parts``."""
+        """Join the next collectives of the group, one for each of ``parts``.
+
+        ``carry_out`` performs a collective, given the parts of all ranks in rank order; the last
+        rank to join calls it.
+        """
         begun = []
         for part in parts:
             number, self._calls = self._calls, self._calls + 1
@@ -260,7 +270,7 @@ class VirtualGroup(dist.ProcessGroup):
                 f"{'; '.join(asked)}"
             )
 
-    # -- from one rank to another -----------------------------------------------------------
+    # -- send and receive -------------------------------------------------------------------
 
     def send(self, tensors: Tensors, to: int, tag: int) -> VirtualWork:
         return self._transfer("send", (self._me, to), tensors[0], tag)
@@ -293,7 +303,7 @@ class VirtualGroup(dist.ProcessGroup):
         return VirtualWork(self._baton, [mine], doing)
 
 
-# -- what a collective does, once all parts are there ------------------------------------------
+# -- perform a collective, given the parts of all ranks -----------------------------------------
 
 
 def _sum_for_all(parts: Sequence[_Part], op: _Operation) -> None:
@@ -332,7 +342,7 @@ def _each_to_each(parts: Sequence[_Part]) -> None:
 
 
 def _reduced(tensors: Tensors, op: _Operation) -> Tensor:
-    """One after the other, in the order of the ranks."""
+    """Reduce the tensors one after another, in rank order."""
     join = _ONE_WITH_ANOTHER[op]
     result = tensors[0].detach().clone()
     for tensor in tensors[1:]:
@@ -343,7 +353,7 @@ def _reduced(tensors: Tensors, op: _Operation) -> Tensor:
 
 
 def _copy(target: Tensor, source: Tensor, what: str) -> None:
-    """As a real transport writes: behind the back of autograd."""
+    """Copy ``source`` to ``target`` without recording it in autograd, as NCCL does."""
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise RuntimeError(f"{what}: {_shape(source)} for {_shape(target)}")
     target.data.copy_(source.detach().reshape(target.shape))
@@ -366,14 +376,14 @@ def _named(name: str, op: _Operation) -> str:
     return f"{name}({str(op).rpartition('.')[2]})"
 
 
-# -- how torch makes groups ---------------------------------------------------------------------
+# -- creation of groups by torch ----------------------------------------------------------------
 
 _network: Network | None = None
 
 
 @contextlib.contextmanager
 def network_of(baton: Baton) -> Iterator[None]:
-    """Groups of the back end ``virtual`` that are made in the block join ranks of ``baton``."""
+    """Make groups of the backend ``virtual`` that are created in the context use ``baton``."""
     global _network
     _network = Network(baton)
     try:
