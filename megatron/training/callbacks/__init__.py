@@ -1,6 +1,6 @@
-"""What happens around a training step besides the step: logs, profiles, exits.
+"""Callbacks of a run: logs, profilers, saves, evaluation and exit conditions around each step.
 
-A callback of a user's own derives from `Callback`; `register_metric` adds values to the logs.
+User callbacks derive from `Callback`; `register_metric` adds values to the logs.
 """
 
 from megatron.training.callbacks.user_metrics import register_metric as register_metric

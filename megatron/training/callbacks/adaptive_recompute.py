@@ -1,4 +1,4 @@
-"""--recompute-granularity adaptive: measures the peak of each step, and lets layers keep more."""
+"""Adjust recomputation to the measured peak memory (--recompute-granularity adaptive)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _GIB = 1 << 30
 
 
 class AdaptiveRecompute(Callback):
-    """Searches until it has settled; then looks once an interval whether the peak still fits.
+    """Find how many layers may save each part of their activations instead of recomputing it.
 
-    Ranks decide alike, by the fullest of them.  The peak is that of the device; on a CPU, of what
-    autograd holds.
+    Measures the peak memory of every step until the search has ended, then of the last step of
+    every log interval, in case the peak grows.  All ranks take the same decision, from the largest
+    peak among them.  On a GPU the peak is that of allocated memory, on the CPU that of the tensors
+    which autograd saves.
     """
 
     def __init__(self, budget_fraction: float, interval: int, ranks_here: int) -> None:
@@ -74,7 +76,7 @@ class AdaptiveRecompute(Callback):
 
 
 def _largest(value: float) -> float:
-    """Over all ranks.  Collective."""
+    """Return the maximum of ``value`` over all ranks.  Collective over all ranks."""
     number = torch.tensor(value, dtype=torch.float64, device=device.current())
     dist.all_reduce(number, op=dist.ReduceOp.MAX)
     return float(number)

@@ -1,4 +1,4 @@
-"""Saves at the intervals and before the batch size changes; follows a save in the background."""
+"""Save checkpoints at the intervals and before the batch size changes; poll a background save."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.training.runtime.state import StepResult
 
 
 class CheckpointCallback(Callback):
-    """Collective over all ranks; what decides is the same on all of them."""
+    """Save checkpoints.  Collective over all ranks, which all take the same decision."""
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         poll(run)

@@ -1,7 +1,7 @@
-"""The lines on standard output of the last rank, in Megatron-LM's format.
+"""Training log and progress bar on the console, in Megatron-LM's format, on the last rank.
 
-Losses that are zero, negative or NaN are shown like others.  Numbers that Megatron-LM does not
-print (tokens/s, MFU) stand behind its last one.
+Unlike Megatron-LM, losses that are zero, negative or NaN are printed like others.  Values that
+Megatron-LM does not print (tokens/s, MFU) are at the end of the line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConsoleSink(Sink):
-    """Prints a line per interval and a block per evaluation."""
+    """Print one line per log interval and one block per evaluation."""
 
     name = "console output"
     takes_repeated_evals = True  # Megatron-LM ends its log with them
@@ -61,7 +61,7 @@ class ConsoleSink(Sink):
 
 
 def training_line(iteration: int, train_iters: int, interval: Mapping[str, float]) -> str:
-    """The line of one interval, from the iteration number on."""
+    """Return the line of one interval, from the iteration number on."""
     fields = [f" iteration {iteration:8d}/{train_iters:8d} |"]
     for label, value in interval.items():
         text = format(value, FORMATS.get(label, _LOSS_FORMAT))
@@ -70,7 +70,7 @@ def training_line(iteration: int, train_iters: int, interval: Mapping[str, float
 
 
 def validation_block(record: EvalRecord) -> str:
-    """The line of one evaluation between two rules."""
+    """Return the line of one evaluation between two rules."""
     where = f"iteration {record.iteration}"
     if record.is_final:
         where += f" on {record.split} set"
@@ -84,10 +84,10 @@ def validation_block(record: EvalRecord) -> str:
 
 
 def terminal(asked: bool | None) -> TextIO | None:
-    """Where a progress bar is drawn under --progress-bar; None for no bar.
+    """Return the stream for the progress bar, or None for no bar; never a file.
 
-    Standard error if somebody watches it.  If it goes to a file and a bar is ``asked`` for, the
-    terminal that the run was started from: never a file.
+    ``asked`` is --progress-bar.  The stream is standard error if it is a terminal.  Otherwise, if a
+    bar is requested, it is the terminal from which the run was started.
     """
     if asked is False:
         return None
@@ -101,15 +101,15 @@ def terminal(asked: bool | None) -> TextIO | None:
         logger.warning(
             "--progress-bar is without effect: standard error is no terminal and none started "
             "this run",
-            extra={"all_ranks": True},  # the bar stands on the last rank
+            extra={"all_ranks": True},  # the bar is on the last rank
         )
         return None
 
 
 class ProgressBar(Callback):
-    """Where training is, on a terminal while a step runs; gone when anything is printed.
+    """Draw a progress bar on a terminal while a step runs, and erase it after the step.
 
-    It stands first in the list of callbacks.
+    It must be the first callback, so that the bar is erased before another callback prints.
     """
 
     log_name = "progress bar"

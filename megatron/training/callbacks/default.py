@@ -1,4 +1,4 @@
-"""The callbacks of a run, in the order in which they are called, and why they stand in it."""
+"""Create the callbacks of a run in their order; comments explain the order."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from megatron.training.runtime.runtime import Callback, CallbackList, Runtime
 
 
 def default_callbacks(run: Runtime) -> CallbackList:
-    """All callbacks that the configuration asks for; call when the run is loaded."""
+    """Return all callbacks that the configuration requests; call after loading."""
     return CallbackList(_in_order(run))
 
 
 def _in_order(run: Runtime) -> Iterator[Callback]:
     config = run.config
     if run.is_last_loss_rank and (watched := terminal(config.logging.progress_bar)) is not None:
-        yield ProgressBar(watched)  # goes away before anybody prints
-    yield from _profilers(run)  # a profile shows the step, not what follows it
+        yield ProgressBar(watched)  # first: erased before another callback prints
+    yield from _profilers(run)  # before the callbacks below, whose work a profile excludes
     if config.model.recompute_granularity == "adaptive":
         fraction, interval = config.model.memory_budget_fraction, config.logging.log_interval
         yield AdaptiveRecompute(fraction, interval, ranks_here())
@@ -55,7 +55,7 @@ def _in_order(run: Runtime) -> Iterator[Callback]:
     if config.logging.log_progress and config.checkpoint.save and run.is_rank_0:
         yield ProgressLog(config.checkpoint.save, config.world_size)
     yield CheckpointCallback()
-    # behind the regular save, so that an exit does not save the same step twice
+    # after the regular save, so that an exit does not save the same step twice
     yield ExitConditions(catch_stop_signal() if config.training.exit_signal_handler else None)
     yield from user_callbacks(config.extensions.callback)
 
@@ -78,7 +78,7 @@ def _straggler(asked: ResilienceConfig) -> Straggler:
 
 
 def _sinks(run: Runtime) -> SinkList:
-    """Where numbers go, on the last rank; nowhere on the others."""
+    """Return the sinks of this rank: all that are configured on the last rank, none on others."""
     sinks = SinkList()
     if not run.is_last_loss_rank:
         return sinks

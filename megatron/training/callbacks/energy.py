@@ -1,4 +1,4 @@
-"""--log-energy: what the GPUs of the run use, from NVML's counters."""
+"""Measure the energy that the run's GPUs use, from NVML counters (--log-energy)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def energy_meter() -> EnergyMeter | None:
-    """The meter of this rank's GPU; None, with a warning on rank 0, where nothing counts."""
+    """Return the meter of this rank's GPU; without a GPU or NVML warn and return None."""
     if not device.is_cuda():
         logger.warning("--log-energy is without effect: the CPU has no energy counter to read")
         return None
@@ -27,7 +27,7 @@ def energy_meter() -> EnergyMeter | None:
 
 
 class EnergyMeter:
-    """Adds up the energy of one GPU, except while it is paused."""
+    """Sum the energy that one GPU uses, except while paused."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         self._gpu = Gpu(nvml, uuid, "--log-energy")
@@ -35,24 +35,24 @@ class EnergyMeter:
         self._since_mj: float | None = None  # the counter when measuring began; None while paused
 
     def start(self) -> None:
-        """Begin to measure."""
+        """Start to measure."""
         self._used_mj = 0.0
         self._since_mj = self._counter_mj()
 
     def pause(self) -> None:
-        """Leave out what follows."""
+        """Stop counting until `resume`."""
         if self._since_mj is not None:
             self._used_mj += self._counter_mj() - self._since_mj
             self._since_mj = None
 
     def resume(self) -> None:
-        """Count again."""
+        """Continue to count."""
         self._since_mj = self._counter_mj()
 
     def lap_joules(self) -> float:
-        """Energy of all ranks since the start or the last lap.  Collective over all ranks.
+        """Return the energy in J of all ranks since `start` or the last call.
 
-        NaN if the counter of any rank cannot be read.
+        Collective over all ranks.  NaN if the counter of any rank cannot be read.
         """
         self.pause()
         self.resume()

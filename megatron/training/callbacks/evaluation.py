@@ -1,4 +1,4 @@
-"""Evaluates the validation sets every --eval-interval steps."""
+"""Evaluate the validation sets every --eval-interval steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.training.step.evaluate import evaluate_all
 
 
 class EvaluationCallback(Callback):
-    """Collective over all ranks."""
+    """Evaluate the validation sets.  Collective over all ranks."""
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         interval = run.config.validation.eval_interval

@@ -1,9 +1,10 @@
-"""When a run ends before its last iteration: a signal, a duration, an interval.
+"""End a run before its last iteration: after a signal, a duration or at an interval.
 
-The conditions are looked at after every step, behind logging, evaluation and the regular save, in
-this order; the first that holds gives the reason.  The run then saves, unless it just has.
+The conditions are checked in this order after every step, after logging, evaluation and the regular
+save.  The first that holds is the reported reason.  The run then saves a checkpoint, unless this
+step has one already.
 
-Order of collectives of a step: the signal flag (one all-reduce, with --exit-signal-handler), the
+Order of collectives in a step: the signal flag (one all-reduce, with --exit-signal-handler), the
 elapsed time (one all-reduce, with --exit-duration-in-mins).
 """
 
@@ -17,7 +18,10 @@ from megatron.training.runtime.stop_requests import minutes_over_limit, received
 
 
 class ExitConditions(Callback):
-    """Stops the run; ``stop_signal`` is the installed handler with --exit-signal-handler."""
+    """Stop the run when an exit condition holds.
+
+    ``stop_signal`` is the handler that --exit-signal-handler has installed.
+    """
 
     def __init__(self, stop_signal: StopSignal | None) -> None:
         self._stop_signal = stop_signal

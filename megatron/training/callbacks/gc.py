@@ -1,6 +1,6 @@
-"""--manual-gc: collect garbage at the same step on all ranks, instead of whenever Python likes.
+"""Collect garbage at the same step on all ranks instead of at random times (--manual-gc).
 
-A collection stops one rank for a moment and, at the next collective, all of them.
+A collection pauses one rank and, at the next collective, all others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron.training.runtime.state import StepResult
 
 
 class ManualGC(Callback):
-    """Collects every --manual-gc-interval steps (0: never) and around evaluations."""
+    """Collect garbage every --manual-gc-interval steps (0: never) and around evaluations."""
 
     def on_train_start(self, run: Runtime) -> None:
         gc.disable()
@@ -29,7 +29,7 @@ class ManualGC(Callback):
 
     def on_resume(self, run: Runtime, reason: PauseReason) -> None:
         if reason == "evaluation" and run.config.training.manual_gc_eval:
-            gc.collect(generation=0)  # only what the evaluation has made
+            gc.collect(generation=0)  # only objects that the evaluation created
 
     def close(self) -> None:
         gc.enable()

@@ -1,4 +1,4 @@
-"""What the console line says of the steps since the last line."""
+"""Aggregate the steps of one log interval for the console line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.runtime.state import StepResult
 
 
 class Interval:
-    """Sums over steps; nothing is read from the device before `fields`."""
+    """Sums over the steps of an interval; reads no value from the device before `fields`."""
 
     def __init__(self) -> None:
         self._last: StepResult | None = None
@@ -19,13 +19,13 @@ class Interval:
         self._num_skipped = 0
         self._num_nan = 0
         self._num_tokens = 0
-        self._flops = 0.0  # by the reference's formula
+        self._flops = 0.0  # by Megatron-LM's formula
         self._causal_flops = 0.0
         self._losses = _Sums()  # of steps with an update
         self._losses_of_skipped = _Sums()
 
     def add(self, run: Runtime, result: StepResult) -> None:
-        """Count one more step."""
+        """Add one step."""
         self._last = result
         self._num_steps += 1
         self._num_skipped += int(result.skipped)
@@ -40,10 +40,10 @@ class Interval:
     def fields(
         self, run: Runtime, elapsed_s: float, joules: float | None, peak: Peak | None
     ) -> dict[str, float]:
-        """Label -> number, in the order of the line.
+        """Return label -> value, in the order of the console line.
 
         ``elapsed_s`` is the time of all steps, ``joules`` the energy of all ranks.  Losses are
-        means over the steps with an update; if there is none, over the skipped ones.
+        means over the steps with an update, or over the skipped steps if there is no other.
         """
         last = self._last
         assert last is not None, "an interval has at least one step"
@@ -80,7 +80,7 @@ class Interval:
 
 
 class _Sums:
-    """Per key the sum and the number of its values."""
+    """Sum and number of the values of each key."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor | float, int]] = {}

@@ -1,8 +1,8 @@
-"""Collects the numbers of each step and hands them, once, to console, TensorBoard, W&B and file.
+"""Collect the metrics of each step and write them once to all sinks.
 
-Order of collectives of a step: timers for TensorBoard (one all-gather, if asked for), then at the
---log-interval a barrier and, if asked for, one all-reduce of the energy; after the line the timers
-for the console (one all-gather).  All ranks take part; the sinks stand on the last rank.
+Order of collectives in a step: timers for TensorBoard (one all-gather, if requested); at the
+--log-interval a barrier and, with --log-energy, one all-reduce; after the line is printed, timers
+for the console (one all-gather).  All ranks take part; only the last rank has sinks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INTERVAL_TIMER = "interval-time"
 
 
 class Metrics(Callback):
-    """The logging of a run.  ``sinks`` is empty on all ranks but the last."""
+    """Callback that logs a run.  ``sinks`` is empty on all ranks but the last."""
 
     def __init__(self, sinks: SinkList, energy: EnergyMeter | None = None) -> None:
         self._sinks = sinks
@@ -55,10 +55,10 @@ class Metrics(Callback):
         self._interval = Interval()
         self._peak: Peak | None = None
         self._steps_since_write = 0
-        self._stall_s = 0.0  # in saves since the last write
+        self._stall_s = 0.0  # time spent in saves since the last write
         self._memory_is_reported = False
         self._in_loop = False
-        # A step, its losses, and those of single layers with the values of users' metrics.
+        # The pending step: its record, its losses, and per-layer losses with users' metrics.
         self._late: tuple[StepRecord, dict[str, AsyncHostCopy], dict[str, AsyncHostCopy]] | None = (
             None
         )
@@ -164,7 +164,11 @@ class Metrics(Callback):
         return self._sinks.writers()
 
     def _write_late(self) -> None:
-        """Hand the last step to the sinks: its losses are read when the next one is under way."""
+        """Write the pending step to the sinks.
+
+        Except at a log interval this happens after the next step was launched, so that reading the
+        losses does not leave the device idle.
+        """
         if self._late is not None:
             record, losses, layers = self._late
             self._late = None
@@ -172,7 +176,10 @@ class Metrics(Callback):
             self._sinks.write_step(replace(record, losses=_values_of(losses), values=values))
 
     def _timer_values(self, run: Runtime) -> dict[str, float]:
-        """Seconds per step since the last write.  Collective if timers are to be written."""
+        """Return seconds per step since the last write.
+
+        Collective over all ranks if --log-timers-to-tensorboard is set.
+        """
         if not run.config.logging.log_timers_to_tensorboard:
             return {}
         times_s = run.timers.times_s(TIMERS_TO_LOG, reader=TENSORBOARD)
@@ -180,12 +187,12 @@ class Metrics(Callback):
         return {f"{name}-time": t / steps for name, t in largest_s(times_s).items()}
 
     def _stall(self) -> dict[str, float]:
-        """Seconds that training stood still for checkpoints since the last write."""
+        """Return the seconds for which checkpoints stopped training since the last write."""
         stall_s, self._stall_s = self._stall_s, 0.0
         return {"save-checkpoint-time": stall_s} if stall_s else {}
 
     def _end_interval(self, run: Runtime) -> dict[str, float] | None:
-        """The fields of the console line, on the last rank.  Collective."""
+        """Return the fields of the console line on the last rank.  Collective over all ranks."""
         elapsed_s = run.timers(_INTERVAL_TIMER).elapsed(barrier=True)
         joules = None if self._energy is None else self._energy.lap_joules()
         ended, self._interval = self._interval, Interval()
@@ -203,7 +210,7 @@ class Metrics(Callback):
 
 
 def _announced(peak: Peak) -> Peak | None:
-    """``peak`` if MFU can be computed from it; says which it is, or why there is none."""
+    """Report the peak throughput used for MFU; without one, report why and return None."""
     if peak.problem is not None:
         print(f" > MFU omitted: {peak.problem}", flush=True)
         return None
@@ -224,7 +231,7 @@ def _values_of(reads: Mapping[str, AsyncHostCopy]) -> dict[str, float]:
 
 
 def step_values(run: Runtime, result: StepResult) -> dict[str, float]:
-    """This step's numbers under their TensorBoard tags, without the losses."""
+    """Return the values of this step by TensorBoard tag, without the losses."""
     logging = run.config.logging
     values: dict[str, float | None] = {
         "learning-rate": result.learning_rate,
@@ -236,7 +243,7 @@ def step_values(run: Runtime, result: StepResult) -> dict[str, float]:
         "grad-norm": None if result.grad_norm is None else float(result.grad_norm),
         "num-zeros": result.num_zeros,
         "params-norm": result.params_norm,
-        # as many bits as TensorBoard holds; all of them are in the log
+        # the bits that a TensorBoard float holds; the log has all 64
         "params-hash": None if result.params_hash is None else result.params_hash >> 40,
     }
     if logging.log_memory_to_tensorboard:
@@ -251,7 +258,7 @@ def step_values(run: Runtime, result: StepResult) -> dict[str, float]:
 
 
 def interval_tags(run: Runtime, shown: Mapping[str, float]) -> dict[str, float]:
-    """Tag -> number, of those fields of the line that TensorBoard gets as well."""
+    """Return tag -> value of the console fields that TensorBoard also receives."""
     tags = {
         "energy per GPU (J/iter/GPU)": "iter-energy/gpu",
         "power per GPU (W/GPU)": "power/gpu",
@@ -267,7 +274,7 @@ def interval_tags(run: Runtime, shown: Mapping[str, float]) -> dict[str, float]:
 
 
 def memory_line(iteration: int) -> str:
-    """Device memory of this rank in MiB."""
+    """Return the line that reports the device memory of this rank in MiB."""
     stats = device.memory_stats()
     rank = dist.get_rank() if dist.is_initialized() else 0
     parts = [

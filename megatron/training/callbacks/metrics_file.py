@@ -1,10 +1,10 @@
-"""--metrics-file: every number that is logged anywhere, one JSON object a line.
+"""Write every logged value as JSON, one object per line (--metrics-file).
 
-A line holds ``kind`` (step, validation or test), ``iteration``, ``consumed_samples``, ``time``
-(seconds since the epoch) and the numbers under their TensorBoard tags; ``interval`` holds what the
-console line of that step says.  NaN and infinities are the strings "NaN", "Infinity", "-Infinity":
-the file is strict JSON.  Each line is written at once, so that a reader or a kill meets whole
-lines.  A resumed run cuts off what a former one wrote behind the iteration it continues from.
+A line has ``kind`` (step, validation or test), ``iteration``, ``consumed_samples``, ``time``
+(seconds since the epoch) and the values by TensorBoard tag. ``interval`` holds the fields of the
+console line of that step.  NaN and infinities are the strings "NaN", "Infinity", "-Infinity": the
+file is strict JSON. Each line is one write, so that a reader sees complete lines only, even after a
+kill.  A resumed run truncates the lines after the iteration that it continues from.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsFileSink(Sink):
-    """Appends to ``path``; ``iteration`` is the one the run starts from."""
+    """Append metrics to ``path``; the run starts from ``iteration``."""
 
     name = "metrics file"
 
@@ -59,9 +59,9 @@ class MetricsFileSink(Sink):
 
 
 def cut_after(path: str, iteration: int) -> None:
-    """Remove the lines behind ``iteration``, and a last line that was not written completely.
+    """Truncate the file after the lines up to ``iteration``, and before an incomplete last line.
 
-    The evaluations at the end of the former run are repeated, so they go too.
+    The final evaluations of the former run are removed too, because the resumed run repeats them.
     """
     keep = 0
     with open(path, "rb") as file:
@@ -74,7 +74,7 @@ def cut_after(path: str, iteration: int) -> None:
 
 
 def _is_metrics_file(path: str) -> bool:
-    """Whether the first line is one of ours; a file of somebody else is never cut."""
+    """Return whether the first line is one of ours; files of others are never truncated."""
     with open(path, "rb") as file:
         line = file.readline()
     is_cut = not line.endswith(b"\n")
@@ -93,7 +93,7 @@ def _is_kept(line: bytes, iteration: int) -> bool:
 
 
 def _set_aside(path: str) -> None:
-    """Leave the file of an earlier run, or whatever else stands there, beside the new one."""
+    """Rename a non-empty file at ``path`` to ``path``.previous."""
     if os.path.getsize(path):
         os.replace(path, path + ".previous")
         logger.info("what was in %s is now in %s.previous", path, path, extra={"all_ranks": True})
@@ -109,7 +109,7 @@ def _head(kind: str, record: StepRecord | EvalRecord) -> dict[str, Any]:
 
 
 def _strict(value: Any) -> Any:
-    """``value`` with numbers that JSON does not know as strings."""
+    """Return ``value`` with numbers that JSON lacks as strings."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,4 +1,7 @@
-"""Counters of this rank's GPU.  Reading one never ends a run, and never leaves a collective."""
+"""Read NVML counters of this rank's GPU.
+
+A failure never ends a run, and never makes a rank skip a collective.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from megatron.training.runtime.sink_failure import warn_switched_off
 
 
 class Gpu:
-    """A GPU as NVML shows it.  A reading is NaN from the first failure of the driver on."""
+    """A GPU in NVML.  After the first failure of the driver every reading is NaN."""
 
     def __init__(self, nvml: Any, uuid: str, flag: str) -> None:
         self._nvml, self._flag = nvml, flag
@@ -19,11 +22,11 @@ class Gpu:
         self._handle = self._call(nvml.nvmlDeviceGetHandleByUUID, uuid)
 
     def read(self, quantity: str, *args: Any) -> Any:
-        """What ``nvmlDeviceGet<quantity>`` returns; NaN if the driver does not tell."""
+        """Return the result of ``nvmlDeviceGet<quantity>``, or NaN if the driver fails."""
         return self._call(getattr(self._nvml, f"nvmlDeviceGet{quantity}"), self._handle, *args)
 
     def close(self) -> None:
-        """Release NVML."""
+        """Shut NVML down."""
         self._call(self._nvml.nvmlShutdown)
 
     def _call(self, function: Any, *args: Any) -> Any:

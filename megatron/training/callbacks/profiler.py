@@ -1,9 +1,8 @@
-"""--profile and --record-memory-history.
+"""Profile some steps (--profile) and write memory snapshots (--record-memory-history).
 
-The window covers the steps that begin when --profile-step-start steps are done and end when
---profile-step-end are, on the ranks of --profile-ranks.  With --use-pytorch-profiler a trace for
-TensorBoard and chrome://tracing is written; otherwise the window is marked for nsys
-(``nsys profile --capture-range=cudaProfilerApi``).
+The profile covers the steps from --profile-step-start + 1 to --profile-step-end, on the ranks of
+--profile-ranks.  With --use-pytorch-profiler it is a trace for TensorBoard and chrome://tracing;
+otherwise the steps are marked for nsys (``nsys profile --capture-range=cudaProfilerApi``).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchProfiler(Callback):
-    """Records with torch.profiler, one step of warm-up before the window."""
+    """Record a trace with torch.profiler, after one warm-up step."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -61,7 +60,7 @@ class TorchProfiler(Callback):
 
 
 def _write_trace(folder: str, worker: str, profiler: profile) -> None:
-    """Where the trace cannot be written, training goes on without it."""
+    """Write the trace; on failure warn, and training goes on without it."""
     try:
         tensorboard_trace_handler(folder, worker_name=worker)(profiler)
     except (OSError, RuntimeError) as error:  # the latter when it cannot make the folder
@@ -69,7 +68,7 @@ def _write_trace(folder: str, worker: str, profiler: profile) -> None:
 
 
 class NsysRange(Callback):
-    """Marks the window for an attached nsys, with a range per operation inside it."""
+    """Mark the profiled steps for an attached nsys, with a range per operation."""
 
     def __init__(self) -> None:
         self._ranges: contextlib.ExitStack | None = None
@@ -94,7 +93,7 @@ class NsysRange(Callback):
 
 
 class MemoryHistory(Callback):
-    """Writes a snapshot of all allocations at every --log-interval, on the last rank."""
+    """Write a snapshot of all allocations at every --log-interval, on the last rank."""
 
     def on_train_start(self, run: Runtime) -> None:
         self.log_name = f"memory history {run.config.profiling.memory_snapshot_path}"
@@ -105,5 +104,5 @@ class MemoryHistory(Callback):
 
 
 def window(config: RunConfig) -> tuple[int, int]:
-    """Steps that are done when the profile starts and when it ends."""
+    """Return the numbers of finished steps at which the profile starts and ends."""
     return config.profiling.profile_step_start, config.profiling.profile_step_end

@@ -1,8 +1,8 @@
-"""--log-progress: the history of a run over many jobs, in ``progress.txt`` under --save.
+"""Log the history of a run over many jobs in ``progress.txt`` under --save (--log-progress).
 
-Tab-separated, appended by rank 0: date, ``Job ID: N``, ``# GPUs: N``, event, and for a saved
-checkpoint: iteration, throughput of this job, throughput since the first job on as many GPUs,
-floating-point operations and tokens of the whole run so far.
+Rank 0 appends tab-separated lines: date, ``Job ID: N``, ``# GPUs: N``, event.  For a saved
+checkpoint these follow: iteration, throughput of this job, throughput since the first of the latest
+consecutive jobs with this number of GPUs, floating-point operations and tokens of the run so far.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ _EVENTS = {
 
 @dataclass(frozen=True)
 class SeriesStart:
-    """When the first of the jobs on as many GPUs started, and what the run had done by then."""
+    """Start of the latest consecutive jobs with the same number of GPUs.
+
+    ``num_floating_point_operations`` are those of the run before that start.
+    """
 
     started_at_s: float
     num_floating_point_operations: float
 
 
 class ProgressLog(Callback):
-    """On rank 0."""
+    """Write the progress log; only rank 0 has this callback."""
 
     def __init__(self, folder: str, world_size: int) -> None:
         self._path = Path(folder) / "progress.txt"
@@ -53,12 +56,12 @@ class ProgressLog(Callback):
 
     def _totals(self, run: Runtime) -> list[str]:
         flops = run.state.num_floating_point_operations_so_far
-        # As Megatron-LM counts them, also of T5: those that the encoder reads.
+        # Like Megatron-LM; for T5 this counts encoder tokens only.
         tokens = run.state.consumed_train_samples * run.config.data.seq_length
         now_s = time.time()
         job = (flops - self._flops_at_start) / (now_s - run.started_at_s)
         start = self._series_start() or SeriesStart(run.started_at_s, self._flops_at_start)
-        # dates have whole seconds: a series may be younger than that
+        # the file has dates in whole seconds, so the difference may be close to 0
         series_s = max(1.0, now_s - start.started_at_s)
         cumulative = (flops - start.num_floating_point_operations) / series_s
         scale = 1e12 * self._world_size
@@ -72,7 +75,7 @@ class ProgressLog(Callback):
     def _series_start(self) -> SeriesStart | None:
         try:
             return series_start(self._path.read_text().splitlines(), self._world_size)
-        except (ValueError, IndexError) as error:  # some line is none of ours
+        except (ValueError, IndexError) as error:  # a line that this class did not write
             raise SinkFailed(f"it holds a damaged line: {error}") from error
 
     def _append(self, *event: str) -> None:
@@ -84,7 +87,10 @@ class ProgressLog(Callback):
 
 
 def series_start(lines: list[str], world_size: int) -> SeriesStart | None:
-    """Where the last series of jobs on ``world_size`` GPUs began, from the lines of the file."""
+    """Return the start of the latest consecutive jobs on ``world_size`` GPUs, or None.
+
+    ``lines`` are the lines of the file.  Raise ValueError or IndexError for a damaged line.
+    """
     start: SeriesStart | None = None
     flops = 0.0
     for line in lines:

@@ -1,6 +1,6 @@
-"""What is logged: one record per step or evaluation, made once and handed to every sink.
+"""Records of steps and evaluations, which are built once and passed to every sink.
 
-A number stands in a record once; console, TensorBoard, W&B and the metrics file all read it there.
+Console, TensorBoard, W&B and the metrics file read each value from the same field.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megatron.training.runtime.sink_failure import SINK_ERRORS, call_each, warn_
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step.
+    """Metrics of one step.
 
-    ``losses`` and ``values`` are what is due under --tensorboard-log-interval, ``interval`` what
-    is due under --log-interval and covers the steps since the last line.
+    ``losses`` and ``values`` are filled at --tensorboard-log-interval.  ``interval`` is filled at
+    --log-interval and covers the steps since the last line.
     """
 
     iteration: int
@@ -32,7 +32,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """One evaluation of one data set."""
+    """Result of one evaluation of one dataset."""
 
     iteration: int
     consumed_samples: int
@@ -44,46 +44,46 @@ class EvalRecord:
 
     @property
     def perplexities(self) -> dict[str, float]:
-        """exp of each loss, which is cut at 20; NaN where the loss is."""
+        """exp of each loss, with the loss limited to 20; NaN if the loss is NaN."""
         return {key: math.exp(min(loss, 20.0)) for key, loss in self.losses.items()}
 
 
 class Sink(ABC):
-    """A place that records go to; raises one of SINK_ERRORS when the place fails.
+    """A destination of records; its methods raise one of SINK_ERRORS when it cannot write.
 
-    ``name`` is how scripts ask for its writer, ``log_name`` what a warning calls it.
+    ``name`` identifies its writer for scripts, ``log_name`` is its name in warnings.
     """
 
     name: str
     log_name: str
-    takes_repeated_evals = False  # of an EvalRecord with ``is_repeated``
+    takes_repeated_evals = False  # whether it writes an EvalRecord with ``is_repeated``
 
     @abstractmethod
     def write_step(self, record: StepRecord) -> None:
-        """Take what it wants of a step."""
+        """Write the values of a step that this sink logs."""
 
     @abstractmethod
     def write_eval(self, record: EvalRecord) -> None:
-        """Take an evaluation."""
+        """Write an evaluation."""
 
     def close(self) -> None:
-        """Write what is still held back."""
+        """Write buffered records and release resources."""
         return
 
     @property
     def writer(self) -> Any:
-        """What a script may write to itself, None if there is no such thing."""
+        """The object that scripts may write to directly, or None."""
         return None
 
 
 class SinkList:
-    """Sinks that cannot end training: one that fails is named in a warning and switched off."""
+    """A list of sinks; one that fails is removed with a warning and does not end training."""
 
     def __init__(self) -> None:
         self._sinks: list[Sink] = []
 
     def open(self, log_name: str, make: Callable[[], Sink]) -> None:
-        """Add the sink that ``make`` opens."""
+        """Add the sink that ``make`` returns; if that fails, warn instead."""
         try:
             sink = make()
         except SINK_ERRORS as error:
@@ -93,11 +93,11 @@ class SinkList:
         self._sinks.append(sink)
 
     def write_step(self, record: StepRecord) -> None:
-        """Hand a step to every sink."""
+        """Pass a step to every sink."""
         call_each(self._sinks, lambda sink: sink.write_step(record))
 
     def write_eval(self, record: EvalRecord) -> None:
-        """Hand an evaluation to every sink that does not have it yet."""
+        """Pass an evaluation to every sink, a repeated one only to sinks that take it."""
 
         def write(sink: Sink) -> None:
             if sink.takes_repeated_evals or not record.is_repeated:
@@ -106,10 +106,10 @@ class SinkList:
         call_each(self._sinks, write)
 
     def close(self) -> None:
-        """Close and forget all sinks."""
+        """Close and remove all sinks."""
         call_each(self._sinks, lambda sink: sink.close())
         self._sinks.clear()
 
     def writers(self) -> dict[str, Any]:
-        """Name to writer, of the sinks that have one."""
+        """Return name -> writer of the sinks that have a writer."""
         return {sink.name: sink.writer for sink in self._sinks if sink.writer is not None}

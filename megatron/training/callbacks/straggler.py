@@ -1,13 +1,14 @@
-"""--log-straggler: which ranks are slow, as a line per log interval.
+"""Log the slowest and fastest ranks, one line per log interval (--log-straggler).
 
-The line has ``value/rank`` of the smallest (Mn) and largest (Mx) of each: Rtt, milliseconds a step
-in the model's forward passes; Pwr, Tmp, Utl, Clk of the GPU where NVML tells them; DRtt,
-milliseconds a step in reading data; Etpt, the model's TFLOP/s in its forward passes.
+The line has ``value/rank`` of the minimum (Mn) and maximum (Mx) of each column.  Rtt: milliseconds
+per step in the forward passes of the model.  Pwr, Tmp, Utl, Clk: power, temperature, utilisation
+and clock of the GPU, if NVML reports them.  DRtt: milliseconds per step in reading data.  Etpt:
+TFLOP/s of the model in its forward passes.
 
-An HTTP request to --straggler-ctrlr-port on rank 0 (``curl localhost:port``) switches between on
-and off; all ranks follow at the next log interval.  There is no password: by default only processes
-of rank 0's host reach the port (--straggler-ctrlr-address).  Collective over all ranks at each log
-interval, on or off.
+An HTTP request to --straggler-ctrlr-port on rank 0 (``curl localhost:port``) switches the report on
+or off; all ranks follow at the next log interval.  There is no password: by default only processes
+on the host of rank 0 can reach the port (--straggler-ctrlr-address).  Collective over all ranks at
+each log interval, whether on or off.
 """
 
 from __future__ import annotations
@@ -53,10 +54,14 @@ _OF_THE_GPU = ("Pwr", "Tmp", "Utl", "Clk")
 
 
 class Straggler(Callback):
-    """Measures on every rank, compares on all, tells on rank 0."""
+    """Measure times on every rank, compare them over all ranks and log the result on rank 0."""
 
     def __init__(self, is_on: bool, address: tuple[str, int], count: int) -> None:
-        """``address`` is host and port; ``count`` ranks are named at either end."""
+        """Create the callback.
+
+        ``address`` is (host, port) of the switch; ``count`` is the number of slowest and of fastest
+        ranks in the report.
+        """
         self._is_on, self._address, self._count = is_on, address, count
         self._read_gpu = gpu_reader()
         self._switch: Switch | None = None
@@ -90,7 +95,10 @@ class Straggler(Callback):
             self._switch.close()
 
     def _compare(self, run: Runtime) -> None:
-        """Gather, tell, and take over what rank 0 was switched to."""
+        """Gather the values of all ranks, log them on rank 0 and apply the state of its switch.
+
+        Collective over all ranks.
+        """
         wanted = self._is_on if self._switch is None else self._switch.is_on
         mine = torch.tensor(
             [float(wanted), *self._row(run.config.world_size)],
@@ -109,7 +117,7 @@ class Straggler(Callback):
         self._steps, self._flops = 0, 0.0
 
     def _row(self, world_size: int) -> list[float]:
-        """A number for each column; NaN where there is none."""
+        """Return one value per column; NaN where there is no measurement."""
         compute_s, data_s = straggler.stopwatch.lap_s()
         steps = max(1, self._steps)
         flops = self._flops / FORWARD_AND_BACKWARD / world_size
@@ -118,7 +126,7 @@ class Straggler(Callback):
 
 
 def report(rows: Sequence[Sequence[float]], count: int) -> list[str]:
-    """The lines about all ranks' rows; columns that no rank has are left out."""
+    """Return the log lines for the rows of all ranks; omit columns that no rank has measured."""
     parts = []
     for index, (name, unit, digits) in enumerate(_COLUMNS):
         by_value = sorted(
@@ -141,10 +149,10 @@ def report(rows: Sequence[Sequence[float]], count: int) -> list[str]:
 
 
 class Switch:
-    """Listens at a port; every HTTP request turns ``is_on`` around and is told so.
+    """HTTP server whose every request inverts ``is_on``; the response reports the new state.
 
-    One connection at a time, each for `_REQUEST_S` and `_REQUEST_BYTES` at most.  What is no
-    request, such as a port scan, is closed and changes nothing.
+    It serves one connection at a time, each for at most `_REQUEST_S` seconds and `_REQUEST_BYTES`.
+    Connections without a valid request, such as a port scan, are closed and change nothing.
     """
 
     def __init__(self, is_on: bool, address: tuple[str, int]) -> None:
@@ -166,12 +174,12 @@ class Switch:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         assert self._socket is not None, "it does not listen"
         return int(self._socket.getsockname()[1])
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._is_closed.set()
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -184,7 +192,7 @@ class Switch:
                 connection, _ = listening.accept()
                 with connection:
                     self._answer(connection)
-            except OSError:  # of one connection, or there are no descriptors left: try again later
+            except OSError:  # a connection failed, or no file descriptor is free: retry
                 self._is_closed.wait(_RETRY_S)
 
     def _answer(self, connection: socket.socket) -> None:
@@ -197,7 +205,7 @@ class Switch:
 
 
 def _first_line(connection: socket.socket) -> bytes:
-    """What the other end sends up to the first line break, within the limits."""
+    """Return the data received up to the first line break, within the limits of time and size."""
     deadline_s, data = time.monotonic() + _REQUEST_S, b""
     while b"\n" not in data and len(data) < _REQUEST_BYTES:
         left_s = deadline_s - time.monotonic()
@@ -208,12 +216,15 @@ def _first_line(connection: socket.socket) -> bytes:
         if not received:
             break
         data += received
-    connection.settimeout(_REQUEST_S)  # for the answer
+    connection.settimeout(_REQUEST_S)  # for the response
     return data
 
 
 def gpu_reader() -> Callable[[], Sequence[float]]:
-    """Reads power, temperature, load and clock of this rank's GPU; NaN where nothing tells them."""
+    """Return a function that reads power, temperature, utilisation and clock of this rank's GPU.
+
+    The values are NaN if there is no GPU or no NVML.
+    """
     if not device.is_cuda() or not available("pynvml"):
         return lambda: [math.nan] * len(_OF_THE_GPU)
     nvml: Any = require("pynvml", "--log-straggler")

@@ -1,4 +1,4 @@
-"""--train-sync-interval: let the CPU run ahead of the device by so many steps at most."""
+"""Limit how many steps the CPU may run ahead of the device (--train-sync-interval)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.training.runtime.state import StepResult
 
 
 class TrainSync(Callback):
-    """Waits for the device every ``interval`` steps."""
+    """Synchronise with the device every ``interval`` steps."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval

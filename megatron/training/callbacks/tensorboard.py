@@ -1,6 +1,6 @@
-"""TensorBoard, under the tags of Megatron-LM; on the last rank.
+"""Write metrics to TensorBoard under Megatron-LM's tags, on the last rank.
 
-Most tags have a twin ``{tag} vs samples`` whose step is the number of consumed samples.
+Most tags have a second curve, ``{tag} vs samples``, whose step is the number of consumed samples.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from megatron.training.config.logging import LoggingConfig
 from megatron.training.runtime.sink_failure import SinkFailed
 
 SAMPLES = " vs samples"
-# Tags, beside the losses, that are also drawn over samples.
+# Tags besides the losses that also get a curve over samples.
 WITH_TWIN = frozenset(
     "learning-rate batch-size loss-scale world-size grad-norm num-zeros params-norm".split()
 )
 
 
 class TensorBoardSink(Sink):
-    """Writes scalars and, at the start, the arguments as text.
+    """Write scalars and, at the start, the arguments as text.
 
-    ``iteration`` and ``consumed_samples`` are where the run starts.  What an earlier run logged
-    behind that point is marked as superseded.
+    The run starts from ``iteration`` and ``consumed_samples``.  Values that an earlier run logged
+    after that point are marked as superseded.
     """
 
     name = "tensorboard"
@@ -66,7 +66,7 @@ class TensorBoardSink(Sink):
             if tag in WITH_TWIN or tag in record.losses:
                 self._writer.add_scalar(tag + SAMPLES, value, record.consumed_samples)
         if record.interval is not None:
-            self._writer.flush()  # a run that is killed keeps what its console has shown
+            self._writer.flush()  # keep what the console has shown if the run is killed
 
     def write_eval(self, record: EvalRecord) -> None:
         for key, loss in record.losses.items():
@@ -84,15 +84,16 @@ class TensorBoardSink(Sink):
 
 
 class History:
-    """What earlier runs left in a directory, seen from the point where this run starts.
+    """Events that earlier runs left in a directory, relative to the point where this run starts.
 
-    TensorBoard's purge step hides everything at or behind it, also twins, whose steps are samples
-    and thus larger numbers; those that still hold are therefore written again.
+    The purge step of TensorBoard, an iteration, hides all events from that step on.  That includes
+    curves over samples, whose steps are larger numbers; events of these curves that are still valid
+    are therefore written again.
     """
 
     def __init__(self) -> None:
         self.is_superseded = False  # an earlier run got further
-        self.twins: list[Any] = []  # Events over samples that still hold, in their order
+        self.twins: list[Any] = []  # valid events of curves over samples, in their order
 
     @classmethod
     def read(cls, folder: str, iteration: int, consumed_samples: int) -> History:
@@ -110,7 +111,7 @@ class History:
 
 
 def _events(path: Path) -> Iterator[Any]:
-    """The events of a file, up to a record that is not complete.  Raises SinkFailed for damage.
+    """Yield the events of a file up to an incomplete record.  Raise SinkFailed for damage.
 
     A record is its length (8 bytes), a checksum (4), the event and a checksum (4).
     """

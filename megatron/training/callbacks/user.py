@@ -1,4 +1,4 @@
-"""Callbacks of user code: --callback MODULE:CLASS."""
+"""Import callbacks of user code (--callback MODULE:CLASS)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLAG = "--callback"
 
 
 def callback_problems(paths: Iterable[str]) -> list[str]:
-    """One message for each of ``paths`` that names no usable callback class."""
+    """Return an error message for each of ``paths`` that is not a usable callback class."""
     problems = []
     for path in paths:
         try:
@@ -24,7 +24,7 @@ def callback_problems(paths: Iterable[str]) -> list[str]:
 
 
 def user_callbacks(paths: Iterable[str]) -> list[Callback]:
-    """One new callback for each of ``paths``.  Raises ConfigError."""
+    """Create one callback for each of ``paths``.  Raise ConfigError for an unusable one."""
     return [_callback_class(path)() for path in paths]
 
 

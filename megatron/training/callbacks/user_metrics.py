@@ -16,9 +16,10 @@ _METRICS = Registry[Metric]("the metric", {})
 
 
 def register_metric(name: str, metric: Metric) -> None:
-    """Log what ``metric(run, result)`` returns, tag -> value, for every step that is logged.
+    """Register ``metric``: its values are logged at every step that is logged.
 
-    It is called on all ranks after the update; the values of the last rank are logged.
+    ``metric(run, result)`` returns tag -> value.  All ranks call it after the update, so it may use
+    collectives; the values of the last rank are logged.
     """
     _METRICS.register(name, metric)
 
@@ -26,7 +27,10 @@ def register_metric(name: str, metric: Metric) -> None:
 def user_values(
     run: Runtime, result: StepResult, taken: Collection[str]
 ) -> dict[str, Tensor | float]:
-    """The values of all metrics.  Raises ConfigError for a tag in ``taken`` or of two metrics."""
+    """Return the values of all metrics.
+
+    Raise ConfigError for a tag that is in ``taken`` or that two metrics return.
+    """
     values: dict[str, Tensor | float] = {}
     for name, metric in _METRICS.items():
         found = metric(run, result)

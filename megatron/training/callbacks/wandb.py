@@ -1,4 +1,4 @@
-"""Weights & Biases: the numbers of TensorBoard without the twins; on the last rank."""
+"""Write the values of TensorBoard to Weights & Biases, without the curves over samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.training.runtime.sink_failure import SinkFailed
 
 
 class WandbSink(Sink):
-    """A run of --wandb-project called --wandb-exp-name."""
+    """A W&B run named --wandb-exp-name in project --wandb-project, on the last rank."""
 
     name = "wandb"
 
@@ -55,13 +55,13 @@ class WandbSink(Sink):
 
 
 def wandb_folder(config: RunConfig) -> str:
-    """Where wandb keeps its files on this host."""
+    """Return the folder for the files of wandb on this host."""
     return config.logging.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb")
 
 
 @contextlib.contextmanager
 def _errors_of_wandb() -> Iterator[None]:
-    """Raise SinkFailed for what wandb raises: its exceptions have no common base class."""
+    """Convert any exception of wandb to SinkFailed: they have no common base class."""
     try:
         yield
     except Exception as error:
