@@ -35,7 +35,7 @@ class AdaptiveRecompute(Callback):
             for module in chunk.modules()
             if getattr(module, "recomputed_layers", None) is not None
         ]
-        layers = sum(len(block.layers) for block in self._blocks)
+        layers = sum(len([*block.get_submodule("layers").children()]) for block in self._blocks)
         self._search = Search(int(_largest(layers)), self._limit)
         apply(self._blocks, self._search.kept)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from megatron.training.estimates.flops import causal_model_flops, num_floating_point_operations
@@ -85,7 +87,7 @@ class _Sums:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor | float, int]] = {}
 
-    def add(self, values: dict[str, Tensor | float]) -> None:
+    def add(self, values: Mapping[str, Tensor | float]) -> None:
         for key, value in values.items():
             total, count = self._sums.get(key, (0.0, 0))
             self._sums[key] = (total + value, count + 1)

@@ -43,7 +43,8 @@ def get_args() -> ReadOnlyNamespace:
 
 def get_tokenizer() -> MegatronTokenizer:
     """Return the tokenizer of the run."""
-    tokenizer: MegatronTokenizer = get_run().tokenizer
+    tokenizer = get_run().tokenizer
+    assert tokenizer is not None, "setup_tokenizer() builds it"
     return tokenizer
 
 

@@ -76,6 +76,8 @@ def setup_model_and_optimizer(
     setup.build_optimizer(
         run, no_weight_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
     )
+    assert run.optimizer is not None, "build_optimizer() has made it"
+    assert run.scheduler is not None, "build_optimizer() has made it"
     load(run)
     run.callbacks = default_callbacks(run)
     return run.model_chunks, run.optimizer, run.scheduler

@@ -31,8 +31,7 @@ def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any
         )
     if data.dataset_type is not None:
         reads = reads_data(run)
-        train, valid, test = build_user_datasets(run, data.dataset_type, num_samples, reads=reads)
-        return train, valid, test
+        return build_user_datasets(run, data.dataset_type, num_samples, reads=reads)
     config = kind.dataset_config(run.config, **_common(run))
     if run.is_rank_0 and not data.mock_data:
         _check_data(run, kind, config)
@@ -72,6 +71,7 @@ def _check_data(
     run: Runtime, kind: ModelImplementation, config: BlendedMegatronDatasetConfig
 ) -> None:
     """Check on one rank that the data fits tokenizer, vocabulary and the flags that act on EOD."""
+    assert run.tokenizer is not None, "setup_tokenizer() builds it"
     data = run.config.data
     given = {
         "--reset-position-ids": data.reset_position_ids,

@@ -31,7 +31,7 @@ def register_dataset(name: str, build: BuildDataset) -> None:
 
 def build_user_datasets(
     run: Runtime, name: str, num_samples: Sequence[int | None], *, reads: bool
-) -> tuple[Samples | None, ...]:
+) -> tuple[Samples | None, Samples | None, Samples | None]:
     """Build the train, validation and test set of dataset ``name``.
 
     All are None on ranks that do not read.  Raise DataError for a set without length or with too
@@ -40,10 +40,12 @@ def build_user_datasets(
     build = cast(BuildDataset, DATASETS.find(name))  # register_dataset() has checked it
     if not reads:
         return None, None, None
-    sets = tuple(build(run, split, n) for split, n in zip(_SPLITS, num_samples, strict=True))
-    for split, samples, wanted in zip(_SPLITS, sets, num_samples, strict=True):
+    train, valid, test = (
+        build(run, split, n) for split, n in zip(_SPLITS, num_samples, strict=True)
+    )
+    for split, samples, wanted in zip(_SPLITS, (train, valid, test), num_samples, strict=True):
         _check(run, name, split, samples, wanted)
-    return sets
+    return train, valid, test
 
 
 def _check(

@@ -60,6 +60,7 @@ def megatron_embedder(
         raise ConfigError(f"--load {load} holds a {lm.model_kind}: give one of BERT")
     run, longest = load_model(config, return_embeddings=True)
     model, tokenizer = run.model_chunks[0], run.tokenizer
+    assert tokenizer is not None, "setup_tokenizer() builds it"
 
     def vectors(ids: Tensor, mask: Tensor) -> Tensor:
         kinds = torch.zeros_like(ids) if lm.bert_binary_head else None

@@ -130,6 +130,7 @@ def open_writer(
     asked = {**without_code_and_paths(content.asked, flags), **flags}
     config = generation_config(asked, load, step=step, device_kind=device_kind)
     run, longest = load_model(config, parallel_output=False)
+    assert run.tokenizer is not None, "setup_tokenizer() builds it"
     generator = Generator(
         model=run.model_chunks[0],
         max_sequence_length=longest,

@@ -34,7 +34,9 @@ def build_t5_model(config: RunConfig, *, vp_stage: int | None = None, **stage: A
     """Build one pipeline stage of T5 on the current device."""
     assert vp_stage is None, "the checks refuse virtual stages"
     encoder = config.model
-    decoder = replace(encoder, num_layers=config.language_model.decoder_num_layers)
+    depth = config.language_model.decoder_num_layers
+    assert depth is not None, "it follows from --num-layers"
+    decoder = replace(encoder, num_layers=depth)
     if encoder.transformer_impl == "local":
         encoder_spec = get_t5_encoder_with_local_block_spec(encoder.num_layers)
         decoder_spec = get_t5_decoder_with_local_block_spec(decoder.num_layers)
@@ -81,6 +83,8 @@ def t5_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     mask already hides it from the other tokens.
     """
     data, b = config.data, config.training.micro_batch_size
+    assert data.seq_length is not None, "resolve() has checked it"
+    assert data.decoder_seq_length is not None, "it follows from --seq-length"
     first_decoder = config.model.encoder_pipeline_model_parallel_size if num_stages > 1 else 0
     source = TensorSpec(torch.int64, (b, data.seq_length))
     target = TensorSpec(torch.int64, (b, data.decoder_seq_length))

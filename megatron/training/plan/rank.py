@@ -27,7 +27,7 @@ from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.sharding import is_fully_sharded, reshards_after_forward
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.parallel.context_parallel_partition import (
     held_tokens,
     order_of_gathered,
@@ -213,7 +213,7 @@ def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
             parameters=storage_bytes(_parameters(run)),
             gradients=gradients,
             optimizer=_bytes_besides(_parameters(run), _optimizer_tensors(run)),
-            host=storage_bytes(run.optimizer.state_tensors(on_host=True)),
+            host=storage_bytes(_optimizer_of(run).state_tensors(on_host=True)),
         ),
         num_parameters=sum(local_part(p).numel() for p in _parameters(run)),
         passes=passes,
@@ -265,7 +265,7 @@ class _Trial:
                     per_token=model.calculate_per_token_loss,
                     cp_group=run.groups.cp,
                 ),
-                hooks=StepHooks(grad_scale_func=run.optimizer.scale_loss),
+                hooks=StepHooks(grad_scale_func=_optimizer_of(run).scale_loss),
                 num_deferred=3 if is_deferred else 0,
             ),
             neighbours,
@@ -353,7 +353,7 @@ def _finish_step(run: Runtime) -> None:
         tokens = torch.ones((), dtype=torch.float64, device=device.current())
     chunks = [chunk for chunk in run.model_chunks if isinstance(chunk, DataParallelBase)]
     finalize_model_grads(chunks, tokens)
-    run.optimizer.step()
+    _optimizer_of(run).step()
     for chunk in chunks:
         chunk.finish_param_sync(values=False)
 
@@ -377,9 +377,13 @@ def _own_gradients(run: Runtime) -> list[Tensor]:
     return [p.grad for p in _parameters(run) if p.grad is not None]
 
 
+def _optimizer_of(run: Runtime) -> MegatronOptimizer:
+    assert run.optimizer is not None, "a planned run trains"
+    return run.optimizer
+
+
 def _optimizer_tensors(run: Runtime) -> list[Tensor]:
-    tensors: list[Tensor] = run.optimizer.state_tensors(on_host=False)
-    return tensors
+    return _optimizer_of(run).state_tensors(on_host=False)
 
 
 def _bytes_besides(known: Iterable[Tensor], tensors: Iterable[Tensor]) -> int:

@@ -68,6 +68,7 @@ def _padded_vocab_size(runtime: Runtime) -> int:
     """Return the padded size, as a PaddedSize with the true size if the loss excludes padding."""
     if runtime.config.language_model.pad_vocab_in_loss:
         return runtime.padded_vocab_size
+    assert runtime.tokenizer is not None, "setup_tokenizer() builds it"
     return PaddedSize(runtime.padded_vocab_size, runtime.tokenizer.vocab_size)
 
 

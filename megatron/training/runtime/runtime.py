@@ -34,12 +34,15 @@ from megatron.core.dist_checkpointing.background import BackgroundSave, Worker
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.plan import Placement
 from megatron.training.config.run import RunConfig
 from megatron.training.runtime.sink_failure import call_each
 from megatron.training.runtime.state import StepResult, TrainState
 from megatron.training.runtime.step_graph import StepGraph
+from megatron.training.tokenizer import MegatronTokenizer
 
 PauseReason = Literal["evaluation", "checkpoint"]
 
@@ -178,11 +181,11 @@ class Runtime:
     batches: NumMicroBatchesCalculator
     started_at_s: float  # time.time() of the process start
     state: TrainState = field(default_factory=TrainState)
-    tokenizer: Any = None
+    tokenizer: MegatronTokenizer | None = None  # from `setup_tokenizer` on
     padded_vocab_size: int = 0
     model_chunks: list[nn.Module] = field(default_factory=list)  # wrapped in DDP
-    optimizer: Any = None
-    scheduler: Any = None
+    optimizer: MegatronOptimizer | None = None
+    scheduler: OptimizerParamScheduler | None = None
     forward_step_func: Callable[..., Any] | None = None
     process_non_loss_data_func: Callable[..., Any] | None = None
     non_loss_data_func: Callable[..., Any] | None = None

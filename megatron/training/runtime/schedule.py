@@ -38,6 +38,7 @@ def build_scheduler(run: Runtime) -> OptimizerParamScheduler:
     Raise ConfigError without --lr.
     """
     optimizer, scheduler = run.config.optimizer, run.config.scheduler
+    assert run.optimizer is not None, "build_optimizer() has made it"
     if optimizer.lr is None:
         raise ConfigError("--lr is missing: give the peak learning rate")
     lengths = schedule_lengths(

@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
+from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.param_groups import (
@@ -103,6 +104,7 @@ def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: boo
         for model in run.model_chunks:
             compile_layers(model, run.config.model.compile)
             if run.config.model.uses_graphs:
+                assert isinstance(model, DataParallelBase), "_wrapped() made it"
                 model.keep_values()
         for quantizer in quantizers_of(run.model_chunks):
             quantizer.keeps_transposed = ddp.keep_fp8_transpose_cache
@@ -117,6 +119,7 @@ def build_stage(run: Runtime, *, vp_stage: int | None = None, **arguments: Any) 
     ``pre_process`` makes it the first stage (with embedding), ``post_process`` the last (with
     output layer); see `ModelImplementation`.
     """
+    assert run.tokenizer is not None, "setup_tokenizer() builds it"
     return build_model_stage(
         run.config,
         vocab_size=run.tokenizer.vocab_size,
@@ -166,7 +169,7 @@ def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.
     if config.model.fp16 or config.model.bf16:
         model = Float16Module(model_config, model)
     if with_data_parallelism:
-        wrapper: Any = (
+        wrapper = (
             distributed.FullyShardedDataParallel
             if is_fully_sharded(config.ddp)
             else distributed.DistributedDataParallel
@@ -174,9 +177,12 @@ def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.
         ddp = replace(
             config.ddp, grad_reduce_in_fp32=config.ddp.grad_reduce_in_fp32 and _sums_gradients(run)
         )
-        model = wrapper(config=model_config, ddp_config=ddp, module=model, pg_collection=run.groups)
+        wrapped = wrapper(
+            config=model_config, ddp_config=ddp, module=model, pg_collection=run.groups
+        )
         if config.training.data_parallel_random_init:
-            model.broadcast_params()
+            wrapped.broadcast_params()
+        return wrapped
     return model
 
 

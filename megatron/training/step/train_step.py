@@ -66,6 +66,8 @@ def train_step(run: Runtime) -> StepResult:
             updated, grad_norm, num_zeros = _update(run)
     if fault_point("step.updated", step=iteration) == "bitflip":
         _flip_a_bit(next(_wrapped(run.model_chunks)))
+    assert run.optimizer is not None, "a run that trains has one"
+    assert run.scheduler is not None, "a run that trains has one"
     if updated:
         run.scheduler.step(increment=batch_size)
     if config.training.empty_unused_memory_level >= 2:
@@ -122,6 +124,7 @@ def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
     """
     for chunk in _wrapped(run.model_chunks):
         chunk.zero_grad_buffer()
+    assert run.optimizer is not None, "a run that trains has one"
     run.optimizer.zero_grad()
     barrier = run.config.optimizer.barrier_with_L1_time
     run.timers("forward-backward", log_level=1).start(barrier=barrier)
@@ -146,8 +149,9 @@ def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
     """
     if run.pending_save is not None:
         run.pending_save.wait_for_copies()
+    assert run.optimizer is not None, "a run that trains has one"
     run.timers("optimizer", log_level=1).start(barrier=run.config.optimizer.barrier_with_L1_time)
-    result: tuple[bool, float | None, int | None] = run.optimizer.step()
+    result = run.optimizer.step()
     run.timers("optimizer").stop()
     return result
 
@@ -169,8 +173,8 @@ def _scaled_loss(run: Runtime, loss: Tensor) -> Tensor:
     """Return ``loss`` times the loss scale, to call backward on."""
     if fault_point("step.gradient", step=run.state.iteration + 1) == "nan":
         loss = loss * float("nan")
-    scaled: Tensor = run.optimizer.scale_loss(loss)
-    return scaled
+    assert run.optimizer is not None, "a run that trains has one"
+    return run.optimizer.scale_loss(loss)
 
 
 @in_phase("forward and backward passes")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.diagnostics.timers import Timers
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
-from megatron.training.runtime.state import StepResult, TrainState
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.state import StepResult
+from tests.unit.small_run import small_run
 
 TINY_GPT = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
@@ -23,37 +23,20 @@ def run_config(flags: str = "", world_size: int = 1) -> RunConfig:
     return resolve(parse_args(argv=f"{TINY_GPT} {flags}".split()), world_size)
 
 
-class OneRankGroup:
-    """A process group of one rank."""
+class OneRank(Runtime):
+    """The only rank, which needs no process group to know it."""
 
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
+    is_rank_0 = True
+    is_last_loss_rank = True
 
 
 def fake_run(flags: str = "", **changes: Any) -> Any:
-    """What callbacks see of a Runtime, in one process without process groups."""
+    """A Runtime of one rank without torch.distributed, models or data; ``changes`` are set."""
     config = run_config(flags)
-    group = OneRankGroup()
-    fields: dict[str, Any] = {
-        "phase": "start-up",
-        "config": config,
-        "state": TrainState(),
-        "timers": Timers(config.logging.timing_log_level, config.logging.timing_log_option),
-        "groups": SimpleNamespace(
-            dp=group, cp=group, pp=group, tp=group, is_last_stage=True, is_first_stage=True
-        ),
-        "batches": SimpleNamespace(num_microbatches=lambda consumed: 4),
-        "padded_vocab_size": 512,
-        "train_iters": config.training.train_iters,
-        "started_at_s": 0.0,
-        "is_rank_0": True,
-        "is_last_loss_rank": True,
-        "model_chunks": [],
-    }
-    return SimpleNamespace(**(fields | changes))
+    run = OneRank(**(vars(small_run(config)) | {"padded_vocab_size": 512}))
+    for name, value in changes.items():
+        setattr(run, name, value)
+    return run
 
 
 def step_result(**changes: Any) -> StepResult:
