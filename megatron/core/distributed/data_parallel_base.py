@@ -98,10 +98,10 @@ class DataParallelBase(nn.Module, ABC):
         yield from ()
 
     def keep_values(self) -> None:
-        """Keep the values of parameters that are stored as 8-bit codes in memory all the time.
+        """Never free the values of parameters, even if layers use 8-bit codes instead of them.
 
-        Called if something else than layers reads them: an in-place update, or a CUDA graph, which
-        records their addresses.
+        Needed if an in-place update reads the old values, or if CUDA graphs have captured their
+        addresses.
         """
 
     def prepare_param_update(self) -> None:

@@ -2,9 +2,9 @@
 
 A rank holds main parameters and optimizer state for its share only.  The data-parallel wrapper
 leaves the reduced gradients of the share in its buffers, and all-gathers the updated parameters
-(`start_param_sync`).  With HSDP, where the model itself is sharded, instances may also divide what
-they hold in common: then the share is a piece of the rank's shard, and all ranks form one instance
-of the optimizer.
+(`start_param_sync`).  With HSDP, where the model itself is sharded, instances may also divide the
+update of the shard that they hold in common: then the share is a piece of the rank's shard, and all
+ranks form one instance of the optimizer.
 
 With --overlap-param-gather-with-optimizer-step the all-gather of a bucket starts as soon as the
 bucket is updated, and overlaps with the update of the next one.

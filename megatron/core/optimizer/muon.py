@@ -261,7 +261,7 @@ def _exchange(
 ) -> dict[tuple[int, int], Tensor]:
     """Send parts between holders and owners; return them by (matrix, holder).
 
-    ``part(matrix, holder)`` is called for what this rank sends.  Collective over ``group``; every
+    ``part(matrix, holder)`` returns a part that this rank sends.  Collective over ``group``; every
     rank computes the counts from the spans, so no sizes are communicated.
     """
     pairs = [

@@ -6,7 +6,7 @@ With a loss scale it is skipped and the scale shrinks; without one it raises Non
 run checks for NaN, else it is skipped.
 
 Order of collectives: the norm, then the count of zeros if it is logged (`clip_grads`); before
-NonFiniteError, one all-gather over all ranks of what each has found.
+NonFiniteError, one all-gather of the error messages of all ranks.
 """
 
 from __future__ import annotations

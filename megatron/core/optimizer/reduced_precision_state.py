@@ -207,7 +207,7 @@ class StateChunk:
 
 
 def is_all_plain(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | StateStorage]) -> bool:
-    """Whether the update kernel can use parameter, gradient and state without conversion."""
+    """Return whether the update kernel can use all of these tensors without conversion."""
     return grad.dtype == param.dtype and not any(
         isinstance(s, StateStorage) for s in state.values()
     )

@@ -154,7 +154,7 @@ class UpdateRule(ABC):
     def load_state_dict(self, state_dict: RuleState) -> None:
         """Restore `state_dict`; the groups keep this run's hyperparameters.
 
-        Raises CheckpointError if the groups have other numbers of parameters.
+        Raises CheckpointError if the saved groups have different numbers of parameters.
         """
         found = [len(group["params"]) for group in state_dict["param_groups"]]
         wanted = [len(group["params"]) for group in self.param_groups]
@@ -186,7 +186,7 @@ def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
 
 
 def update_rule(name: str) -> type[UpdateRule]:
-    """The rule that --optimizer ``name`` selects.  Raises ConfigError."""
+    """Return the rule that --optimizer ``name`` selects.  Raises ConfigError if unknown."""
     rule = OPTIMIZERS.find(name)
     assert isinstance(rule, type), "register_optimizer() has checked it"
     assert issubclass(rule, UpdateRule), "register_optimizer() has checked it"

@@ -101,10 +101,10 @@ def forward_backward(
     """Run all micro-batches of a step through all stages.  Collective over the ranks of the model.
 
     ``model`` and ``data_iterator`` are one object, or a list with one per model chunk of this rank.
-    When it returns, the gradients of the step are complete, unless ``forward_only``.  Returns what
-    the loss function reported, one entry per micro-batch, on the ranks that compute the loss, and
-    an empty list on the others.  ``first_val_step=False``: weights have not changed since the last
-    call, so ``hooks.first_microbatch_func`` need not run in an evaluation step.
+    When it returns, the gradients of the step are complete, unless ``forward_only``.  Returns the
+    values that the loss function reported, one per micro-batch, on the ranks that compute the loss,
+    and an empty list on the others.  ``first_val_step=False``: weights have not changed since the
+    last call, so ``hooks.first_microbatch_func`` need not run in an evaluation step.
     """
     if adjust_tensor_shapes_fn is not None:
         raise ConfigError("adjust_tensor_shapes_fn: stages send hidden states alone; leave it out")
