@@ -1,7 +1,7 @@
-"""Who holds this rank's memory, by name: looked at once, when an allocation has failed.
+"""List the owners of this rank's device memory by name, after an allocation has failed.
 
-Each storage counts once, with its first owner: a parameter, a gradient buffer, the optimizer, what
-autograd keeps for backward (told by the module whose backward reads it), any other tensor.
+Each storage counts once, for its first owner: a parameter, a gradient buffer, the optimizer, what
+autograd saved for backward (named by the module whose backward reads it), any other tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOSSES = ("_LinearCrossEntropy", "_VocabParallelCrossEntropy")
 
 
 class Owner(NamedTuple):
-    """``kind`` and ``name`` of what holds ``num_bytes`` in ``count`` tensors."""
+    """The ``kind`` and ``name`` of what holds ``num_bytes`` in ``num_tensors`` tensors."""
 
     kind: str
     name: str
@@ -35,7 +35,7 @@ class Owner(NamedTuple):
 
 
 def owners(run: Runtime) -> list[Owner]:
-    """All of them, the largest first."""
+    """Return the owners of device memory on this rank, the largest first."""
     ledger = _Ledger()
     for name, param in _named_parameters(run):
         ledger.add("parameters", _pattern(name), param)
@@ -65,7 +65,7 @@ class _Ledger:
         self._count: Counter[tuple[str, str]] = Counter()
 
     def add(self, kind: str, name: str, tensor: Tensor) -> None:
-        """Unless somebody owns its storage already, or it lies elsewhere."""
+        """Count ``tensor``, unless its storage has an owner or is on another kind of device."""
         if tensor.device.type != device.current().type or tensor.is_sparse:
             return
         storage = local_part(tensor).untyped_storage()
@@ -75,7 +75,7 @@ class _Ledger:
             self._count[kind, name] += 1
 
     def largest_first(self) -> list[Owner]:
-        """What was added."""
+        """Return the owners of the added tensors, the largest first."""
         return [Owner(*key, size, self._count[key]) for key, size in self._bytes.most_common()]
 
 
@@ -86,14 +86,15 @@ def _named_parameters(run: Runtime) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _pattern(name: str) -> str:
-    """One name for the same part of all layers."""
+    """Return one name for the same parameter of all layers."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _saved_for_backward(run: Runtime, tensors: list[Tensor]) -> Iterator[tuple[str, str, Tensor]]:
-    """What the graphs behind ``tensors`` keep: kind, module and operation, tensor.
+    """Yield what the autograd graphs of ``tensors`` have saved: kind, name, tensor.
 
-    An operation without parameters counts with the module that reads its result.
+    The name consists of module and operation.  An operation without parameters counts for the
+    module that reads its result.
     """
     names = {id(p): _pattern(name).rpartition(".")[0] for name, p in _named_parameters(run)}
     todo = [(node, "") for node in _last_nodes([t.grad_fn for t in tensors if t.grad_fn])]
@@ -114,8 +115,8 @@ def _saved_for_backward(run: Runtime, tensors: list[Tensor]) -> Iterator[tuple[s
 
 
 def _last_nodes(nodes: list[Node]) -> list[Node]:
-    """Of the graphs that end in ``nodes`` those that no other reads; they keep all others."""
-    consumed: dict[int, Node] = {}  # the nodes themselves, so that no id comes again
+    """Return those of ``nodes`` that no other node reads; they keep all others alive."""
+    consumed: dict[int, Node] = {}  # holds the nodes, so that no id is reused
     todo = list(nodes)
     while todo:
         new = {id(child): child for child in _inputs(todo.pop()) if id(child) not in consumed}
@@ -125,7 +126,7 @@ def _last_nodes(nodes: list[Node]) -> list[Node]:
 
 
 def _viewed(node: Node) -> Node:
-    """What ``node`` is a view of: products read the transpose of a weight."""
+    """Return the node of which ``node`` is a view: GEMMs read the transpose of a weight."""
     while type(node).__name__ in _VIEWS and _inputs(node):
         (node,) = _inputs(node)
     return node
@@ -136,7 +137,7 @@ def _inputs(node: Node) -> list[Node]:
 
 
 def _saved(node: Node) -> Iterator[Tensor]:
-    """What one operation keeps; nothing once its backward pass has been."""
+    """Yield the tensors that an operation has saved; none after its backward pass."""
     names = [name for name in dir(node) if name.startswith("_saved_")] or ["saved_tensors"]
     for name in names:
         try:

@@ -1,7 +1,7 @@
-"""What is said when memory is not enough: what was asked for, who holds how much, what helps.
+"""Out-of-memory report: the failed allocation, the largest owners of memory, suggested flags.
 
-An allocation that fails on the GPU or the CPU ends the run on all ranks with `OutOfMemory`.
-Nothing here costs anything before that, nor talks to other ranks.
+An allocation that fails on the GPU or the CPU ends the run on all ranks with `OutOfMemory`.  Before
+that this module costs nothing, and it does not communicate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB, "TiB": 2**40}
 
 @contextlib.contextmanager
 def report_oom(run: Runtime) -> Iterator[None]:
-    """Turn a failed allocation inside into OutOfMemory, whose message is the report."""
+    """Turn an allocation that fails in this context into OutOfMemory; its message is the report."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -42,19 +42,19 @@ def report_oom(run: Runtime) -> Iterator[None]:
         trace = error.__traceback__
         head = list(_circumstances(run, error))
         held = owners(run)
-        traceback.clear_frames(trace)  # with them go the activations: the rest needs room
+        traceback.clear_frames(trace)  # frees the activations: the report needs memory
         device.empty_cache()
         text = "\n".join([*head, *_largest(held), *_planned(run), *_cures(run, held)])
         raise OutOfMemory(text) from None
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed, by the words of torch, numpy, NCCL and C++."""
+    """Return whether ``error`` is a failed allocation of torch, numpy, NCCL or C++."""
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in _SIGNS)
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """The size of the failed allocation, where the error tells it."""
+    """Return the bytes of the failed allocation, None if the error does not state them."""
     found = _ASKED.search(str(error))
     if found is None or found[2] not in _UNITS:
         return None
@@ -82,7 +82,7 @@ def _circumstances(run: Runtime, error: BaseException) -> Iterator[str]:
 
 
 def _places(trace: TracebackType | None) -> Iterator[str]:
-    """File, line and name of each function that was running, the innermost last."""
+    """Yield file, line and name of each function in the traceback, the innermost last."""
     for frame, line in traceback.walk_tb(trace):
         yield f"{os.path.relpath(frame.f_code.co_filename)}:{line} {frame.f_code.co_name}"
 
@@ -97,7 +97,7 @@ def _largest(held: list[Owner]) -> Iterator[str]:
 
 
 def _planned(run: Runtime) -> Iterator[str]:
-    """What the planner says of this rank's stage."""
+    """Yield the planner's estimate for this rank's stage."""
     yield "what was planned, GiB of tensors (as --check-only):"
     asked = Namespace(**run.config.asked, yaml_cfg=None)
     try:
@@ -125,7 +125,7 @@ def _memory() -> int:
 
 
 def _cures(run: Runtime, held: list[Owner]) -> Iterator[str]:
-    """Flags that are not given yet, the cheapest in time first, and what they would about save."""
+    """Yield flags that are not set yet and about how much they save, the cheapest in time first."""
     sizes: Counter[str] = Counter()
     for owner in held:
         if owner.name != LOGITS:
@@ -136,9 +136,9 @@ def _cures(run: Runtime, held: list[Owner]) -> Iterator[str]:
 
 
 def _savings(run: Runtime, sizes: Counter[str]) -> Iterator[tuple[str, float]]:
-    """Sums of kinds -> flags and bytes; 0 where a saving is not known.
+    """Yield flags and the bytes they save, 0 if not known; ``sizes`` has the bytes per kind.
 
-    By the formulas of docs/recompute.md: of a layer with its attention in a kernel, all kept,
+    Formulas of docs/recompute.md: of a layer with fused attention that keeps all activations,
     selective recomputation of the MLP and the norms keeps a half, full recomputation a tenth.
     """
     m, o, batch = run.config.model, run.config.optimizer, run.config.training.micro_batch_size

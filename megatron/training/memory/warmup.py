@@ -1,9 +1,9 @@
-"""The most memory that a run needs, needed before its first step: no peak is left for hour nine.
+"""Reach the peak memory of a run before its first step, so that it cannot fail hours later.
 
-What grows later otherwise: the optimizer's state, which the first update makes and the second
-step finds beside its activations; micro-batches between forward and backward, which are fewer
-while a batch ramps up; the first evaluation.  Weights, random numbers, the order of the data and
-what layers count are as before.
+Without this, memory grows later: the first update allocates the optimizer state, which the second
+step holds together with its activations; a batch-size ramp-up raises the number of micro-batches in
+flight; the first evaluation needs its own.  Weights, random states, the order of the data and the
+counters of layers do not change.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from megatron.training.runtime.runtime import Runtime
 from megatron.training.step.train_step import forward_backward
 
 _GIB = 2**30
-_ROUNDS = 4  # of micro-batches through a pipeline, after which a step only repeats itself
+_ROUNDS = 4  # of micro-batches through a pipeline; more do not raise the peak
 
 
 @in_phase("allocating the optimizer state")
 def make_optimizer_state(run: Runtime) -> None:
-    """As zeros, which the first update would make: from now on it is counted."""
+    """Allocate the optimizer state as zeros, so that memory reports include it.
+
+    Otherwise the first update would allocate it.
+    """
     for _ in run.optimizer.named_state():
         pass
 
 
 @in_phase("rehearsal")
 def rehearse(run: Runtime) -> None:
-    """Send the largest step's micro-batches, and an evaluation's, through the model.
+    """Run the micro-batches of the largest step and of an evaluation, without an update.
 
-    Collective over all ranks, as a step without its update.
+    Collective over all ranks, like a step.
     """
     count = _num_microbatches(run)
     random_state = rng_state()
@@ -70,7 +73,7 @@ def rehearse(run: Runtime) -> None:
 
 
 def _num_microbatches(run: Runtime) -> int:
-    """As many as the pipeline ever holds."""
+    """Return as many micro-batches as the pipeline needs to reach its peak memory."""
     model = run.config.model
     stages = model.pipeline_model_parallel_size
     group = model.microbatch_group_size_per_vp_stage or 1
@@ -78,7 +81,10 @@ def _num_microbatches(run: Runtime) -> int:
 
 
 def _first_microbatch_again(data: Any) -> tuple[object, object]:
-    """Iterators that go on as ``data`` would have, and some that repeat its first micro-batch."""
+    """Return data that continues as ``data`` would, and data that repeats a micro-batch.
+
+    The repeated micro-batch is the first one of ``data``.
+    """
     if isinstance(data, list):
         pairs = [_first_microbatch_again(one) for one in data]
         return [going for going, _ in pairs], [again for _, again in pairs]
