@@ -1,8 +1,9 @@
-"""What a run would take, found out without running it: memory, communication, bubble.
+"""Predict memory, communication and pipeline bubble of a run without running it.
 
-`rank` builds the real model and optimizer of any rank without memory and sends one micro-batch
-through each of its chunks under `tracing`; `memory` and `communication` make sums of that, `cure`
-looks for the change that makes a run fit, and `report` says it.  A run that trains imports none.
+`rank` builds the real model and optimizer of any rank without memory, and sends micro-batches
+through each of its chunks under `tracing`; `memory` and `communication` add up the costs, `cure`
+searches for a change that makes a run fit, and `report` formats the plan.  A run that trains
+imports none of them, except for an out-of-memory report.
 """
 
 from megatron.core.lazy import lazy_exports

@@ -1,7 +1,7 @@
-"""--check-only: what a run would do on N ranks, or every reason why it cannot.
+"""--check-only: print what a run would do on N ranks, or every reason why it cannot start.
 
-Talks to no other process and to no GPU, reads no data; it takes the place of a dry run.  Memory,
-communication and bubble are those of `megatron.training.plan`.
+Uses no other process and no GPU, reads no data; it replaces a dry run.  Memory, communication and
+bubble are those of `megatron.training.plan`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def check_only(
     *,
     problems: Sequence[str] = (),
 ) -> int:
-    """``write`` the plan of the run, status 0; or why it cannot start or does not fit, status 1.
+    """Pass the lines of the report to ``write``; return the exit status.
 
-    Every conflict with its cure; or, with --check-device-memory-gib, by how much it does not fit
-    and the cheapest change with which it does.  Files that are not on this machine are reported
-    in either case, and do not change the status.  ``problems`` are conflicts found before.
+    Status 0: the run can start and fits; the lines are its plan.  Status 1: it cannot start, and
+    the lines list every conflict with a suggested fix; or it exceeds --check-device-memory-gib, and
+    they also report the cheapest change with which it fits.  Missing files are reported in either
+    case and do not change the status.  ``problems`` are conflicts that were found before.
     """
     missing = missing_files(args)
     try:
@@ -48,7 +49,7 @@ def check_only(
         run = resolve(args, world_size, problems=problems)
         if not 0 <= args.check_rank < world_size:
             raise ConfigError(f"--check-rank {args.check_rank}: ranks are 0 to {world_size - 1}")
-        if not is_rank0():  # the first one plans
+        if not is_rank0():  # rank 0 alone plans
             return 0
         vocabulary = vocabulary_of(run.tokenizer)
         run = replace(run, tokenizer=replace(run.tokenizer, vocab_size=vocabulary.size))
@@ -73,7 +74,7 @@ def check_only(
 
 
 def _progress() -> Callable[[str], None]:
-    """Reports what is planned on standard error, once a plan has taken some seconds."""
+    """Return a function that prints to standard error once planning has taken some seconds."""
     begin = time.monotonic()
 
     def tell(line: str) -> None:
@@ -84,7 +85,7 @@ def _progress() -> Callable[[str], None]:
 
 
 def _verdict(run: RunConfig, planned: RunPlan, limit: float | None) -> Iterator[str]:
-    """Whether the run can start, and whether it fits the memory of a device."""
+    """Yield whether the run can start, and whether it fits the memory of a device."""
     fullest = planned.fullest
     need = f"rank {fullest.rank} needs {fullest.peak / _BYTES_PER_GIB:.2f} GiB"
     if limit is not None and fullest.peak > limit * _BYTES_PER_GIB:
@@ -109,7 +110,7 @@ def _cure(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) -> It
 
 
 def report(run: RunConfig, planned: RunPlan, notes: Sequence[str] = ()) -> Iterator[str]:
-    """The lines of the report: layout, memory, communication, batches, length, warnings.
+    """Yield the lines of the report: layout, memory, communication, batches, length, warnings.
 
     ``notes`` are further warnings.
     """

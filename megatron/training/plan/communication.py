@@ -1,4 +1,4 @@
-"""What a rank sends in a step, by the axis of the layout it travels along.  Pure."""
+"""Bytes that a rank sends in a step along each axis of the layout.  Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "embedding", "other")
 
 @dataclass
 class Volume:
-    """Of one axis."""
+    """Number of operations and bytes sent along one axis."""
 
     operations: float = 0.0
     sent_bytes: float = 0.0
@@ -23,7 +23,11 @@ class Volume:
 def volumes(
     instructions: Sequence[Instruction], cost: RankCost, times: float = 1.0
 ) -> dict[str, Volume]:
-    """Axis -> what one rank sends along it in a step that is ``instructions``, ``times`` over."""
+    """Return what one rank sends along each axis in a step.
+
+    The step executes ``instructions`` ``times`` over, and the operations of `RankCost.step_sent`
+    once.
+    """
     totals = {axis: Volume() for axis in AXES}
     for item in instructions:
         if isinstance(item, TransferBatch):
@@ -40,7 +44,7 @@ def _add(
 ) -> None:
     for operation, count in sent.items():
         axis = cost.axes.get(operation.group, "other")
-        # First and last stage may be all there are; what they add up is no hand-over.
+        # With two stages the embedding group is the pipeline group: a collective is no transfer.
         total = totals["embedding" if axis == "pp" else axis]
         total.operations += count * times
         total.sent_bytes += count * times * operation.sent_bytes

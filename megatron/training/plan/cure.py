@@ -1,6 +1,6 @@
-"""The cheapest single change that makes a run fit the memory of its devices.
+"""Find the cheapest single change with which a run fits the memory of its devices.
 
-Candidates stand in the order of what they cost; each is planned as the run was.
+Candidates are tried in the order of their cost; each is planned as the run was.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
 from megatron.training.plan.stages import plan_run
 
-_CHUNK = 1024  # tokens whose logits are there at a time
+_CHUNK = 1024  # tokens whose logits exist at a time
 
 
 class Change(NamedTuple):
-    """Flags as one would type them, and what they set: dest -> value."""
+    """Flags as a user types them, and the arguments that they set: dest -> value."""
 
     words: str
     values: dict[str, object]
 
 
 class Fit(NamedTuple):
-    """A change and what the fullest rank needs with it."""
+    """A change, and the peak bytes of the fullest rank with it."""
 
     change: Change
     peak: int
 
 
 def changes(run: RunConfig) -> Iterator[Change]:
-    """What could be changed, cheapest first."""
+    """Yield possible changes, the cheapest first."""
     m, training = run.model, run.training
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     if tp > 1 and not m.sequence_parallel:
@@ -64,9 +64,9 @@ def changes(run: RunConfig) -> Iterator[Change]:
 
 
 def fits(args: Namespace, run: RunConfig, fullest: int, limit: float) -> Iterator[Fit]:
-    """Each change that no rule refuses, and what the fullest rank needs with it, in bytes.
+    """Yield each change that no rule refuses, with the peak bytes of the fullest rank.
 
-    The stage ``fullest`` is looked at, and the others where that one fits into ``limit``.
+    Plans stage ``fullest`` first, and the others only if that one fits into ``limit`` bytes.
     """
     for change in changes(run):
         try:

@@ -1,4 +1,4 @@
-"""How much memory a step takes at most: pass costs, added up along a rank's instructions.  Pure."""
+"""Peak memory of a step: costs of passes, added along a rank's instructions.  Pure functions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def activation_peak(
     *,
     first_deferred: int = 0,
 ) -> int:
-    """Most bytes alive during a step above the rank's state.
+    """Return the peak bytes of a step besides the rank's state.
 
-    From the micro-batch ``first_deferred`` on, what the last stage's backward pass leaves for
-    later (--defer-embedding-wgrad-compute) stays until the end.
+    From micro-batch ``first_deferred`` on, tensors that a backward pass of the last stage keeps for
+    the deferred weight gradient (--defer-embedding-wgrad-compute) stay until the end of the step.
     """
     alive = peak = leaving = 0
     ready: dict[Transfer, int] = {}  # bytes that are freed once they are sent
-    gathered: dict[int, int] = {}  # of each chunk
+    gathered: dict[int, int] = {}  # bytes by chunk
     for item in instructions:
         if isinstance(item, TransferBatch):
             alive += len(item.receives) * cost.message
@@ -38,7 +38,7 @@ def activation_peak(
             leaving = sum(ready.pop(transfer) for transfer in item.sends)
             continue
         done = cost.passes[item.kind, item.chunk]
-        # The peak of a forward pass includes what it gathers; a backward pass finds it there.
+        # A forward pass's peak includes the weights it gathers; backward starts with them.
         gathered[item.chunk] = 0 if item.kind == "forward" else done.gathered
         peak = max(peak, alive + sum(gathered.values()) + done.peak)
         gathered[item.chunk] = done.gathered if item.kind == "forward" else 0

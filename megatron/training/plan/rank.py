@@ -1,8 +1,8 @@
-"""Any rank of a run without the others and without memory: its model, wrapper and optimizer.
+"""Build any rank of a run, without memory and without the other ranks, and measure its costs.
 
-The model is the real one.  One micro-batch is sent through each chunk, by the real executor, and
-what the passes allocate and send is counted.  Groups are those of torch's fake back end, whose
-collectives do nothing.
+Model, data-parallel wrapper and optimizer are the real ones.  The real executor sends micro-batches
+through each chunk, while allocations and collectives are counted.  Process groups use torch's fake
+backend, whose collectives do nothing.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ from megatron.training.runtime.setup import build_model_chunks
 def cost_of_rank(
     config: RunConfig, rank: int, padded_vocab_size: int, shapes: KnownShapes | None = None
 ) -> RankCost:
-    """Build ``rank`` of the run and count.  Needs no other process, and leaves no trace in this.
+    """Build ``rank`` of the run and return its costs.
 
-    ``shapes`` of other ranks make it faster.
+    Needs no other process, and restores the state of this one.  The ``shapes`` of other ranks make
+    it faster.
     """
     before, random_state = rank_local.take(), torch.get_rng_state()
     rank_local.put({})
@@ -76,8 +77,8 @@ def cost_of_rank(
             # Else torch warns when the group is destroyed.
             world = dist.distributed_c10d._get_default_group()
             world._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-            # Constants are all that would be written, and there is nowhere to write them.
-            # A kernel of DeepEP and a compiler are not here either.
+            # Tensors without memory take no initial values; kernels of DeepEP and of a compiler
+            # cannot run on them.
             model = replace(
                 config.model, perform_initialization=False, moe_enable_deepep=False, compile="none"
             )
@@ -91,7 +92,7 @@ def cost_of_rank(
 
 @contextlib.contextmanager
 def _imagined(config: RunConfig) -> Iterator[None]:
-    """A device without memory: meta, or where FSDP2 does not take meta, what torch calls fake."""
+    """Simulate a device without memory: meta, or with FSDP2, which refuses meta, fake tensors."""
     is_fake = is_fully_sharded(config.ddp)
     with (
         device.simulate_device(config.distributed.device, without_memory=not is_fake),
@@ -102,7 +103,7 @@ def _imagined(config: RunConfig) -> Iterator[None]:
 
 
 def _run_without_values(config: TransformerConfig, model: nn.Module) -> None:
-    """Choose attention kernels by shapes alone; let each expert get equally many rows."""
+    """Choose attention kernels by shapes alone; give each expert equally many rows."""
     factor = config.moe_expert_capacity_factor
     share = 1.0 if factor is None else min(1.0, factor)
     for module in model.modules():
@@ -116,14 +117,14 @@ def _run_without_values(config: TransformerConfig, model: nn.Module) -> None:
 def _even_counts(
     share: float, num_experts: int, routing: Routing, group: dist.ProcessGroup | None
 ) -> list[list[int]]:
-    """Rows of each expert, when ``share`` of all rows is divided over ``num_experts``."""
+    """Return the rows of each expert, if ``share`` of all rows is divided evenly."""
     rows = -int(-routing.experts.numel() * share // num_experts)
     return [[rows] * routing.num_experts] * (group.size() if group else 1)
 
 
 @contextlib.contextmanager
 def _own_tables() -> Iterator[None]:
-    """Tables that the process keeps are made anew: they are memory of each rank."""
+    """Clear cached tables before and after: their memory belongs to the planned rank."""
     tables = (band, held_tokens, order_of_gathered, sequence_ends)
     for table in tables:
         table.cache_clear()
@@ -140,7 +141,7 @@ _LossFunction = Callable[
 
 
 class _Neighbours(Mailbox):
-    """In place of the other stages."""
+    """Mailbox in place of the other pipeline stages: it receives empty tensors."""
 
     handed_on: Tensor | None = None
     received = 0  # bytes
@@ -155,9 +156,9 @@ class _Neighbours(Mailbox):
 
 
 def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
-    """This rank up to its optimizer."""
+    """Build the model chunks and the optimizer of this rank."""
     groups = create_groups(config, only_mine=True)
-    for name in _OF_TOKENS:  # groups of their own, to tell what travels along them
+    for name in _OF_TOKENS:  # separate groups, so that their collectives are counted apart
         ranks = dist.get_process_group_ranks(getattr(groups, name))
         if len(ranks) > 1:
             vars(groups)[name] = dist.new_group(ranks, group_desc=f"of {name}")
@@ -177,15 +178,15 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
         _run_without_values(config.model, chunk)
     run.optimizer = get_megatron_optimizer(config.optimizer, run.model_chunks, pg_collection=groups)
     for _ in run.optimizer.named_state():
-        pass  # the state is made when it is first asked for
+        pass  # iterating allocates the state
     return run
 
 
 def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
-    """Try every pass, then the optimizer's step."""
+    """Measure every pass, then the optimizer step."""
     tracker = Tracker(
         [*_parameters(run), *_buffers(run), *_optimizer_tensors(run)],
-        share_of_true=run.config.data.mask_prob,  # of BERT's tokens, which have a label
+        share_of_true=run.config.data.mask_prob,  # of BERT's tokens: those with a label
         shapes=shapes,
     )
     data, num_stages = run.config.data, run.placement.num_stages
@@ -200,7 +201,7 @@ def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
             for kind, cost in trial.passes(chunk).items()
         }
         alive = tracker.alive + repeats.lasting
-        for chunk in run.model_chunks:  # what FSDP2 keeps for the next micro-batch hides its parts
+        for chunk in run.model_chunks:  # weights that FSDP2 keeps gathered hide the shards
             for unit in getattr(chunk, "units", ()):
                 unit.reshard()
         own = _own_gradients(run)
@@ -226,7 +227,7 @@ def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
 
 
 class _Trial:
-    """Sends micro-batches through one chunk at a time."""
+    """Sends micro-batches through one chunk at a time and measures each pass."""
 
     def __init__(
         self,
@@ -240,9 +241,10 @@ class _Trial:
         self.shapes, self.dtype = shapes, dtype
 
     def passes(self, chunk: int) -> dict[PassKind, PassCost]:
-        """What the passes of a micro-batch through ``chunk`` take, which is not the step's last.
+        """Return the costs of the passes of one micro-batch through ``chunk``.
 
-        One has gone before, so that tables and gradients are there.
+        One micro-batch precedes it, so that tables and gradients exist, and it is not the last of
+        the step.
         """
         run = self.run
         model = run.config.model
@@ -297,19 +299,19 @@ class _Trial:
 
 
 def _gathered(run: Runtime, chunk: int) -> int:
-    """Bytes of weights that a forward pass has left for backward, which drops them."""
+    """Return the bytes of weights that forward leaves gathered for backward, which frees them."""
     if not (is_fully_sharded(run.config.ddp) and reshards_after_forward(run.config.ddp)):
         return 0
     return storage_bytes(p for p in run.model_chunks[chunk].parameters() if local_part(p) is p)
 
 
 def _without(cost: PassCost, gathered: int) -> PassCost:
-    """``cost`` with what was gathered, or dropped, apart."""
+    """Return ``cost`` with gathered (or freed) bytes in their own field."""
     return replace(cost, kept=cost.kept - gathered, gathered=abs(gathered))
 
 
 def _may_skip(run: Runtime) -> bool:
-    """Whether all that a pass takes for a layer happens while the layer runs."""
+    """Return whether everything that a pass does for a layer happens while the layer runs."""
     schedule = run.config.model.pipeline_schedule or ""
     return not is_fully_sharded(run.config.ddp) and not schedule.startswith("zb")
 
@@ -322,7 +324,7 @@ def _forward_step(
 
 
 def _loss(output: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Of what the last stage returns, with the memory that a loss over it takes."""
+    """Return a loss over the last stage's output that takes the memory of a real one."""
     parts = [output] if isinstance(output, Tensor) else [x for x in output if x is not None]
     losses = [part.reshape(-1).float() for part in parts]
     masks = [torch.ones_like(part) for part in losses]
@@ -331,7 +333,7 @@ def _loss(output: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, Tensor, dic
 
 
 def _micro_batches(config: RunConfig, num_stages: int) -> Iterator[dict[str, Tensor]]:
-    """All that the first and the last stage read."""
+    """Yield endless micro-batches with all tensors that any stage reads."""
     table = registry.implementation_of(config).batch
     needed = {
         name: expected
@@ -347,7 +349,7 @@ def _micro_batches(config: RunConfig, num_stages: int) -> Iterator[dict[str, Ten
 
 
 def _finish_step(run: Runtime) -> None:
-    """From the last backward pass to the next forward pass."""
+    """Run everything between the last backward pass and the next forward pass."""
     tokens = None
     if run.config.model.calculate_per_token_loss:
         tokens = torch.ones((), dtype=torch.float64, device=device.current())
@@ -364,7 +366,7 @@ def _parameters(run: Runtime) -> Iterator[Tensor]:
 
 
 def _buffers(run: Runtime) -> list[Tensor]:
-    """Where gradients are summed up."""
+    """Return the gradient buffers."""
     return [
         buffer.data
         for chunk in run.model_chunks
@@ -373,7 +375,7 @@ def _buffers(run: Runtime) -> list[Tensor]:
 
 
 def _own_gradients(run: Runtime) -> list[Tensor]:
-    """Gradients that have no buffer."""
+    """Return the gradients that are not in a buffer."""
     return [p.grad for p in _parameters(run) if p.grad is not None]
 
 
@@ -391,7 +393,7 @@ def _bytes_besides(known: Iterable[Tensor], tensors: Iterable[Tensor]) -> int:
     return storage_bytes([*known, *tensors]) - storage_bytes(known)
 
 
-_OF_TOKENS = ("ep", "expt_tp", "tp_ep")  # groups that bring tokens to experts
+_OF_TOKENS = ("ep", "expt_tp", "tp_ep")  # groups of token dispatch
 _AXES = {
     "tp": "tp",
     "cp": "cp",
@@ -410,7 +412,10 @@ _AXES = {
 
 
 def axes_of(groups: ProcessGroupCollection) -> dict[str, str]:
-    """Name of a process group -> the axis it lies along; others hold a norm or a count."""
+    """Return the axis of each process group, by the name of the group.
+
+    Other groups only reduce norms or counts.
+    """
     axes: dict[str, str] = {}
     for name, axis in _AXES.items():
         axes.setdefault(getattr(groups, name).group_name, axis)

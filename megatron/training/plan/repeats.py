@@ -27,10 +27,10 @@ _NAMES = {"layer_number", "layer_index"}  # of a layer, in logs and caches
 
 
 class Repeats:
-    """Skips repeated spans in the blocks of ``models``, and accounts for them."""
+    """Skips repeated spans in the blocks of ``models`` and adds their costs."""
 
     def __init__(self, tracker: Tracker, models: Iterable[nn.Module]) -> None:
-        """``models``: their blocks run with `Repeats` from now on."""
+        """Make the blocks of ``models`` run their spans through this object."""
         self._tracker = tracker
         self._blocks: dict[int, _Block] = {}
         self._gradient_bytes = 0  # of parameters in skipped spans
@@ -41,9 +41,10 @@ class Repeats:
                     module.span_runner = self._run_span
 
     def measure(self, function: Callable[[], object], *, frees_graph: bool) -> Measured:
-        """Call a pass and return what it takes with the skipped spans.
+        """Call a pass and return its cost, skipped spans included.
 
-        ``frees_graph``: the last pass of a micro-batch.  What spans still hold is freed at its end.
+        ``frees_graph``: it is the last pass of a micro-batch.  At its end the memory that skipped
+        spans still hold is freed.
         """
         segments = list(self._completed(self._tracker.record(function)))
         self._held += sum(segment.kept for segment in segments if segment.is_skipped)
@@ -54,7 +55,7 @@ class Repeats:
 
     @property
     def lasting(self) -> int:
-        """Bytes that skipped spans would have left after all passes, besides gradients."""
+        """Bytes that skipped spans would hold after all passes, besides gradients."""
         alive = self._tracker.alive_by_label()
         left = sum(
             min(alive[Label(identity, i)] for i in block.of_kind(number))
@@ -95,7 +96,7 @@ class Repeats:
         return result
 
     def _completed(self, segments: Sequence[Segment]) -> Iterator[Segment]:
-        """``segments`` with those of skipped spans where they would have run."""
+        """Yield ``segments``, and those of skipped spans where they would have run."""
         before: Label | None = None
         known = {segment.label: segment for segment in segments}
         for segment in segments:
@@ -111,7 +112,7 @@ class Repeats:
 
 
 class _Block:
-    """Which spans of a block are traced, and which of them stands for each other one."""
+    """The traced spans of a block, and the traced span that represents each other one."""
 
     def __init__(self, block: TransformerBlock) -> None:
         self.spans = block.spans()
@@ -127,22 +128,22 @@ class _Block:
         self._layers = block.layers
 
     def parameters(self, number: int) -> Iterator[nn.Parameter]:
-        """Of the layers of span ``number``."""
+        """Yield the parameters of the layers of span ``number``."""
         span = self.spans[number]
         for i in range(span.start, span.stop):
             yield from self._layers[i].parameters()
 
     def of_kind(self, number: int) -> list[int]:
-        """Traced spans of the kind of span ``number``."""
+        """Return the traced spans of the kind of span ``number``."""
         return [i for i in self._traced if self._kinds[i] == self._kinds[number]]
 
 
 def traced_spans(kinds: Sequence[Hashable]) -> list[int]:
-    """Numbers of the spans to trace, in order.
+    """Return the numbers of the spans to trace, in order.
 
-    Each span has among them one of its kind between neighbours of the same kinds, and they have
-    these neighbours among themselves.  Of a kind that is skipped at least two are traced: one alone
-    may hold what is made once for all.
+    For each span, one of its kind is traced whose neighbours, also among the traced spans, have the
+    same kinds as its own.  Of a kind that is skipped, at least two spans are traced: a single one
+    may hold memory that is allocated once for all.
 
     >>> traced_spans("AAAAAAAA")
     [0, 1, 7]
@@ -163,7 +164,7 @@ def traced_spans(kinds: Sequence[Hashable]) -> list[int]:
 
 
 def _can_replace(kinds: Sequence[Hashable], left: list[int], begin: int, end: int) -> bool:
-    """Whether ``left`` without its items from ``begin`` to ``end`` still stands for them."""
+    """Return whether ``left`` without items ``begin`` to ``end`` still represents all spans."""
     now = [kinds[i] for i in left]
     if now[begin - 1 : begin + 1] != now[end - 1 : end + 1]:
         return False
@@ -174,19 +175,19 @@ def _can_replace(kinds: Sequence[Hashable], left: list[int], begin: int, end: in
 
 
 def _contexts(kinds: Sequence[Hashable]) -> list[Hashable]:
-    """Of each span: the kind before, its own and the kind after."""
+    """Return for each span the kind of the previous one, its own and that of the next one."""
     padded = [None, *kinds, None]
     return [tuple(padded[i : i + 3]) for i in range(len(kinds))]
 
 
 class _Signatures:
-    """Values that are equal for layers that allocate, free and send the same."""
+    """Hashable values that are equal for layers with equal allocations and communication."""
 
     def __init__(self) -> None:
         self._known: dict[int, Hashable] = {}  # of objects that layers share
 
     def of(self, layer: nn.Module) -> Hashable:
-        """Of a layer: classes, settings and tensors of all its modules."""
+        """Return the signature of a layer: classes, settings and tensors of all its modules."""
         parts: list[Hashable] = []
         for name, module in layer.named_modules():
             tensors = [
@@ -224,7 +225,7 @@ class _Signatures:
             return value.group_name
         is_ours = type(value).__module__.startswith(_OWN_PACKAGE)
         if is_ours and hasattr(value, "__dict__") and not isinstance(value, _SHARED):
-            self._known[id(value)] = id(type(value))  # seen from inside itself
+            self._known[id(value)] = id(type(value))  # for references to itself
             return type(value), self._settings(vars(value), type(value))
         return id(value)
 

@@ -1,4 +1,4 @@
-"""The plan of a run in lines."""
+"""The plan of a run as lines of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 def plan_lines(plan: RunPlan) -> Iterator[str]:
-    """Memory of each pipeline stage, what it sends, and the bubble."""
+    """Yield the memory and the communication of each pipeline stage, and the pipeline bubble."""
     yield "memory of one rank of each pipeline stage, GiB (computed, tensors only):"
     rows = [
         ["stage", "rank", "layers", "parameters", "weights", "gradients", "optimizer"]
@@ -56,13 +56,13 @@ def _communication(plan: RunPlan) -> Iterator[str]:
 
 
 def _layers(stage: Stage) -> str:
-    """0-11, or 0-1+8-9 of several chunks."""
+    """Return the layers of a stage as text: 0-11, or 0-1+8-9 for several chunks."""
     parts = [f"{r.start}-{r.stop - 1}" if r else "none" for r in stage.layers]
     return "+".join(parts) if len(parts) <= 3 else f"{parts[0]}+...+{parts[-1]}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as their widest cell, to the right."""
+    """Yield the rows with right-aligned columns, each as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,8 +1,8 @@
-"""Results of operations on tensors without memory, remembered by the shapes of their arguments.
+"""Cache of the results of operations on meta tensors, by the shapes of their arguments.
 
-torch computes the shape of most results in Python, which takes longer than all else in a plan.  The
+torch computes most result shapes in Python, which would take most of the time of a plan.  The
 result of an operation that neither returns a view nor writes to an argument depends on shapes,
-strides, types and plain values only.
+strides, dtypes and plain values only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WRITES_VALUES = (
 
 @dataclass(frozen=True)
 class _Layout:
-    """Of a tensor without memory."""
+    """Shape, strides and dtype of a tensor without memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,16 +40,16 @@ class _Layout:
 
 
 class KnownShapes:
-    """Calls operations, each combination of shapes once; one object may serve many plans."""
+    """Calls operations, each combination of shapes only once; plans may share one object."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, object] = {}  # of a key: layouts of what the operation returns
+        self._known: dict[Hashable, object] = {}  # key -> layouts of the result
         self._is_pure: dict[OpOverload, bool] = {}
 
     def result(
         self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        """What ``func(*args, **kwargs)`` returns."""
+        """Return what ``func(*args, **kwargs)`` returns, from the cache if possible."""
         if func not in self._is_pure:
             self._is_pure[func] = _is_pure(func)
         if not self._is_pure[func]:
@@ -81,7 +81,7 @@ def _key(value: object) -> Hashable:
         return _layout(value)
     if isinstance(value, (tuple, list)):
         return tuple(_key(item) for item in value)
-    return type(value), value  # 1, 1.0 and True differ in what they make of types
+    return type(value), value  # 1, 1.0 and True promote types differently
 
 
 def _layout(tensor: Tensor) -> _Layout:
@@ -89,7 +89,7 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 def _layouts(result: object) -> object:
-    """None where an equal result cannot be made of them."""
+    """Return the layouts of ``result``, None if an equal result cannot be made from them."""
     tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
     layouts = tree_map_only(Tensor, _layout, result)
     sizes = [t.untyped_storage().nbytes() for t in tensors]

@@ -1,4 +1,4 @@
-"""The plan of a run: every pipeline stage of one replica, at the place of one rank in it."""
+"""The plan of a run: costs of each rank in one pipeline group."""
 
 from __future__ import annotations
 
@@ -22,45 +22,48 @@ from megatron.training.plan.rank import cost_of_rank
 from megatron.training.plan.shapes import KnownShapes
 from megatron.training.runtime.groups import grids_of
 
-# Rounds of micro-batches through the pipeline after which a step only repeats itself.
+# Rounds of micro-batches through the pipeline that are simulated: further ones are alike.
 _ROUNDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One pipeline rank."""
+    """Plan of one pipeline rank."""
 
-    rank: int  # in the world
+    rank: int  # global rank
     layers: tuple[range, ...]  # of each chunk
     cost: RankCost
-    activations: int  # most bytes above the state
+    activations: int  # peak bytes besides the state
     volumes: dict[str, Volume]  # by axis, in a step
 
     @property
     def peak(self) -> int:
-        """Most bytes of tensors at one time."""
+        """Peak bytes of tensors."""
         return self.cost.state.total + self.activations
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What there is to know before a run."""
+    """Memory, communication and bubble of a run."""
 
     stages: tuple[Stage, ...]  # in the order of the pipeline
     num_microbatches: int
-    bubble: float  # idle over busy time with stages that take equally long
-    bubble_of_stages: float  # and with these stages
+    bubble: float  # idle over busy time, with stages of equal duration
+    bubble_of_stages: float  # the same, with these stages
     has_vocabulary: bool  # whether its size is known and counted
-    loss_chunks: str | None  # a sentence about them, where the loss is computed in chunks
+    loss_chunks: str | None  # log line, if the loss is computed in chunks
 
     @property
     def fullest(self) -> Stage:
-        """The stage that needs most memory."""
+        """The stage with the highest peak."""
         return max(self.stages, key=lambda stage: stage.peak)
 
     @property
     def number_of_fullest(self) -> int:
-        """Its place in the pipeline; -1 for the last, whatever the number of stages."""
+        """Index of the fullest stage; -1 for the last of several.
+
+        With -1 it is also the last one for another number of stages.
+        """
         number = self.stages.index(self.fullest)
         return -1 if number == len(self.stages) - 1 > 0 else number
 
@@ -73,10 +76,10 @@ def plan_run(
     memory: float | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> RunPlan:
-    """Plan the replica that ``rank`` belongs to, at its place in the other axes.
+    """Plan the pipeline group of ``rank``.
 
-    ``only``: the number of the one stage to look at; -1 is the last.  ``memory`` of a device in
-    bytes, where it is known, settles what a run settles by it.  ``progress`` gets a line before
+    ``only``: index of the single stage to plan; -1 is the last.  ``memory``: bytes of a device, if
+    known; settings that depend on it are resolved with it.  ``progress`` receives a line before
     each stage that is traced.
     """
     vocabulary = known_padded_vocab_size(config)
@@ -92,7 +95,7 @@ def plan_run(
     per_step = config.training.micro_batch_size * config.data_parallel_size
     num_microbatches = max(1, batch // per_step)
     shown = min(num_microbatches, _ROUNDS * max(num_ranks, _group(model)))
-    if model.defer_embedding_wgrad_compute:  # which piles up until the end
+    if model.defer_embedding_wgrad_compute:  # its memory grows until the end of the step
         shown = num_microbatches
     placement, plan = plan_of(model, num_ranks, num_chunks, shown)
     pipeline = next(g for g in grids_of(config)[0].groups("pp") if rank in g)
@@ -148,7 +151,10 @@ def _layers(config: RunConfig, placement: Placement, number: int) -> tuple[range
 def _kind(
     config: RunConfig, placement: Placement, number: int, layers: tuple[range, ...]
 ) -> Hashable:
-    """Ranks of one kind cost the same: the same layers, and the same ends of the model."""
+    """Return a key that is equal for pipeline ranks of equal cost.
+
+    These have the same layers and the same ends of the model.
+    """
     stages = [placement.stage(number, chunk) for chunk in range(placement.num_chunks)]
     behind = config.model.encoder_pipeline_model_parallel_size
     places = {0, behind - 1, behind, placement.num_stages - 1}
@@ -166,7 +172,7 @@ def _layers_differ(model: TransformerConfig) -> bool:
 
 
 def _loads(config: RunConfig, vocabulary: int) -> list[float]:
-    """Time of each virtual stage over their mean."""
+    """Return the time of each virtual stage, divided by their mean."""
     layers, embedding, loss = costs(config, vocabulary)
     loads = [sum(layers[i] for i in stage) for stage in layers_of_stages(config)]
     loads[0] += embedding
@@ -176,7 +182,10 @@ def _loads(config: RunConfig, vocabulary: int) -> list[float]:
 
 
 def _bubble(shown: Simulated, num_shown: int, num_microbatches: int) -> float:
-    """Idle over busy time of a step, after ``num_shown`` of its micro-batches were simulated."""
+    """Return idle over busy time of a step, of which ``shown`` is a simulation.
+
+    The simulation has ``num_shown`` of the ``num_microbatches`` micro-batches.
+    """
     more = num_microbatches - num_shown
     finish = shown.finish + more * max(shown.busy) / num_shown
     busy = sum(shown.busy) * num_microbatches / num_shown

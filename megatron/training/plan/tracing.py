@@ -1,10 +1,11 @@
-"""Counts what code allocates and sends while it runs, tensor by tensor.
+"""Count what code allocates and sends while it runs, tensor by tensor.
 
-The same counter serves real tensors and tensors without memory (meta, or fake).  It sees storages:
-views cost nothing, and a storage counts until its last tensor has gone.
+The same counter works for real tensors and for tensors without memory (meta or fake).  It counts
+storages: views cost nothing, and a storage counts until its last tensor is freed.
 
-FSDP2 resizes the storages of gathered parameters without an operation.  It makes and resizes them
-in phases that begin and end with an operation of ``torch.profiler``: their sizes are read there.
+FSDP2 resizes the storages of gathered parameters without a dispatched operation.  It allocates and
+resizes them in phases that begin and end with an operation of ``torch.profiler``: their sizes are
+read at these operations.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _KINDS = {
 
 
 class Measured(NamedTuple):
-    """Bytes above what was alive before: at most, and afterwards; and what was sent."""
+    """Peak and remaining bytes, relative to those alive before, and what was sent."""
 
     peak: int
     kept: int
@@ -49,7 +50,7 @@ class Measured(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A span of layers: the identity of its block, and its number in the block."""
+    """A span of layers: the id of its block, and its number in the block."""
 
     block: int
     number: int
@@ -66,7 +67,7 @@ class Segment(NamedTuple):
 
 
 def joined(segments: Iterable[Segment]) -> Measured:
-    """What ``segments`` take one after the other."""
+    """Return the cost of ``segments`` one after the other."""
     peak = kept = 0
     sent: Counter[Collective] = Counter()
     for segment in segments:
@@ -77,7 +78,7 @@ def joined(segments: Iterable[Segment]) -> Measured:
 
 
 class Tracker(TorchDispatchMode):
-    """``alive`` and ``peak`` bytes of storages made inside, and ``collectives``."""
+    """Dispatch mode that counts collectives, and ``alive`` and ``peak`` bytes of new storages."""
 
     def __init__(
         self,
@@ -86,8 +87,9 @@ class Tracker(TorchDispatchMode):
         share_of_true: float = 1.0,
         shapes: KnownShapes | None = None,
     ) -> None:
-        """Views of ``existing`` tensors count as nothing; ``share_of_true`` is of conditions.
+        """Create a tracker that does not count the storages of ``existing`` tensors.
 
+        ``share_of_true``: assumed fraction of true elements in a condition without values.  The
         ``shapes`` of earlier plans make this one faster.
         """
         TorchDispatchMode.__init__(self)
@@ -97,18 +99,18 @@ class Tracker(TorchDispatchMode):
         self.collectives: Counter[Collective] = Counter()
         self._segments: list[Segment] = []
         self._label: Label | None = None
-        self._sizes: dict[int, int] = {}  # of storages made inside
+        self._sizes: dict[int, int] = {}  # bytes of storages allocated inside
         self._labels: dict[int, Label | None] = {}  # under which they were made
         self._existing = {_storage(tensor)._cdata for tensor in existing}
-        self._depth = 0  # of the phases of FSDP2
+        self._depth = 0  # nesting of FSDP2's phases
         self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # made in such a phase
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, which takes a second, to be told to skip it
+        return False  # otherwise torch imports its compiler, which takes a second
 
     def measure(self, function: Callable[[], object]) -> Measured:
-        """Call ``function`` (inside the tracker) and say what it took."""
+        """Call ``function`` (inside the tracker) and return its cost."""
         return joined(self.record(function))
 
     def record(self, function: Callable[[], object]) -> list[Segment]:
@@ -120,12 +122,12 @@ class Tracker(TorchDispatchMode):
         return self._segments.copy()
 
     def mark(self, label: Label) -> None:
-        """End the present segment and begin another one."""
+        """End the current segment and begin another one."""
         self._end()
         self._begin(label)
 
     def alive_by_label(self) -> Counter[Label | None]:
-        """Bytes that are alive, by the label of the segment that has made them."""
+        """Return the bytes alive, by the label of the segment that allocated them."""
         sizes: Counter[Label | None] = Counter()
         for key, label in self._labels.items():
             sizes[label] += self._sizes[key]
@@ -151,9 +153,9 @@ class Tracker(TorchDispatchMode):
     ) -> object:
         del types
         if func is _aten._local_scalar_dense.default and _has_no_memory(args[0]):
-            return 1  # a norm that is finite, a check that holds
+            return 1  # stands for a finite norm or a passed check
         if func is _aten._fused_sgd_.default and _has_no_memory(args[0][0]):
-            return None  # it makes nothing, and torch has it for real tensors alone
+            return None  # allocates nothing; torch implements it for real tensors only
         if func is _aten.nonzero.default and _has_no_memory(args[0]):
             count = max(1, round(args[0].numel() * self._share_of_true))
             places = args[0].new_empty((count, args[0].dim()), dtype=torch.int64)
@@ -176,7 +178,7 @@ class Tracker(TorchDispatchMode):
         return out
 
     def _read_sizes(self) -> None:
-        """Count what FSDP2 has resized since its last phase began or ended."""
+        """Update the sizes that FSDP2 has changed since its last phase began or ended."""
         for key, reference in tuple(self._resizable.items()):
             if (storage := reference()) is not None:
                 self._set_size(key, storage.nbytes())
@@ -214,10 +216,10 @@ class Tracker(TorchDispatchMode):
 
 
 def attention_without_memory(*args: Any, **kwargs: Any) -> Tensor:
-    """F.scaled_dot_product_attention, which chooses a kernel by the device.
+    """Call F.scaled_dot_product_attention; for tensors without memory choose a kernel.
 
-    What kernels keep for backward does not differ: the output and a log-sum-exp.  One for a bias
-    that takes a gradient is on GPUs alone.
+    All kernels save the same for backward: the output and a log-sum-exp.  Only GPUs have a kernel
+    for a bias with a gradient.
     """
     bias = kwargs["attn_mask"]
     takes_gradient = bias is not None and bias.requires_grad
@@ -241,7 +243,7 @@ def attention_without_memory(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory behind ``tensors``, each storage once."""
+    """Return the bytes of the storages of ``tensors``, each storage once."""
     storages = [_storage(tensor) for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
