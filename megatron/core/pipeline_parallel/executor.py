@@ -315,10 +315,10 @@ class Executor:
     def _delay(self, model: nn.Module) -> int:
         """Return the number of passes between a chunk's last one and the start of its reduction.
 
-        0: the reduction starts during the last pass.  With --align-grad-reduce all stages start at
-        the same time, although each ends its last pass one pass before the previous stage.  So
-        reductions share the network with the pipeline's sends and receives once, not at a different
-        time for each stage.
+        0: the reduction starts during the last pass.  With ``align_grad_reduce`` (default) all
+        stages start at the same time, although each ends its last pass one pass before the previous
+        stage.  So reductions share the network with the pipeline's sends and receives once, not at
+        a different time for each stage.
         """
         is_aligned = isinstance(model, SyncsGradients) and model.ddp_config.align_grad_reduce
         return self.rank if is_aligned else 0
