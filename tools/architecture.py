@@ -2,9 +2,8 @@
 
 python tools/architecture.py
 
-A walk is a tree of functions, each with the calls that matter for the walk.  The syntax trees of
-the code say whether it still makes these calls in this order; a walk that is no longer true raises
-LookupError.
+A walk is a tree of functions, each with the calls that matter for the walk.  It is checked against
+the syntax trees of the code: LookupError if a function does not make these calls in this order.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ order, directly or through functions of the same file.
 
 @dataclass(frozen=True)
 class Stop:
-    """A function, ``Class.method`` or class in a file, and the stops that it calls, in order.
+    """Function, ``Class.method`` or class in a file, and the stops that it calls, in order.
 
-    ``called`` is the name at the place of the call where it is not the function's own.
+    ``called`` is the name at the call if it differs from the function's own.
     """
 
     file: str
@@ -256,7 +255,7 @@ WALKS: Mapping[str, Sequence[Stop]] = {
 
 
 def render() -> str:
-    """The page.  Raises LookupError for a walk that the code does not take."""
+    """Return the page.  Raises LookupError for a walk that the code does not follow."""
     lines = [HEAD, "```mermaid", "flowchart TD", *diagram(), "```", WALKS_HEAD]
     for title, roots in WALKS.items():
         lines += [f"### {title}", ""]
@@ -268,7 +267,7 @@ def render() -> str:
 
 
 def walk_lines(stop: Stop, depth: int = 0) -> Iterator[str]:
-    """``stop`` and what it calls, as a nested list."""
+    """Yield ``stop`` and the stops that it calls, as a nested list."""
     text = first_sentence(ast.get_docstring(definition(stop.file, stop.name)) or "")
     yield f"{'   ' * depth}1. `{stop.file}` `{stop.name}`: {text}"
     for called in stop.calls:
@@ -276,13 +275,13 @@ def walk_lines(stop: Stop, depth: int = 0) -> Iterator[str]:
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first full stop that ends a sentence; without it."""
+    """Return the text up to the first full stop that ends a sentence, without it."""
     joined = re.sub(r"\s+", " ", text.partition("\n\n")[0]).strip()
     return re.split(r"(?<=[\w)`*])[.](?:\s|$)", joined, maxsplit=1)[0]
 
 
 def check(stop: Stop) -> None:
-    """Raise LookupError unless ``stop`` makes its calls in their order, and so do they."""
+    """Raise LookupError unless ``stop`` and all stops below it make their calls in order."""
     made = calls_of(stop.file, stop.name)
     at = 0
     for called in stop.calls:
@@ -294,7 +293,7 @@ def check(stop: Stop) -> None:
 
 
 def definition(file: str, name: str) -> ast.FunctionDef | ast.ClassDef:
-    """The function, method or class ``name`` of ``file``.  Raises LookupError."""
+    """Return the function, method or class ``name`` of ``file``.  Raises LookupError."""
     found: ast.AST = tree_of(file)
     for part in name.split("."):
         body: list[ast.stmt] = getattr(found, "body", [])
@@ -314,7 +313,7 @@ def tree_of(file: str) -> ast.Module:
 
 
 def calls_of(file: str, name: str, above: frozenset[str] = frozenset()) -> list[str]:
-    """Names called and handed on by a function, in order, through functions of its file."""
+    """Return names that a function calls or passes, in order, through functions of its file."""
     function = definition(file, name)
     found = []
     for node in (node for statement in function.body for node in _in_order(statement)):
@@ -333,7 +332,7 @@ def calls_of(file: str, name: str, above: frozenset[str] = frozenset()) -> list[
 
 
 def classes_of(file: str, name: str) -> list[str]:
-    """The class that the method ``name`` is of, and its bases of the same file."""
+    """Return the class of the method ``name``, and its bases in the same file."""
     cls = name.partition(".")[0]
     if not is_defined(file, cls) or not isinstance(found := definition(file, cls), ast.ClassDef):
         return []
@@ -343,7 +342,7 @@ def classes_of(file: str, name: str) -> list[str]:
 
 
 def is_defined(file: str, name: str) -> bool:
-    """Whether ``name`` is a function or class of ``file``."""
+    """Return whether ``name`` is a function or class of ``file``."""
     try:
         definition(file, name)
     except LookupError:
@@ -352,7 +351,7 @@ def is_defined(file: str, name: str) -> bool:
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
-    """Names and attributes in the order in which they stand; not those of inner functions."""
+    """Yield names and attributes in source order, without those of inner functions."""
     if isinstance(node, ast.FunctionDef):
         return
     for child in ast.iter_child_nodes(node):
@@ -362,7 +361,7 @@ def _in_order(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
 
 
 def diagram() -> Iterator[str]:
-    """Packages and the imports between them as lines of a Mermaid flow chart."""
+    """Yield packages and the imports between them as lines of a Mermaid flow chart."""
     imported = package_imports()
     rows: dict[str, list[str]] = {"megatron/training": [], "megatron/core": []}
     for package in imported:
@@ -379,7 +378,7 @@ def diagram() -> Iterator[str]:
 
 
 def _reached(package: str, imported: Mapping[str, set[str]]) -> set[str]:
-    """Everything that ``package`` imports through others."""
+    """Return every package that ``package`` imports, directly or through others."""
     found: set[str] = set()
     todo = [*imported[package]]
     while todo:
@@ -391,11 +390,11 @@ def _reached(package: str, imported: Mapping[str, set[str]]) -> set[str]:
 
 
 def package_imports() -> dict[str, set[str]]:
-    """Package -> packages it imports, such as ``core.optimizer``; loose files are left out."""
+    """Return package -> packages that it imports, such as ``core.optimizer``."""
     found: dict[str, set[str]] = {}
     for file in sorted((ROOT / "megatron").rglob("*.py")):
         here = _package(".".join(file.relative_to(ROOT).with_suffix("").parts))
-        if here is None or here == "training.datasets":  # an import path of Megatron-LM alone
+        if here is None or here == "training.datasets":  # only an import path of Megatron-LM
             continue
         others = found.setdefault(here, set())
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

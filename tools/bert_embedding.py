@@ -1,11 +1,11 @@
-"""Write a vector for each text of a corpus, the mean of BERT's last hidden states over it.
+"""Write one vector per text of a corpus: the mean of BERT's last hidden states over the text.
 
     python tools/bert_embedding.py --load DIR --input texts.jsonl --output vectors.npy
     torchrun --nproc-per-node 2 tools/bert_embedding.py --load DIR --input PREFIX --output v.npy
 
 The input is JSON lines or text, plain, .gz or .zst, or the prefix of an indexed dataset; each
-document gives a row of the float32 array.  Neither padding nor [CLS] and [SEP] count.  A run that
-was interrupted goes on where it was.
+document is a row of the float32 array.  Padding, [CLS] and [SEP] are excluded from the mean.  An
+interrupted run that is started again continues where it stopped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.training.process.user_code import parse_tool_args
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -29,7 +29,7 @@ def render() -> str:
 
 
 def collect() -> dict[tuple[str, str], set[str]]:
-    """(area, sentence) -> test files that carry the mark."""
+    """Return (area, sentence) -> test files that have this mark."""
     found: dict[tuple[str, str], set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

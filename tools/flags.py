@@ -1,4 +1,4 @@
-"""Write docs/flags.md: every flag with its default, its state and what it does.
+"""Write docs/flags.md: every flag with its default, its state and its help text.
 
 python tools/flags.py
 """
@@ -32,12 +32,12 @@ given; an empty default means that nothing is set.
 
 
 def declared() -> list[tuple[dataclasses.Field[Any], Option]]:
-    """All flags, in the order of their classes."""
+    """Return all flags, in the order of their classes."""
     return [pair for config_class in ALL_CLASSES for pair in options_of(config_class)]
 
 
 def render() -> str:
-    """The page."""
+    """Return the page."""
     flags = declared()
     counts = {name: 0 for name in ("implemented", "refused", "ignored")}
     for _, opt in flags:

@@ -1,7 +1,8 @@
-"""Features whose combinations must give one answer, their flags, and a command line of several.
+"""Features that must give the same results in every combination, with their flags.
 
-The fuzzer draws from this table, the pairwise list of cases covers it, and `tools/matrix.py` makes
-a page of it.  A feature is one alternative of its group; ``{tp}`` and the like are `Sizes`.
+The fuzzer samples from this table, the pairwise list of cases covers it, and `tools/matrix.py`
+writes a page about it.  A feature is one alternative of its group; ``{tp}`` and other names in
+braces are `Sizes` or `Case.numbers`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ BASE = (
 )
 
 
-WIDE = "--hidden-size 64"  # blocks of codes have 32 values, on two ranks too
+WIDE = "--hidden-size 64"  # 32 values of a quantization block, also when sharded over two ranks
 GRAPHS = "--enable-cuda-graph --cuda-graph-warmup-steps 1 --cuda-graph-scope"
 MAMBA = "--model-kind mamba --mamba-state-dim 4 --mamba-head-dim 4 --mamba-num-groups 4"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """``flags`` of the command line; one process is given them too unless ``is_layout``.
+    """Feature that ``flags`` of the command line enable.
 
-    ``words`` say what has no flag.
+    A feature with ``is_layout`` must not change results: the run on one process, to compare with,
+    is started without its flags.  ``words`` describe a feature without flags.
     """
 
     name: str
@@ -38,9 +40,9 @@ class Feature:
     words: str = "the default"
     is_layout: bool = True
     needs: tuple[str, ...] = ()
-    axis: str = ""  # whose degree in `Sizes` it turns on
-    is_of_micro_batch: bool = False  # by definition: another micro-batch size, another answer
-    is_paired: bool = True  # with every other in docs/matrix.md; only drawn otherwise
+    axis: str = ""  # axis of `Sizes` that it enables
+    is_of_micro_batch: bool = False  # defined per micro-batch: its size changes results
+    is_paired: bool = True  # listed in docs/matrix.md; else only sampled
 
 
 def _axis(axis: str, name: str, flags: str) -> Feature:
@@ -67,7 +69,7 @@ def _of_micro_batch(group: str, name: str, flags: str) -> Feature:
 
 
 def _drawn(group: str, name: str, flags: str, *needs: str, is_layout: bool = False) -> Feature:
-    of_micro_batch = group == "codes"  # whose tokens share scales
+    of_micro_batch = group == "codes"  # tokens of a micro-batch share scales
     return Feature(
         name=name,
         group=group,
@@ -231,7 +233,7 @@ _FEATURES = (
     _model("layers", "hybrid-experts",
            "{mamba} --hybrid-override-pattern {pattern_of_experts}", "experts"),
     Feature(name="bert", group="layers", flags="--model-kind bert", is_layout=False,
-            is_of_micro_batch=True),  # its two losses are means of each
+            is_of_micro_batch=True),  # its two losses are means per micro-batch
     _model("layers", "t5", "--model-kind t5 --decoder-num-layers {deeper}"),
     _model("positions", "t5-relative", "--position-embedding-type relative", "t5"),
     _layout("halves", "encoder-stages",
@@ -240,7 +242,7 @@ _FEATURES = (
     _model("documents", "reset-mask", "--reset-attention-mask"),
     _model("masked", "eod-mask", "--eod-mask-loss"),
     Feature(name="padded", group="padded", words="samples that end early", is_layout=False),
-    # The sign of a gradient that is noise, as that of a bias of keys, is one of the layout.
+    # Lion uses signs: that of a key bias's gradient, rounding noise, depends on the layout.
     _drawn("optimizer", "lion", "--optimizer lion --lr 1e-3", "no-bias"),
     _drawn("optimizer", "muon", "--optimizer muon --adam-eps 1e-3 --lr 0.01"),
     _drawn("optimizer", "muon-nesterov",
@@ -280,21 +282,21 @@ _FEATURES = (
 AXES = ("tp", "cp", "cp4", "pp", "dp", "instances")
 FEATURES = {feature.name: feature for feature in _FEATURES}
 
-CHUNKS = 2  # of a rank, where its layers are several
+CHUNKS = 2  # of a rank with virtual pipeline stages
 
-# What a command line has when it says nothing of a group.
+# Features of a command line that has no flag of their group.
 DEFAULTS = ("adam", "clip", "mean-of-microbatches", "tied", "learned")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Degrees of the axes where they are on, and the numbers of the model and the batch."""
+    """Degrees of the parallel axes, where enabled, and sizes of the model and the batch."""
 
     tp: int = 2
     cp: int = 2
-    cp4: int = 4  # of two levels
+    cp4: int = 4  # hierarchical, two levels
     pp: int = 2
-    dp: int = 2  # replicas; those of an instance of the optimizer where only dp shards it
+    dp: int = 2  # data-parallel ranks; per optimizer instance unless context parallelism is on
     instances: int = 2
     experts: int = 4
     ep: int = 2
@@ -302,60 +304,64 @@ class Sizes:
     topk: int = 2
     depth: int = 2  # layers of a virtual stage, and of the model without a pipeline
     seq: int = 16
-    vocab: int = 96  # and the token that ends a document: a prime
+    vocab: int = 96  # 97 with EOD, a prime
     micro: int = 2
-    microbatches: int = 2  # a replica's in one step
+    microbatches: int = 2  # per data-parallel rank and step
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and a model."""
+    """Combination of a parallel layout and a model."""
 
     features: frozenset[str]
     sizes: Sizes = Sizes()
 
     @property
     def num_processes(self) -> int:
-        """How many are started."""
+        """Number of processes to start."""
         return 1 if "virtual-ranks" in self.features else self.world_size
 
     @property
     def world_size(self) -> int:
-        """Ranks of the layout."""
+        """Number of ranks of the layout."""
         return prod(self._degree(axis) for axis in AXES)
 
     @property
     def has_alternatives(self) -> bool:
-        """Whether it is nonsense: two features of one group, as where one needs another's."""
+        """Whether two features are of one group, which is a contradiction."""
         return len({FEATURES[name].group for name in self.features}) < len(self.features)
 
     @property
     def is_of_micro_batch(self) -> bool:
-        """Whether another micro-batch size is another answer.
+        """Whether results depend on the micro-batch size.
 
-        The loss is a mean over means of micro-batches that differ, or something is defined so.
+        The loss is a mean over means of unequal micro-batches, or a feature is defined per
+        micro-batch.
         """
-        differ = {"padded", "eod-mask", "t5"} & self.features  # in how many tokens bear a loss
+        differ = {"padded", "eod-mask", "t5"} & self.features  # in the number of tokens with loss
         by_definition = any(FEATURES[name].is_of_micro_batch for name in self.features)
         return by_definition or bool(differ and "per-token-loss" not in self.features)
 
     @property
     def batch(self) -> int:
-        """Samples of a step."""
+        """Samples per step."""
         replicas = self._degree("dp") * self._degree("instances")
         return self.sizes.micro * self.sizes.microbatches * replicas
 
     def command(self) -> list[str]:
-        """Arguments of ``pretrain_gpt.py`` on `world_size` ranks."""
+        """Return the arguments of ``pretrain_gpt.py`` for `world_size` ranks."""
         return self._words(self.features, self.sizes.micro)
 
     def command_alone(self) -> list[str]:
-        """The same model and batch in one process; in one micro-batch where that is the same."""
+        """Return the arguments for the same model and batch in one process.
+
+        There is one micro-batch unless results depend on the micro-batch size.
+        """
         kept = {name for name in self.features if not FEATURES[name].is_layout}
         return self._words(kept, self.sizes.micro if self.is_of_micro_batch else self.batch)
 
     def numbers(self) -> dict[str, object]:
-        """What stands for the names in the flags."""
+        """Return the values of the names in braces in flags."""
         ranks = self._degree("pp")
         chunks = CHUNKS if self.features & {"interleaved", "zb-v"} else 1
         layers = ranks * chunks * self.sizes.depth
@@ -401,7 +407,7 @@ class Case:
 
 
 def with_needs(names: Iterable[str]) -> frozenset[str]:
-    """``names`` and what they need."""
+    """Return ``names`` and all features that they need."""
     chosen: set[str] = set()
     missing = set(names)
     while missing:
@@ -411,7 +417,7 @@ def with_needs(names: Iterable[str]) -> frozenset[str]:
 
 
 def case_of(names: Iterable[str], sizes: Sizes | None = None) -> Case:
-    """The case that has these features, what they need, and the defaults of other groups."""
+    """Return the case with these features, those they need, and defaults of other groups."""
     chosen = with_needs(names)
     taken = {FEATURES[name].group for name in chosen}
     defaults = {name for name in DEFAULTS if FEATURES[name].group not in taken}

@@ -1,4 +1,4 @@
-"""Compare the losses of two runs, bit for bit: what a refactor has to show.
+"""Compare the losses of two runs bit for bit, to show that a refactor changes no result.
 
     python tools/loss_compare.py old.log new.log
     python tools/loss_compare.py old.jsonl new.jsonl
@@ -26,13 +26,13 @@ _FIELD = re.compile(r" ([\w .-]+?): +(\S+) \|")
 _COMPARED = re.compile(r"(.*loss|grad norm)$")
 _NOT_COMPARED = {"loss scale"}
 
-# iteration -> name -> the number as it was written
+# iteration -> name -> the value as text
 Curve = dict[int, dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One number that is not the same in both runs."""
+    """A value that differs between the runs."""
 
     iteration: int
     name: str
@@ -48,7 +48,7 @@ class Difference:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare and say what differs first; the exit code."""
+    """Compare, print the first differences, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", help="file, or with --run a command")
     parser.add_argument("new", help="file, or with --run a command")
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(words: str, metrics: Path) -> Path:
-    """Run the command with a metrics file; its path."""
+    """Run the command with a metrics file; return the path of the file."""
     command = [*shlex.split(words), "--metrics-file", str(metrics)]
     print(shlex.join(command), flush=True)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -75,7 +75,7 @@ def run(words: str, metrics: Path) -> Path:
 
 
 def read(path: Path) -> Curve:
-    """Losses and gradient norms of each iteration in a log or a metrics file."""
+    """Return losses and gradient norms of each iteration in a log or a metrics file."""
     curve: Curve = {}
     for line in path.read_text(errors="replace").splitlines():
         if line.startswith("{"):
@@ -96,7 +96,7 @@ def read(path: Path) -> Curve:
 
 
 def differences(old: Curve, new: Curve) -> list[Difference]:
-    """Every number that both have and that is not the same text, in order of iterations."""
+    """Return every value that both runs have but as different text, in order of iterations."""
     return [
         Difference(iteration, name, value, new[iteration][name])
         for iteration in sorted(old.keys() & new.keys())
@@ -106,7 +106,7 @@ def differences(old: Curve, new: Curve) -> list[Difference]:
 
 
 def report(old: Curve, new: Curve, common_only: bool = False) -> int:
-    """Print the verdict; the exit code."""
+    """Print the result; return the exit code."""
     both = old.keys() & new.keys()
     if not both:
         print("loss_compare: no iteration stands in both", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Write docs/matrix.md: which features combine, from the cases that the tests run.
 
-python tools/matrix.py            write the page
-python tools/matrix.py --cover    add cases for pairs that can start and that none has
+python tools/matrix.py            write the page python tools/matrix.py --cover    add cases for
+pairs that a run accepts and no case covers
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGET = ROOT / "docs/matrix.md"
 COVERING = ROOT / "tests/distributed/covering.txt"
 PAIRED = {name: feature for name, feature in FEATURES.items() if feature.is_paired}
 MAX_RANKS = 8
-LOW_PRECISION = ("precision", "reduced in")  # groups whose numbers are compared loosely
+LOW_PRECISION = ("precision", "reduced in")  # groups compared with larger tolerances
 ORDINARY = 24  # cases of `make test`; `make test-slow` runs the others, each for fewer new pairs
 TESTED, TESTED_SLOWLY, ABSENT, UNTESTED = "T", "t", "-", "?"
 HEAD = """# What combines with what
@@ -45,7 +45,7 @@ Pair = frozenset[str]
 
 
 def main() -> None:
-    """Write the page, and choose cases first where that is asked for."""
+    """Write the page; with --cover, choose further cases first."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cover", action="store_true", help="add to the list of cases")
     asked = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def refusals(argv: Sequence[str], world_size: int) -> list[str]:
-    """Why the command line cannot start, or which of its flags would do nothing."""
+    """Return why the command line cannot start, or which of its flags have no effect."""
     try:
         run = resolve(parse_args(argv=list(argv)), world_size)
     except ConfigError as error:
@@ -65,18 +65,18 @@ def refusals(argv: Sequence[str], world_size: int) -> list[str]:
 
 
 def cases() -> dict[str, Case]:
-    """The covering list, by name."""
+    """Return the covering list, by name."""
     lines = COVERING.read_text().splitlines()
     return {f"cover-{number:02}": case_of(line.split()) for number, line in enumerate(lines)}
 
 
 def slow_cases() -> list[str]:
-    """Names of those that the ordinary tests leave out."""
+    """Return the names of the cases that the ordinary tests omit."""
     return list(cases())[ORDINARY:]
 
 
 def tested_pairs() -> dict[Pair, str]:
-    """Features that stand together in a case of the list, and how they are tested."""
+    """Return pairs of features that a case of the list combines -> how they are tested."""
     slow = slow_cases()
     return {
         pair: TESTED_SLOWLY if name in slow else TESTED
@@ -86,7 +86,7 @@ def tested_pairs() -> dict[Pair, str]:
 
 
 def _shown(case: Case) -> Iterator[Pair]:
-    """Pairs that a case proves; one of low precision, only those that have to do with it."""
+    """Yield pairs that a case tests; in low precision only those with a low-precision feature."""
     low = {name for name in case.features if FEATURES[name].group in LOW_PRECISION}
     for pair in combinations(case.features, 2):
         if not low or low.intersection(pair):
@@ -94,7 +94,7 @@ def _shown(case: Case) -> Iterator[Pair]:
 
 
 def cell(pair: Pair, tested: dict[Pair, str]) -> str:
-    """How it is tested, ABSENT, UNTESTED, or why a command line is refused."""
+    """Return how a pair is tested, ABSENT, UNTESTED, or why its command line is refused."""
     if pair in tested:
         return tested[pair]
     one, other = sorted(pair)
@@ -105,13 +105,13 @@ def cell(pair: Pair, tested: dict[Pair, str]) -> str:
 
 
 def untested() -> list[str]:
-    """Pairs that a run accepts and no case has."""
+    """Return pairs that a run accepts and no case covers."""
     tested = tested_pairs()
     return [" + ".join(sorted(p)) for p in _pairs() if cell(p, tested) == UNTESTED]
 
 
 def render() -> str:
-    """The page."""
+    """Return the page."""
     tested, sentences = tested_pairs(), {}
     names = list(PAIRED)
     rows = [f"| | {' | '.join(str(i) for i in range(1, len(names)))} |"]
@@ -138,7 +138,7 @@ def render() -> str:
 
 
 def choose_cases() -> Iterator[Pair]:
-    """Cases that show what the list does not yet: of many, each the best for its cost."""
+    """Yield cases that cover untested pairs: repeatedly the candidate with most pairs per cost."""
     rng, tested = random.Random(0), tested_pairs()
     missing = {pair for pair in _pairs() if cell(pair, tested) == UNTESTED}
     suits = _partners(missing.union(tested))
@@ -158,19 +158,19 @@ def choose_cases() -> Iterator[Pair]:
 
 
 def _pairs() -> Iterator[Pair]:
-    """All but alternatives of each other."""
+    """Yield all pairs of features except alternatives of each other."""
     for one, other in combinations(PAIRED.values(), 2):
         if one.group != other.group:
             yield frozenset((one.name, other.name))
 
 
 def _partners(pairs: set[Pair]) -> dict[str, set[str]]:
-    """The others of the pairs that each feature is in, and itself."""
+    """Return for each feature itself and the features that it has a pair with."""
     return {name: {name}.union(*(pair for pair in pairs if name in pair)) for name in PAIRED}
 
 
 def _cost(case: Case) -> float:
-    """Processes to start, and the one to compare with; threads as ranks start faster."""
+    """Return processes to start, the one to compare with, and a part for each rank."""
     return 1 + case.num_processes + 0.3 * case.world_size
 
 
@@ -181,7 +181,7 @@ def _fill(
     max_ranks: int,
     rng: random.Random,
 ) -> Case:
-    """``names`` and, again and again, the feature that brings most of the pairs ``left``."""
+    """Add to ``names``, repeatedly, the feature that covers most of the pairs ``left``."""
     low = {name for name in names if FEATURES[name].group in LOW_PRECISION}
     steps = [names]
     while gains := {
@@ -195,18 +195,18 @@ def _fill(
     }:
         names = max(gains, key=lambda wider: gains[wider])
         steps.append(names)
-    while _problems(steps[-1]):  # of more than two
+    while _problems(steps[-1]):  # conflicts of more than two features
         steps.pop()
     case = case_of(steps[-1])
-    return case if case.world_size > 1 else case_of(steps[-1] | {"dp"})  # not with itself
+    return case if case.world_size > 1 else case_of(steps[-1] | {"dp"})  # one rank is the reference
 
 
 @cache
 def _problems(given: Pair) -> list[str]:
-    """Why these cannot stand together."""
+    """Return why these features cannot be combined; [] if they can."""
     case = case_of(given)
     groups = [FEATURES[name].group for name in case.features]
-    if len(set(groups)) < len(groups):  # one needs an alternative of the other: left out
+    if len(set(groups)) < len(groups):  # a needed feature is an alternative of a given one: drop it
         case = Case(
             frozenset(
                 n for n in case.features if n in given or groups.count(FEATURES[n].group) == 1

@@ -1,4 +1,4 @@
-"""Join the token files of a directory, sorted by name, into one pair.
+"""Concatenate the token files of a directory, sorted by name, into one pair.
 
     python tools/merge_datasets.py --input parts/ --output-prefix all_text_document
 
@@ -23,7 +23,7 @@ from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprin
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,7 +37,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def merge(directory: str, output_prefix: str, multimodal: bool) -> list[str]:
-    """Write ``output_prefix.bin/.idx``; the prefixes joined, in order."""
+    """Write ``output_prefix.bin/.idx``; return the prefixes that it joins, in order."""
     prefixes = _prefixes(directory)
     if os.path.abspath(output_prefix) in map(os.path.abspath, prefixes):
         raise ConfigError(
@@ -58,7 +58,7 @@ def merge(directory: str, output_prefix: str, multimodal: bool) -> list[str]:
 
 
 def _prefixes(directory: str) -> list[str]:
-    """Sorted prefixes; DataError if a file of a pair is missing."""
+    """Return sorted prefixes.  Raises DataError if a file of a pair is missing."""
     if not os.path.isdir(directory):
         raise ConfigError(f"--input {directory} is no directory; name one with .bin and .idx files")
     found = {os.path.splitext(name) for name in os.listdir(directory)}
@@ -76,7 +76,10 @@ def _prefixes(directory: str) -> list[str]:
 
 
 def _common_fingerprint(prefixes: Sequence[str]) -> Fingerprint | None:
-    """The tokenizer of all parts; None if a part does not say; DataError if two differ."""
+    """Return the tokenizer fingerprint of all parts; None if a part has none.
+
+    Raises DataError if two parts have different ones.
+    """
     first: tuple[str, Fingerprint] | None = None
     complete = True
     for prefix in prefixes:

@@ -5,8 +5,9 @@
         --append-eod
 
 Writes ``{output-prefix}_{key}_{document|sentence}.bin`` and ``.idx`` for every JSON key, and
-``....tokenizer.json``, by which training knows that it runs the tokenizer that made the data.
-With ``--partitions`` an interrupted run, started again, goes on after its last finished partition.
+``....tokenizer.json``, by which training checks that its tokenizer is the one that made the data.
+With ``--partitions``, an interrupted run continues after its last finished partition when it is
+started again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
-if __name__ == "__main__":  # numpy would start threads that are never used, and then fork
+if __name__ == "__main__":  # no threads of numpy before workers are forked
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
@@ -34,7 +35,7 @@ from megatron.training.process.user_code import parse_tool_args
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,7 +3,7 @@
     python tools/preprocess_data_nmt.py --input train.de --output-prefix train_de \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model de.model
 
-Sequence n of ``{output-prefix}.bin/.idx`` is line n, so that two sides stay together: an empty
+Sequence n of ``{output-prefix}.bin/.idx`` is line n, so that two sides stay aligned: an empty
 line, or one without a token, is an error.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
-if __name__ == "__main__":  # numpy would start threads that are never used, and then fork
+if __name__ == "__main__":  # no threads of numpy before workers are forked
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
@@ -27,7 +27,7 @@ from megatron.training.process.user_code import parse_tool_args
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Recipes as files: what a functional-test recipe says, and what is wrong with it."""
+"""Read functional-test recipes from files, and report what is wrong with them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ MISSING_PARTS = {
 
 @dataclass
 class Recipe:
-    """Flags in file order with their raw values, the environment, and what is compared."""
+    """Flags in file order with their raw values, environment, and what is compared."""
 
     args: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
     test_type: str = "regular"
     script: str = "pretrain_gpt.py"
     args_2: dict[str, Any] | None = (
-        None  # of the second run of ckpt-resume; else those of the first
+        None  # flags of ckpt-resume's second run; None: those of the first
     )
     before: str = ""  # shell text around each run
     after: str = ""
@@ -60,7 +60,7 @@ class Recipe:
 
 
 def load(path: Path, script: str | None = None) -> Recipe:
-    """The recipe in ``path``, every reference to the environment still in it."""
+    """Read the recipe in ``path``; references to the environment are not expanded."""
     content = read_recipe(path)
     args = _flags(path, content, "MODEL_ARGS")
     if args is None:
@@ -109,7 +109,7 @@ def _flags(path: Path, content: Mapping[str, Any], key: str) -> dict[str, Any] |
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The mapping in ``path``, every scalar the text it was written as.
+    """Return the mapping in ``path``, every scalar as the text that is written.
 
     A recipe becomes a command line, where ``1e-4`` must not turn into something else.
     """
@@ -120,7 +120,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _merged(path: Path, entry: Any) -> Any:
-    """A mapping with the keys of those under ``<<`` first, as YAML merges them."""
+    """Return a mapping with the mappings under ``<<`` merged into it, as YAML does."""
     if not isinstance(entry, dict) or "<<" not in entry:
         return entry
     others = entry["<<"] if isinstance(entry["<<"], list) else [entry["<<"]]
@@ -134,7 +134,7 @@ def _merged(path: Path, entry: Any) -> Any:
 
 
 def script_of(path: Path, content: Mapping[str, Any]) -> str:
-    """The entry script: the recipe's, that of the list of test cases, or by the folders' names."""
+    """Return the entry script: from the recipe, the list of test cases, or words of the path."""
     named = _named_script(content)
     if named is not None:
         return named
@@ -147,7 +147,7 @@ def script_of(path: Path, content: Mapping[str, Any]) -> str:
 
 
 def _named_script(content: Mapping[str, Any]) -> str | None:
-    """TRAINING_SCRIPT_PATH as a key, in ENV_VARS, or set in the shell text of ``script``."""
+    """Return TRAINING_SCRIPT_PATH: a key, in ENV_VARS, or set in the shell text of ``script``."""
     spec = content.get("spec")
     places = [content, content.get("ENV_VARS"), spec]
     for place in places:
@@ -166,7 +166,7 @@ def _named_script(content: Mapping[str, Any]) -> str | None:
 
 
 def _lists_of_cases(path: Path) -> Iterator[dict[str, Any]]:
-    """Files of tests/test_utils/recipes that list the test case in whose folder ``path`` lies."""
+    """Yield files of tests/test_utils/recipes that list the test case in the folder of ``path``."""
     case, model = path.resolve().parent, path.resolve().parent.parent.name
     for folder in path.resolve().parents:
         for file in sorted((folder / "test_utils/recipes").glob("**/*.yaml")):

@@ -1,10 +1,10 @@
-"""Golden values of a recipe: what a run has to reach, from the metrics that the recipe names.
+"""Compare the metrics of a recipe's run with golden values.
 
 A golden file maps a metric (a TensorBoard tag) to its values::
 
     {"lm loss": {"start_step": 1, "end_step": 100, "step_interval": 5, "values": {"1": 10.8}}}
 
-``values`` is also a list, from ``start_step`` in steps of ``step_interval``.
+``values`` may also be a list, which begins at ``start_step`` in steps of ``step_interval``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.config.errors import DataError
 DEFAULT_METRICS = ("iteration-time", "lm loss", "num-zeros")
 # Golden values come from other kernels in other orders of sums: losses agree within 5 %.
 RELATIVE_TOLERANCE = 0.05
-# Depend on the machine: reported, not compared.
+# Depend on the machine: not compared.
 _OF_THE_MACHINE = ("iteration-time", "mem-")
 
 # metric -> step -> value
@@ -29,13 +29,13 @@ Metrics = dict[str, dict[int, float]]
 
 
 def golden_beside(recipe: Path) -> Path | None:
-    """The golden values in the folder of ``recipe``; None without exactly one such file."""
+    """Return the golden file in the folder of ``recipe``; None unless there is exactly one."""
     found = sorted(recipe.parent.glob("golden_values*.json"))
     return found[0] if len(found) == 1 else None
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The numbers of each training step in a ``--metrics-file``."""
+    """Return the values of each training step in a ``--metrics-file``."""
     metrics: Metrics = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
@@ -48,7 +48,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def read_golden(path: Path) -> Metrics:
-    """The values of a golden file; steps whose value is no number are left out."""
+    """Return the values of a golden file, without those that are not finite."""
     try:
         content = json.loads(path.read_text())
         return {name: dict(_steps(entry)) for name, entry in content.items()}
@@ -68,7 +68,7 @@ def _steps(entry: dict[str, Any]) -> Iterator[tuple[int, float]]:
 
 
 def compare_with_golden(golden: Path | None, metrics_file: Path, names: Sequence[str]) -> int:
-    """Print how a run agrees with its golden values; 1 if a metric does not."""
+    """Print whether a run agrees with its golden values; return 1 if a metric does not."""
     if golden is None:
         print("no golden values: nothing is compared with them")
         return 0
@@ -76,7 +76,7 @@ def compare_with_golden(golden: Path | None, metrics_file: Path, names: Sequence
 
 
 def report(source: Path, wanted: Metrics, metrics_file: Path, names: Sequence[str]) -> int:
-    """Print how the run of ``metrics_file`` agrees with ``wanted``, which ``source`` holds."""
+    """Print whether the run of ``metrics_file`` agrees with ``wanted``, read from ``source``."""
     problems = list(differences(wanted, read_metrics(metrics_file), names))
     for problem in problems:
         print(f"{source.name}: {problem}", file=sys.stderr)
@@ -86,7 +86,7 @@ def report(source: Path, wanted: Metrics, metrics_file: Path, names: Sequence[st
 
 
 def differences(golden: Metrics, run: Metrics, names: Sequence[str]) -> Iterator[str]:
-    """A message for each metric of ``names`` that differs, with the first step where it does."""
+    """Yield a message for each metric of ``names`` that differs, with the first such step."""
     for name in names:
         if name.startswith(_OF_THE_MACHINE):
             continue

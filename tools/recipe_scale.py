@@ -1,4 +1,4 @@
-"""A recipe's flags with small numbers in them: the same features, a minute on two cores."""
+"""Scale down a recipe's flags: the same features, in a minute on two cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEGREES = (
     "--context-parallel-size",
 )
 
-# flag -> the largest value that is kept
+# flag -> maximum value
 AT_MOST = {
     "--tensor-model-parallel-size": 2,
     "--pipeline-model-parallel-size": 2,
@@ -59,13 +59,13 @@ AT_MOST = {
     "--make-vocab-size-divisible-by": 64,
 }
 
-# Where the real data and tokenizer are named: mock data takes their place.
+# Flags of real data and tokenizers, which mock data replaces.
 DATA_FLAGS = (
     "--data-path --train-data-path --valid-data-path --test-data-path --data-args-path "
     "--per-split-data-args-path --vocab-file --merge-file --tokenizer-model --tokenizer-type "
     "--tiktoken-pattern"
 ).split()
-# Values that have an entry for each layer.
+# Flags whose value may have an entry for each layer.
 PER_LAYER = ("--moe-layer-freq", "--window-attn-skip-freq")
 
 FOLDERS = {
@@ -77,8 +77,8 @@ FOLDERS = {
 
 
 def scale_down(args: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    """The same flags with small values, on mock data, everything written under ``out``."""
-    # This machine's own backend: a recipe names nccl, which needs GPUs.
+    """Return the flags with small values and mock data, with all output under ``out``."""
+    # Use the default backend: recipes name nccl, which needs GPUs.
     left_out = {*DATA_FLAGS, "--distributed-backend"}
     small = {flag: value for flag, value in args.items() if flag not in left_out}
     for flag, most in AT_MOST.items():
@@ -90,7 +90,7 @@ def scale_down(args: Mapping[str, Any], out: Path) -> dict[str, Any]:
     small["--mock-data"] = "true"
     small["--tokenizer-type"] = "NullTokenizer"
     small.setdefault("--vocab-size", str(AT_MOST["--vocab-size"]))
-    if re.search("mamba|--hybrid", str(args)):  # groups divide the heads of a small layer
+    if re.search("mamba|--hybrid", str(args)):  # so that groups divide the heads
         small["--mamba-head-dim"] = str(AT_MOST["--mamba-head-dim"])
     _fit_layers(small)
     _fit_batch(small)
@@ -99,7 +99,7 @@ def scale_down(args: Mapping[str, Any], out: Path) -> dict[str, Any]:
 
 
 def smallest_world(args: Mapping[str, Any]) -> int:
-    """The fewest ranks that the parallel degrees can be laid on."""
+    """Return the smallest number of ranks that fits the parallel degrees."""
     dense = _dense_ranks(args)
     stages = _number(args, "--pipeline-model-parallel-size", 1)
     experts = _number(args, "--expert-model-parallel-size", 1)
@@ -121,7 +121,7 @@ def _number(args: Mapping[str, Any], flag: str, default: int) -> int:
 
 
 def _fit_layers(small: dict[str, Any]) -> None:
-    """As few layers as give every virtual stage one, two in all at least."""
+    """Use as few layers as give each virtual stage one, but at least two."""
     stages = _number(small, "--pipeline-model-parallel-size", 1)
     if "--num-layers-per-virtual-pipeline-stage" in small:
         small["--num-layers-per-virtual-pipeline-stage"] = "1"
@@ -140,7 +140,7 @@ def _chunks(args: Mapping[str, Any]) -> int:
 
 
 def _fewer_entries(pattern: str, count: int) -> str:
-    """``count`` entries of a list such as ``([0]*1+[1]*23)``, first and last among them.
+    """Return ``count`` entries of a list such as ``([0]*1+[1]*23)``, with the first and last.
 
     >>> _fewer_entries("([0]*1+[1]*23)", 4)
     '([0,1,1,1])'
@@ -155,7 +155,7 @@ def _fewer_entries(pattern: str, count: int) -> str:
 
 
 def _fit_batch(small: dict[str, Any]) -> None:
-    """Two micro-batches on each replica, and as many as there are stages."""
+    """Use two micro-batches per data-parallel rank, or one per pipeline stage if that is more."""
     replicas = smallest_world(small) // _dense_ranks(small)
     stages = _number(small, "--pipeline-model-parallel-size", 1)
     one_each = _number(small, "--micro-batch-size", 1) * replicas
@@ -168,7 +168,7 @@ def _fit_batch(small: dict[str, Any]) -> None:
 
 
 def _fit_samples(small: dict[str, Any], args: Mapping[str, Any]) -> None:
-    """Lengths counted in samples shrink as the run does."""
+    """Reduce lengths in samples by the same factor as the run."""
     if "--train-samples" not in args:
         return
     batch = int(small.get("--global-batch-size", small.get("--micro-batch-size", 1)))

@@ -2,7 +2,7 @@
 
     WORLD_SIZE=64 python tools/report_theoretical_memory.py --num-layers 24 --hidden-size 2048 ...
 
-`tools/plan.py` counts instead, stage by stage.
+`tools/plan.py` uses no formula: it counts stage by stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.training.process.rank_print import world_size
 
 
 def main() -> None:
-    """Exit status 1 where the flags are refused or do not say the size of the vocabulary."""
+    """Print the memory; exit with status 1 if flags are refused or the vocabulary is unknown."""
     args = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     try:
         config = resolve(args, args.check_world_size or world_size())

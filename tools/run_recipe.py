@@ -4,9 +4,9 @@
     python tools/run_recipe.py model_config.yaml --check
     python tools/run_recipe.py model_config.yaml --scale-down
 
-A recipe is a command line in another spelling.  ``--scale-down`` keeps every flag but makes
-sizes, lengths, degrees and iterations so small that this machine runs it in about a minute, on
-mock data.  docs/recipes.md says what each TEST_TYPE runs and compares.
+A recipe is a command line written as YAML.  ``--scale-down`` keeps every flag but reduces sizes,
+lengths, degrees and iterations so that this machine runs it on mock data in about a minute.
+docs/recipes.md describes what each TEST_TYPE runs and compares.
 
 A recipe is trusted like a script: its BEFORE_SCRIPT and AFTER_SCRIPT are run by bash.
 """
@@ -40,7 +40,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True)
 class Plan:
-    """The words of the first and the second run, and where they write."""
+    """Command lines of the first and the second run, and their output folder."""
 
     recipe: Recipe
     first: list[str]
@@ -54,7 +54,7 @@ class Plan:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, check or print the commands of a recipe; the exit code."""
+    """Run, check or print the commands of a recipe; return the exit code."""
     options = _parser().parse_args(argv)
     try:
         recipe = load(options.recipe, options.script)
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def plan_of(recipe: Recipe, out: Path, options: argparse.Namespace) -> Plan:
-    """The commands of both runs.  Raises ConfigError for references that are unset."""
+    """Return the commands of both runs.  Raises ConfigError for unset variables."""
     both = [recipe.args, recipe.args if recipe.args_2 is None else recipe.args_2]
     if options.scale_down:
         both = [scale_down(args, out) for args in both]
@@ -106,7 +106,7 @@ def plan_of(recipe: Recipe, out: Path, options: argparse.Namespace) -> Plan:
     if recipe.test_type != "frozen-resume":
         folders["CHECKPOINT_LOAD_PATH"] = "checkpoints"
     variables = {name: str(out / folder) for name, folder in folders.items()}
-    if options.check or options.scale_down:  # no data are read: any path will do
+    if options.check or options.scale_down:  # no data is read: any path works
         names = re.findall(r"\$\{?(\w+)", str(both))
         variables = {name: str(out / name) for name in names} | variables
     environment = {**variables, **os.environ, **recipe.env}
@@ -125,7 +125,7 @@ def plan_of(recipe: Recipe, out: Path, options: argparse.Namespace) -> Plan:
 
 
 def launcher(script: str, world_size: int, nproc_per_node: int | None = None) -> list[str]:
-    """The words before the flags; one rank needs no launcher."""
+    """Return the words before the flags; a single rank needs no launcher."""
     words = [sys.executable]
     if world_size > 1:
         words += ["-m", "torch.distributed.run", "--nproc-per-node"]
@@ -148,7 +148,10 @@ def _print_plan(plan: Plan) -> None:
 
 
 def words_of(args: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
-    """MODEL_ARGS as words: true is a bare flag, false is left out, lists give several words."""
+    """Return MODEL_ARGS as words of a command line.
+
+    true is a flag without value, false omits the flag, a list gives several words.
+    """
     words: list[str] = []
     missing: set[str] = set()
     for flag, value in args.items():
@@ -170,12 +173,12 @@ def words_of(args: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
 
 
 def _has_several_words(text: str) -> bool:
-    """Blends and batch ramps are several words; an expression in brackets is one."""
+    """Return whether a value is several words, as blends are; brackets are one word."""
     return " " in text and text[0] not in "[({"
 
 
 def _without_brackets(text: str) -> str:
-    """``a b`` of ``[a b]``, a list of words; an expression such as ``[0]*2+[1]`` as it is."""
+    """Return ``a b`` for the list ``[a b]``; leave expressions such as ``[0]*2+[1]`` unchanged."""
     match = re.fullmatch(r"\[\s*([^\[\]()*+,]+?)\s*\]", text)
     return match[1] if match and not match[1].isdecimal() else text
 
@@ -210,9 +213,9 @@ def _repeat(plan: Plan, is_small: bool) -> int:
 
 
 def _run_type(plan: Plan, suffix: str, is_small: bool) -> int:
-    """Run as TEST_TYPE says, and compare; the exit code."""
+    """Run as TEST_TYPE requires, and compare; return the exit code."""
     recipe, name = plan.recipe, f"run{suffix}"
-    # The checkpoint of an earlier run fits no small model: the small form makes one itself.
+    # A full-size checkpoint does not fit the scaled-down model, which saves its own first.
     is_resumed = recipe.test_type == "ckpt-resume" or (
         recipe.test_type == "frozen-resume" and is_small
     )
@@ -234,7 +237,7 @@ def _run_type(plan: Plan, suffix: str, is_small: bool) -> int:
 
 
 def _run_to_the_end(plan: Plan, name: str) -> int:
-    """Start again from the last checkpoint until all steps are done, as a queue of jobs does."""
+    """Restart from the last checkpoint until all steps are done, as a sequence of jobs does."""
     save, steps = plan.path_of("--save"), plan.recipe.number("--train-iters", 0)
     done = _saved_iteration(save)
     while save is not None and 0 < done < steps:
@@ -250,7 +253,7 @@ def _run_to_the_end(plan: Plan, name: str) -> int:
 
 
 def _saved_iteration(save: Path | None) -> int:
-    """What the tracker in ``save`` says; 0 for none."""
+    """Return the iteration in the tracker file of ``save``; 0 without one."""
     tracker = None if save is None else save / TRACKER
     text = tracker.read_text().strip() if tracker is not None and tracker.exists() else ""
     return int(text) if text.isdecimal() else 0
@@ -259,7 +262,7 @@ def _saved_iteration(save: Path | None) -> int:
 def _resume(plan: Plan, suffix: str) -> int:
     """Run again from the first checkpoint, and compare the losses of both runs.
 
-    Under the same flags they are equal bitwise; another layout adds in another order.
+    With the same flags they are bitwise identical; another layout sums in another order.
     """
     save = plan.path_of("--save")
     if save is None or "--save-interval" not in plan.recipe.args:
@@ -278,7 +281,7 @@ def _resume(plan: Plan, suffix: str) -> int:
 
 
 def _run(plan: Plan, words: list[str], name: str) -> int:
-    """Run ``words`` between BEFORE_SCRIPT and AFTER_SCRIPT; NAME.log and NAME.jsonl in --out."""
+    """Run ``words`` between BEFORE_SCRIPT and AFTER_SCRIPT; write NAME.log and NAME.jsonl."""
     environment = _environment(plan)
     metrics = str(plan.out / f"{name}.jsonl")
     recorded = [] if "--metrics-file" in words else ["--metrics-file", metrics]
@@ -300,7 +303,7 @@ def _environment(plan: Plan) -> dict[str, str]:
 
 
 def _shown(words: list[str], environment: Mapping[str, str], log: Path) -> int:
-    """Run ``words``, the output shown and kept in ``log``."""
+    """Run ``words``; print the output and write it to ``log``; return the exit code."""
     with log.open("w") as kept:
         process = subprocess.Popen(
             words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

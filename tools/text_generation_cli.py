@@ -1,9 +1,9 @@
-"""Write text with a checkpoint that training saved: nothing but --load is needed.
+"""Generate text with a checkpoint of a training run; only --load is required.
 
     python tools/text_generation_cli.py --load DIR --prompt "def "
     torchrun --nproc-per-node 2 tools/text_generation_cli.py --load DIR --prompt "def "
 
-With HOST:PORT in place of --load, prompts go to a running text-generation server.
+With HOST:PORT in place of --load, prompts are sent to a running text-generation server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.training.process.user_code import parse_tool_args
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of this program."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description="Write text with a checkpoint, or through a server.", allow_abbrev=False
     )
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Answer one prompt, or prompts from the terminal until its end."""
+    """Answer --prompt, or each line from the terminal until its end."""
     try:
         args = parse_tool_args(build_parser)
         if (args.load is None) == (args.address is None):

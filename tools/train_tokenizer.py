@@ -1,4 +1,4 @@
-"""Learn a tokenizer from the files that preprocess_data.py reads.
+"""Train a tokenizer on the files that preprocess_data.py reads.
 
     python tools/train_tokenizer.py --input corpus.jsonl --output-dir tok --vocab-size 50257
     python tools/preprocess_data.py ... --tokenizer-type GPT2BPETokenizer \\
@@ -28,7 +28,7 @@ from megatron.training.preprocess.train import (
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Write docs/tree.md: every file of the project with the first sentence it says about itself.
+"""Write docs/tree.md: every file of the project with the first sentence of its docstring.
 
 python tools/tree.py
 """
@@ -21,7 +21,7 @@ Every file and what it is for, from its own first sentence. Written by `tools/tr
 
 
 def render() -> str:
-    """The page."""
+    """Return the page."""
     lines = [HEAD, "```"]
     shown: set[Path] = set()
     for path in described_files():
@@ -36,7 +36,7 @@ def render() -> str:
 
 
 def described_files() -> Iterator[Path]:
-    """Python, C++ and shell files in tree order, files of a folder before its folders."""
+    """Yield Python, C++ and shell files in tree order, files of a folder before its folders."""
     yield from sorted(ROOT.glob("*.py"))
     for folder in FOLDERS:
         yield from _walk(ROOT / folder)
@@ -54,7 +54,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def first_sentence(path: Path) -> str:
-    """What the file says about itself, up to its first full stop or colon."""
+    """Return the first sentence of a file's docstring or leading comment."""
     text = path.read_text()
     if path.suffix == ".py":
         comment = ast.get_docstring(ast.parse(text)) or ""

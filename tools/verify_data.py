@@ -31,7 +31,7 @@ from megatron.training.preprocess.cli import run_tool
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,7 +46,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def write_checksums(prefix: str) -> str:
-    """Write ``prefix.crc``; returns what was written, in words."""
+    """Write ``prefix.crc``; return a message about it."""
     index = SequenceIndex(get_idx_path(prefix), multimodal=False)
     index.check_arrays(get_bin_path(prefix), file_size(get_bin_path(prefix)))
     checksums = Checksums.of_files(prefix)
@@ -55,7 +55,7 @@ def write_checksums(prefix: str) -> str:
 
 
 def damages(prefix: str) -> Iterator[str]:
-    """What is wrong with the files of ``prefix``, a sentence each."""
+    """Yield one sentence for each problem of the files of ``prefix``."""
     bin_path = get_bin_path(prefix)
     checksums = Checksums.read(prefix)
     if checksums is None:
@@ -81,7 +81,7 @@ def damages(prefix: str) -> Iterator[str]:
 
 
 def documents_in(index: SequenceIndex, start: int, end: int) -> str:
-    """The documents, numbered from 0, that have tokens in bytes [start, end) of .bin."""
+    """Return which documents, numbered from 0, have tokens in bytes [start, end) of .bin."""
     pointers = index.sequence_pointers
     first = max(int(np.searchsorted(pointers, start, "right")) - 1, 0)
     last = int(np.searchsorted(pointers, end, "left")) - 1
@@ -94,7 +94,7 @@ def documents_in(index: SequenceIndex, start: int, end: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; DataError, hence status 1, if anything is damaged."""
+    """Entry point; raises DataError, hence status 1, if anything is damaged."""
     args = get_parser().parse_args(argv)
     num_wrong = 0
     for prefix in args.prefixes:

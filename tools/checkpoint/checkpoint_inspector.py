@@ -1,4 +1,4 @@
-"""Look into a checkpoint of any format: list it, print a tensor, compare two, verify, change names.
+"""Inspect a checkpoint of any format: list, print a tensor, compare two, verify, rename keys.
 
     python tools/checkpoint/checkpoint_inspector.py inspect DIR
     python tools/checkpoint/checkpoint_inspector.py print-tensor DIR KEY
@@ -7,7 +7,7 @@
     python tools/checkpoint/checkpoint_inspector.py modify-state-dict DIR NEW --op "rename OLD NEW"
     python tools/checkpoint/checkpoint_inspector.py convert-checkpoint DIR NEW --format hf
 
-DIR is what --load takes, one checkpoint in it, or a Hugging Face folder.
+DIR is a directory as for --load, one checkpoint in it, or a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _ARGUMENTS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", 
 
 
 def open_tensors(directory: Path, step: int | None = None) -> tuple[str, Tensors]:
-    """A line about the checkpoint in ``directory``, and its tensors.  Raises CheckpointError."""
+    """Return a line about the checkpoint in ``directory``, and its tensors.
+
+    Raises CheckpointError.
+    """
     if (directory / CONFIG).exists():
         return f"{directory}: Hugging Face", read_weights(directory)
     folder = resolve_folder(directory, step)
@@ -52,7 +55,7 @@ def open_tensors(directory: Path, step: int | None = None) -> tuple[str, Tensors
 
 
 def _source(reader: CheckpointReader) -> str:
-    """What saved a checkpoint: a run, with its main arguments, or a script that calls the library.
+    """Return what saved a checkpoint: a run, with its main arguments, or a call of the library.
 
     Raises CheckpointDamaged.
     """
@@ -70,7 +73,7 @@ def _source(reader: CheckpointReader) -> str:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    """Keys, shapes, dtypes."""
+    """List keys, shapes and dtypes."""
     about, tensors = open_tensors(args.checkpoint_dir, args.ckpt_step)
     print(about)
     for key, tensor in tensors.items():
@@ -81,14 +84,14 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def print_json(args: argparse.Namespace) -> None:
-    """The same as JSON."""
+    """Print keys, shapes and dtypes as JSON."""
     _, tensors = open_tensors(args.checkpoint_dir, args.ckpt_step)
     found = {k: {"shape": list(t.shape), "dtype": _short(t.dtype)} for k, t in tensors.items()}
     print(json.dumps(found, indent=2))
 
 
 def print_tensor(args: argparse.Namespace) -> None:
-    """One tensor: its values as torch shows them, and what they are like."""
+    """Print one tensor and statistics of its values."""
     _, tensors = open_tensors(args.checkpoint_dir, args.ckpt_step)
     if args.key not in tensors:
         near = [key for key in tensors if args.key in key]
@@ -105,7 +108,7 @@ def print_tensor(args: argparse.Namespace) -> None:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Where two checkpoints differ, tensor by tensor; 1 if they do anywhere."""
+    """Compare two checkpoints tensor by tensor; exit with 1 if they differ."""
     (_, mine), (_, other) = (open_tensors(d) for d in (args.checkpoint_dir, args.other_dir))
     differing = 0
     for key in sorted({*mine, *other}):
@@ -138,7 +141,7 @@ def _difference(a: LazyTensor | None, b: LazyTensor | None) -> str | None:
 
 
 def verify(args: argparse.Namespace) -> None:
-    """Read everything and compare it with its checksums."""
+    """Read all data and compare it with its checksums."""
     folder = resolve_folder(args.checkpoint_dir, args.ckpt_step)
     with open_reader(folder) as reader:
         _source(reader)
@@ -148,7 +151,7 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def modify(args: argparse.Namespace) -> None:
-    """Write a copy with other names, or without some tensors."""
+    """Write a copy with renamed keys, or without some tensors."""
     changes = [_operation(text) for text in args.op]
     rename: dict[str, str | None] = {}
     for key in open_tensors(args.input_dir, args.ckpt_step)[1]:
@@ -172,7 +175,7 @@ def modify(args: argparse.Namespace) -> None:
 
 
 def _operation(text: str) -> Callable[[str], str | None]:
-    """What ``rename PATTERN REPLACEMENT`` or ``delete PATTERN`` makes of a key."""
+    """Return the change of a key by ``rename PATTERN REPLACEMENT`` or ``delete PATTERN``."""
     kind, *words = text.split()
     if (kind, len(words)) not in (("rename", 2), ("delete", 1)):
         raise ConfigError(
@@ -186,7 +189,7 @@ def _operation(text: str) -> Callable[[str], str | None]:
 
 
 def convert_checkpoint(args: argparse.Namespace) -> None:
-    """What convert.py does, with its plain options."""
+    """Convert to another format, as convert.py does."""
     convert(
         ConversionRequest(
             source=args.input_dir, target=args.output_dir, format=args.format, step=args.ckpt_step
@@ -195,7 +198,7 @@ def convert_checkpoint(args: argparse.Namespace) -> None:
 
 
 def convert_to_fsdp(args: argparse.Namespace) -> None:
-    """Any checkpoint in the format of Megatron-LM's FSDP."""
+    """Convert any checkpoint to the format of Megatron-LM's FSDP."""
     for flag, default in _PREFIXES.items():
         found = vars(args)[flag.removeprefix("--").replace("-", "_")]
         if found not in (None, default):
@@ -232,7 +235,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The command line: one word for what to do, then what that needs."""
+    """Return the parser of the command line: a subcommand and its arguments."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -266,7 +269,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; ends with 1 where two checkpoints differ."""
+    """Entry point; exits with 1 if two checkpoints differ."""
     args = get_parser().parse_args(argv)
     if args.enable_msc:
         raise ConfigError("--enable-msc: checkpoints are read from local files only")

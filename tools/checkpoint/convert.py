@@ -3,9 +3,9 @@
     python tools/checkpoint/convert.py --from DIR --to DIR --format hf
     python tools/checkpoint/convert.py --from HF_DIR --to DIR [--tensor-parallel 2]
 
-The reference's command line is taken too: --model-type GPT --loader core|llama_mistral --saver core
---load-dir DIR --save-dir DIR --target-tensor-parallel-size N ...  No model is built and no GPU is
-used; memory holds a tensor or two.
+Megatron-LM's command line is accepted too: --model-type GPT --loader core|llama_mistral --saver
+core --load-dir DIR --save-dir DIR --target-tensor-parallel-size N ...  No GPU is used.  Memory
+holds one or two tensors, and both models while their logits are compared (--no-verify omits this).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.training.conversion.convert import DTYPES, HF, ConversionRequest, 
 from megatron.training.preprocess.cli import run_tool
 from megatron.training.process.user_code import parse_tool_args
 
-KINDS = ("GPT", "BERT", "T5", "MAMBA")  # the reference's are the first two
-# --loader and --saver of the reference: None where it is served, else why not.
+KINDS = ("GPT", "BERT", "T5", "MAMBA")  # Megatron-LM has the first two
+# Megatron-LM's --loader and --saver: None if supported, else why not.
 _IMAGES = "models that see images are not in this version"
 LOADERS: dict[str, str | None] = {
     **dict.fromkeys(("core", "mcore", "megatron", "legacy", "llama_mistral", "mixtral_hf")),
@@ -36,7 +36,7 @@ SAVERS: dict[str, str | None] = {
     "llava": _IMAGES,
     "hf_llava": _IMAGES,
 }
-# Flags of the reference that have nothing to do here, and why.
+# Megatron-LM's flags that have no effect, and why.
 WITHOUT_EFFECT = {
     "max_queue_size": "there is no queue: tensors are converted one at a time",
     "no_checking": "every tensor is always checked",
@@ -50,7 +50,7 @@ WITHOUT_EFFECT = {
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -86,7 +86,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def wanted_of(args: argparse.Namespace) -> ConversionRequest:
-    """What ``args`` ask for.  Raises ConfigError for what is not served."""
+    """Return the conversion that ``args`` request.  Raises ConfigError if it is unsupported."""
     _refuse(args)
     run_args: dict[str, Any] = {
         "tensor_model_parallel_size": args.tensor_parallel,

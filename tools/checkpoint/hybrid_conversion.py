@@ -1,10 +1,10 @@
-"""Write a hybrid model as a file for each rank, in another layout.
+"""Write a hybrid (Mamba) checkpoint as one file per rank, in another layout.
 
     python tools/checkpoint/hybrid_conversion.py --load-dir DIR --save-dir DIR \\
         --target-tp-size 2 --target-pp-size 2
 
-A run of this project needs none of it: its checkpoints load in any layout.  Any format is read, the
-optimizer is kept.
+Runs of this project do not need it: their checkpoints load in any layout.  Reads any format and
+preserves the optimizer state.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.conversion.convert import ConversionRequest, convert
 from megatron.training.preprocess.cli import run_tool
 
-# Sizes that the reference is told; the checkpoint knows them.
+# Sizes that Megatron-LM's script takes as flags; the checkpoint has them.
 _SIZES = ("--d-model", "--mamba-d-state", "--mamba2-n-groups", "--mamba2-head-dim")
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
