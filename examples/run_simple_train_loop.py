@@ -1,11 +1,11 @@
-"""The library without the application: a GPT, its optimizer and a loop of one's own.
+"""Train a GPT with the library alone: model, optimizer and training loop in one script.
 
     python examples/run_simple_train_loop.py
     torchrun --nproc-per-node 2 examples/run_simple_train_loop.py --tensor-model-parallel-size 2
 
 Trains a tiny GPT on mock data, saves nothing, and prints a loss for each step.  Order of
-collectives in a step: those of tensor parallelism in forward and backward, one sum of gradients
-over the data-parallel ranks.
+collectives in a step: those of tensor parallelism in forward and backward, then one all-reduce of
+gradients over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUM_MICROBATCHES = 2
 
 
 class Numbers:
-    """What a dataset asks of a tokenizer; mock data are numbers already."""
+    """Attributes of a tokenizer that a dataset reads; mock data already consists of ids."""
 
     vocab_size = VOCAB_SIZE
     eod = VOCAB_SIZE - 1
@@ -55,7 +55,7 @@ class Numbers:
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Start, build, train; the losses."""
+    """Set up, build and train; return the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--train-iters", type=int, default=20)
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> list[float]:
 
 
 def start(tp: int) -> None:
-    """Choose the device, meet the other ranks, make the groups, seed."""
+    """Choose the device, initialize the process group and the parallel groups, and seed."""
     device.choose("auto", int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         if "RANK" in os.environ:
@@ -79,7 +79,7 @@ def start(tp: int) -> None:
 
 
 def build_model(tp: int) -> DistributedDataParallel:
-    """A GPT of two layers whose gradients are summed over the data-parallel ranks."""
+    """Build a GPT of two layers, whose gradients are summed over the data-parallel ranks."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,
@@ -94,7 +94,7 @@ def build_model(tp: int) -> DistributedDataParallel:
 
 
 def batches() -> Iterator[dict[str, Tensor]]:
-    """Micro-batches of this data-parallel rank, without end."""
+    """Yield micro-batches of this data-parallel rank, without end."""
     config = GPTDatasetConfig(
         random_seed=0,
         sequence_length=SEQ_LENGTH,
@@ -117,20 +117,20 @@ def batches() -> Iterator[dict[str, Tensor]]:
 
 
 def forward_step(data: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    """The losses of a micro-batch [b, s], and the function that makes one number of them."""
+    """Return the losses [b, s] of a micro-batch, and the function that averages them."""
     batch = next(data)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return losses, partial(mean_loss, batch["loss_mask"])
 
 
 def mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean over tokens that bear loss."""
+    """Return the mean loss over the tokens of the loss mask, and the values to report."""
     loss = (losses * loss_mask).sum() / loss_mask.sum()
     return loss, {"lm loss": loss.detach()}
 
 
 def train(train_iters: int, tp: int) -> list[float]:
-    """The loop: gradients of a few micro-batches, one update."""
+    """Train: each iteration computes gradients of `NUM_MICROBATCHES` and updates once."""
     model = build_model(tp)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), [model])
     forward_backward = get_forward_backward_func()

@@ -1,7 +1,7 @@
-"""Write a corpus that every machine has: the text of the installed Python standard library.
+"""Write a corpus from the text of the installed Python standard library.
 
-``train.jsonl`` and ``valid.jsonl`` in the folder given, a JSON line for each file, as
-preprocess_data.py reads them; its tests and its tables of characters are left out.  About 9 MB.
+Writes ``train.jsonl`` and ``valid.jsonl`` into the given folder, one JSON line for each file, as
+preprocess_data.py reads them.  Tests and tables of characters are left out.  About 9 MB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VALID_PART = 20  # every 20th file
 
 
 def main() -> int:
-    """Write both files; the exit code."""
+    """Write both files; return the exit code."""
     folder = Path(sys.argv[1])
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [
@@ -25,7 +25,7 @@ def main() -> int:
         for path in sorted(library.rglob("*.py"))
         if not LEFT_OUT & set(path.relative_to(library).parts) and path.stat().st_size
     ]
-    random.Random(1234).shuffle(files)  # neighbours are alike: validation takes from everywhere
+    random.Random(1234).shuffle(files)  # files of a folder are alike: validate on all folders
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("valid", files[::VALID_PART]), ("train", _without_every_nth(files))):
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in part]

@@ -1,11 +1,11 @@
-"""What a model without any context would reach: the unigram loss of the validation data.
+"""Compare a run's validation loss with that of a unigram model, which uses no context.
 
     python examples/quickstart/unigram.py LOG LEAD FLAGS OF THE RUN
 
-Counts the tokens that the samples of the run ask for (the next, the hidden, those of the hidden
-spans), with one more of every token, and prints the mean -log p of those of the validation samples
-beside the last validation loss in the run's log, both in nats a token.  Ends with 1 unless training
-is ahead by LEAD.
+Counts the tokens that the training samples predict (next tokens, masked tokens, tokens of masked
+spans), with one added to each count.  Prints the mean -log p of those of the validation samples and
+the last validation loss in the run's log, both in nats per token.  Exits with 1 unless the run's
+loss is lower by LEAD.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from megatron.training.runtime.setup import build_stage
 
 
 def main() -> int:
-    """Compare and print; the exit code."""
+    """Compare and print; return the exit code."""
     log, lead, *flags = sys.argv[1:]
     with contextlib.redirect_stdout(io.StringIO()):
         run = start(configure(argv=flags))
         run.train_iters = run.config.training.train_iters
         setup.setup_tokenizer(run)
-        setup.build_model_chunks(run, partial(build_stage, run))  # its stages say what is read
+        setup.build_model_chunks(run, partial(build_stage, run))  # data depends on its stages
         train, valid, _ = build_datasets(run, train_valid_test_num_samples(run))
     unigram = unigram_loss(asked_for(train), asked_for(valid))
     losses = last_validation_losses(Path(log).read_text())
@@ -57,20 +57,20 @@ def main() -> int:
 
 
 def asked_for(samples: Iterable[Mapping[str, Any]]) -> np.ndarray:
-    """The labels that count, of all samples in one row."""
+    """Return the labels inside the loss mask, of all samples, concatenated."""
     rows = ((np.asarray(s["labels"]), np.asarray(s["loss_mask"])) for s in samples)
     return np.concatenate([labels[mask > 0] for labels, mask in rows])
 
 
 def unigram_loss(train: np.ndarray, valid: np.ndarray) -> float:
-    """Mean -log p(token) on ``valid``, p counted on ``train`` with one more of every token."""
+    """Return mean -log p(token) on ``valid``, with p from the counts on ``train`` plus one."""
     counts = np.bincount(train, minlength=int(max(train.max(), valid.max())) + 1) + 1.0
     log_p = np.log(counts / counts.sum())
     return float(-log_p[valid].mean())
 
 
 def last_validation_losses(log: str) -> dict[str, float]:
-    """The numbers in the last ``validation loss`` line of a console log, by name."""
+    """Return the losses in the last ``validation loss`` line of a console log, by name."""
     line = re.findall(r"validation loss at .*", log)[-1]
     return {name: float(value) for name, value in re.findall(r"(\w+) loss value: (\S+)", line)}
 
