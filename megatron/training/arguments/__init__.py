@@ -1,4 +1,7 @@
-"""From a command line to a checked RunConfig.  Exports load when asked for: some need no torch."""
+"""Parse a command line into a checked RunConfig.
+
+Exports are imported on first use, because some of the submodules must work without torch.
+"""
 
 from megatron.core.lazy import lazy_exports
 

@@ -1,4 +1,4 @@
-"""An argparse parser that reports every mistake of a command line or file at once."""
+"""An argparse parser that reports all errors of a command line or file at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _EXPECTED: dict[object, str] = {int: "a whole number is needed", float: "a numbe
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that goes on after a bad value and suggests spellings."""
+    """An argparse parser that continues after a bad value and suggests spellings.
+
+    ``problems`` collects the error messages, ``warnings`` the warnings.
+    """
 
     def __init__(self, *, description: str, usage: str) -> None:
         super().__init__(description=description, usage=usage, allow_abbrev=False)
@@ -24,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         self.warnings: list[str] = []
 
     def read_value(self, action: argparse.Action, text: str) -> object:
-        """One word as ``action`` reads it; a mistake is noted and gives None."""
+        """Parse one word for ``action``; on an error record the message and return None."""
         value = self._get_value(action, text)
         self._check_value(action, value)
         return value
@@ -56,12 +59,12 @@ class Parser(argparse.ArgumentParser):
         self.problems.append(f"{_name(action)} {value}: not one of {known}{hint}")
 
     def unknown_dest(self, key: str) -> str:
-        """A sentence for a key of a file that is no flag."""
+        """Return the error message for a key of a file that is not a flag."""
         known = [*(action.dest for action in self._actions), *config_keys.NAMES]
         return f"{key} is not a flag{suggestion(key, known)}"
 
     def unknown(self, words: Sequence[str]) -> list[str]:
-        """A sentence for each flag among ``words`` that no section declares."""
+        """Return an error message for each flag among ``words`` that is not declared."""
         names = [s for action in self._actions for s in action.option_strings]
         problems = []
         for before, word in zip(("", *words), words, strict=False):
@@ -73,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         return problems
 
     def error(self, message: str) -> NoReturn:
-        """Print everything found so far and end with status 2, as argparse does."""
+        """Print all recorded errors and exit with status 2, like argparse."""
         problems = [*self.problems, *([message] if message else [])]
         lines = "\n".join(f"  - {p}" for p in problems)
         self.exit(2, f"{self.prog}: the command line cannot be read:\n{lines}\n")

@@ -1,4 +1,7 @@
-"""Where a default differs from the reference's, and why.  docs/differences.md shows this table."""
+"""Defaults that differ from those of Megatron-LM, and the reasons.
+
+docs/differences.md shows this table.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Configuration files: what --yaml-cfg reads and what is written beside each checkpoint.
+"""Read configuration files (--yaml-cfg) and write one beside each checkpoint.
 
-A file maps dests to values, as the command line would set them; the command line goes before it.
-`write_config` writes JSON, which is valid YAML, so that a run can be repeated without PyYAML; its
-keys that begin with an underscore are for people and are skipped when read.
+A file maps dests to values.  A flag on the command line overrides the value of the file.
+`write_config` writes JSON, which is valid YAML, so that repeating a run does not need PyYAML.  Keys
+that begin with an underscore are information for people; the reader skips them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron.training.arguments.config_keys import translate
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
 from megatron.training.config.run import RunConfig
 
-# Headings under which the reference's YAML files nest their keys.
+# Headings under which Megatron-LM's YAML files nest their keys.
 _HEADINGS = ("language_model", "model_parallel")
 
 
 def write_config(run: RunConfig, path: str | os.PathLike[str]) -> None:
-    """Write what ``run`` was asked for, complete, and what it resolved to, for people."""
+    """Write the requested flags of ``run``, complete, and the resolved values."""
     content = {
         "_world_size": run.world_size,
         **{dest: _plain(value) for dest, value in run.asked.items()},
@@ -41,7 +41,7 @@ def write_config(run: RunConfig, path: str | os.PathLike[str]) -> None:
 
 
 def resolved_values(run: RunConfig) -> dict[str, dict[str, object]]:
-    """Every value of every section, as JSON has it."""
+    """Return all values of all sections in JSON types."""
     return {
         name: {f.name: _plain(vars(vars(run)[name])[f.name]) for f in fields(cls)}
         for name, cls in SECTIONS.items()
@@ -49,7 +49,7 @@ def resolved_values(run: RunConfig) -> dict[str, dict[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """``value`` as JSON has it; what JSON lacks becomes the text that the flag would take."""
+    """Return ``value`` in JSON types; other objects become the text that the flag accepts."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, float) and not math.isfinite(value):
@@ -64,9 +64,9 @@ def _plain(value: object) -> object:
 
 
 def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The keys and values of a file; ``${VAR}`` in YAML is taken from the environment.
+    """Return the keys and values of a file; in YAML ``${VAR}`` is an environment variable.
 
-    Raises ConfigError for a missing or unreadable file or an unset variable, MissingDependency if
+    Raise ConfigError for a missing or unreadable file or an unset variable, MissingDependency if
     the file is YAML beyond JSON and PyYAML is missing.
     """
     file = Path(path)
@@ -121,7 +121,7 @@ def _flat(content: Mapping[str, object]) -> dict[str, object]:
 
 
 def set_defaults_from(parser: Parser, content: Mapping[str, object], path: str) -> None:
-    """Let the values of a file be the defaults of ``parser``; mistakes join its problems."""
+    """Use the values of a file as defaults of ``parser``; add errors to its problems."""
     actions: dict[str, argparse.Action] = {action.dest: action for action in parser._actions}
     names = _field_names()
     translation = translate(dict(content))
@@ -140,7 +140,10 @@ def set_defaults_from(parser: Parser, content: Mapping[str, object], path: str) 
 
 
 def _field_names() -> dict[str, tuple[str, bool]]:
-    """Field name -> dest and whether the flag says the opposite, where the two differ."""
+    """Return field name -> (dest, inverted) for fields whose flag has another name.
+
+    ``inverted`` is true if the flag sets the opposite of the field.
+    """
     return {
         f.name: (dest_of(f, opt), opt.inverted)
         for cls in ALL_CLASSES
@@ -150,7 +153,7 @@ def _field_names() -> dict[str, tuple[str, bool]]:
 
 
 def _coerce(parser: Parser, action: argparse.Action, value: object, path: str) -> object:
-    """``value`` as the command line would have made it; a problem is noted, not raised."""
+    """Convert ``value`` as the command line would; record an error instead of raising it."""
     is_switch = action.nargs == 0
     if value is None and not (is_switch and action.default is True):
         return action.default

@@ -1,8 +1,8 @@
-"""Keys of a --yaml-cfg file that are config fields of Megatron-LM and no flags.
+"""Keys of a --yaml-cfg file that are config fields of Megatron-LM, not flags.
 
 Megatron-LM's YAML files set fields of ``TransformerConfig`` and ``ModelParallelConfig`` directly.
-Fields that a flag sets under another name are translated to that flag; the others are refused, or
-announced as without effect, unless they have their default.
+A field that a flag sets under another name is translated to that flag.  Any other field must have
+its default; otherwise it is refused, or ignored with a warning.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A field that no flag sets.  Exactly one of ``refused`` and ``ignored`` is given."""
+    """A config field that no flag sets.  Exactly one of ``refused`` and ``ignored`` is given."""
 
-    default: object = None  # the value that asks for nothing; null always does
+    default: object = None  # the value that requests nothing, like null
     refused: str | None = None
     ignored: str | None = None
 
 
 @dataclass(frozen=True)
 class Translation:
-    """The keys of a file as dests, and messages about those that cannot be translated."""
+    """Values by dest, and messages about keys that cannot be translated."""
 
     values: dict[str, object]
     problems: list[str]
@@ -40,7 +40,7 @@ RENAMED = {
     "use_te_rng_tracker": "te_rng_tracker",
 }
 
-# activation_func, gated_linear_unit -> dest of the switch; None: no switch is needed
+# (activation_func, gated_linear_unit) -> dest of its switch; None for the default
 ACTIVATIONS: dict[tuple[str, bool], str | None] = {
     ("gelu", False): None,
     ("gelu", True): "geglu",
@@ -124,7 +124,7 @@ FIELDS: dict[str, ConfigField] = {
     ),
 }
 
-# Keys with a function of their own below.
+# Keys that a function below translates.
 _TRANSLATED = ("activation_func", "gated_linear_unit", "bias_activation_fusion", "init_method")
 NAMES = (*FIELDS, *RENAMED, *_TRANSLATED)
 
@@ -154,7 +154,7 @@ def _unavailable(key: str, value: object, fix: str) -> str:
 
 
 def _activation(given: dict[str, object], values: dict[str, object]) -> Iterator[str]:
-    """Set the switch that ``activation_func`` and ``gated_linear_unit`` ask for."""
+    """Set the flag for ``activation_func`` and ``gated_linear_unit``; yield errors."""
     name, is_gated = given.get("activation_func"), bool(given.get("gated_linear_unit"))
     on = sorted(dest for dest in _SWITCHES if values.get(dest) is True)
     if name is None and (not is_gated or on):
@@ -179,7 +179,7 @@ def _activation(given: dict[str, object], values: dict[str, object]) -> Iterator
 
 
 def _bias_fusion(given: dict[str, object], values: dict[str, object]) -> None:
-    """A field for the fusion of any activation; the flags are one for each activation."""
+    """Apply ``bias_activation_fusion: false`` to the fusion flags of all activations."""
     if given.get("bias_activation_fusion") is False:
         for dest in _BIAS_FUSIONS:
             values.setdefault(dest, False)

@@ -1,7 +1,7 @@
-"""What CUDA graphs capture in a run.
+"""Decide which parts of a run CUDA graphs capture.
 
-A graph holds no decision of Python.  What needs one is not captured: it runs eagerly, with the
-same results, and one warning at start says so.
+A graph cannot contain decisions of the host.  Parts that need them run eagerly, with the same
+results, and one warning at the start reports it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.training.models.registry import model_kind
 
 
 def cuda_graph_capture(ns: Namespace) -> Iterator[str]:
-    """Reduce the scope of capture to what the run allows; yield a warning for each reduction."""
+    """Reduce the capture scope to what the run supports; yield a warning per reduction."""
     if ns.enable_cuda_graph == ns.external_cuda_graph:  # neither, or both, which is refused
         return
     flag = "--enable-cuda-graph" if ns.enable_cuda_graph else "--external-cuda-graph"

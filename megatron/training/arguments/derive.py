@@ -1,8 +1,8 @@
-"""Values that follow from other values: one function each, applied in order by `resolve`.
+"""Derive values from other values: one function per subject, applied in order by `resolve`.
 
-Each function fills the private copy of the namespace that `resolve` made, under the dest of the
-flag or under the name of a config field that no flag sets; where it overrules a value of the user's
-it yields a warning.
+Each function updates the private copy of the namespace that `resolve` made, under the dest of a
+flag or the name of a config field that no flag sets.  It yields a warning where it overrides a
+value that the user gave.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Derivation = Callable[[Namespace], Iterator[str] | None]
 
 
 def virtual_ranks(ns: Namespace) -> Iterator[str]:
-    """One process is a world of threads, on the CPU."""
+    """Set world size and device for --virtual-ranks: the ranks are threads on the CPU."""
     if ns.virtual_ranks is None:
         return
     if ns.world_size == 1:
@@ -43,7 +43,7 @@ def virtual_ranks(ns: Namespace) -> Iterator[str]:
 
 
 def parallel_degrees(ns: Namespace) -> Iterator[str]:
-    """Without experts they are not sharded; sequence parallelism needs tensor parallelism."""
+    """Reset expert tensor parallelism without experts and sequence parallelism without TP."""
     if not ns.num_experts:
         ns.expert_tensor_parallel_size = None
     if ns.sequence_parallel and ns.tensor_model_parallel_size == 1:
@@ -52,12 +52,12 @@ def parallel_degrees(ns: Namespace) -> Iterator[str]:
 
 
 def precision(ns: Namespace) -> Iterator[str]:
-    """The number formats of parameters, pipeline messages and gradient sums."""
+    """Set the dtypes of parameters, pipeline messages and gradient reduction."""
     half = torch.bfloat16 if ns.bf16 else torch.float16
     ns.params_dtype = half if ns.bf16 or ns.fp16 else torch.float32
     ns.pipeline_dtype = ns.params_dtype
     if ns.fp16 and ns.loss_scale is None and ns.check_for_nan_in_loss_and_grad:
-        # A dynamic loss scale meets overflow on purpose.
+        # A dynamic loss scale causes overflows by design.
         ns.check_for_nan_in_loss_and_grad = False
     if ns.bf16 and not ns.grad_reduce_in_bf16 and ns.main_grads_dtype == "fp32":
         ns.accumulate_allreduce_grads_in_fp32 = True
@@ -67,13 +67,17 @@ def precision(ns: Namespace) -> Iterator[str]:
 
 
 def nothing_asked(ns: Namespace) -> None:
-    """A count of 0 leaves a part out."""
+    """Treat a count of 0 like an absent flag: no experts, no multi-token prediction."""
     ns.num_experts = ns.num_experts or None
     ns.mtp_num_layers = ns.mtp_num_layers or None
 
 
 def depth(ns: Namespace) -> None:
-    """--num-layers and --encoder-num-layers name one number, which a pattern or decoder has."""
+    """Set --num-layers, --encoder-num-layers (same value) and --decoder-num-layers.
+
+    If neither is given, a hybrid pattern determines the number of layers.  The default depth of a
+    decoder is that of the encoder.
+    """
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
     kind = model_kind(ns.model_kind)
@@ -86,12 +90,12 @@ def depth(ns: Namespace) -> None:
 
 
 def optimizer_of_matrices(ns: Namespace) -> None:
-    """dist_muon is muon divided over the replicas."""
+    """Use the distributed optimizer for dist_muon, which is Muon with sharded state."""
     ns.use_distributed_optimizer |= ns.optimizer == "dist_muon"
 
 
 def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
-    """The strategy of --use-megatron-fsdp decides whether the optimizer is cut by itself."""
+    """Set --use-distributed-optimizer from the sharding strategy of --use-megatron-fsdp."""
     if not ns.use_megatron_fsdp:
         return
     strategy = ns.data_parallel_sharding_strategy
@@ -105,7 +109,10 @@ def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
 
 
 def pipeline(ns: Namespace) -> None:
-    """The number of virtual stages; without them parameters need not be gathered in step."""
+    """Set the number of virtual stages per pipeline rank, None for one stage.
+
+    Without virtual stages parameter gathers need not be aligned across pipeline ranks.
+    """
     chunks = ns.num_virtual_stages_per_pipeline_rank
     if ns.num_layers_per_virtual_pipeline_stage is not None:
         slots = (ns.num_layers or 0) + ns.account_for_embedding_in_pipeline_split
@@ -125,7 +132,7 @@ def pipeline(ns: Namespace) -> None:
 
 
 def _stages(layout: str) -> int:
-    """0 for a string that `layout_problems` reports."""
+    """Return the number of stages in ``layout``; 0 for an invalid one, which a check reports."""
     try:
         return len(parse_layout(layout))
     except ConfigError:
@@ -133,7 +140,10 @@ def _stages(layout: str) -> int:
 
 
 def sequence_lengths(ns: Namespace) -> None:
-    """--seq-length and --encoder-seq-length name one number; positions reach as far."""
+    """Set --seq-length, --encoder-seq-length (same value) and --decoder-seq-length.
+
+    The default of --max-position-embeddings is the longest of them.
+    """
     if ns.seq_length is None:
         ns.seq_length = ns.encoder_seq_length
     ns.encoder_seq_length = ns.seq_length
@@ -146,7 +156,7 @@ def sequence_lengths(ns: Namespace) -> None:
 
 
 def widths(ns: Namespace) -> None:
-    """MLP width and key/value heads, where TransformerConfig's defaults do not hold."""
+    """Set MLP width and number of key/value heads where TransformerConfig's defaults differ."""
     if ns.ffn_hidden_size is None and ns.hidden_size and ns.swiglu:
         # Three matrices instead of two: keep the parameter count, in multiples of 64.
         ns.ffn_hidden_size = 8 * ns.hidden_size // (3 * 64) * 64
@@ -155,7 +165,7 @@ def widths(ns: Namespace) -> None:
 
 
 def activation(ns: Namespace) -> None:
-    """Which function stands between the two matrices of the MLP."""
+    """Set the activation function of the MLP, its gate and its fusion with the bias."""
     ns.gated_linear_unit = ns.swiglu or ns.geglu or ns.quick_geglu
     ns.activation_func = F.gelu
     if ns.swiglu:
@@ -176,7 +186,7 @@ def activation(ns: Namespace) -> None:
 
 
 def attention(ns: Namespace) -> None:
-    """Biases and back end of attention."""
+    """Set QKV biases and the attention backend from related flags."""
     if ns.add_bias_linear:
         ns.add_qkv_bias = True
     if ns.use_flash_attn and ns.attention_backend is AttnBackend.auto:
@@ -184,7 +194,7 @@ def attention(ns: Namespace) -> None:
 
 
 def positions(ns: Namespace) -> None:
-    """Other spellings of rotary positions."""
+    """Translate alternative flags for rotary position embeddings."""
     if ns.use_rotary_position_embeddings:
         ns.position_embedding_type = "rope"
     if ns.position_embedding_type == "yarn":
@@ -194,7 +204,7 @@ def positions(ns: Namespace) -> None:
 
 
 def recomputation(ns: Namespace) -> None:
-    """Old spellings of selective recomputation."""
+    """Translate older flags for selective recomputation."""
     if ns.recompute_activations:
         ns.recompute_granularity = "selective"
     if ns.moe_layer_recompute and ns.num_experts:
@@ -203,7 +213,11 @@ def recomputation(ns: Namespace) -> None:
 
 
 def experts(ns: Namespace) -> None:
-    """A dense checkpoint gives weights alone; a capacity below 0 is none; E names their layers."""
+    """Set MoE layers from a hybrid pattern, and resolve upcycling and capacity.
+
+    Upcycling from a dense checkpoint loads weights only, like --finetune.  A negative capacity
+    factor means no capacity limit.
+    """
     if model_kind(ns.model_kind).is_hybrid:
         pattern = ns.hybrid_override_pattern or ""
         is_whole = len(pattern) == ns.num_layers
@@ -215,7 +229,7 @@ def experts(ns: Namespace) -> None:
 
 
 def batch_sizes(ns: Namespace) -> None:
-    """Without --global-batch-size every replica does one micro-batch a step."""
+    """Set the default of --global-batch-size: one micro-batch per data-parallel rank."""
     if ns.global_batch_size is None and ns.micro_batch_size is not None:
         degrees = ns.tensor_model_parallel_size, ns.pipeline_model_parallel_size
         replicas = data_parallel_size(ns.world_size, *degrees, ns.context_parallel_size)
@@ -223,7 +237,7 @@ def batch_sizes(ns: Namespace) -> None:
 
 
 def data_sources(ns: Namespace) -> Iterator[str]:
-    """The split of --data-path."""
+    """Set the default of --split for --data-path and --data-args-path."""
     flag = "--data-path" if ns.data_path is not None else "--data-args-path"
     if (ns.data_path is not None or ns.data_args_path is not None) and ns.split is None:
         ns.split = "969, 30, 1"
@@ -231,13 +245,16 @@ def data_sources(ns: Namespace) -> Iterator[str]:
 
 
 def weight_decay(ns: Namespace) -> None:
-    """A constant weight decay starts and ends at --weight-decay."""
+    """Set start and end of a constant weight decay to --weight-decay."""
     if ns.weight_decay_incr_style == "constant":
         ns.start_weight_decay = ns.end_weight_decay = ns.weight_decay
 
 
 def compilation(ns: Namespace) -> None:
-    """A compiled backward pass computes gradients and writes nowhere itself."""
+    """Disable gradient accumulation fusion under --compile.
+
+    A compiled backward pass returns gradients and cannot write into main_grad.
+    """
     if ns.compile != "none":
         ns.gradient_accumulation_fusion = False
 

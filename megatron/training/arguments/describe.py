@@ -1,4 +1,4 @@
-"""The words of --help and of docs/flags.md for one flag."""
+"""Compose the text for one flag in --help and docs/flags.md."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron.training.arguments.options import namespace_default
 
 
 def state(opt: Option) -> str:
-    """implemented, refused or ignored."""
+    """Return the state of a flag: implemented, refused or ignored."""
     if opt.refused is not None:
         return "refused"
     return "ignored" if opt.ignored is not None else "implemented"
 
 
 def default_text(f: dataclasses.Field[Any], opt: Option) -> str:
-    """The default as a person would type it; empty for None, empty lists and switches."""
+    """Return the default as a user would type it; "" for None, empty lists and switches."""
     value = namespace_default(f, opt)
     if value is None or isinstance(value, bool) or value == "" or value == []:
         return ""
@@ -28,7 +28,7 @@ def default_text(f: dataclasses.Field[Any], opt: Option) -> str:
 
 
 def state_text(opt: Option) -> str:
-    """Why a flag, or some of its values, is not to be had; empty if all of it is."""
+    """Return why the flag or some of its values are refused or ignored; "" if none are."""
     if opt.refused is not None:
         return f"Refused: {opt.refused}."
     parts = [f"Refused for {value}: {why}." for value, why in opt.refused_values.items()]
@@ -38,7 +38,7 @@ def state_text(opt: Option) -> str:
 
 
 def help_line(f: dataclasses.Field[Any], opt: Option) -> str:
-    """What the flag does, its default and its state."""
+    """Return the help text of the flag, with its default and its state."""
     default = default_text(f, opt)
     parts = [opt.help, f"Default {default}." if default else "", state_text(opt)]
     return " ".join(part for part in parts if part)

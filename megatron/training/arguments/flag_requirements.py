@@ -1,6 +1,7 @@
-"""Flags that need another flag to do anything: given without it, they get one warning.
+"""Flags that have an effect only together with another flag.
 
-`NEEDS` is a table, so that no accepted flag is silently without effect.
+A flag that is given without the other one causes one warning.  The table `NEEDS` ensures that no
+accepted flag is silently without effect.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from megatron.training.models.registry import model_kind
 
 @dataclass(frozen=True)
 class FlagRequirement:
-    """What ``flags`` (dests) need to have an effect: in words, and as a test of derived values."""
+    """Requirement of ``flags`` (dests) for having an effect.
+
+    ``words`` describes it for a warning, ``is_met`` tests it on the derived namespace.
+    """
 
     words: str
     flags: tuple[str, ...]
@@ -32,7 +36,7 @@ def _needs(words: str, dests: str, is_met: Callable[[Namespace], bool]) -> FlagR
 
 
 def _needs_flag(dest: str, dests: str) -> FlagRequirement:
-    """The switch ``dest`` is on, or the flag has a value."""
+    """Return the requirement that switch ``dest`` is on or flag ``dest`` has a value."""
 
     def is_given(ns: Namespace) -> bool:
         value = vars(ns)[dest]
@@ -42,7 +46,7 @@ def _needs_flag(dest: str, dests: str) -> FlagRequirement:
 
 
 def _needs_value(dest: str, value: str, dests: str) -> FlagRequirement:
-    """The flag of ``dest`` has ``value``."""
+    """Return the requirement that flag ``dest`` has the value ``value``."""
     return _needs(f"{_spelt(dest)} {value}", dests, lambda ns: vars(ns)[dest] == value)
 
 
@@ -51,12 +55,12 @@ def _spelt(dest: str) -> str:
 
 
 def _rule_of_vectors(ns: Namespace) -> object:
-    """The optimizer of parameters that are not matrices."""
+    """Return the optimizer of parameters that are not matrices."""
     return ns.muon_scalar_optimizer if "muon" in ns.optimizer else ns.optimizer
 
 
 def _has_layer(ns: Namespace, *letters: str) -> bool:
-    """Whether the model has a layer of one of these kinds; only hybrid models may have none."""
+    """Return whether the model has a layer of one of these kinds; only hybrids may lack some."""
     if not model_kind(ns.model_kind).is_hybrid:
         return True
     ratios = ns.hybrid_attention_ratio, ns.hybrid_mlp_ratio
@@ -80,7 +84,7 @@ _OF_OPTIMIZER = (
     _needs(
         "--optimizer adam, or --muon-scalar-optimizer adam",
         "adam_beta1 adam_beta2 adam_eps",
-        lambda ns: _rule_of_vectors(ns) not in ("sgd", "lion"),  # one of user code may read them
+        lambda ns: _rule_of_vectors(ns) not in ("sgd", "lion"),  # user-defined ones may read them
     ),
     _needs(
         "--optimizer lion, or --muon-scalar-optimizer lion",
@@ -410,7 +414,7 @@ NEEDS = (
 
 
 def without_effect(ns: Namespace, given: Mapping[str, object]) -> Iterator[str]:
-    """A warning for each flag that was given and that nothing will read.
+    """Yield a warning for each given flag that has no effect.
 
     ``ns`` is the derived namespace, ``given`` the parsed one.
     """
@@ -420,7 +424,7 @@ def without_effect(ns: Namespace, given: Mapping[str, object]) -> Iterator[str]:
 
 
 def without_effect_on_a_cpu(given: Mapping[str, object]) -> Iterator[str]:
-    """The same where --device auto has found no GPU."""
+    """Yield a warning for each given flag that needs a GPU; --device auto found none."""
     yield from _warnings(NEEDS_GPU, given)
 
 

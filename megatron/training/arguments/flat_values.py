@@ -1,4 +1,4 @@
-"""All settings of a run as one flat mapping, under the names of their flags."""
+"""All settings of a run as one flat mapping, by the dests of their flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.training.arguments.resolve import DERIVED_FIELDS
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.config.run import RunConfig
 
-# What a run has done so far; all else in a flat namespace is what it was asked to do.
+# Progress of a run; all other values of a flat namespace are settings.
 COUNTERS = (
     "iteration",
     "consumed_train_samples",
@@ -20,7 +20,7 @@ COUNTERS = (
 
 
 def flat_values(run: RunConfig) -> dict[str, Any]:
-    """dest -> value of all flags after resolving, and the values derived from them."""
+    """Return dest -> resolved value of all flags, and the values derived from them."""
     values = dict(run.asked)
     for name, cls in SECTIONS.items():
         section = vars(vars(run)[name])
@@ -32,7 +32,7 @@ def flat_values(run: RunConfig) -> dict[str, Any]:
             values[name_of_field] = section[name_of_field]
     m = run.model
     values.update(run.extra)
-    values.setdefault("yaml_cfg", None)  # what the file said stands in the other values
+    values.setdefault("yaml_cfg", None)  # the other values include those of the file
     values.update(
         world_size=run.world_size,
         data_parallel_size=run.data_parallel_size,

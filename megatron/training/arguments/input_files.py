@@ -1,6 +1,6 @@
-"""The files a run reads, as far as --check-only can see them: which are missing, the vocabulary.
+"""Look up the input files of a run for --check-only: missing files, vocabulary size.
 
-A plan may be made on another machine than that of the run, so a missing file is no error here.
+The check may run on another machine than the training run, so a missing file is not an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FILES = (
     "per_split_data_args_path",
 )
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-# Tokens of vocabularies that all runs with such a tokenizer share.
+# Vocabulary sizes of tokenizers whose files are usually the published ones.
 _USUAL_SIZES = {
     "GPT2BPETokenizer": 50257,
     "Llama2Tokenizer": 32000,
@@ -33,14 +33,14 @@ _USUAL_SIZES = {
 
 
 class Vocabulary(NamedTuple):
-    """Tokens before padding, None where nothing says how many; a note for the user, or ""."""
+    """Number of tokens before padding, None if unknown, and a note for the user or ""."""
 
     size: int | None
     note: str = ""
 
 
 def missing_files(args: Namespace) -> list[str]:
-    """One line for each file or data prefix that the flags name and this machine does not have."""
+    """Return one line for each given file or data prefix that this machine does not have."""
     named = [(name, getattr(args, name, None)) for name in _FILES]
     missing = [
         f"{_flag(name)} {path}: no such file or folder on this machine"
@@ -56,12 +56,12 @@ def missing_files(args: Namespace) -> list[str]:
 
 
 def vocabulary_of(config: TokenizerConfig) -> Vocabulary:
-    """Count the tokens of the tokenizer's own files; without them, assume what is usual."""
+    """Count the tokens in the tokenizer's files; without the files assume the usual size."""
     kind = config.tokenizer_type
     if config.padded_vocab_size is not None or kind in (None, "NullTokenizer"):
         return Vocabulary(config.vocab_size)
     paths = [p for p in (config.tokenizer_model, config.vocab_file) if p is not None]
-    # A name that is no path would be looked up outside this machine.
+    # A name that is not a path would be looked up on the network.
     if paths and all(Path(path).exists() for path in paths):
         try:
             return Vocabulary(create_tokenizer(TokenizerSpec.of(config)).vocab_size)
@@ -79,7 +79,7 @@ def vocabulary_of(config: TokenizerConfig) -> Vocabulary:
 
 
 def _prefixes(words: Iterable[str]) -> Iterator[str]:
-    """Prefixes of a list that may hold a weight before each."""
+    """Yield the data prefixes of a list that may contain a weight before each prefix."""
     for word in words:
         try:
             float(word)

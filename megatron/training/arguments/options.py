@@ -1,7 +1,7 @@
-"""Between ``option()`` metadata and argparse, both ways.  Torch-free.
+"""Convert ``option()`` metadata to argparse arguments, and a namespace to configs.  No torch.
 
-`add_options` turns the flags of a config class into arguments of a parser; `read_config` builds
-the class from a parsed namespace.
+`add_options` adds the flags of a config class to a parser; `read_config` builds the class from a
+parsed namespace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.core.config.option import Option, cli_default, dest_of, flag_of, options_of
 
-# Headings of --help, in the reference's order; ours come last.
+# Headings of --help in Megatron-LM's order, then our own.
 GROUPS = (
     "network size",
     "regularization",
@@ -67,12 +67,12 @@ def _metavar(kind: object, opt: Option) -> str:
 
 
 def groups_of(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
-    """All headings as empty argument groups of ``parser``, in order."""
+    """Add all headings to ``parser`` as empty argument groups, in order; return them by name."""
     return {heading: parser.add_argument_group(heading) for heading in GROUPS}
 
 
 def value_type(annotation: object) -> object:
-    """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``."""
+    """Return the value type of an annotation: ``int`` for ``int | None``, ``tuple[int, ...]``."""
     inner = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
     is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (
         typing.Union,
@@ -86,7 +86,7 @@ def value_type(annotation: object) -> object:
 
 
 def namespace_default(f: dataclasses.Field[Any], opt: Option) -> object:
-    """What the namespace holds when the flag is not given: lists, as argparse makes them."""
+    """Return the namespace's value if the flag is absent; a tuple becomes a list."""
     default = cli_default(f, opt)
     if opt.inverted:
         return not default
@@ -98,13 +98,16 @@ def add_options(
     config_class: type,
     describe: Callable[[dataclasses.Field[Any], Option], str] | None = None,
 ) -> None:
-    """Add every flag of ``config_class`` under its heading; ``describe`` words the help line."""
+    """Add all flags of ``config_class`` to their groups.
+
+    ``describe`` composes the help text; by default it is the option's own.
+    """
     hints = _type_hints(config_class)
     for f, opt in options_of(config_class):
         spelling: dict[str, Any] = {
             "dest": dest_of(f, opt),
             "default": namespace_default(f, opt),
-            # argparse formats help with %, sentences do not.
+            # argparse applies % formatting to help texts.
             "help": (describe(f, opt) if describe else opt.help).replace("%", "%%"),
         }
         if opt.both_ways:
@@ -120,20 +123,20 @@ def add_options(
         groups[opt.group].add_argument(flag_of(f, opt), *opt.aliases, **spelling)
 
 
-_type_hints = functools.cache(typing.get_type_hints)  # half of the time of a parser
+_type_hints = functools.cache(typing.get_type_hints)  # takes half of the time to build a parser
 
 
 def is_switch(annotation: object, opt: Option) -> bool:
-    """Whether the flag takes no value: the field is ``bool`` or ``bool | None``."""
+    """Return whether the flag takes no value: its field is ``bool`` or ``bool | None``."""
     is_bool = annotation is bool or set(typing.get_args(annotation)) == {bool, type(None)}
     return is_bool and opt.parse is None
 
 
 def read_config(config_class: type, args: argparse.Namespace) -> Any:
-    """``config_class`` from ``args``; a field whose value is None keeps its default.
+    """Build ``config_class`` from ``args``; a field whose value is None keeps its default.
 
-    A field that is no flag is read by its name if ``args`` has it (``params_dtype``, derived from
-    --bf16).
+    A field without a flag is read by its name if ``args`` has it (``params_dtype``, which is
+    derived from --bf16).
     """
     values = {f.name: vars(args).get(f.name) for f in dataclasses.fields(config_class)}
     for f, opt in options_of(config_class):

@@ -1,6 +1,7 @@
-"""The command line: generated from the sections, every mistake in it reported at once.
+"""Parse the command line; the flags come from the config sections.
 
-Users' own flags come through ``extra_args_provider(parser)``, which gets the real argparse parser.
+All errors are reported at once.  User code adds flags by ``extra_args_provider(parser)``, which
+receives the argparse parser.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser
 
 
 def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser:
-    """A parser of all flags, grouped as the reference groups them."""
+    """Return a parser of all flags, in Megatron-LM's groups."""
     parser = Parser(
         description="Train large transformers. Switches are off unless given.",
         usage="%(prog)s [flags]",
@@ -35,7 +36,7 @@ def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser
     return parser
 
 
-# Attribute of a parsed namespace: sentences for the user that `resolve` passes on.
+# Attribute of a parsed namespace: warnings that `resolve` adds to RunConfig.warnings.
 PARSE_WARNINGS = "parse_warnings"
 
 
@@ -45,16 +46,15 @@ def parse_args(
     argv: Sequence[str] | None = None,
     args_defaults: Mapping[str, object] | None = None,
 ) -> argparse.Namespace:
-    """The command line as a namespace, on top of --yaml-cfg's file.
+    """Parse the command line, which overrides the file of --yaml-cfg.
 
-    A mistake ends the program with status 2; ConfigError is raised for a file that cannot be read.
-
-    ``args_defaults`` (dest -> value) are a program's own defaults for values that are None.
+    ``args_defaults`` (dest -> value) are a program's own defaults for flags whose value is None.
+    Invalid flags end the program with status 2.  Raise ConfigError for a file that cannot be read.
     """
     words = sys.argv[1:] if argv is None else argv
     path = _yaml_cfg(words)
     content = {} if path is None else read_config_file(path)
-    # The choices of other flags depend on what these modules register.
+    # Import these modules first: they may register choices of other flags.
     in_file = content.get("import_module") or ()
     modules = [*([in_file] if isinstance(in_file, str) else in_file), *modules_to_import(words)]
     problems = problems_of_imports(map(str, modules))
@@ -72,7 +72,7 @@ def parse_args(
 
 
 def _yaml_cfg(words: Sequence[str]) -> str | None:
-    """The value of --yaml-cfg, which has to be read before all others."""
+    """Return the value of --yaml-cfg, which must be read before the other flags."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--yaml-cfg", default=None, nargs="?")
     path: str | None = finder.parse_known_args(words)[0].yaml_cfg
@@ -80,10 +80,10 @@ def _yaml_cfg(words: Sequence[str]) -> str | None:
 
 
 def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, object]) -> list[str]:
-    """Set what is None to a program's default.
+    """Set values that are None to the program's defaults.
 
-    A sentence comes back for each that a flag's own default keeps out, where a person may think
-    that the program's is at work.
+    Return a warning for each of these defaults that is not used because the flag has a default of
+    its own.
     """
     warnings = []
     given = vars(args)

@@ -1,6 +1,6 @@
-"""From a parsed namespace to a checked RunConfig.  Pure: no globals, no files, no environment.
+"""Turn a parsed namespace into a checked RunConfig; report all problems at once.
 
-Same namespace and world size, same RunConfig; every problem is reported at once.
+The result depends on namespace and world size only, not on globals, files or the environment.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ CHECKS: tuple[Check, ...] = tuple(
     if isfunction(check) and check.__module__ == subject.__name__ and not name.startswith("_")
 )
 
-# What the launcher said, in namespaces of scripts written for the reference.
+# Values of the launcher, in namespaces of scripts written for Megatron-LM.
 _LAUNCH = frozenset({"rank", "world_size"})
 
-# Fields of sections that no flag sets and a derivation fills.
+# Fields of sections that a derivation sets, not a flag.
 DERIVED_FIELDS = frozenset(
     (
         "gated_linear_unit activation_func bias_activation_fusion params_dtype pipeline_dtype "
@@ -89,7 +89,7 @@ DERIVED_FIELDS = frozenset(
 
 
 def states(args: Namespace) -> tuple[list[str], list[str]]:
-    """What is asked for and refused, and what is asked for and without effect."""
+    """Return error messages for refused flags, and warnings for ignored flags, that are given."""
     refused, ignored = [], []
     given = vars(args)
     for config_class in ALL_CLASSES:
@@ -118,11 +118,11 @@ def resolve(
     extra: Mapping[str, object] | None = None,
     problems: Iterable[str] = (),
 ) -> RunConfig:
-    """The run that ``args`` ask for on ``world_size`` ranks.
+    """Return the RunConfig that ``args`` request on ``world_size`` ranks.
 
-    ``extra`` holds the values of flags that a user's script added; by default those of ``args``
-    that no section declares.  Raises ConfigError with every problem, after ``problems``, which the
-    caller has found; what was overruled or ignored stands in ``RunConfig.warnings``.
+    ``extra`` holds the values of flags that a user script added; by default those of ``args`` that
+    no section declares.  Raise ConfigError with ``problems``, which the caller has found, and all
+    others.  ``RunConfig.warnings`` lists overridden and ignored flags.
     """
     refused, warnings = states(args)
     problems = [*problems, *refused]
@@ -150,6 +150,6 @@ def resolve(
 
 
 def assemble(ns: Namespace, **rest: Any) -> RunConfig:
-    """The sections of a RunConfig from a derived namespace."""
+    """Build a RunConfig from a derived namespace."""
     sections = {name: read_config(cls, ns) for name, cls in SECTIONS.items()}
     return RunConfig(**sections, world_size=ns.world_size, **rest)

@@ -1,4 +1,4 @@
-"""Which configs have flags, and where their values live in a RunConfig."""
+"""Config classes that declare flags, and the RunConfig attribute of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECTIONS: dict[str, type] = {
     if isinstance(kind, type) and is_dataclass(kind)
 }
 
-# Flags that `resolve` reads and nobody after it.
+# Flags that only `resolve` reads; RunConfig does not contain them.
 FLAGS_ONLY: tuple[type, ...] = (ShorthandFlags, OutOfScopeFlags)
 
 ALL_CLASSES: tuple[type, ...] = (*SECTIONS.values(), *FLAGS_ONLY)
@@ -27,7 +27,7 @@ ALL_CLASSES: tuple[type, ...] = (*SECTIONS.values(), *FLAGS_ONLY)
 
 @cache
 def flags_and_defaults() -> dict[str, tuple[str, object]]:
-    """dest -> flag and value when it is not given."""
+    """Return dest -> (flag, namespace value if the flag is absent)."""
     return {
         dest_of(f, opt): (flag_of(f, opt), namespace_default(f, opt))
         for cls in ALL_CLASSES
@@ -37,5 +37,5 @@ def flags_and_defaults() -> dict[str, tuple[str, object]]:
 
 @cache
 def options_by_dest() -> dict[str, Option]:
-    """dest -> what its field declares."""
+    """Return dest -> Option of its field."""
     return {dest_of(f, opt): opt for cls in ALL_CLASSES for f, opt in options_of(cls)}

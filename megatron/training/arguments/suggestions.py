@@ -1,7 +1,7 @@
-"""What a flag that does not exist may have meant: known synonyms first, then spelling.
+"""Suggest a flag for an unknown name: known synonyms first, then similar spelling.
 
-A suggestion that is wrong costs more than none.  Names that are neither in the table nor close to
-a flag in spelling or in their words get no suggestion.
+A wrong suggestion costs more than none.  A name that is not in the table and not close to a flag,
+by letters or by words, gets no suggestion.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
-# What to use -> flags that it replaces: of other programs (Hugging Face Trainer, DeepSpeed,
-# torchtitan, NeMo, nanoGPT) and of other releases of Megatron-LM.
+# Suggestion -> flags of other programs (Hugging Face Trainer, DeepSpeed, torchtitan, NeMo, nanoGPT)
+# and of other releases of Megatron-LM.
 SYNONYMS = {
     "--lr": "learning-rate base-lr optimizer.lr optim.lr max-lr",
     "--min-lr": "min-learning-rate lr-min lr-scheduler.min-lr",
@@ -152,19 +152,17 @@ SYNONYMS = {
 }  # fmt: skip
 _BY_NAME = {name: text for text, names in SYNONYMS.items() for name in names.split()}
 
-_CLOSE = 0.85  # ratio of equal letters: one wrong letter in seven
-_SHARED_WORDS = 0.6  # of the words of both names
+_CLOSE = 0.85  # minimum ratio of equal letters: one wrong letter in seven
+_SHARED_WORDS = 0.6  # minimum share of common words among the words of both names
 _NEGATIONS = frozenset({"no", "disable"})
 _SWITCH_WORDS = frozenset({"no", "disable", "use", "enable"})
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about ``name``, which is not in ``known``; empty for no suggestion.
+    """Return the end of an error message about ``name``, which is not in ``known``, or "".
 
-    >>> suggestion("learning_rate", ["--lr"])
-    ': use --lr'
-    >>> suggestion("hidden_sise", ["hidden_size"])
-    ': did you mean hidden_size?'
+    >>> suggestion("learning_rate", ["--lr"]) ': use --lr' >>> suggestion("hidden_sise",
+    ["hidden_size"]) ': did you mean hidden_size?'
     """
     plain = _plain(name)
     if plain in _BY_NAME:
@@ -183,13 +181,16 @@ def _plain(name: str) -> str:
 
 
 def _may_mean(name: str, other: str) -> bool:
-    """Whether the two agree in what one letter turns into its opposite: numbers, "no"."""
+    """Return whether both names agree in their numbers and in negation ("no", "disable")."""
     signs = (bool(_NEGATIONS & set(n.split("-"))) for n in (name, other))
     return len(set(signs)) == 1 and re.findall(r"\d+", name) == re.findall(r"\d+", other)
 
 
 def _shared_words(name: str, other: str) -> float:
-    """Words that both names have, of all their words; 0 if that is one word or less."""
+    """Return the share of common words among all words of both names.
+
+    It is 0 if they have fewer than two words in common, unless all words agree.
+    """
     words, others = (set(n.split("-")) - _SWITCH_WORDS for n in (name, other))
     both = words & others
     return len(both) / len(words | others) if len(both) > 1 or words == others else 0.0

@@ -1,4 +1,4 @@
-"""The tokenizer flags alone, for programs that prepare data.  Torch-free."""
+"""The tokenizer flags alone, for data preparation programs.  No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.training.config.tokenizer import TokenizerConfig
 
 
 def _add_tokenizer_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --tokenizer-type and its kin to ``parser`` (the reference's name for this)."""
+    """Add the tokenizer flags to ``parser``; Megatron-LM's name for this function."""
     group = parser.add_argument_group(title="tokenizer")
     everything: dict[str, argparse._ArgumentGroup] = defaultdict(lambda: group)
     add_options(everything, TokenizerConfig)

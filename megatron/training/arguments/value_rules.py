@@ -1,6 +1,6 @@
-"""Rules for every value of one type: strings are not blank, floats finite, integers in range.
+"""Check rules for all values of a type: no blank strings, finite floats, integers in range.
 
-A flag's `option()` declares where it differs: ``at_least``, ``at_most``, ``infinite``.
+A flag declares exceptions in its `option()`: ``at_least``, ``at_most``, ``infinite``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ _LONGEST_SHOWN = 200  # characters of a value in a message
 
 
 def problem_of_type(value: object, opt: Option) -> str | None:
-    """Why no flag takes ``value``, which may be a sequence; None if there is no reason."""
+    """Return why ``value`` is invalid for any flag of its type, or None.
+
+    ``value`` may be a sequence.
+    """
     for part in value if isinstance(value, list | tuple) else (value,):
         if isinstance(part, str) and not part.strip():
             return "the value is empty; check that the shell variable behind it is set"
@@ -27,7 +30,7 @@ def problem_of_type(value: object, opt: Option) -> str | None:
 
 
 def shown(text: str) -> str:
-    """``text`` for a message: blanks and controls visible, the end of a long one left out."""
+    """Return ``text`` for a message, with control characters escaped and a long text shortened."""
     if not text.strip() or not text.isprintable():
         text = repr(text)
     if len(text) > _LONGEST_SHOWN:
@@ -36,7 +39,7 @@ def shown(text: str) -> str:
 
 
 def out_of_range(given: Mapping[str, object]) -> Iterator[str]:
-    """Messages about values of ``given`` (dest -> value) outside the range of their flag."""
+    """Yield messages about values of ``given`` (dest -> value) outside the range of their flag."""
     for dest, opt in options_by_dest().items():
         flag, default = flags_and_defaults()[dest]
         value = given.get(dest)
@@ -50,7 +53,10 @@ def out_of_range(given: Mapping[str, object]) -> Iterator[str]:
 
 
 def has_excessive_number(given: Mapping[str, object]) -> bool:
-    """Whether a number is too large to go on with: derivations and checks list all layers."""
+    """Return whether an integer exceeds the maximum of its flag.
+
+    `resolve` then stops early: derivations and checks would build lists as long as that number.
+    """
     return any(
         isinstance(part, int) and part > opt.at_most
         for dest, opt in options_by_dest().items()

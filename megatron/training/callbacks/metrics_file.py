@@ -1,10 +1,10 @@
 """Write every logged value as JSON, one object per line (--metrics-file).
 
 A line has ``kind`` (step, validation or test), ``iteration``, ``consumed_samples``, ``time``
-(seconds since the epoch) and the values by TensorBoard tag. ``interval`` holds the fields of the
+(seconds since the epoch) and the values by TensorBoard tag.  ``interval`` holds the fields of the
 console line of that step.  NaN and infinities are the strings "NaN", "Infinity", "-Infinity": the
-file is strict JSON. Each line is one write, so that a reader sees complete lines only, even after a
-kill.  A resumed run truncates the lines after the iteration that it continues from.
+file is strict JSON.  Each line is one write, so that a reader sees complete lines only, even after
+a kill.  A resumed run truncates the lines after the iteration that it continues from.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def bert_dataset_config(config: RunConfig, **common: Any) -> BERTMaskedWordPiece
 def bert_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     """Return the tensors that ``stage`` reads, None for those it does not.
 
-    text, types, labels, loss_mask and padding_mask are [b, s], is_random is [b], all int64. The
+    text, types, labels, loss_mask and padding_mask are [b, s], is_random is [b], all int64.  The
     first stage reads the token ids, the last stage the labels, every stage the padding mask.
     """
     b, s = config.training.micro_batch_size, config.data.seq_length

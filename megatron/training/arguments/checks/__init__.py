@@ -1,6 +1,6 @@
-"""What a run may not ask for: one function a rule, grouped by subject, all reported together.
+"""Checks of a RunConfig: one function per rule, grouped by subject, all reported together.
 
-A check takes the assembled RunConfig and yields one sentence for each violation: the flags, the
-values found, the cure.  Shapes that are missing are 0 there, so that the other rules can still be
-applied; `required` reports them.
+A check receives the assembled RunConfig and yields one error message per violation: the flags, the
+values found, the suggested fix.  Missing sizes are 0, so that the other rules can still be checked;
+`required` reports the missing ones.
 """

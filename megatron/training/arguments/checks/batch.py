@@ -1,4 +1,4 @@
-"""Rules about batch sizes."""
+"""Checks of batch sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.training.config.run import RunConfig
 
 
 def batch_is_dealt_out_evenly(run: RunConfig) -> Iterator[str]:
-    """Every replica does the same whole number of micro-batches."""
+    """Require equally many complete micro-batches on every data-parallel rank."""
     t, dp = run.training, run.data_parallel_size
     micro, batch = t.micro_batch_size, t.global_batch_size
     if micro < 1 or batch < 1:
@@ -28,7 +28,7 @@ def batch_is_dealt_out_evenly(run: RunConfig) -> Iterator[str]:
 
 
 def rampup_reaches_the_batch(run: RunConfig) -> Iterator[str]:
-    """Three numbers that lead to the global batch in equal steps."""
+    """Require three ramp-up values that reach the global batch size in equal steps."""
     t = run.training
     if t.rampup_batch_size is None:
         return
@@ -49,7 +49,7 @@ def rampup_reaches_the_batch(run: RunConfig) -> Iterator[str]:
 
 
 def rampup_is_dealt_out_evenly(run: RunConfig) -> Iterator[str]:
-    """Each batch on the way is a whole number of micro-batches for every replica."""
+    """Require that each ramp-up batch splits evenly over data-parallel ranks."""
     t = run.training
     share = t.micro_batch_size * run.data_parallel_size
     ramp = t.rampup_batch_size or ()

@@ -1,4 +1,4 @@
-"""Rules about BERT."""
+"""Checks of BERT models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_DOCUMENTS = "a BERT sample comes from one document; use pretrain_gpt.py for 
 
 
 def bert_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
-    """What BERT has no part or no place for."""
+    """Refuse features that BERT does not have."""
     m, lm, d = run.model, run.language_model, run.data
     if not model_kind_of(run).has_masked_lm_head:
         return
@@ -46,7 +46,7 @@ def bert_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
 
 
 def shares_of_masked_data_are_shares(run: RunConfig) -> Iterator[str]:
-    """Something is hidden, and something is not."""
+    """Require valid probabilities for masking and for short sequences."""
     hidden, short = run.data.mask_prob, run.data.short_seq_prob
     if not 0 < hidden < 1:
         yield f"--mask-prob {hidden}: use a share greater than 0 and less than 1"

@@ -1,4 +1,4 @@
-"""Rules about saving and loading."""
+"""Checks of saving and loading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.training.config.run import RunConfig
 
 
 def saving_knows_when(run: RunConfig) -> Iterator[str]:
-    """Old checkpoints are dropped between those that are kept."""
+    """Require that --save-retain-interval is a multiple of --save-interval."""
     c = run.checkpoint
     if c.save is None or c.save_retain_interval is None:
         return
@@ -21,7 +21,7 @@ def saving_knows_when(run: RunConfig) -> Iterator[str]:
 
 
 def loading_knows_where(run: RunConfig) -> Iterator[str]:
-    """What is taken from a checkpoint needs one."""
+    """Require --load for flags that read from a checkpoint."""
     c = run.checkpoint
     for flag, asked in (
         ("--use-checkpoint-args", c.use_checkpoint_args),
@@ -34,14 +34,17 @@ def loading_knows_where(run: RunConfig) -> Iterator[str]:
 
 
 def finetuning_has_a_start(run: RunConfig) -> Iterator[str]:
-    """Fine-tuning starts from weights."""
+    """Require a checkpoint to fine-tune from."""
     c = run.checkpoint
     if c.finetune and c.load is None and c.pretrained_checkpoint is None:
         yield "--finetune needs --load or --pretrained-checkpoint"
 
 
 def main_params_come_from_one_place(run: RunConfig) -> Iterator[str]:
-    """A loaded optimizer brings main parameters of its own."""
+    """Refuse --load-main-params-from-ckpt if the optimizer is loaded.
+
+    A loaded optimizer state already contains the main parameters.
+    """
     c = run.checkpoint
     if c.load_main_params_from_ckpt and not c.no_load_optim:
         yield (
@@ -50,14 +53,17 @@ def main_params_come_from_one_place(run: RunConfig) -> Iterator[str]:
 
 
 def parallel_sizes_come_with_the_rest(run: RunConfig) -> Iterator[str]:
-    """Parallel sizes are part of what --use-checkpoint-args takes."""
+    """Require --use-checkpoint-args for the parallel sizes of a checkpoint."""
     c = run.checkpoint
     if c.use_mp_args_from_checkpoint_args and not c.use_checkpoint_args:
         yield "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args"
 
 
 def older_grouped_experts_are_only_read(run: RunConfig) -> Iterator[str]:
-    """Their files hold all experts of a rank in one matrix, which is not written."""
+    """Refuse to write legacy grouped experts in a format of one file per rank.
+
+    Such files hold all experts of a rank in one matrix; this program reads but does not write that.
+    """
     c, m = run.checkpoint, run.model
     if m.num_moe_experts is None or not m.moe_use_legacy_grouped_gemm:
         return
@@ -69,7 +75,10 @@ def older_grouped_experts_are_only_read(run: RunConfig) -> Iterator[str]:
 
 
 def tokens_ahead_have_a_place(run: RunConfig) -> Iterator[str]:
-    """A file of the last stage has no copy of the embedding yet."""
+    """Refuse multi-token prediction over several stages in a format of one file per rank.
+
+    The file of the last stage does not contain the embedding that the MTP layers need there.
+    """
     stages = run.model.pipeline_model_parallel_size
     if run.model.mtp_num_layers is not None and stages > 1:
         for asked in _without_folders(run.checkpoint):
@@ -80,7 +89,11 @@ def tokens_ahead_have_a_place(run: RunConfig) -> Iterator[str]:
 
 
 def histories_have_a_place(run: RunConfig) -> Iterator[str]:
-    """The reference keeps its own in an object that is pickled."""
+    """Refuse delayed FP8 scaling with a format of one file per rank.
+
+    Megatron-LM stores its amax histories there in a pickled object, which this program does not
+    write.
+    """
     if run.model.fp8 is not None and run.model.fp8_recipe == "delayed":
         for asked in _without_folders(run.checkpoint):
             yield (
@@ -90,13 +103,13 @@ def histories_have_a_place(run: RunConfig) -> Iterator[str]:
 
 
 def _without_folders(c: CheckpointConfig) -> list[str]:
-    """The flags that ask for a format of one file a rank."""
+    """Return the given flags that select a format of one file per rank."""
     asked = {"--ckpt-format": c.ckpt_format, "--ckpt-convert-format": c.ckpt_convert_format}
     return [f"{flag} {kind}" for flag, kind in asked.items() if kind in ("torch", "torch_dcp")]
 
 
 def converting_knows_where(run: RunConfig) -> Iterator[str]:
-    """A conversion reads in one place and writes in another."""
+    """Require a source and a destination for a checkpoint conversion."""
     c = run.checkpoint
     if c.ckpt_convert_format is None:
         if c.ckpt_convert_save is not None:
@@ -110,7 +123,7 @@ def converting_knows_where(run: RunConfig) -> Iterator[str]:
 
 
 def short_lived_checkpoints_have_a_place(run: RunConfig) -> Iterator[str]:
-    """Each kind of short-lived checkpoint has a directory of its own."""
+    """Require type and directory for non-persistent checkpoints."""
     c = run.checkpoint
     interval, kind = c.non_persistent_save_interval, c.non_persistent_ckpt_type
     if interval is not None and kind is None:
@@ -124,7 +137,10 @@ def short_lived_checkpoints_have_a_place(run: RunConfig) -> Iterator[str]:
 
 
 def links_need_files_of_our_own(run: RunConfig) -> Iterator[str]:
-    """Which bytes did not change is known where the index holds their hashes."""
+    """Require safetensors_dist for --ckpt-incremental.
+
+    Only the index of that format has the tensor hashes that show which data is unchanged.
+    """
     c = run.checkpoint
     if c.ckpt_incremental and c.ckpt_format != "safetensors_dist":
         yield (
@@ -134,7 +150,10 @@ def links_need_files_of_our_own(run: RunConfig) -> Iterator[str]:
 
 
 def local_checkpoints_have_a_place_and_peers(run: RunConfig) -> Iterator[str]:
-    """Each rank writes to its node; copies go to ranks that are there, each to another one."""
+    """Require a directory for local checkpoints and enough ranks for their copies.
+
+    Each rank writes to a directory of its node, and each copy goes to another existing rank.
+    """
     c = run.checkpoint
     if c.non_persistent_ckpt_type == "local":
         if c.non_persistent_local_ckpt_dir is None:

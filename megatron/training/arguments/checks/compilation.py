@@ -1,4 +1,4 @@
-"""Rules about --compile."""
+"""Checks of --compile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from megatron.training.models.registry import model_kind_of
 
 
 def compiled_layers_are_plain(run: RunConfig) -> Iterator[str]:
-    """The compiler traces arithmetic: nothing that draws, saves, quantises or waits by itself."""
+    """Refuse --compile with features that the traced layers do not support.
+
+    The compiler traces plain arithmetic.  It does not support layers that draw random numbers, save
+    tensors themselves, quantize or wait for communication.
+    """
     m = run.model
     if m.compile == "none":
         return
@@ -53,7 +57,10 @@ def compiled_layers_are_plain(run: RunConfig) -> Iterator[str]:
 
 
 def one_region_holds_no_collectives(run: RunConfig) -> Iterator[str]:
-    """What comes between layers would be traced with them."""
+    """Refuse --compile model with operations between layers.
+
+    They would be traced together with the layers.
+    """
     m = run.model
     comes_between = m.recompute_granularity == "full" or run.ddp.overlap_param_gather
     if m.compile == "model" and (comes_between or m.tensor_model_parallel_size > 1):

@@ -1,4 +1,4 @@
-"""Rules about ranks that share a sequence."""
+"""Checks of context parallelism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from megatron.training.config.run import RunConfig
 
 
 def sequence_fits_context_parallel(run: RunConfig) -> Iterator[str]:
-    """Each rank holds two chunks of the sequence; sequence parallelism cuts what a rank holds."""
+    """Require a sequence length that splits into two chunks per context-parallel rank.
+
+    Sequence parallelism additionally splits the tokens of a rank over the tensor-parallel ranks.
+    """
     seq, m = run.data.seq_length, run.model
     cp, tp = m.context_parallel_size, m.tensor_model_parallel_size
     if cp <= 1 or tp < 1:
@@ -31,7 +34,7 @@ def sequence_fits_context_parallel(run: RunConfig) -> Iterator[str]:
 
 
 def context_levels_multiply(run: RunConfig) -> Iterator[str]:
-    """The levels of a two-level exchange make up the whole."""
+    """Require two hierarchical sizes (all-to-all, ring) whose product is the CP size."""
     levels, cp = run.model.hierarchical_context_parallel_sizes, run.model.context_parallel_size
     if levels is None:
         if cp > 1 and "a2a+p2p" in run.model.cp_comm_type:
@@ -54,7 +57,7 @@ def context_levels_multiply(run: RunConfig) -> Iterator[str]:
 
 
 def exchange_types_are_known(run: RunConfig) -> Iterator[str]:
-    """One type for all layers, or one for each."""
+    """Require known communication types, one for all layers or one per layer."""
     types, layers = run.model.cp_comm_type, run.model.num_layers
     for kind in dict.fromkeys(types):
         if kind not in COMM_TYPES:
@@ -67,7 +70,10 @@ def exchange_types_are_known(run: RunConfig) -> Iterator[str]:
 
 
 def heads_fit_the_exchange(run: RunConfig) -> Iterator[str]:
-    """Ranks that trade heads for tokens take equally many; key/value heads are repeated to fit."""
+    """Require that the heads split evenly over the ranks of an all-to-all.
+
+    Key/value heads are repeated to fit, so only query heads matter.
+    """
     m = run.model
     tp, cp = m.tensor_model_parallel_size, m.context_parallel_size
     levels = m.hierarchical_context_parallel_sizes or (cp,)

@@ -1,4 +1,4 @@
-"""Rules about CUDA graphs.  What cannot be captured runs eagerly: see `cuda_graph_capture`."""
+"""Checks of CUDA graphs; `cuda_graph_capture` decides what runs eagerly instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.training.config.run import RunConfig
 
 
 def graphs_are_captured_after_warmup(run: RunConfig) -> Iterator[str]:
-    """Capture once, and only after a step that ran eagerly."""
+    """Require one capture flag and at least one eager warmup step."""
     m = run.model
     if m.enable_cuda_graph and m.external_cuda_graph:
         yield "--enable-cuda-graph and --external-cuda-graph enable the same CUDA graphs: keep one"
@@ -20,7 +20,10 @@ def graphs_are_captured_after_warmup(run: RunConfig) -> Iterator[str]:
 
 
 def a_captured_step_has_no_check_for_nan(run: RunConfig) -> Iterator[str]:
-    """The host would wait for each loss inside the step."""
+    """Refuse the NaN check of losses in a captured step.
+
+    The check makes the host wait for each loss, which is not possible during capture.
+    """
     m = run.model
     if m.uses_graphs and not m.records_layers and run.ddp.check_for_nan_in_grad:
         yield (

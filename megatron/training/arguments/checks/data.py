@@ -1,4 +1,4 @@
-"""Rules about where samples come from."""
+"""Checks of data sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.training.config.run import RunConfig
 
 
 def one_source_of_data(run: RunConfig) -> Iterator[str]:
-    """Data are named in one way."""
+    """Refuse several data sources at once."""
     d = run.data
     per_split = {
         "--train-data-path": d.train_data_path,
@@ -34,7 +34,7 @@ def one_source_of_data(run: RunConfig) -> Iterator[str]:
 
 
 def split_is_three_shares(run: RunConfig) -> Iterator[str]:
-    """--split parses as dataset weights; it applies to --data-path and --data-args-path only."""
+    """Require a valid --split, only with --data-path or --data-args-path."""
     d = run.data
     if d.split is None:
         return
@@ -51,14 +51,17 @@ def split_is_three_shares(run: RunConfig) -> Iterator[str]:
 
 
 def sets_are_evaluated_whole(run: RunConfig) -> Iterator[str]:
-    """Several sets are compared by their whole content."""
+    """Require --full-validation for several validation sets, to compare them."""
     v = run.validation
     if v.multiple_validation_sets and not v.full_validation:
         yield "--multiple-validation-sets needs --full-validation: add it"
 
 
 def documents_are_kept_apart_by_a_mask(run: RunConfig) -> Iterator[str]:
-    """Attention that is causal by itself knows no documents."""
+    """Refuse --reset-attention-mask without masks from the data loader.
+
+    Causal attention without a mask does not separate documents.
+    """
     d = run.data
     if d.reset_attention_mask and not d.create_attention_mask_in_dataloader:
         yield (

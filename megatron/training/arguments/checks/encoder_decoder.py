@@ -1,4 +1,4 @@
-"""Rules about a model of two halves: T5."""
+"""Checks of encoder-decoder models (T5)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_DOCUMENTS = "a T5 sample comes from one document; use pretrain_gpt.py for pa
 
 
 def halves_have_stages_of_their_own(run: RunConfig) -> Iterator[str]:
-    """A stage holds layers of one half, and at least one."""
+    """Require separate, non-empty pipeline stages for encoder and decoder."""
     m, pp = run.model, run.model.pipeline_model_parallel_size
     if not model_kind_of(run).has_encoder or pp <= 1:
         return
@@ -41,7 +41,10 @@ def halves_have_stages_of_their_own(run: RunConfig) -> Iterator[str]:
 
 
 def encoder_decoder_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
-    """What T5 has no part or no place for; elsewhere, what T5 alone has."""
+    """Refuse features that T5 does not have.
+
+    For other models refuse the relative position bias, which only T5 has.
+    """
     m, lm, d = run.model, run.language_model, run.data
     if not model_kind_of(run).has_encoder:
         if lm.position_embedding_type == "relative":
@@ -105,7 +108,7 @@ def encoder_decoder_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
 
 
 def both_sequences_fit_sequence_parallel(run: RunConfig) -> Iterator[str]:
-    """The decoder's sequence is cut as the encoder's is."""
+    """Require a decoder length that sequence parallelism can split."""
     length, m = run.data.decoder_seq_length or 0, run.model
     tp = m.tensor_model_parallel_size
     if model_kind_of(run).has_encoder and m.sequence_parallel and tp > 0 and length % tp:
@@ -116,7 +119,10 @@ def both_sequences_fit_sequence_parallel(run: RunConfig) -> Iterator[str]:
 
 
 def distances_fill_their_buckets(run: RunConfig) -> Iterator[str]:
-    """Each side has near distances with buckets of their own, and far ones behind them."""
+    """Require enough buckets for near distances, and a larger maximum distance.
+
+    Each direction has one bucket for each near distance, and shared buckets for far distances.
+    """
     m = run.model
     if run.language_model.position_embedding_type != "relative":
         return

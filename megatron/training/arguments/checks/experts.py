@@ -1,4 +1,4 @@
-"""Rules about layers of experts."""
+"""Checks of mixture-of-experts (MoE) layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.training.models.registry import model_kind_of
 
 
 def experts_are_dealt_out(run: RunConfig) -> Iterator[str]:
-    """Every rank of an expert-parallel group holds as many experts."""
+    """Require equally many experts on each rank of an expert-parallel group."""
     m = run.model
     ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size
     if m.num_moe_experts is None:
@@ -36,7 +36,10 @@ def experts_are_dealt_out(run: RunConfig) -> Iterator[str]:
 
 
 def experts_need_a_cut_sequence(run: RunConfig) -> Iterator[str]:
-    """Else tensor-parallel ranks would route the same tokens several times."""
+    """Require sequence parallelism for MoE layers with tensor parallelism.
+
+    Otherwise all tensor-parallel ranks would route the same tokens.
+    """
     m = run.model
     tp = m.tensor_model_parallel_size
     if m.num_moe_experts is not None and tp > 1 and not m.sequence_parallel:
@@ -47,7 +50,7 @@ def experts_need_a_cut_sequence(run: RunConfig) -> Iterator[str]:
 
 
 def layers_with_experts_are_named(run: RunConfig) -> Iterator[str]:
-    """A list has an entry for each layer; a spec says by itself what its layers are."""
+    """Require one --moe-layer-freq entry per layer; refuse --num-experts with a spec."""
     m, freq = run.model, run.model.moe_layer_freq
     if isinstance(freq, int):
         if freq < 1:
@@ -66,7 +69,7 @@ def layers_with_experts_are_named(run: RunConfig) -> Iterator[str]:
 
 
 def choice_can_be_made(run: RunConfig) -> Iterator[str]:
-    """A token finds as many experts as it is to visit, and its weights have a gradient."""
+    """Require enough experts for top-k, and a router that receives a gradient."""
     m = run.model
     if m.num_moe_experts is None:
         return
@@ -126,7 +129,10 @@ def _groups_can_hold_the_choice(run: RunConfig) -> Iterator[str]:
 
 
 def balancing_fits_together(run: RunConfig) -> Iterator[str]:
-    """Each kind of balance loss has a coefficient; Sinkhorn's choice needs no help."""
+    """Require one coefficient per load balancing type.
+
+    Refuse options that contradict Sinkhorn balancing.
+    """
     m = run.model
     kinds, coefficients = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
     if m.num_moe_experts is None:
@@ -165,7 +171,7 @@ def balancing_fits_together(run: RunConfig) -> Iterator[str]:
 
 
 def dispatcher_suits_the_load(run: RunConfig) -> Iterator[str]:
-    """What a dispatcher cannot do."""
+    """Refuse options that the token dispatcher does not support."""
     m = run.model
     if m.num_moe_experts is None:
         return
@@ -187,7 +193,11 @@ def dispatcher_suits_the_load(run: RunConfig) -> Iterator[str]:
 
 
 def tokens_can_travel_beside_work(run: RunConfig) -> Iterator[str]:
-    """Two passes take turns where tokens travel; a recomputed layer must not stop in the middle."""
+    """Refuse --overlap-moe-expert-parallel-comm where it cannot work.
+
+    It interleaves two passes at each all-to-all, so there must be an all-to-all, and a pass must be
+    able to stop inside a layer, which it cannot while the layer is recomputed.
+    """
     m, flag = run.model, "--overlap-moe-expert-parallel-comm"
     if not m.overlap_moe_expert_parallel_comm:
         return
@@ -233,7 +243,10 @@ def tokens_can_travel_beside_work(run: RunConfig) -> Iterator[str]:
 
 
 def experts_can_be_made_of_an_mlp(run: RunConfig) -> Iterator[str]:
-    """What a token's experts compute has to add up to the dense MLP."""
+    """Check that upcycling is possible.
+
+    The weighted outputs of a token's experts must add up to the output of the dense MLP.
+    """
     m, c = run.model, run.checkpoint
     flag, parts = "--moe-use-upcycling", c.moe_upcycling_granularity
     if not c.moe_use_upcycling:

@@ -1,4 +1,4 @@
-"""Rules about reports and profiles."""
+"""Checks of logging and profiling."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megatron.training.config.run import RunConfig
 
 
 def wandb_run_has_a_name(run: RunConfig) -> Iterator[str]:
-    """A run without a name cannot be found again."""
+    """Require a name for a W&B run, to find it again."""
     log = run.logging
     if log.wandb_project and not log.wandb_exp_name:
         yield f"--wandb-project {log.wandb_project} needs --wandb-exp-name"
 
 
 def profile_has_steps(run: RunConfig) -> Iterator[str]:
-    """Profiling ends after it began, on ranks that exist."""
+    """Require at least one profiled step, on existing ranks."""
     p = run.profiling
     if p.profile and not 0 <= p.profile_step_start < p.profile_step_end:
         yield (
@@ -29,7 +29,7 @@ def profile_has_steps(run: RunConfig) -> Iterator[str]:
 
 
 def trace_has_a_place(run: RunConfig) -> Iterator[str]:
-    """A PyTorch trace is written for TensorBoard."""
+    """Require a TensorBoard directory for the trace of the PyTorch profiler."""
     p = run.profiling
     if p.profile and p.use_pytorch_profiler and run.logging.tensorboard_dir is None:
         yield "--use-pytorch-profiler needs --tensorboard-dir, where the trace is written"

@@ -1,4 +1,4 @@
-"""Rules about Mamba and hybrid models."""
+"""Checks of Mamba and hybrid models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.models.registry import model_kind_of
 
 
 def _pattern(run: RunConfig) -> str:
-    """Letters of the layers; none of another kind of model, or where the flags name no pattern."""
+    """Return the letters of the layers; "" for other models and for an invalid pattern."""
     lm = run.language_model
     if not model_kind_of(run).is_hybrid or not run.model.num_layers:
         return ""
@@ -29,7 +29,7 @@ def _pattern(run: RunConfig) -> str:
 
 
 def hybrid_pattern_fits_the_layers(run: RunConfig) -> Iterator[str]:
-    """A letter for each layer, or shares of a whole."""
+    """Require one letter per layer, or ratios that add up to at most 1."""
     lm = run.language_model
     if model_kind_of(run).is_hybrid and run.model.num_layers:
         asked = lm.hybrid_attention_ratio, lm.hybrid_mlp_ratio, lm.hybrid_override_pattern
@@ -37,7 +37,7 @@ def hybrid_pattern_fits_the_layers(run: RunConfig) -> Iterator[str]:
 
 
 def mamba_sizes_fit(run: RunConfig) -> Iterator[str]:
-    """Heads, groups and widths of the mixer, and what the layout cuts them into."""
+    """Require heads, groups and widths of the mixer that tensor parallelism can split."""
     if MAMBA in _pattern(run) and run.model.hidden_size:
         problems = list(mixer_problems(run.model))
         yield from problems
@@ -52,7 +52,7 @@ def mamba_sizes_fit(run: RunConfig) -> Iterator[str]:
 
 
 def hybrid_pattern_names_the_layers_of_experts(run: RunConfig) -> Iterator[str]:
-    """The letter and the number of experts go together."""
+    """Require MoE layers (E) in the pattern if and only if there are experts."""
     m, pattern = run.model, _pattern(run)
     if not pattern:
         return
@@ -73,7 +73,7 @@ def hybrid_pattern_names_the_layers_of_experts(run: RunConfig) -> Iterator[str]:
 
 
 def mamba_layers_can_do_what_is_asked(run: RunConfig) -> Iterator[str]:
-    """What only layers of attention and MLP have."""
+    """Refuse features that Mamba layers do not have."""
     m = run.model
     if not model_kind_of(run).is_hybrid:
         if m.is_hybrid_model:

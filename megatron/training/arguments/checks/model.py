@@ -1,4 +1,4 @@
-"""Rules about the shape of the model."""
+"""Checks of the model architecture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.config.run import RunConfig
 
 
 def heads_divide_the_width(run: RunConfig) -> Iterator[str]:
-    """Without --kv-channels a head is an even share of the hidden size."""
+    """Require that heads divide the hidden size, unless --kv-channels is given."""
     hidden, heads = run.model.hidden_size, run.model.num_attention_heads
     if run.asked["kv_channels"] is None and heads and hidden % heads:
         yield (
@@ -21,7 +21,7 @@ def heads_divide_the_width(run: RunConfig) -> Iterator[str]:
 
 
 def query_groups_divide_the_heads(run: RunConfig) -> Iterator[str]:
-    """Every key and value head serves equally many query heads."""
+    """Require equally many query heads per key/value head."""
     heads, groups = run.model.num_attention_heads, run.model.num_query_groups
     if run.asked["group_query_attention"] and (groups < 1 or heads % groups):
         yield (
@@ -31,7 +31,7 @@ def query_groups_divide_the_heads(run: RunConfig) -> Iterator[str]:
 
 
 def one_activation(run: RunConfig) -> Iterator[str]:
-    """--geglu may be joined with --openai-gelu; all else excludes each other."""
+    """Refuse several activations, except --geglu with --openai-gelu."""
     a = run.asked
     gated = ("swiglu", "geglu", "quick_geglu")
     chosen = [f"--{name.replace('_', '-')}" for name in gated if a[name]]
@@ -42,14 +42,14 @@ def one_activation(run: RunConfig) -> Iterator[str]:
 
 
 def clamps_leave_something(run: RunConfig) -> Iterator[str]:
-    """A clamp at 0 would close every gate."""
+    """Require a positive activation clamp: 0 would zero every gate."""
     clamp = run.model.activation_func_clamp_value
     if clamp is not None and clamp <= 0:
         yield f"--activation-func-clamp-value {clamp}: a number greater than 0 is needed"
 
 
 def dropouts_are_probabilities(run: RunConfig) -> Iterator[str]:
-    """Dropping everything leaves nothing to scale up."""
+    """Require dropout below 1, as the kept values are scaled by 1 / (1 - p)."""
     for flag, value in (
         ("--attention-dropout", run.model.attention_dropout),
         ("--hidden-dropout", run.model.hidden_dropout),
@@ -59,7 +59,7 @@ def dropouts_are_probabilities(run: RunConfig) -> Iterator[str]:
 
 
 def softcaps_are_positive(run: RunConfig) -> Iterator[str]:
-    """A cap is the largest magnitude that comes through."""
+    """Require positive soft caps; a cap is the largest magnitude of a logit."""
     for flag, value in (
         ("--attn-logit-softcapping", run.model.attn_logit_softcapping),
         ("--final-logit-softcapping", run.model.final_logit_softcapping),
@@ -69,7 +69,7 @@ def softcaps_are_positive(run: RunConfig) -> Iterator[str]:
 
 
 def one_query_key_norm(run: RunConfig) -> Iterator[str]:
-    """Queries and keys are normalised in one way."""
+    """Refuse several norms for queries and keys."""
     m = run.model
     if m.qk_layernorm and m.qk_l2_norm:
         yield (
@@ -82,7 +82,7 @@ def one_query_key_norm(run: RunConfig) -> Iterator[str]:
 
 
 def window_is_a_window(run: RunConfig) -> Iterator[str]:
-    """A window has two sides, none of them negative but for -1, and layers that it names."""
+    """Require a valid attention window, and a window for --window-attn-skip-freq."""
     m = run.model
     if m.window_size is not None and min(m.window_size) < -1:
         left, right = m.window_size
@@ -94,7 +94,7 @@ def window_is_a_window(run: RunConfig) -> Iterator[str]:
 
 
 def no_rope_pattern_fits_the_layers(run: RunConfig) -> Iterator[str]:
-    """A list has one entry a layer."""
+    """Require one --no-rope-freq entry per layer."""
     yield from _fits_layers("--no-rope-freq", run.model.no_rope_freq, run.model.num_layers)
 
 
@@ -106,7 +106,7 @@ def _fits_layers(flag: str, pattern: int | tuple[int, ...] | None, layers: int) 
 
 
 def residual_branches_once(run: RunConfig) -> Iterator[str]:
-    """Where the residual leaves depends on a norm at the sublayer's input."""
+    """Refuse a residual from after the input norm if sublayers have no input norm."""
     m = run.model
     if m.apply_residual_connection_post_layernorm and m.layer_norm_placement == "post":
         yield (
@@ -116,7 +116,7 @@ def residual_branches_once(run: RunConfig) -> Iterator[str]:
 
 
 def heterogeneous_layers_agree(run: RunConfig) -> Iterator[str]:
-    """A description of each layer says of the whole what the command line says."""
+    """Require that the per-layer descriptions agree with the other flags."""
     try:
         layer_shapes(run.model)
     except ConfigError as error:
@@ -124,14 +124,17 @@ def heterogeneous_layers_agree(run: RunConfig) -> Iterator[str]:
 
 
 def spec_names_an_object(run: RunConfig) -> Iterator[str]:
-    """A spec is `local`, or a module and a name in it."""
+    """Require that --spec is `local`, or a module and a name in it."""
     spec = run.language_model.spec
     if spec is not None and len(spec) != 2 and spec != ("local",):
         yield f"--spec {' '.join(spec)}: a module and a name in it, or local, is needed"
 
 
 def tokens_ahead_have_what_they_need(run: RunConfig) -> Iterator[str]:
-    """The layers behind the decoder have no learned positions, and use the output layer too."""
+    """Refuse options that multi-token prediction does not support.
+
+    Its layers have no learned positions, and they use the embedding and the output layer too.
+    """
     m, lm = run.model, run.language_model
     if m.mtp_num_layers is None:
         return
@@ -150,7 +153,10 @@ def tokens_ahead_have_what_they_need(run: RunConfig) -> Iterator[str]:
 
 
 def transformer_impl_is_possible(run: RunConfig) -> Iterator[str]:
-    """Nobody requires what they turned off, or what other flags leave to our own layers."""
+    """Refuse --require-transformer-engine with options that exclude it.
+
+    These options turn it off, or use this program's own layers.
+    """
     m, given = run.model, "--require-transformer-engine"
     if not m.require_transformer_engine:
         return

@@ -1,4 +1,4 @@
-"""Rules that the description of the model kind states."""
+"""Checks that the description of the model kind declares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from megatron.training.models.registry import model_kind_of
 
 
 def the_kind_can_do_the_run(run: RunConfig) -> Iterator[str]:
-    """Some models need every token of a sequence on each rank; user code has rules of its own."""
+    """Apply the rules of the model kind, which user code may define.
+
+    Some models do not support context parallelism, because each rank needs all tokens of a
+    sequence.
+    """
     kind, size = model_kind_of(run), run.model.context_parallel_size
     if size > 1 and not kind.supports_context_parallel:
         yield (

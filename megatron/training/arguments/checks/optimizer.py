@@ -1,4 +1,4 @@
-"""Rules about the optimizer's numbers."""
+"""Checks of optimizer settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.training.config.run import RunConfig
 
 
 def learning_rates_are_ordered(run: RunConfig) -> Iterator[str]:
-    """0 <= min <= peak, and warm-up starts below the peak."""
+    """Require min_lr <= lr and 0 <= lr_warmup_init <= lr."""
     o, s = run.optimizer, run.scheduler
     if o.lr is not None and o.min_lr > o.lr:
         yield f"--min-lr {o.min_lr} is greater than --lr {o.lr}: lower it"
@@ -19,7 +19,7 @@ def learning_rates_are_ordered(run: RunConfig) -> Iterator[str]:
 
 
 def decoupled_learning_rates_are_ordered(run: RunConfig) -> Iterator[str]:
-    """As for the others."""
+    """Require decoupled_min_lr <= decoupled_lr."""
     o = run.optimizer
     if o.decoupled_min_lr is not None and o.decoupled_lr is None:
         yield "--decoupled-min-lr needs --decoupled-lr"
@@ -31,7 +31,7 @@ def decoupled_learning_rates_are_ordered(run: RunConfig) -> Iterator[str]:
 
 
 def the_head_has_weights_of_its_own(run: RunConfig) -> Iterator[str]:
-    """A factor on the head's learning rate does not apply to the embedding."""
+    """Refuse --head-lr-mult if the output layer shares its weight with the embedding."""
     factor = run.scheduler.head_lr_mult
     if factor != 1.0 and not run.language_model.untie_embeddings_and_output_weights:
         yield (
@@ -41,7 +41,7 @@ def the_head_has_weights_of_its_own(run: RunConfig) -> Iterator[str]:
 
 
 def means_converge(run: RunConfig) -> Iterator[str]:
-    """Decays below 1, a positive denominator."""
+    """Require decay rates from 0 to below 1, and a positive Adam epsilon."""
     o = run.optimizer
     decays = {
         "--adam-beta1": o.adam_beta1,
@@ -58,7 +58,7 @@ def means_converge(run: RunConfig) -> Iterator[str]:
 
 
 def weight_decay_follows_its_style(run: RunConfig) -> Iterator[str]:
-    """A constant decay has one number, a changing one has two."""
+    """Require start and end of a changing weight decay, and neither for a constant one."""
     s, style = run.scheduler, run.scheduler.weight_decay_incr_style
     start, end = run.asked["start_weight_decay"], run.asked["end_weight_decay"]
     if style == "constant":
@@ -80,7 +80,11 @@ def weight_decay_follows_its_style(run: RunConfig) -> Iterator[str]:
 
 
 def muon_updates_matrices_at_once(run: RunConfig) -> Iterator[str]:
-    """A bucket holds parts of matrices; so it is for rules of user code that say so."""
+    """Refuse sharding for optimizers that need complete parameters.
+
+    A bucket contains parts of parameters.  Besides Muon, user-defined optimizers may declare that
+    their update is not element-wise.
+    """
     o = run.optimizer
     if o.has_muon and o.overlap_param_gather_with_optimizer_step:
         yield (
@@ -106,7 +110,10 @@ def muon_updates_matrices_at_once(run: RunConfig) -> Iterator[str]:
 
 
 def the_format_has_room_for_the_optimizer(run: RunConfig) -> Iterator[str]:
-    """Some formats number parameters as Adam alone has them."""
+    """Refuse formats that cannot store the two kinds of optimizer state of Muon.
+
+    They number the parameters as a single Adam optimizer does.
+    """
     o, formats = run.optimizer, ("torch", "torch_dcp")
     if o.has_muon and run.checkpoint.save and run.checkpoint.ckpt_format in formats:
         yield (
@@ -116,7 +123,7 @@ def the_format_has_room_for_the_optimizer(run: RunConfig) -> Iterator[str]:
 
 
 def host_memory_holds_what_it_can(run: RunConfig) -> Iterator[str]:
-    """A share of what is updated number by number."""
+    """Require a valid offload fraction; only element-wise updates can be offloaded."""
     o = run.optimizer
     if not 0 <= o.optimizer_offload_fraction <= 1:
         yield (

@@ -1,4 +1,4 @@
-"""Rules about how the world is cut up."""
+"""Checks of parallel sizes and process groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.training.models.registry import model_kind_of
 
 
 def degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
-    """A replica takes tp x pp x cp ranks, and replicas are whole."""
+    """Require a world size that is a multiple of tp x pp x cp."""
     m = run.model
     tp, pp, cp = (
         m.tensor_model_parallel_size,
@@ -30,14 +30,14 @@ def degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
 
 
 def expert_degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
-    """The experts' layout has other sizes but the same ranks and the same pipeline."""
+    """Require a world size that is a multiple of etp x ep x pp."""
     m = run.model
     etp, ep, pp = (
         m.expert_tensor_parallel_size or 1,
         m.expert_model_parallel_size,
         m.pipeline_model_parallel_size,
     )
-    is_apart = ep > 1 or etp != m.tensor_model_parallel_size  # else the ranks are cut as above
+    is_apart = ep > 1 or etp != m.tensor_model_parallel_size  # otherwise same as the dense sizes
     if is_apart and min(etp, ep, pp) >= 1 and run.world_size % (etp * ep * pp):
         yield (
             f"{run.world_size} ranks cannot be divided into --expert-tensor-parallel-size {etp} x "
@@ -47,7 +47,7 @@ def expert_degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
 
 
 def heads_fit_tensor_parallel(run: RunConfig) -> Iterator[str]:
-    """Heads are dealt out whole."""
+    """Require that tensor parallelism can split the heads evenly."""
     m = run.model
     tp = m.tensor_model_parallel_size
     for flag, count in (
@@ -62,7 +62,7 @@ def heads_fit_tensor_parallel(run: RunConfig) -> Iterator[str]:
 
 
 def mlp_fits_tensor_parallel(run: RunConfig) -> Iterator[str]:
-    """The inner width of the MLP is cut evenly."""
+    """Require that tensor parallelism can split the inner width of the MLP evenly."""
     inner, tp = run.model.ffn_hidden_size, run.model.tensor_model_parallel_size
     if tp >= 1 and inner % tp:
         yield (
@@ -72,7 +72,7 @@ def mlp_fits_tensor_parallel(run: RunConfig) -> Iterator[str]:
 
 
 def sequence_fits_sequence_parallel(run: RunConfig) -> Iterator[str]:
-    """Sequence parallelism cuts the sequence evenly over the tensor-parallel ranks."""
+    """Require that sequence parallelism can split the sequence evenly."""
     seq, m = run.data.seq_length, run.model
     tp = m.tensor_model_parallel_size
     if m.sequence_parallel and m.context_parallel_size == 1 and tp >= 1 and seq % tp:
@@ -83,14 +83,17 @@ def sequence_fits_sequence_parallel(run: RunConfig) -> Iterator[str]:
 
 
 def layers_fit_the_pipeline(run: RunConfig) -> Iterator[str]:
-    """Every layer is on one stage, and no flag says otherwise."""
-    is_one_stack = not model_kind_of(run).has_encoder  # its own rule is in encoder_decoder.py
+    """Require that the pipeline flags agree and assign each layer to one stage."""
+    is_one_stack = not model_kind_of(run).has_encoder  # encoder_decoder.py checks the others
     if is_one_stack and run.model.num_layers and run.model.pipeline_model_parallel_size >= 1:
         yield from layout_problems(run.model, run.model.pipeline_model_parallel_size)
 
 
 def virtual_stages_suit_the_pipeline(run: RunConfig) -> Iterator[str]:
-    """Several virtual stages a rank need several ranks, and are counted in one way."""
+    """Require several pipeline ranks for virtual stages.
+
+    Refuse several flags that set the number of virtual stages.
+    """
     m = run.model
     pp, chunks = m.pipeline_model_parallel_size, m.num_virtual_stages_per_pipeline_rank
     size = m.num_layers_per_virtual_pipeline_stage
@@ -134,7 +137,7 @@ def virtual_stages_suit_the_pipeline(run: RunConfig) -> Iterator[str]:
 
 
 def schedule_suits_the_virtual_stages(run: RunConfig) -> Iterator[str]:
-    """Each schedule is made for one number of virtual stages."""
+    """Require the number of virtual stages that the schedule supports."""
     m = run.model
     if m.pipeline_schedule is not None and m.pipeline_model_parallel_size > 1:
         num_chunks = m.virtual_pipeline_model_parallel_size or 1
@@ -143,7 +146,10 @@ def schedule_suits_the_virtual_stages(run: RunConfig) -> Iterator[str]:
 
 
 def groups_of_micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
-    """Fewer micro-batches in a row than ranks would make the first rank wait for itself."""
+    """Require groups of at least as many micro-batches as pipeline ranks.
+
+    With fewer, the first rank would wait for its own output.
+    """
     m = run.model
     group, pp = m.microbatch_group_size_per_vp_stage, m.pipeline_model_parallel_size
     if m.virtual_pipeline_model_parallel_size is not None and group is not None and group < pp:
@@ -154,7 +160,7 @@ def groups_of_micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
 
 
 def rank_order_suits_experts(run: RunConfig) -> Iterator[str]:
-    """Pipeline before data in the rank order needs one data-parallel size for all layers."""
+    """Require equal data-parallel sizes of dense and MoE layers for tp-pp-dp rank order."""
     m = run.model
     pp = m.pipeline_model_parallel_size
     expert_dp = run.world_size // max(
@@ -174,9 +180,9 @@ def rank_order_suits_experts(run: RunConfig) -> Iterator[str]:
 
 
 def optimizer_instances_divide_the_replicas(run: RunConfig) -> Iterator[str]:
-    """Each instance of the distributed optimizer stands on equally many replicas."""
+    """Require that the optimizer instances divide the data-parallel ranks evenly."""
     m, instances, replicas = run.model, num_instances(run.ddp), run.data_parallel_size
-    if not run.distributed.use_tp_pp_dp_mapping:  # there whole replicas stay together
+    if not run.distributed.use_tp_pp_dp_mapping:  # with it, cp ranks stay in one instance
         replicas *= m.context_parallel_size
     counts = {"ranks that hold the same parameters": replicas}
     if m.expert_model_parallel_size > 1 or m.num_moe_experts is not None:
@@ -193,7 +199,7 @@ def optimizer_instances_divide_the_replicas(run: RunConfig) -> Iterator[str]:
 
 
 def gathers_overlap_with_reductions(run: RunConfig) -> Iterator[str]:
-    """Parameters travel in the buckets that gradients are reduced in."""
+    """Require --overlap-grad-reduce for --overlap-param-gather: both use its buckets."""
     if run.ddp.overlap_param_gather and not run.ddp.overlap_grad_reduce:
         yield "--overlap-param-gather needs --overlap-grad-reduce, which makes buckets: add it"
     if run.optimizer.overlap_param_gather_with_optimizer_step and not run.ddp.overlap_param_gather:
@@ -201,7 +207,7 @@ def gathers_overlap_with_reductions(run: RunConfig) -> Iterator[str]:
 
 
 def backend_suits_the_device(run: RunConfig) -> Iterator[str]:
-    """NCCL talks between GPUs only."""
+    """Refuse NCCL without GPUs."""
     d = run.distributed
     if not backend_serves(d.device, d.distributed_backend):
         yield (
@@ -211,7 +217,7 @@ def backend_suits_the_device(run: RunConfig) -> Iterator[str]:
 
 
 def virtual_ranks_are_alone(run: RunConfig) -> Iterator[str]:
-    """They are threads of the one process that was started, and compute on its CPU."""
+    """Require one process and the CPU for --virtual-ranks, which are threads."""
     ranks, device = run.distributed.virtual_ranks, run.distributed.device
     if ranks is None:
         return

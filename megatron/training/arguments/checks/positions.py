@@ -1,4 +1,4 @@
-"""Rules about positions of tokens."""
+"""Checks of position embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from megatron.training.config.run import RunConfig
 
 
 def table_is_long_enough(run: RunConfig) -> Iterator[str]:
-    """A learned table has a row for every position; rotation and slopes need none."""
+    """Require a learned position for every token of a sample.
+
+    Rotary embeddings and ALiBi have no table.
+    """
     lm, d = run.language_model, run.data
     longest = max(d.seq_length, d.decoder_seq_length or 0)
     table = lm.max_position_embeddings
@@ -20,7 +23,10 @@ def table_is_long_enough(run: RunConfig) -> Iterator[str]:
 
 
 def dropping_positions_is_said_by_type(run: RunConfig) -> Iterator[str]:
-    """--no-position-embedding only ever meant: no table beside rotation."""
+    """Refuse --no-position-embedding with a position embedding other than rope.
+
+    It means that there is no learned table beside rotary embeddings.
+    """
     kind = run.language_model.position_embedding_type
     if not run.asked["add_position_embedding"] and kind not in ("rope", "none"):
         yield (
@@ -30,7 +36,7 @@ def dropping_positions_is_said_by_type(run: RunConfig) -> Iterator[str]:
 
 
 def rotated_width_is_even(run: RunConfig) -> Iterator[str]:
-    """Channels rotate in pairs."""
+    """Require an even number of rotary channels, as channels rotate in pairs."""
     lm, width = run.language_model, run.model.kv_channels or 0
     if lm.position_embedding_type != "rope":
         return
@@ -44,7 +50,7 @@ def rotated_width_is_even(run: RunConfig) -> Iterator[str]:
 
 
 def one_rotary_scaling(run: RunConfig) -> Iterator[str]:
-    """Each way to stretch the context replaces the frequencies."""
+    """Refuse several methods that scale the rotary frequencies."""
     lm, m = run.language_model, run.model
     chosen = [
         flag
@@ -61,7 +67,10 @@ def one_rotary_scaling(run: RunConfig) -> Iterator[str]:
 
 
 def yarn_stretches(run: RunConfig) -> Iterator[str]:
-    """Its ramp goes from pairs that turn often to those that turn seldom."""
+    """Require --yarn-beta-fast > --yarn-beta-slow > 0.
+
+    YaRN interpolates between pairs of channels with fast and with slow rotation.
+    """
     m = run.model
     fast, slow = m.yarn_beta_fast, m.yarn_beta_slow
     fast, slow = 32.0 if fast is None else fast, 1.0 if slow is None else slow
@@ -70,7 +79,7 @@ def yarn_stretches(run: RunConfig) -> Iterator[str]:
 
 
 def longrope_is_complete(run: RunConfig) -> Iterator[str]:
-    """Both lists, one divisor for each pair of channels, and the original length."""
+    """Require both LongRoPE lists, one factor per channel pair, and the original length."""
     m, lm = run.model, run.language_model
     parts = {
         "--longrope-short-factor": m.longrope_short_factor,
@@ -97,7 +106,10 @@ def longrope_is_complete(run: RunConfig) -> Iterator[str]:
 
 
 def latent_attention_has_its_own_rotation(run: RunConfig) -> Iterator[str]:
-    """Of latent attention only a part of each head is rotated, in pairs of neighbours."""
+    """Refuse options that multi-latent attention does not support.
+
+    It rotates only a part of each head, in pairs of neighbouring channels.
+    """
     m, lm = run.model, run.language_model
     if not m.multi_latent_attention:
         return

@@ -1,4 +1,4 @@
-"""Rules about number formats."""
+"""Checks of numerical precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.training.models.registry import model_kind_of
 
 
 def one_half_precision(run: RunConfig) -> Iterator[str]:
-    """Parameters have one format."""
+    """Refuse --bf16 with --fp16."""
     if run.model.bf16 and run.model.fp16:
         yield (
             "--bf16 and --fp16 exclude each other: keep --bf16 on hardware with bf16 matmuls, "
@@ -19,7 +19,7 @@ def one_half_precision(run: RunConfig) -> Iterator[str]:
 
 
 def fp16_loss_needs_fp16(run: RunConfig) -> Iterator[str]:
-    """There are no float16 logits otherwise."""
+    """Require --fp16 for --fp16-lm-cross-entropy: otherwise no logits are fp16."""
     if run.language_model.fp16_lm_cross_entropy and not run.model.fp16:
         yield (
             "--fp16-lm-cross-entropy needs --fp16, and the loss is computed in fp32 with it too: "
@@ -29,7 +29,7 @@ def fp16_loss_needs_fp16(run: RunConfig) -> Iterator[str]:
 
 
 def fp32_residual_needs_half_precision(run: RunConfig) -> Iterator[str]:
-    """In fp32 the residual stream is fp32 anyway."""
+    """Refuse --fp32-residual-connection in fp32, where it has no effect."""
     if run.model.fp32_residual_connection and not (run.model.fp16 or run.model.bf16):
         yield (
             "--fp32-residual-connection needs --bf16 or --fp16: without them hidden states are fp32"
@@ -37,7 +37,10 @@ def fp32_residual_needs_half_precision(run: RunConfig) -> Iterator[str]:
 
 
 def bf16_reduction_needs_bf16(run: RunConfig) -> Iterator[str]:
-    """Gradients of other formats would lose range or precision without a word."""
+    """Require --bf16 for --grad-reduce-in-bf16.
+
+    Other gradients would silently lose range (fp16) or precision (fp32).
+    """
     if run.ddp.grad_reduce_in_bf16 and not run.model.bf16:
         yield (
             "--grad-reduce-in-bf16 needs --bf16: add it; gradients of fp16 and fp32 parameters "
@@ -46,7 +49,10 @@ def bf16_reduction_needs_bf16(run: RunConfig) -> Iterator[str]:
 
 
 def state_formats_have_their_optimizer(run: RunConfig) -> Iterator[str]:
-    """Fewer bits are asked for by a flag of their own, and moments are Adam's."""
+    """Require --use-precision-aware-optimizer for state dtypes below fp32.
+
+    Refuse moment dtypes for an optimizer without that moment.
+    """
     o = run.optimizer
     moments = {"--exp-avg-dtype": o.exp_avg_dtype, "--exp-avg-sq-dtype": o.exp_avg_sq_dtype}
     formats = {
@@ -65,7 +71,10 @@ def state_formats_have_their_optimizer(run: RunConfig) -> Iterator[str]:
 
 
 def main_formats_fit_the_weights(run: RunConfig) -> Iterator[str]:
-    """There are main parameters beside 16-bit weights, and bf16 gradients of bf16 weights."""
+    """Require 16-bit parameters for --main-params-dtype, and bf16 for --main-grads-dtype.
+
+    fp32 parameters have no main parameters.
+    """
     o, main = run.optimizer, run.optimizer.main_params_dtype
     if main != "fp32" and not (run.model.bf16 or run.model.fp16):
         yield (
@@ -87,7 +96,7 @@ def main_formats_fit_the_weights(run: RunConfig) -> Iterator[str]:
 
 
 def loss_scale_can_work(run: RunConfig) -> Iterator[str]:
-    """A constant scale is positive, an adaptive one starts above its floor."""
+    """Require a positive loss scale, and a dynamic one that starts at or above its minimum."""
     o = run.optimizer
     if o.loss_scale is not None and o.loss_scale <= 0:
         yield f"--loss-scale {o.loss_scale}: a number greater than 0 is needed"
@@ -99,7 +108,7 @@ def loss_scale_can_work(run: RunConfig) -> Iterator[str]:
 
 
 def one_quantised_format(run: RunConfig) -> Iterator[str]:
-    """A product has one format."""
+    """Refuse FP8 with FP4."""
     if run.model.fp8 is not None and run.model.fp4 is not None:
         yield (
             "--fp8-format and --fp4-format exclude each other: keep --fp8-format for the smaller "
@@ -108,7 +117,10 @@ def one_quantised_format(run: RunConfig) -> Iterator[str]:
 
 
 def quantised_widths_fit_kernels(run: RunConfig) -> Iterator[str]:
-    """GPUs multiply whole blocks of values, on every rank."""
+    """Require widths that quantized GEMMs support on every rank.
+
+    The kernels operate on complete blocks of values.
+    """
     m = run.model
     if not m.is_quantized:
         return
@@ -145,7 +157,10 @@ def quantised_widths_fit_kernels(run: RunConfig) -> Iterator[str]:
 
 
 def sequence_ranks_hold_whole_blocks(run: RunConfig) -> Iterator[str]:
-    """What a rank gathers for a weight gradient is quantised along its tokens."""
+    """Require complete quantization blocks of tokens on each sequence-parallel rank.
+
+    The input that is gathered for a weight gradient is quantized along its tokens.
+    """
     m, d = run.model, run.data
     sizes = {"blockwise": 128, "mxfp8": 32}
     size = 16 if m.fp4 is not None else sizes.get(m.fp8_recipe, 1)
@@ -168,7 +183,10 @@ def sequence_ranks_hold_whole_blocks(run: RunConfig) -> Iterator[str]:
 
 
 def stored_codes_have_main_parameters(run: RunConfig) -> Iterator[str]:
-    """An update starts from main parameters, which fp32 weights do not have."""
+    """Require 16-bit parameters for --fp8-param-gather.
+
+    The update needs main parameters, which fp32 weights do not have.
+    """
     m = run.model
     if m.fp8 is not None and m.fp8_param and not (m.bf16 or m.fp16):
         yield (
@@ -178,7 +196,7 @@ def stored_codes_have_main_parameters(run: RunConfig) -> Iterator[str]:
 
 
 def some_layer_is_quantised(run: RunConfig) -> Iterator[str]:
-    """Layers that stay in bf16 leave others over."""
+    """Require at least one quantized layer between the layers that stay in bf16."""
     m = run.model
     first, last = m.num_layers_at_start_in_bf16, m.num_layers_at_end_in_bf16
     if m.is_quantized and m.first_last_layers_bf16 and first + last >= m.num_layers:

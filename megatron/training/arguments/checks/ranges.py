@@ -1,4 +1,4 @@
-"""Numbers in the range that `option()` declares for their flag, and products of sizes."""
+"""Checks of values against the range that `option()` declares, and of products of sizes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections.abc import Iterator
 from megatron.training.arguments.value_rules import out_of_range
 from megatron.training.config.run import RunConfig
 
-# Far above the largest models and devices; a product beyond it is a typing error, and further
-# beyond it no longer fits the 64 bits of a tensor's size.
+# Limits far above the largest models and devices.  A larger product is a typing error, and a much
+# larger one does not fit the 64 bits of a tensor's size.
 _MAX_PARAMETERS = 10**15
 _MAX_ACTIVATIONS = 10**15  # values of one micro-batch in its widest tensor
 
 
 def numbers_are_in_range(run: RunConfig) -> Iterator[str]:
-    """Sizes and intervals are at least 1, counts and amounts at least 0, all of them finite."""
+    """Require finite values in the range of their flag.
+
+    Usually sizes and intervals are at least 1, counts and amounts at least 0.
+    """
     yield from out_of_range(run.asked)
 
 
 def sizes_fit_a_machine(run: RunConfig) -> Iterator[str]:
-    """The number of parameters, and of activations of one micro-batch, are possible ones."""
+    """Require realistic numbers of parameters and of activations in a micro-batch."""
     m, lm, seq = run.model, run.language_model, run.data.seq_length
     vocab = run.tokenizer.padded_vocab_size or run.tokenizer.vocab_size or 0
     ffn = m.ffn_hidden_size or 0
@@ -43,7 +46,7 @@ def sizes_fit_a_machine(run: RunConfig) -> Iterator[str]:
 
 
 def one_way_to_count_buckets(run: RunConfig) -> Iterator[str]:
-    """The number of buckets follows from their size."""
+    """Refuse both a number and a size of gradient buckets."""
     d = run.ddp
     if d.ddp_num_buckets is not None and d.bucket_size is not None:
         yield "--ddp-num-buckets and --ddp-bucket-size both set the bucket size: keep one"

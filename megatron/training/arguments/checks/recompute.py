@@ -1,4 +1,4 @@
-"""Rules about what backward computes again."""
+"""Checks of recomputation and offloading of activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", 
 
 
 def full_recompute_says_which_layers(run: RunConfig) -> Iterator[str]:
-    """Full recomputation works on chunks of layers."""
+    """Require method and number of layers for full recomputation, and only for it."""
     m = run.model
     if m.recompute_granularity == "full":
         if m.recompute_method is None:
@@ -28,7 +28,7 @@ def full_recompute_says_which_layers(run: RunConfig) -> Iterator[str]:
 
 
 def selective_recompute_knows_its_modules(run: RunConfig) -> Iterator[str]:
-    """Only parts that a layer has can be computed again."""
+    """Require modules that exist and that the layers have."""
     m = run.model
     has_shared = m.moe_shared_expert_intermediate_size is not None
     for name, flag, is_there in (
@@ -52,7 +52,11 @@ def selective_recompute_knows_its_modules(run: RunConfig) -> Iterator[str]:
 
 
 def saved_activations_are_cut_by_tensor_parallel(run: RunConfig) -> Iterator[str]:
-    """There is nobody to share with otherwise, or the sequence is cut already."""
+    """Require tensor parallelism without sequence parallelism.
+
+    --distribute-saved-activations splits hidden states over the tensor-parallel ranks; sequence
+    parallelism does so already.
+    """
     m = run.model
     if not m.distribute_saved_activations:
         return
@@ -69,7 +73,7 @@ def saved_activations_are_cut_by_tensor_parallel(run: RunConfig) -> Iterator[str
 
 
 def the_budget_is_a_share(run: RunConfig) -> Iterator[str]:
-    """Of the device's memory."""
+    """Require --memory-budget-fraction in (0, 1]; it is a share of device memory."""
     if not 0 < run.model.memory_budget_fraction <= 1:
         yield (
             f"--memory-budget-fraction {run.model.memory_budget_fraction}: use a share "
@@ -78,7 +82,10 @@ def the_budget_is_a_share(run: RunConfig) -> Iterator[str]:
 
 
 def chunks_of_the_loss_defer_nothing(run: RunConfig) -> Iterator[str]:
-    """They are gone when the weight gradient would be computed."""
+    """Refuse a chunked loss with a deferred weight gradient of the output layer.
+
+    The chunks of the logits are freed before that gradient would be computed.
+    """
     m = run.model
     if m.loss_chunk_size and m.defer_embedding_wgrad_compute:
         yield (
@@ -89,7 +96,10 @@ def chunks_of_the_loss_defer_nothing(run: RunConfig) -> Iterator[str]:
 
 
 def offloaded_layers_are_some(run: RunConfig) -> Iterator[str]:
-    """The last layers are needed at once; what others want to do with saved tensors, one can do."""
+    """Require that some but not all layers are offloaded.
+
+    Backward needs the last layers right away.  Refuse other features that handle saved tensors.
+    """
     m = run.model
     if not m.cpu_offloading:
         return

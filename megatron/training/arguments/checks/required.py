@@ -1,4 +1,4 @@
-"""Flags without which there is no run."""
+"""Checks of flags that every run needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.training.config.run import RunConfig
 
 
 def shape_is_given(run: RunConfig) -> Iterator[str]:
-    """Sizes that have no sensible default."""
+    """Require the sizes that have no sensible default."""
     m = run.model
     for flag, value in (
         ("--num-layers", m.num_layers),
@@ -22,7 +22,7 @@ def shape_is_given(run: RunConfig) -> Iterator[str]:
 
 
 def training_has_a_length(run: RunConfig) -> Iterator[str]:
-    """Steps or samples, and a learning rate, unless nothing is trained."""
+    """Require a run length and a learning rate, unless training is skipped."""
     t = run.training
     if run.validation.skip_train:
         return
@@ -33,7 +33,7 @@ def training_has_a_length(run: RunConfig) -> Iterator[str]:
 
 
 def tokenizer_has_its_files(run: RunConfig) -> Iterator[str]:
-    """Each kind of tokenizer is made from files of its own."""
+    """Require the files of the given tokenizer type."""
     t = run.tokenizer
     files = {"--vocab-file": t.vocab_file, "--merge-file": t.merge_file}
     model, size = {"--tokenizer-model": t.tokenizer_model}, {"--vocab-size": t.vocab_size}
@@ -56,7 +56,10 @@ def tokenizer_has_its_files(run: RunConfig) -> Iterator[str]:
 
 
 def one_number_for_each_size(run: RunConfig) -> Iterator[str]:
-    """A size has two names; the second is that of encoder-decoders."""
+    """Refuse different values of --num-layers and --encoder-num-layers.
+
+    The same holds for --seq-length and --encoder-seq-length: the --encoder flags are second names.
+    """
     for name in ("num_layers", "seq_length"):
         size, other = run.asked[name], run.asked[f"encoder_{name}"]
         if size is not None and other is not None and size != other:

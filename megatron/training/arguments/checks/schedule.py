@@ -1,4 +1,4 @@
-"""Rules about the length of a run and the learning rate over it."""
+"""Checks of run length and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.training.config.run import RunConfig
 
 
 def length_has_one_unit(run: RunConfig) -> Iterator[str]:
-    """Steps or samples, for the run and for its schedule."""
+    """Require one unit, steps or samples, for the run and its schedules."""
     t, s = run.training, run.scheduler
     by_samples = {
         "--train-samples": t.train_samples,
@@ -31,7 +31,7 @@ def length_has_one_unit(run: RunConfig) -> Iterator[str]:
 
 
 def warmup_is_said_once(run: RunConfig) -> Iterator[str]:
-    """A fraction, or a number."""
+    """Refuse a warmup given both as a fraction and as a number."""
     s = run.scheduler
     if s.lr_warmup_fraction is None:
         return
@@ -46,7 +46,7 @@ def warmup_is_said_once(run: RunConfig) -> Iterator[str]:
 
 
 def warmup_ends_before_decay(run: RunConfig) -> Iterator[str]:
-    """The learning rate falls after it rose."""
+    """Require a warmup that is shorter than the decay."""
     t, s = run.training, run.scheduler
     for unit, warmup, decay, length in (
         ("iters", s.lr_warmup_iters, s.lr_decay_iters, t.train_iters),
@@ -65,7 +65,7 @@ def warmup_ends_before_decay(run: RunConfig) -> Iterator[str]:
 
 
 def wsd_has_a_last_part(run: RunConfig) -> Iterator[str]:
-    """WSD needs the length of its decay, in the unit of the run, within the run."""
+    """Require a decay length for WSD, in the unit of the run, at most the run length."""
     t, s = run.training, run.scheduler
     if s.lr_decay_style != "WSD":
         return
@@ -83,7 +83,7 @@ def wsd_has_a_last_part(run: RunConfig) -> Iterator[str]:
 
 
 def one_source_of_the_schedule(run: RunConfig) -> Iterator[str]:
-    """Command line or checkpoint."""
+    """Refuse to take the schedule from both command line and checkpoint."""
     s = run.scheduler
     if s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler:
         yield (

@@ -1,4 +1,4 @@
-"""Rules about parameters that are cut over the replicas."""
+"""Checks of parameters that are sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from megatron.training.config.run import RunConfig
 
 
 def _flags(run: RunConfig) -> str:
-    """What cuts the parameters."""
+    """Return the flag that shards the parameters."""
     if run.ddp.use_torch_fsdp2:
         return "--use-torch-fsdp2"
     return f"--data-parallel-sharding-strategy {run.ddp.data_parallel_sharding_strategy}"
 
 
 def sharded_gradients_are_reduced_in_backward(run: RunConfig) -> Iterator[str]:
-    """FSDP2 reduces what autograd has accumulated; a later weight gradient would miss that."""
+    """Refuse full sharding with weight gradients that are computed after the backward pass.
+
+    FSDP2 reduces what autograd has accumulated by then, so these gradients would be missing.
+    """
     schedule = run.model.pipeline_schedule or ""
     later = {
         f"--pipeline-schedule {schedule}": schedule.startswith("zb"),
@@ -31,7 +34,10 @@ def sharded_gradients_are_reduced_in_backward(run: RunConfig) -> Iterator[str]:
 
 
 def sharded_parameters_have_processes(run: RunConfig) -> Iterator[str]:
-    """FSDP2 keeps state per process, and asks torch's own groups."""
+    """Refuse full sharding with --virtual-ranks.
+
+    FSDP2 keeps its state per process, and uses the process groups of torch.distributed.
+    """
     if is_fully_sharded(run.ddp) and run.distributed.virtual_ranks is not None:
         yield (
             f"{_flags(run)} needs one process per rank: use torchrun instead of --virtual-ranks "
@@ -40,7 +46,7 @@ def sharded_parameters_have_processes(run: RunConfig) -> Iterator[str]:
 
 
 def one_way_to_shard(run: RunConfig) -> Iterator[str]:
-    """FSDP2 cuts the optimizer with the parameters."""
+    """Refuse FSDP2 with other sharding flags: it shards the optimizer state itself."""
     if not run.ddp.use_torch_fsdp2:
         return
     if run.ddp.use_megatron_fsdp:
