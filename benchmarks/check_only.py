@@ -1,9 +1,10 @@
-"""How long --check-only takes, as a process of its own, for models of known size.
+"""Measure the time of --check-only, in its own process, for models of known size.
 
     python -m benchmarks.check_only [--rounds 3] [--against ANOTHER_CHECKOUT]
 
-The command lines are those of the scripts in examples/, with changes that `CASES` shows.  With
---against the checkouts take turns, and their ratio counts.  Dated results are in check_only.md.
+The command lines are those of the scripts in examples/, with the changes in `CASES`.  With
+--against, both checkouts run alternately, and the result is their ratio.  Dated results are in
+check_only.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 _V3 = "deepseek_v3/train_deepseek_v3.sh"
 _ON_8 = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 1 --global-batch-size 3072"
-_DROPPED = {  # flags of the script, with their values, that the case does not take
+_DROPPED = {  # flags of the script that a case omits, with their values
     "DeepSeek-V3, 8 ranks": ("--pipeline-model-parallel-layout",),
     "DeepSeek-V3, 8 ranks, experts one by one": (
         "--pipeline-model-parallel-layout",
@@ -61,7 +62,7 @@ CASES = {
 
 
 def words_of(script: str, dropped: tuple[str, ...]) -> list[str]:
-    """Entry program and flags of a script, without ``dropped``."""
+    """Return entry program and flags of a script, without ``dropped``."""
     with tempfile.TemporaryDirectory() as folder:
         stand_in, record = Path(folder) / "torchrun", Path(folder) / "words"
         stand_in.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >{shlex.quote(str(record))}\n')
@@ -81,7 +82,7 @@ def words_of(script: str, dropped: tuple[str, ...]) -> list[str]:
 
 
 def seconds(checkout: Path, case: str) -> tuple[float, float]:
-    """CPU and wall time of one process in ``checkout``."""
+    """Return CPU and wall time of one process in ``checkout``."""
     script, ranks, more = CASES[case]
     words = words_of(script, _DROPPED.get(case, ()))
     command = [sys.executable, *words, *more.split(), "--check-only"]

@@ -1,13 +1,13 @@
-"""Saving and loading a GPT with Adam state, beside torch's own ways and the bare disk.
+"""Time saves and loads of a GPT with Adam state, against torch's formats and the bare disk.
 
     python -m benchmarks.checkpoint [--model 124M] [--ranks 1] [--rounds 5] [--folder DIR]
     python -m benchmarks.checkpoint --steps 20 [--model 124M] [--folder DIR]
 
-fp32 weights and two moments of each, cut into equal rows where there are two ranks.  Every save
-ends with fsync; every load ends with the values in tensors that were there before.  The contenders
-take turns, in another order each round; the best and the median of each count, and the slowest
-rank.  Loads come out of the page cache.  ``--steps`` trains instead, with and without an
-asynchronous save at every tenth step, and prints what a step takes.
+Weights and two moments per weight are in fp32, sharded by rows over two ranks.  Every save ends
+with fsync; every load ends with the values in existing tensors.  The contenders alternate, in
+another order each round; reported are best and median of each, on the slowest rank.  Loads read
+from the page cache.  ``--steps`` trains instead, with and without an asynchronous save at every
+tenth step, and prints the time of a step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Call = Callable[[], object]
 
 
 def shapes(model: str) -> dict[str, tuple[int, ...]]:
-    """Of the weights and both moments, by name."""
+    """Return name -> shape of the weights and both moments."""
     layers, hidden, _ = MODELS[model]
     weights: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (VOCABULARY, hidden),
@@ -77,14 +77,14 @@ def shapes(model: str) -> dict[str, tuple[int, ...]]:
 
 
 class _UncheckedReader(CheckpointReader):
-    """Reads without comparing checksums, to measure what they cost."""
+    """Reader that does not compare checksums, to measure their cost."""
 
     def _read_bytes(self, piece: StoredPiece, begin: int, out: memoryview) -> None:
         self._pread(self._open(piece.file), piece, begin, out)
 
 
 class Contest:
-    """The values of one rank, and every way to save and load them."""
+    """Values of one rank, and all ways to save and load them."""
 
     def __init__(self, model: str, rank: int, ranks: int, folder: Path):
         self.rank, self.ranks, self.folder = rank, ranks, folder
@@ -101,7 +101,7 @@ class Contest:
         self.pending: Any = None
 
     def contenders(self) -> dict[str, dict[str, Call]]:
-        """What is compared -> name -> the call that is timed."""
+        """Return what is compared -> name -> the call that is timed."""
         own = self.folder / f"rank{self.rank}"
         safe, pickled, plain = (own.with_suffix(end) for end in (".safetensors", ".pt", ".bin"))
         return {
@@ -124,7 +124,7 @@ class Contest:
         }
 
     def tensors(self, values: dict[str, Tensor]) -> list[ShardedTensor]:
-        """For our functions: this rank's rows."""
+        """Return this rank's rows as arguments of our functions."""
         return [
             ShardedTensor(
                 key=name,
@@ -136,7 +136,7 @@ class Contest:
         ]
 
     def state(self, values: dict[str, Tensor]) -> dict[str, Any]:
-        """For torch's: the same rows."""
+        """Return the same rows as a state dict for torch.distributed.checkpoint."""
         if self.mesh is None:
             return dict(values)
         return {
@@ -184,9 +184,9 @@ class Contest:
                 assert file.readinto(bytes_of(value)) == value.nbytes
 
     def seconds(self, call: Call) -> tuple[float, float]:
-        """By the clock and of processor time, when all begin together; of the slowest rank.
+        """Return wall and CPU time of the slowest rank; all ranks begin together.  Collective.
 
-        Without what an asynchronous save leaves to do.
+        The time that an asynchronous save takes in the background is not included.
         """
         self.barrier()
         start, start_cpu = time.perf_counter(), time.process_time()
@@ -204,7 +204,7 @@ class Contest:
             dist.barrier()
 
     def empty(self) -> None:
-        """Give every save the same empty folder, and memory that was used before."""
+        """Empty the folder before a round of saves.  Collective."""
         self.barrier()
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -213,7 +213,7 @@ class Contest:
         self.barrier()
 
     def load(self, name: str, call: Call) -> tuple[float, float]:
-        """Seconds, as `seconds` has them; everything must have been loaded."""
+        """Return the times of a load as `seconds` does; check that all values were loaded."""
         for value in self.loaded.values():
             value.zero_()
         took = self.seconds(call)
@@ -223,22 +223,22 @@ class Contest:
 
 
 def synced(path: Path) -> None:
-    """fsync a finished file."""
+    """Fsync a complete file."""
     file = os.open(path, os.O_RDWR)
     os.fsync(file)
     os.close(file)
 
 
 def compete(rank: int, args: argparse.Namespace, store: str) -> None:
-    """One rank; rank 0 prints."""
+    """Run all contenders on one rank; rank 0 prints."""
     torch.set_num_threads(1)
-    # A group of one as well: asynchronous saves of torch need it.
+    # Also with one rank: asynchronous saves of torch need a process group.
     dist.init_process_group("gloo", store=dist.FileStore(store), rank=rank, world_size=args.ranks)
     contest = Contest(args.model, rank, args.ranks, args.folder)
     contest.folder = args.folder / "kept"
     contest.empty()
     for call in contest.contenders()[SAVES].values():
-        contest.seconds(call)  # what is loaded
+        contest.seconds(call)  # writes what the loads read
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for i in range(args.rounds + 1):
         for what in (SAVES, LOADS, STALLS):
@@ -251,7 +251,7 @@ def compete(rank: int, args: argparse.Namespace, store: str) -> None:
                 else:
                     contest.empty()
                     took = contest.seconds(call)
-                if i > 0:  # the first round warms up
+                if i > 0:  # the first round is warmup
                     found.setdefault((what, name), []).append(took)
     if rank == 0:
         report(contest.num_bytes * args.ranks, args, found)
@@ -263,7 +263,7 @@ def report(
     args: argparse.Namespace,
     found: dict[tuple[str, str], list[tuple[float, float]]],
 ) -> None:
-    """A table in Markdown."""
+    """Print a table in Markdown."""
     print(f"{args.model}, {num_bytes / 1e9:.2f} GB, {args.ranks} ranks, {args.rounds} rounds")
     print("| what | contender | best s | median s | GB/s | best / ours | CPU s |")
     print("|---|---|---|---|---|---|---|")
@@ -278,7 +278,7 @@ def report(
 
 
 def step_times(args: argparse.Namespace, saving: bool) -> list[float]:
-    """Milliseconds of each step of a real run, from its log."""
+    """Return the milliseconds of each step of a real run, from its log."""
     layers, hidden, heads = MODELS[args.model]
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--device", "cpu"]
     command += f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}".split()
@@ -297,11 +297,11 @@ def step_times(args: argparse.Namespace, saving: bool) -> list[float]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Alternate runs with and without saves, and compare the sum of their steps."""
+    """Alternate runs with and without saves, and compare the sums of their steps."""
     sums: dict[bool, list[float]] = {False: [], True: []}
     for i in range(args.rounds):
         for saving in (False, True) if i % 2 else (True, False):
-            # The first steps warm up; from the first save on, ten steps belong to each.
+            # The first steps are warmup; from the first save on, each save has ten steps.
             sums[saving].append(sum(step_times(args, saving)[9:]))
             shutil.rmtree(args.folder / "training", ignore_errors=True)
             mean = sums[saving][-1] / (args.steps - 9)

@@ -1,10 +1,10 @@
-"""What converting a checkpoint costs beside reading and writing the same bytes, and its memory.
+"""Measure time and memory of checkpoint conversion against a plain copy of the same bytes.
 
     python benchmarks/conversion.py [--gigabytes 1.5] [--rounds 3] [--folder DIR]
 
-A random model of Llama's shape goes from Hugging Face to our format and back.  The yardstick reads
-every file in blocks and writes and fsyncs it.  Each contender is a process of its own, so that its
-peak memory is known; they alternate, and the best time of each counts.
+A random model of Llama's shape is converted from Hugging Face to our format and back.  The baseline
+reads every file in blocks, writes it and fsyncs it.  Each contender runs in its own process, so
+that its peak memory is known; they alternate, and the best time of each is reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_BYTES = 4 << 20
 
 
 def make(folder: Path, gigabytes: float) -> int:
-    """Write the model; the bytes of its largest tensor."""
+    """Write the model; return the bytes of its largest tensor."""
     import torch
 
     from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
@@ -77,7 +77,7 @@ def plain(source: Path, target: Path) -> None:
 
 
 def work(kind: str, source: Path, target: Path) -> None:
-    """One contender, alone in its process: print seconds and peak memory beside the imports."""
+    """Run one contender in this process; print seconds, and peak memory beyond the imports."""
     import torch  # noqa: F401
 
     from megatron.training.conversion.convert import ConversionRequest, convert
@@ -101,7 +101,7 @@ def work(kind: str, source: Path, target: Path) -> None:
 
 
 def run(kind: str, source: Path, target: Path) -> dict[str, float]:
-    """`work` in a process of its own."""
+    """Run `work` in its own process."""
     shutil.rmtree(target, ignore_errors=True)
     command = [sys.executable, __file__, "--work", kind, str(source), str(target)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout

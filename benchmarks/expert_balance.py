@@ -1,12 +1,12 @@
-"""Do experts stay balanced, and are they worth it?  500 steps on text, one run a method.
+"""Compare methods of balancing experts: 500 training steps on text for each method.
 
     python -m benchmarks.expert_balance [--folder DIR] [--steps 500]
 
-DIR is what examples/quickstart.sh has made: a corpus of real text, its tokenizer and token files;
-without it they are made again.  A GPT of 4 layers with 8 experts of which a token visits 2, under
-each method of balance, beside a dense one of equal active size.  The load of a layer is the tokens
-of its fullest expert over the mean, 1 when balanced and 4 when two experts have all; the figure
-shows the mean of the layers.  Prints the table and writes the figure, docs/expert_balance.svg.
+DIR is the folder that examples/quickstart.sh writes: a corpus of real text, its tokenizer and token
+files; without --folder they are written again.  The model is a GPT of 4 layers with 8 experts and
+top-2 routing, compared with a dense GPT of equal active size.  The load of a layer is the number of
+tokens of its fullest expert over the mean: 1 when balanced, 4 when two experts get all tokens.  The
+figure shows the mean over layers.  Prints the table and writes the figure, docs/expert_balance.svg.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COLORS = dict(
 
 
 def command_line(folder: Path, steps: int, method: str) -> list[str]:
-    """Of a run."""
+    """Return the flags of a run."""
     common = (
         "--device cpu --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 "
         "--max-position-embeddings 256 --position-embedding-type rope --normalization RMSNorm "
@@ -73,7 +73,7 @@ def command_line(folder: Path, steps: int, method: str) -> list[str]:
 
 
 def prepare(folder: Path) -> None:
-    """Corpus, tokenizer and token files, as examples/quickstart.sh makes them."""
+    """Write corpus, tokenizer and token files, as examples/quickstart.sh does."""
     tokenizer = f"--tokenizer-type GPT2BPETokenizer --vocab-file {folder}/tokenizer/vocab.json "
     tokenizer += f"--merge-file {folder}/tokenizer/merges.txt --append-eod --workers 1"
     train = f"tools/train_tokenizer.py --input {folder}/train.jsonl --vocab-size 4096"
@@ -91,8 +91,8 @@ def prepare(folder: Path) -> None:
 
 
 def work(found: Path) -> None:
-    """One run, in a process of its own; the load of each step goes to ``found``."""
-    counts: list[list[Tensor]] = []  # of each layer and micro-batch
+    """Run once in this process; write the load of each step to ``found``."""
+    counts: list[list[Tensor]] = []  # by layer and micro-batch
 
     def note(router: nn.Module, _: Any, routing: Routing) -> None:
         if router.training and torch.is_grad_enabled():
@@ -117,7 +117,7 @@ def work(found: Path) -> None:
 
 
 def run(folder: Path, steps: int, method: str) -> tuple[list[float], float, float]:
-    """Load of each step, training loss over the last tenth of the steps, validation loss."""
+    """Return load of each step, training loss of the last tenth of the steps, validation loss."""
     found = folder / "loads.json"
     command = [sys.executable, "-m", "benchmarks.expert_balance", "--work", str(found)]
     command += command_line(folder, steps, method)
@@ -132,7 +132,7 @@ def run(folder: Path, steps: int, method: str) -> tuple[list[float], float, floa
 
 
 def svg(loads: dict[str, list[float]], steps: int) -> str:
-    """A line a method: the mean load of every ten steps."""
+    """Return the figure: one line per method, the mean load of every ten steps."""
     width, height, left, top, highest = 760, 360, 50, 20, 4.0
     starts = range(0, steps, 10)
     x = [left + (width - left - 150) * (i + 0.5) / len(starts) for i in range(len(starts))]

@@ -1,7 +1,7 @@
-"""The contenders of train_gpu.py: one shape, one start, one stream of tokens, one AdamW.
+"""Contenders of train_gpu.py: same shape, initial weights, tokens and AdamW.
 
-Every weight is drawn on the device from a seed that its name gives, so that no contender needs the
-others' tensors.
+Every weight is sampled on the device from a seed derived from its name, so that no contender needs
+tensors of another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS_OF_DATA = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model and of its batch; ``more`` are flags that ours needs for it to fit."""
+    """Sizes of a model and its batch; ``more`` are flags that our contender needs to fit."""
 
     name: str
     family: str  # gpt2 or llama
@@ -40,10 +40,10 @@ class Shape:
     seq: int
     batch: int
     vocab: int = 50304
-    groups: int = 0  # of keys and values; 0: as many as heads
-    ffn: int = 0  # 0: four times the width
-    experts: int = 0  # two of which see a token
-    is_alone: bool = False  # takes the device for itself: contenders start anew each turn
+    groups: int = 0  # query groups; 0: as many as heads
+    ffn: int = 0  # 0: four times the hidden size
+    experts: int = 0  # top-2 routing
+    is_alone: bool = False  # needs the whole device: contenders restart each turn
     more: str = ""
 
     @property
@@ -57,7 +57,7 @@ class Shape:
         return self.groups or self.heads
 
 
-_14_BYTES = (  # a parameter with its gradient
+_14_BYTES = (  # 14 bytes per parameter with its gradient
     "--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
     "--loss-chunk-size 2048"
@@ -80,7 +80,7 @@ SHAPES = {
 
 
 def flags(shape: Shape, kind: str) -> list[str]:
-    """Our command line of a shape; ``kind`` is ours, or ours-fp8."""
+    """Return our command line for a shape; ``kind`` is ours or ours-fp8."""
     words = (
         f"--device {device.current().type} --bf16 --num-layers {shape.layers} "
         f"--hidden-size {shape.hidden} --num-attention-heads {shape.heads} "
@@ -98,7 +98,7 @@ def flags(shape: Shape, kind: str) -> list[str]:
         words += " --swiglu --normalization RMSNorm --position-embedding-type rope"
         words += " --disable-bias-linear --untie-embeddings-and-output-weights"
     else:
-        words += " --no-bias-gelu-fusion"  # the exact GELU, as the others have it
+        words += " --no-bias-gelu-fusion"  # exact GELU, as in the others
     if shape.groups:
         words += f" --group-query-attention --num-query-groups {shape.groups}"
     if shape.experts:
@@ -110,21 +110,21 @@ def flags(shape: Shape, kind: str) -> list[str]:
 
 
 def draw(name: str, *size: int, std: float = 0.02) -> Tensor:
-    """The start of a weight, in fp32 on the device."""
+    """Sample the initial values of a weight, in fp32 on the device."""
     where = device.current()
     generator = torch.Generator(where).manual_seed(zlib.crc32(name.encode()))
     return torch.randn(*size, generator=generator, device=where) * std
 
 
 class Start:
-    """The weights of each layer under plain names: q, k, v, proj, fc1 (gate above up), fc2."""
+    """Initial weights of each layer under plain names: q, k, v, proj, fc1 (gate, then up), fc2."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.residual_std = 0.02 / (2 * shape.layers) ** 0.5
 
     def layer(self, i: int) -> dict[str, Tensor]:
-        """Of layer ``i``."""
+        """Return the weights of layer ``i``."""
         s, h = self.shape, self.shape.hidden
         kv_width, wide = h // s.heads * s.kv_heads, s.inner * (2 if s.family == "llama" else 1)
         sizes = {"q": (h, h), "k": (kv_width, h), "v": (kv_width, h), "proj": (h, h)}
@@ -133,7 +133,7 @@ class Start:
         return {n: draw(f"{i}.{n}", *size, std=stds.get(n, 0.02)) for n, size in sizes.items()}
 
     def table(self, name: str) -> Tensor:
-        """``wte`` and ``out`` [vocabulary, width], ``wpe`` [tokens, width]."""
+        """Return ``wte`` or ``out`` [vocabulary, width], or ``wpe`` [tokens, width]."""
         rows = self.shape.seq if name == "wpe" else self.shape.vocab
         return draw(name, rows, self.shape.hidden)
 
@@ -142,7 +142,7 @@ class Start:
 
 
 class OurTrainer:
-    """The application's own step, from flags to `train_step`."""
+    """Our contender: the application's own step, from flags to `train_step`."""
 
     def __init__(self, shape: Shape, kind: str, more: str) -> None:
         self.run = start(configure(argv=[*flags(shape, kind), *more.split()]))
@@ -157,7 +157,7 @@ class OurTrainer:
         self.run.train_data = ours.endless(peers.batches(shape, STEPS_OF_DATA))  # type: ignore[arg-type]
 
     def step(self) -> Tensor:
-        """The loss, not waited for."""
+        """Run one step; return the loss without synchronizing the device."""
         result = train_step(self.run)
         self.run.state.advance(result, 0.0)
         return result.losses["lm loss"]
@@ -165,7 +165,7 @@ class OurTrainer:
 
 @torch.no_grad()
 def _fill_ours(model: nn.Module, shape: Shape) -> None:
-    """Query, key and value lie interleaved by group of heads."""
+    """Load the initial weights; query, key and value are interleaved by query group."""
     begin, params = Start(shape), {info_of(p).name: p for p in model.parameters()}
 
     def put(name: str, values: Tensor) -> None:
@@ -191,7 +191,7 @@ def _fill_ours(model: nn.Module, shape: Shape) -> None:
 
 
 class PeerTrainer:
-    """bf16 by autocast over fp32 weights, clipped, fused AdamW: as peers are run by default."""
+    """Peer with its usual setup: bf16 autocast over fp32 weights, clipping, fused AdamW."""
 
     def __init__(self, model: nn.Module, shape: Shape, *, is_compiled: bool) -> None:
         self.model: Any = torch.compile(model) if is_compiled else model
@@ -199,7 +199,7 @@ class PeerTrainer:
         self.data, self.at = peers.batches(shape, STEPS_OF_DATA), 0  # type: ignore[arg-type]
 
     def step(self) -> Tensor:
-        """The loss, not waited for."""
+        """Run one step; return the loss without synchronizing the device."""
         where = device.current()
         batch = self.data[self.at % len(self.data)].to(where, non_blocking=True)
         self.at += 1
@@ -214,7 +214,7 @@ class PeerTrainer:
 
 @torch.no_grad()
 def _plain(shape: Shape) -> nn.Module:
-    """The single-file GPT."""
+    """Build the single-file GPT with the initial weights."""
     with device.current():
         model = peers.PlainGPT(shape)  # type: ignore[arg-type]
     begin = Start(shape)
@@ -231,7 +231,7 @@ def _plain(shape: Shape) -> nn.Module:
 
 
 class _Huggingface(nn.Module):
-    """With the loss of the model's own, over labels that are shifted already."""
+    """A transformers model that computes its own loss over labels that are already shifted."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -281,14 +281,14 @@ def _liger_llama(shape: Shape) -> nn.Module:
     return _hf_llama(shape)
 
 
-# -- the matrix product that speeds are a share of -------------------------------------------
+# -- the matmul that speeds are compared with ------------------------------------------------
 
 
 class MatrixProduct:
-    """FLOP/s of a large bf16 product in place of a loss."""
+    """FLOP/s of a large bf16 matmul, reported in place of a loss."""
 
     def step(self) -> Tensor:
-        """One measurement."""
+        """Run one measurement."""
         size = 8192 if device.is_cuda() else 512
         return torch.tensor(measured_gemm_rate(torch.bfloat16, (size,)).flops_per_s)
 
@@ -304,7 +304,7 @@ _PEERS: dict[str, Callable[[Shape], nn.Module]] = {
 
 
 def contenders(shape: Shape) -> list[str]:
-    """Who can train this shape here."""
+    """Return the names of the contenders that can train this shape on this machine."""
     names = ["ours", "ours-fp8"]
     if shape.experts:
         return names
@@ -315,7 +315,7 @@ def contenders(shape: Shape) -> list[str]:
 
 
 def make_trainer(name: str, shape: Shape, more: str) -> Any:
-    """The contender ``name``; ``more`` are further flags of ours."""
+    """Build the contender ``name``; ``more`` are further flags of ours."""
     if name == "product":
         return MatrixProduct()
     if name.startswith("ours"):

@@ -1,10 +1,10 @@
-"""How fast GPT index arrays are built and samples are fetched, and what memory that takes.
+"""Measure time and memory of building GPT index arrays and fetching samples.
 
     python -m benchmarks.index [--documents 20000000] [--tokens-per-document 500] [--directory DIR]
 
-A synthetic .idx of random document lengths; its .bin is a hole, no token is read while an index is
-built.  Contenders alternate; figures are medians of CPU time of one core, so that a shared machine
-can be used.  Dated results are in index.md.
+The .idx is synthetic, with random document lengths; the .bin is a sparse file, as no token is read
+while an index is built.  Contenders alternate; results are medians of CPU time of one core, so that
+other load on the machine matters little.  Dated results are in index.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FETCHED_SAMPLES = 5000
 
 
 class Tokenizer:
-    """As much of a tokenizer as a dataset asks for."""
+    """Attributes of a tokenizer that a dataset reads."""
 
     unique_identifiers = OrderedDict[str, Any]({"class": "Benchmark"})
     vocab_size = 65_000
@@ -42,7 +42,7 @@ class Tokenizer:
 
 
 def write_synthetic(prefix: str, documents: int, tokens_per_document: int) -> None:
-    """An .idx of random lengths and a .bin of zeros that takes no room on the disk."""
+    """Write an .idx of random lengths and a sparse .bin of zeros."""
     random = np.random.default_rng(0)
     low, high = tokens_per_document // 5, tokens_per_document * 9 // 5 + 1
     lengths = random.integers(low, high, documents, dtype=np.int32)
@@ -57,14 +57,14 @@ def write_synthetic(prefix: str, documents: int, tokens_per_document: int) -> No
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """CPU time of one call."""
+    """Return the CPU time of one call."""
     started_at_s = time.process_time()
     work()
     return time.process_time() - started_at_s
 
 
 def bench_build(data: IndexedDataset, sequence_length: int) -> None:
-    """Document order, sample boundaries and sample order of one epoch."""
+    """Time document order, sample boundaries and sample order of one epoch."""
     num_tokens = int(data.sequence_lengths.sum(dtype=np.int64))
     request = SampleRequest(
         source="synthetic",
@@ -96,14 +96,14 @@ def bench_build(data: IndexedDataset, sequence_length: int) -> None:
 
 
 def bench_open(prefix: str) -> None:
-    """Open a pair, every pointer and length checked."""
+    """Time opening a file pair, with all pointers and lengths checked."""
     median = statistics.median(cpu_seconds(lambda: IndexedDataset(prefix)) for _ in range(_REPEATS))
     data = IndexedDataset(prefix)
     print(f"| open and check | {len(data) / median / 1e6:.0f} M documents/s | {median:.2f} s |")
 
 
 def bench_cache(prefix: str, directory: str, sequence_length: int) -> None:
-    """From a path prefix to a dataset: arrays built and written, then found."""
+    """Time the construction of a dataset, first without and then with cached index arrays."""
     config = dataset_config(prefix, sequence_length, path_to_cache=os.path.join(directory, "cache"))
     data = IndexedDataset(prefix)
     indices = np.arange(len(data), dtype=np.int32)
@@ -115,7 +115,7 @@ def bench_cache(prefix: str, directory: str, sequence_length: int) -> None:
 
 
 def dataset_config(prefix: str, sequence_length: int, **more: Any) -> GPTDatasetConfig:
-    """One split, no attention mask."""
+    """Return a config with one split and no attention mask."""
     return GPTDatasetConfig(
         random_seed=1234,
         sequence_length=sequence_length,
@@ -128,18 +128,18 @@ def dataset_config(prefix: str, sequence_length: int, **more: Any) -> GPTDataset
 
 
 class MapReader:
-    """Reads .bin through a memory map, which SIGBUS ends when the file becomes shorter."""
+    """Reader through a memory map, whose process SIGBUS ends if the file is truncated."""
 
     def __init__(self, bin_path: str) -> None:
         self._buffer = np.memmap(bin_path, mode="r")
 
     def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-        """A view of the map."""
+        """Return a view of the map."""
         return np.frombuffer(self._buffer, dtype, count, offset)
 
 
 def bench_fetch(directory: str, sequence_length: int) -> None:
-    """Samples of 200,000 documents (100 M tokens) whose pages are in memory."""
+    """Time fetching samples of 200,000 documents (100 M tokens) from the page cache."""
     prefix = os.path.join(directory, "tokens")
     random = np.random.default_rng(0)
     lengths = random.integers(100, 900, 200_000)
@@ -165,7 +165,7 @@ def bench_fetch(directory: str, sequence_length: int) -> None:
 
 
 def report_fetch(what: str, dataset: GPTDataset) -> None:
-    """Tokens per second of ``dataset[i]``; the first round warms the page cache up."""
+    """Print tokens per second of ``dataset[i]``; the first round fills the page cache."""
 
     def fetch() -> None:
         for i in range(_FETCHED_SAMPLES):

@@ -1,6 +1,6 @@
-"""The work that `benchmarks.kernels` measures, at the sizes of a layer 1,024 wide.
+"""Cases that `benchmarks.kernels` measures, at the sizes of a layer with hidden size 1,024.
 
-``num_bytes`` counts what has to be read and written if every number travels once.
+``num_bytes`` are the bytes to read and write if every value is transferred once.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """``work`` through the public function; ``prepare`` before each call is not measured.
+    """Call ``work`` of a public function; ``prepare`` runs before each call, not timed.
 
-    ``in_place``: what is read is overwritten, so that no other memory has to come.
+    With ``in_place``, ``work`` overwrites its input and needs no further memory.
     """
 
     name: str
@@ -51,7 +51,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def cross_entropy(dtype: torch.dtype) -> Case:
-    """Logits to gradient and loss."""
+    """Return the case of cross entropy: logits to loss and gradient."""
     source = drawn(_TOKENS, _VOCABULARY, dtype=dtype)
     logits, target = source.clone(), torch.randint(_VOCABULARY, (_TOKENS,), device=source.device)
     group = ProcessGroup(0, 1)
@@ -65,7 +65,7 @@ def cross_entropy(dtype: torch.dtype) -> Case:
 
 
 def both_ways(name: str, function: Callable[..., Tensor], *inputs: Tensor, passes: int) -> Case:
-    """Forward and backward; ``passes``: how often the first input's bytes travel in all."""
+    """Return a case of forward and backward; moves ``passes`` times the first input's bytes."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves)
     grad = drawn(*out.shape, dtype=out.dtype)
@@ -100,7 +100,7 @@ def _norm(*, is_rms: bool, dtype: torch.dtype) -> Case:
 
 
 def _rotary(*, interleaved: bool, dtype: torch.dtype) -> Case:
-    x = drawn(_TOKENS, 1, 16, 192, dtype=dtype)[..., :64]  # a third of query, key and value
+    x = drawn(_TOKENS, 1, 16, 192, dtype=dtype)[..., :64]  # strided: a third of qkv
     angles = drawn(_TOKENS, 1, 1, 32, dtype=torch.float32)
     table = RotaryTable(angles.cos(), angles.sin(), interleaved).to(dtype)
     name = f"rotary positions, {'neighbours' if interleaved else 'halves'}, {_short(dtype)}"

@@ -1,4 +1,4 @@
-"""The work that `benchmarks.kernels` measures on a GPU: parts of a model of 8 B, in bf16."""
+"""Cases that `benchmarks.kernels` measures on a GPU: parts of an 8 B model, in bf16."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _seam(prob: float) -> Case:
     def seam(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         return bias_dropout_add((x, bias), residual, prob, True)
 
-    # Backward: without dropout the bias's sum alone reads the gradient.
+    # Backward: without dropout only the sum for the bias reads the gradient.
     passes = 6 if prob else 4
     return both_ways(f"bias, dropout {prob}, residual", seam, x, bias, residual, passes=passes)
 
@@ -107,7 +107,7 @@ def _delayed() -> Case:
 
 
 def _weight_gradient() -> Case:
-    """With one column of sixteen: the transposed copies are nearly all of it."""
+    """Return a case with one column in sixteen, dominated by the transposed copies."""
     x, thin = quantize(drawn(_TOKENS, _WIDTH), E4M3), quantize(drawn(_TOKENS, 16), E4M3)
     name = "fp8 product over tokens, 16 wide"
     return Case(name, 3 * x.codes.nbytes, lambda: product(thin.t(), x.t(), torch.bfloat16))

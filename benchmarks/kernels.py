@@ -1,13 +1,12 @@
-"""Each fused kernel against torch's operations and against the memory's speed.
+"""Compare each fused kernel with torch's operations and with memory bandwidth.
 
     python -m benchmarks.kernels [--rounds 15] [--only glu] [--device cpu]
 
-A case does the same work in two ways: through its public function with the kernels of this device
-switched on, and with them off.  Contenders take turns; on a CPU figures are medians of CPU time of
-one thread, on a GPU of the time between events.  The floor is a copy of as many bytes as the work
-has to read and write, counted once, or where the work is in place an addition in place, which is
-faster.  All find the caches as the contender before has left them.  Dated results are in
-kernels.md.
+A case calls a public function twice: with the kernels of this device enabled, and without.
+Contenders alternate; results are medians, on a CPU of CPU time of one thread, on a GPU of the time
+between events.  The floor copies as many bytes as the work has to read and write, each counted
+once; for work in place it is an addition in place, which is faster.  Caches hold what the previous
+contender left.  Dated results are in kernels.md.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from megatron.core.fusions import kernels
 
 
 def kernels_off() -> AbstractContextManager[object]:
-    """Inside, public functions take the way of torch's operations."""
+    """Disable the kernels within the context: public functions use torch's operations."""
     if device.is_cuda():
         return mock.patch.object(kernels, "find", return_value=None)
     return mock.patch.object(cpu_kernels, "take", return_value=False)
@@ -39,7 +38,7 @@ def kernels_off() -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of one case in milliseconds."""
+    """Median times of one case, in milliseconds."""
 
     name: str
     num_bytes: int
@@ -57,7 +56,7 @@ class Row:
 
 
 def time_of(work: Callable[[], object]) -> float:
-    """Milliseconds of one call: CPU time, or a GPU's own."""
+    """Return the milliseconds of one call: CPU time, or time on the GPU."""
     if device.is_cuda():
         begin = device.moment()
         work()
@@ -70,7 +69,7 @@ def time_of(work: Callable[[], object]) -> float:
 
 
 def measured(case: Case, rounds: int) -> Row:
-    """The contenders of one case in turns, after a turn to warm up."""
+    """Time the contenders of one case alternately, after one warmup round."""
     source = torch.zeros(case.num_bytes // 8, device=device.current())
     target = torch.ones_like(source)
     floor = partial(target.add_, 1) if case.in_place else partial(target.copy_, source)
@@ -87,7 +86,7 @@ def measured(case: Case, rounds: int) -> Row:
 
 
 def rows(rounds: int, only: str) -> Iterator[Row]:
-    """All cases of this device whose names contain ``only``."""
+    """Yield the rows of all cases of this device whose names contain ``only``."""
     for make in (kernel_cases_gpu if device.is_cuda() else kernel_cases).CASES:
         case = make()
         if only in case.name:

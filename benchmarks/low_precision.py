@@ -1,10 +1,10 @@
-"""What fp8 and fp4 cost in loss: 300 steps on real text, one run a format, from one model.
+"""Compare the loss of fp8 and fp4 with fp32: 300 steps on real text for each format.
 
     python -m benchmarks.low_precision [--text FILE ...] [--steps 300] [--only NAME ...]
 
-The text is read as bytes: FILEs, or the corpus of examples/quickstart.  Every run has the same
-weights at first and the same samples.  Prints the mean loss of the last 50 steps, and how far it
-lies from that of fp32.
+The text is read as bytes: FILEs, or the corpus of examples/quickstart.  All runs have the same
+initial weights and the same samples.  Prints the mean loss of the last 50 steps, and its difference
+from that of fp32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAST = 50
 
 
 def command_line(folder: Path, steps: int, name: str) -> list[str]:
-    """Of a run."""
+    """Return the flags of a run."""
     common = (
         "--device cpu --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
         "--max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm "
@@ -55,7 +55,7 @@ def command_line(folder: Path, steps: int, name: str) -> list[str]:
 
 
 def prepare(folder: Path, texts: list[str]) -> None:
-    """Token files of the paragraphs of ``texts``, a token a byte."""
+    """Write token files of the paragraphs of ``texts``, one token per byte."""
     if not texts:
         corpus = [sys.executable, "examples/quickstart/corpus.py", str(folder)]
         subprocess.run(corpus, check=True, cwd=ROOT)
@@ -72,7 +72,7 @@ def prepare(folder: Path, texts: list[str]) -> None:
 
 
 def run(folder: Path, steps: int, name: str) -> float:
-    """Mean loss of the last steps."""
+    """Return the mean loss of the last steps."""
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     command = [sys.executable, "pretrain_gpt.py", *command_line(folder, steps, name)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -85,7 +85,7 @@ def run(folder: Path, steps: int, name: str) -> float:
 
 
 def main() -> None:
-    """The table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""BERT, T5 and Mamba-2 beside transformers' and beside the matrix products of the same step.
+"""Compare BERT, T5 and Mamba-2 with transformers and with the matmuls of the same step.
 
     python -m benchmarks.models [--rounds 9] [--kind bert|t5|mamba]
 
-Forward and backward passes in fp32 without dropout, loss included, of one thread.  Weights are
-transformers' own, taken over by the converter, and the losses must agree.  The floor are the step's
-products with weights, and those of attention and of the scan, each at its own shape, by torch's
-default kernels.  Contenders take turns in one process that keeps freed memory; figures are medians
+Measures forward and backward passes with loss, in fp32, without dropout, in one thread.  Our model
+gets the converted weights of transformers' model, and their losses must agree.  The floor is the
+matmuls of the step, with weights, in attention and in the scan, each at its own shape, by torch's
+default kernels.  Contenders alternate in one process that keeps freed memory; results are medians
 of CPU time.  Dated results are in models.md.
 """
 
@@ -35,13 +35,13 @@ Step = Callable[[], Tensor]
 
 HIDDEN, HEADS, INNER, VOCABULARY = 384, 6, 1536, 16000
 BATCH, LENGTH, TARGETS = 4, 256, 64
-HIDDEN_SHARE = 0.15  # of BERT's tokens
-CHUNK = 64  # of the scan
+HIDDEN_SHARE = 0.15  # masked part of BERT's tokens
+CHUNK = 64  # tokens of a chunk of the scan
 WAYS = {"bert": ("eager", "sdpa"), "t5": ("eager", "sdpa"), "mamba": ("eager",)}
 
 
 def theirs(kind: str, way: str) -> nn.Module:
-    """transformers' model; ``way`` is how it attends."""
+    """Build transformers' model; ``way`` is its attention implementation."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -71,7 +71,7 @@ def theirs(kind: str, way: str) -> nn.Module:
 
 
 def ours(model: nn.Module) -> tuple[RunConfig, nn.Module]:
-    """Our model of the same weights, by the converter."""
+    """Build our model with the converted weights of ``model``; return its config and it."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         path = Path(folder)
@@ -81,7 +81,7 @@ def ours(model: nn.Module) -> tuple[RunConfig, nn.Module]:
 
 
 def batch(kind: str) -> dict[str, Tensor]:
-    """Ids, and labels of which those below 0 do not count."""
+    """Return ids and labels; labels below 0 are ignored."""
     ids = torch.randint(10, VOCABULARY, (BATCH, LENGTH))
     if kind == "bert":
         is_hidden = torch.rand(BATCH, LENGTH) < HIDDEN_SHARE
@@ -92,7 +92,7 @@ def batch(kind: str) -> dict[str, Tensor]:
 
 
 def their_step(kind: str, model: nn.Module, ids: Tensor, labels: Tensor) -> Step:
-    """A forward and backward pass; the loss."""
+    """Return a function that runs a forward and a backward pass and returns the loss."""
     order = {"next_sentence_label": torch.zeros(BATCH, dtype=torch.long)} if kind == "bert" else {}
 
     def work() -> Tensor:
@@ -105,7 +105,7 @@ def their_step(kind: str, model: nn.Module, ids: Tensor, labels: Tensor) -> Step
 
 
 def our_step(kind: str, model: nn.Module, ids: Tensor, labels: Tensor) -> Step:
-    """The same."""
+    """Return a function that does the same with our model."""
     places = torch.arange(ids.shape[1]).expand_as(ids)
     shifted = torch.cat([labels.new_zeros(BATCH, 1), labels[:, :-1]], 1)  # BOS is 0
 
@@ -118,11 +118,11 @@ def our_step(kind: str, model: nn.Module, ids: Tensor, labels: Tensor) -> Step:
             )
         if kind == "t5":
             return model(ids, shifted, lm_labels=labels).mean()
-        # The last token has no next one.
+        # The last token has no label.
         return model(ids, places, None, labels=labels.roll(-1, 1))[:, :-1].mean()
 
     def work() -> Tensor:
-        cpu_tuning.choose_float32_products(HIDDEN)  # as a run does; the others have torch's choice
+        cpu_tuning.choose_float32_products(HIDDEN)  # as a run does; the others use torch's default
         model.zero_grad(set_to_none=True)
         loss = losses()
         loss.backward()
@@ -133,11 +133,11 @@ def our_step(kind: str, model: nn.Module, ids: Tensor, labels: Tensor) -> Step:
 
 
 def floor(kind: str, config: RunConfig) -> Step:
-    """The products alone: with a weight three, between tokens three as well."""
+    """Return a function that runs the matmuls alone: each once forward and twice backward."""
     tokens, h, heads, d = BATCH * LENGTH, HIDDEN, BATCH * HEADS, HIDDEN // HEADS
     layer = [(tokens, 3 * h, h), (tokens, h, h), (tokens, INNER, h), (tokens, h, INNER)]
     linear: list[tuple[int, int, int]] = []  # rows, out, in
-    between: list[tuple[int, int, int, int]] = []  # batch of products, rows, columns, depth
+    between: list[tuple[int, int, int, int]] = []  # batch, rows, columns, depth
     square = [(heads, LENGTH, LENGTH, d), (heads, LENGTH, d, LENGTH)]
     if kind == "bert":
         chosen = round(HIDDEN_SHARE * tokens)
@@ -157,7 +157,7 @@ def floor(kind: str, config: RunConfig) -> Step:
         linear = mixer * 6 + [(tokens, VOCABULARY, h)]
         chunks, state = tokens // CHUNK, shape.state_dim
         of_head = [
-            (chunks, CHUNK, CHUNK, state),  # which token sees which, of all heads of the group
+            (chunks, CHUNK, CHUNK, state),  # scores of pairs of tokens, for all heads of the group
             (chunks * shape.num_heads, CHUNK, shape.head_dim, CHUNK),  # within a chunk
             (chunks * shape.num_heads, state, shape.head_dim, CHUNK),  # into the state
             (chunks * shape.num_heads, CHUNK, shape.head_dim, state),  # out of the state
@@ -181,7 +181,7 @@ def floor(kind: str, config: RunConfig) -> Step:
 
 
 def compare(kind: str, rounds: int) -> None:
-    """Print a row of the table."""
+    """Print one row of the table."""
     peers = {way: theirs(kind, way) for way in WAYS[kind]}
     config, mine = ours(next(iter(peers.values())))
     data = batch(kind)
@@ -207,7 +207,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     device.choose("cpu")
     torch.set_num_threads(1)
-    cpu_tuning.keep_freed_memory()  # as a run does; the others have it too
+    cpu_tuning.keep_freed_memory()  # as a run does, for all contenders
     print(f"torch {torch.__version__}, {BATCH} x {LENGTH} tokens, width {HIDDEN}")
     print("| model | tokens/s | transformers eager / ours | sdpa / ours | floor / ours | apart |")
     print("|---|---|---|---|---|---|")

@@ -1,12 +1,12 @@
-"""A layer of experts against transformers' and against its matrix products alone.
+"""Compare a layer of experts with transformers' layer and with its matmuls alone.
 
     python -m benchmarks.moe [--rounds 9] [--tokens 512] [--device cpu] [--layer coarse|fine]
 
-Forward and backward passes of one layer: 8 wide experts of which each token visits 2 (Mixtral's
-shape), and 64 narrow ones with 8 visits (Qwen3-MoE's).  The floor are the products of the visited
-experts for equal loads: forward through all, then twice backward, rows in order from the begin.
-Contenders take turns in one process that keeps freed memory; figures are medians: CPU time of one
-thread on a CPU, time on the device on a GPU.  Dated results are in moe.md.
+Measures forward and backward passes of one layer: 8 wide experts with top-2 routing (Mixtral's
+shape), and 64 narrow ones with top-8 (Qwen3-MoE's).  The floor is the matmuls of the experts at
+equal load, once forward and twice backward, with rows already sorted by expert.  Contenders
+alternate in one process that keeps freed memory; results are medians, on a CPU of CPU time of one
+thread, on a GPU of time on the device.  Dated results are in moe.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer."""
+    """Sizes of a layer; ``visits`` is the number of experts per token."""
 
     hidden: int
     inner: int
@@ -44,11 +44,11 @@ class Shape:
 
 
 SHAPES = {"coarse": Shape(1024, 3584, 8, 2), "fine": Shape(1024, 512, 64, 8)}
-KINDS = ("eager", "grouped_mm")  # ways in which transformers multiplies
+KINDS = ("eager", "grouped_mm")  # matmul implementations of transformers
 
 
 def ours(shape: Shape, dtype: torch.dtype) -> nn.Module:
-    """Our layer, its experts named and filled as in a run."""
+    """Build our layer, with parameters named and initialized as in a run."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=shape.hidden,
@@ -75,7 +75,7 @@ def ours(shape: Shape, dtype: torch.dtype) -> nn.Module:
 
 
 def theirs(shape: Shape, dtype: torch.dtype, weights_of: nn.Module, kind: str) -> nn.Module:
-    """transformers' layer of the same arithmetic and weights; ``kind`` is how it multiplies."""
+    """Build transformers' layer with the same weights; ``kind`` is its matmul implementation."""
     from transformers.models.mixtral.configuration_mixtral import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -99,7 +99,7 @@ def theirs(shape: Shape, dtype: torch.dtype, weights_of: nn.Module, kind: str) -
 
 
 def passes(layer: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], Tensor]:
-    """One forward and backward pass; the result of the layer."""
+    """Return a function that runs forward and backward, and returns the layer's output."""
 
     def work() -> Tensor:
         layer.zero_grad(set_to_none=True)
@@ -113,7 +113,7 @@ def passes(layer: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], Tensor]:
 
 
 def floor(shape: Shape, tokens: int, dtype: torch.dtype) -> Callable[[], None]:
-    """Only the products, for equal loads: three of each matrix, weight gradients in their place."""
+    """Return a function that runs the matmuls alone, at equal load, three per weight matrix."""
     rows = tokens * shape.visits // shape.experts
     of = {"dtype": dtype, "device": device.current()}
     x = torch.randn(rows, shape.hidden, **of)
@@ -137,7 +137,7 @@ def floor(shape: Shape, tokens: int, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def medians(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each, taken in turns."""
+    """Return the median seconds of each contender; they run alternately."""
     seen: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, work in contenders.items():
@@ -152,7 +152,7 @@ def medians(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[st
 
 
 def compare(name: str, dtype: torch.dtype, tokens: int, rounds: int) -> None:
-    """Print a row of the table."""
+    """Print one row of the table."""
     shape, where = SHAPES[name], device.current()
     layer = ours(shape, dtype)
     peers = {kind: theirs(shape, dtype, layer, kind).to(where) for kind in KINDS}
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--layer", choices=list(SHAPES))
     args = parser.parse_args()
     device.choose(args.device)
-    cpu_tuning.keep_freed_memory()  # as a run does; the others have it too
+    cpu_tuning.keep_freed_memory()  # as a run does, for all contenders
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     print(f"{device.name()}, torch {torch.__version__}, {args.tokens} tokens")
     peers = " | ".join(f"transformers {kind} / ours" for kind in KINDS)

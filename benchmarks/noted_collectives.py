@@ -1,8 +1,9 @@
-"""Cost per collective of `diagnostics.collective_tracer`: noting its begin and its wait.
+"""Measure the cost of `diagnostics.collective_tracer` per collective: tracing start and wait.
 
     python -m benchmarks.noted_collectives
 
-2026-11-21, 2 cores, torch 2.13: 0.7 us on 0.10 us of nothing; a gloo all_reduce alone takes 10.
+2026-11-21, 2 cores, torch 2.13: 0.7 us added to an empty call of 0.10 us; a gloo all_reduce alone
+takes 10 us.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _CALLS, _REPEATS = 5000, 40
 
 
 class Done:
-    """A work that is done."""
+    """Collective that is complete."""
 
     def wait(self) -> bool:
         return True
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Of one call, the best of many rounds."""
+    """Return the time of one call, the best of many rounds."""
     rounds = []
     for _ in range(_REPEATS):
         started_s = time.perf_counter()

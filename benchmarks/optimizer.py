@@ -1,10 +1,10 @@
-"""One update of all parameters: norm, clipping, step, and weights back in the model's format.
+"""Time one update of all parameters: norm, clipping, step, and copy to the model's dtype.
 
     python -m benchmarks.optimizer [--shape 30m 124m] [--rounds 9]
 
-Ours against ``torch.optim.AdamW`` behind ``clip_grad_norm_``, over the parameters of a GPT.
-Contenders take turns; figures are medians of CPU time of one thread, beside the time that copying
-as many bytes takes as the update has to move.  Dated results are in optimizer.md.
+Compares our optimizer with ``clip_grad_norm_`` and ``torch.optim.AdamW`` over the parameters of a
+GPT.  Contenders alternate; results are medians of CPU time of one thread, next to the time of
+copying as many bytes as the update has to move.  Dated results are in optimizer.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 
 _AWARE = {"use_precision_aware_optimizer": True}
-# Name -> format of the weights, format of the gradients, bytes moved per parameter, flags.
+# Name -> dtype of weights, dtype of gradients, bytes moved per parameter, flags.
 OURS: dict[str, tuple[torch.dtype, torch.dtype, int, dict[str, Any]]] = {
     "float32": (torch.float32, torch.float32, 32, {}),
     "bfloat16, float32 beside": (torch.bfloat16, torch.bfloat16, 30, {}),
@@ -47,7 +47,7 @@ def _model(shape: str, dtype: torch.dtype) -> nn.Module:
 
 
 def ours(shape: str, dtype: torch.dtype, grad_dtype: torch.dtype, flags: dict[str, Any]) -> Any:
-    """A step of our optimizer."""
+    """Return a step of our optimizer."""
     model = _model(shape, dtype)
     config = OptimizerConfig(
         lr=ADAM["lr"],
@@ -71,7 +71,7 @@ def ours(shape: str, dtype: torch.dtype, grad_dtype: torch.dtype, flags: dict[st
 
 
 def torchs(shape: str, **how: bool) -> Callable[[], None]:
-    """A step of PyTorch's AdamW in float32."""
+    """Return a step of PyTorch's AdamW in float32."""
     params = list(_model(shape, torch.float32).parameters())
     adam = torch.optim.AdamW(params, weight_decay=WEIGHT_DECAY, **ADAM, **how)
     for param, grad in zip(params, _gradients(params, torch.float32), strict=True):
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    cpu_tuning.keep_freed_memory()  # as a run does; the others have it too
+    cpu_tuning.keep_freed_memory()  # as a run does, for all contenders
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     print(
         "| shape | update | ms | of torch's fused | of a copy of the bytes |\n|---|---|---|---|---|"
@@ -112,7 +112,7 @@ def main() -> None:
         source, target = torch.zeros(numel), torch.ones(numel)
         contenders["copy"] = lambda source=source, target=target: target.copy_(source)
         found = medians(contenders, args.rounds)
-        copied = found.pop("copy") / 8  # a byte of each parameter
+        copied = found.pop("copy") / 8  # time per byte of each parameter
         for name, ms in found.items():
             share = ms / found["torch, fused"]
             floor = ms / copied / moved.get(name, 32)

@@ -1,4 +1,4 @@
-"""Our contender for train_cpu.py: the application's own step, from flags to `train_step`."""
+"""Our contender of train_cpu.py: the application's own step, from flags to `train_step`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.training.step.train_step import train_step
 
 
 def flags(shape: Shape, dtype: str) -> list[str]:
-    """The command line of this shape."""
+    """Return the command line for this shape."""
     words = (
         f"--device cpu --num-layers {shape.layers} --hidden-size {shape.hidden} "
         f"--num-attention-heads {shape.heads} --ffn-hidden-size {shape.inner} "
@@ -30,7 +30,7 @@ def flags(shape: Shape, dtype: str) -> list[str]:
         f"--tokenizer-type NullTokenizer --vocab-size {shape.vocab - 1} "
         "--make-vocab-size-divisible-by 1 --hidden-dropout 0 --attention-dropout 0 "
         "--no-create-attention-mask-in-dataloader --eval-iters 0 --num-workers 0 "
-        "--no-bias-gelu-fusion"  # the exact GELU, as the others have it
+        "--no-bias-gelu-fusion"  # exact GELU, as in the others
     )
     if shape.family == "llama":
         words += " --swiglu --normalization RMSNorm --position-embedding-type rope"
@@ -39,7 +39,7 @@ def flags(shape: Shape, dtype: str) -> list[str]:
 
 
 class OurTrainer:
-    """`train_step` on the common start and the common tokens."""
+    """`train_step` on the common initial weights and the common tokens."""
 
     def __init__(self, shape: Shape, dtype: str, steps: int, *more: str):
         config = configure(argv=[*flags(shape, dtype), *more])
@@ -64,7 +64,7 @@ class OurTrainer:
 
 
 def endless(data: Tensor) -> Iterator[dict[str, Tensor]]:
-    """The batches as the data loader would give them."""
+    """Yield the batches, without end, in the form of the data loader."""
     s = data.size(-1) - 1
     while True:
         for batch in data:
@@ -78,7 +78,7 @@ def endless(data: Tensor) -> Iterator[dict[str, Tensor]]:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, shape: Shape) -> None:
-    """Lay the common start into our parameters; query, key and value are interleaved by head."""
+    """Copy the common initial weights; ours interleaves query, key and value by head."""
     w = weights(shape)
     d = shape.hidden // shape.heads
     names = {

@@ -1,14 +1,14 @@
-"""Two processes of one thread each against one process of two threads, on two cores.
+"""Compare two processes of one thread each with one process of two threads, on two cores.
 
     OMP_WAIT_POLICY=passive python -m benchmarks.parallel_cpu [--dtype bf16] [--rounds 10]
 
-Every contender is pretrain_gpt.py's own run from flags to loop, in processes of its own, on the
-same batches; each must report the losses of one process.  They take turns step by step, so that a
-loud neighbour disturbs all of them.  Speed is wall time, as waiting is the point; work is CPU time
-of all threads, which others on the machine change least.  A last step under torch's profiler tells
-how long some collective was under way (transfers are posted long before they are needed, which
-tells nothing); what a rank waited for is `collective_tracer`'s sum, transfers included.
-Dated results are in parallel_cpu.md.
+Every contender is a complete run of pretrain_gpt.py, from flags to loop, in its own processes, on
+the same batches; each must report the losses of one process.  They alternate step by step, so that
+other load on the machine disturbs all of them equally.  Speed is wall time, because waiting is part
+of it; work is CPU time of all threads, which other load changes least.  torch's profiler measures,
+in one more step, how long a collective was in progress (without send and receive, which are posted
+long before their data is needed).  The time that a rank waited is `collective_tracer`'s sum, which
+includes send and receive.  Dated results are in parallel_cpu.md.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ CONTENDERS = {
 
 
 class Step(NamedTuple):
-    """One step of one rank."""
+    """Measurements of one step on one rank."""
 
     wall_s: float
     cpu_s: float
     waited_s: float  # for transfers and collectives
-    under_way_s: float  # time in which a collective was; 0 where no profiler looked
+    under_way_s: float  # time with a collective in progress; 0 without profiler
     loss: float | None
 
 
 class Measured:
-    """`train_step` with clocks around it; each step is asked for, with the profiler or without."""
+    """Timed `train_step`: each step waits for a request, which says whether to profile it."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
@@ -111,7 +111,7 @@ def _is_collective(event: str) -> bool:
 
 
 def length_of_union(spans: Iterable[tuple[float, float]]) -> float:
-    """Of the points that lie in any span."""
+    """Return the total length that the spans cover."""
     total = reached = 0.0
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, reached))
@@ -128,7 +128,7 @@ def _sum_at_once(*args: Any) -> tuple[None, torch.Tensor]:
 def serve(
     rank: int, world_size: int, store: str, name: str, argv: Sequence[str], pipe: Connection
 ) -> None:
-    """One whole run in this process, a fresh one; its steps wait until they are asked for."""
+    """Run one rank in this new process; each step waits until it is requested."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(2 // world_size)
@@ -154,7 +154,7 @@ def serve(
 
 
 class Contender:
-    """The ranks of one run, and the steps that they have done."""
+    """Ranks of one run, and the measurements of its steps."""
 
     def __init__(self, name: str, more_flags: str, num_steps: int, folder: str) -> None:
         world_size = 1 if name == _ONE else 2
@@ -171,11 +171,11 @@ class Contender:
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
-        self.first = self.step()  # warms up
-        self.timed: list[list[Step]] = []  # one entry a round, of all ranks
+        self.first = self.step()  # warmup
+        self.timed: list[list[Step]] = []  # per round, the steps of all ranks
 
     def step(self, *, is_profiled: bool = False) -> list[Step]:
-        """One step of all ranks."""
+        """Run one step on all ranks."""
         for pipe in self.pipes:
             pipe.send(is_profiled)
         return [pipe.recv() for pipe in self.pipes]
@@ -184,7 +184,7 @@ class Contender:
         return [max(rank.wall_s for rank in ranks) for ranks in self.timed]
 
     def cpu_s(self) -> list[float]:
-        """Of all ranks."""
+        """Return the CPU time of all ranks."""
         return [sum(rank.cpu_s for rank in ranks) for ranks in self.timed]
 
     def losses(self) -> list[float]:
@@ -192,7 +192,7 @@ class Contender:
         return [next(r.loss for r in ranks if r.loss is not None) for ranks in steps]
 
     def row(self, one: Contender) -> str:
-        """The best of all rounds, and the median of the ratios in a round."""
+        """Return the best of all rounds, and the median of the ratios per round."""
         walls, cpus = self.wall_s(), self.cpu_s()
         speeds = [a / b for a, b in zip(one.wall_s(), walls, strict=True)]
         works = [a / b for a, b in zip(cpus, one.cpu_s(), strict=True)]

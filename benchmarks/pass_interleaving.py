@@ -1,4 +1,4 @@
-"""Cost of the two threads of `pass_interleaving`: starting them, and each switch between them.
+"""Measure the two threads of `pass_interleaving`: starting them, and each switch between them.
 
     python -m benchmarks.pass_interleaving
 
@@ -17,7 +17,7 @@ _SWITCHES, _REPEATS = 2000, 40
 
 
 def microseconds_of_pair(num_switches: int) -> float:
-    """Of two passes that only switch, ``num_switches`` times each: the best of many rounds."""
+    """Return the best time of two passes that only switch, ``num_switches`` times each."""
 
     def switch() -> None:
         for _ in range(num_switches):

@@ -1,7 +1,7 @@
-"""What train_cpu.py compares with: a GPT in plain PyTorch, transformers, and the matmuls alone.
+"""Peers of train_cpu.py: a GPT in plain PyTorch, transformers, litgpt, and the matmuls alone.
 
 Every contender trains the same shape from the same weights on the same tokens with the same AdamW.
-``weights(shape)`` is the common start: a dictionary of fp32 tensors under plain names.
+``weights(shape)`` are the common initial weights: a dictionary of fp32 tensors under plain names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WEIGHT_DECAY, CLIP = 0.1, 1.0
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT: sizes, and the batch it is trained on.  ``family`` is gpt2 or llama."""
+    """Sizes of a GPT and of its batch.  ``family`` is gpt2 or llama."""
 
     name: str
     family: str
@@ -51,7 +51,7 @@ SHAPES = {
 
 
 def weights(shape: Shape) -> dict[str, Tensor]:
-    """The common start."""
+    """Return the common initial weights."""
     g = torch.Generator().manual_seed(1234)
     h, inner, gpt2 = shape.hidden, shape.inner, shape.family == "gpt2"
 
@@ -73,7 +73,7 @@ def weights(shape: Shape) -> dict[str, Tensor]:
 
 
 def batches(shape: Shape, steps: int) -> Tensor:
-    """Token ids [steps, batch, seq + 1]: a noisy walk that a model can learn."""
+    """Return token ids [steps, batch, seq + 1]: a noisy random walk that a model can learn."""
     g = torch.Generator().manual_seed(7)
     size = (steps, shape.batch, shape.seq + 1)
     jumps = torch.randint(0, shape.vocab, size, generator=g)
@@ -123,7 +123,7 @@ class PlainGPT(nn.Module):
 
 @torch.no_grad()
 def plain_gpt(shape: Shape) -> nn.Module:
-    """PlainGPT with the common start."""
+    """Build PlainGPT with the common initial weights."""
     model, w = PlainGPT(shape), weights(shape)
     model.wte.weight.copy_(w["wte"])
     model.wpe.weight.copy_(w["wpe"])
@@ -149,7 +149,7 @@ class _HF(nn.Module):
 
 
 def gpt2_of(shape: Shape) -> nn.Module:
-    """transformers' GPT-2 with SDPA."""
+    """Build transformers' GPT-2 with SDPA."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -169,7 +169,7 @@ def gpt2_of(shape: Shape) -> nn.Module:
 
 @torch.no_grad()
 def hf_gpt2(shape: Shape) -> nn.Module:
-    """transformers' GPT-2 with SDPA and the common start."""
+    """Build transformers' GPT-2 with SDPA and the common initial weights."""
     model, w = gpt2_of(shape), weights(shape)
     body = model.transformer
     body.wte.weight.copy_(w["wte"])
@@ -191,9 +191,9 @@ def hf_gpt2(shape: Shape) -> nn.Module:
 def llama_of(
     shape: Shape, kv_heads: int, layer: Callable[[int], dict[str, Tensor]], *, is_tied: bool
 ) -> nn.Module:
-    """transformers' Llama with SDPA, all but its tables from ``layer(i)``.
+    """Build transformers' Llama with SDPA; ``layer(i)`` returns the weights of a layer.
 
-    That has q, k, v, proj, fc1 (gate above up) and fc2.
+    These are q, k, v, proj, fc1 (gate, then up) and fc2.  The embedding is not filled.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -229,7 +229,7 @@ def llama_of(
 
 @torch.no_grad()
 def hf_llama(shape: Shape) -> nn.Module:
-    """transformers' Llama with SDPA and the common start, tied."""
+    """Build transformers' Llama, tied, with SDPA and the common initial weights."""
     w = weights(shape)
 
     def layer(i: int) -> dict[str, Tensor]:
@@ -252,7 +252,7 @@ class _Litgpt(nn.Module):
 
 @torch.no_grad()
 def litgpt_llama(shape: Shape) -> nn.Module:
-    """litgpt's model in the shape of Llama with the common start, tied."""
+    """Build litgpt's model in the shape of Llama, tied, with the common initial weights."""
     from litgpt.config import Config
     from litgpt.model import GPT
 
@@ -286,7 +286,7 @@ def litgpt_llama(shape: Shape) -> nn.Module:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Fused AdamW, decay on matrices only."""
+    """Build fused AdamW with weight decay on matrices only."""
     params = list(model.parameters())
     return torch.optim.AdamW(
         [
@@ -299,7 +299,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class PeerTrainer:
-    """A peer's step: autocast for bf16 (fp32 weights), clip, AdamW."""
+    """Training step of a peer: autocast for bf16 (fp32 weights), clipping, AdamW."""
 
     def __init__(self, model: nn.Module, shape: Shape, dtype: str, steps: int):
         self.model, self.optimizer = model, adamw(model)
@@ -318,11 +318,11 @@ class PeerTrainer:
         return float(loss)
 
 
-# -- the floor -------------------------------------------------------------------------------
+# -- the matmuls alone -----------------------------------------------------------------------
 
 
 class MatmulFloor:
-    """The matrix products of one step and nothing else, each at its own shape."""
+    """The matmuls of one step alone, each at its own shape."""
 
     def __init__(self, shape: Shape, dtype: str):
         kind = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -340,12 +340,12 @@ class MatmulFloor:
             for _ in [0]
         ]
         self.count = [linears.count((w.size(0), w.size(1))) for _, w, _ in self.plain]
-        half = shape.seq // 2  # causal attention touches half of the scores
+        half = shape.seq // 2  # causal attention needs half of the scores
         self.scores = [
             (torch.randn(heads, shape.seq, d).to(kind), torch.randn(heads, d, half).to(kind)),
             (torch.randn(heads, shape.seq, half).to(kind), torch.randn(heads, half, d).to(kind)),
         ]
-        self.attention_products = 3 * shape.layers  # forward, and twice that backward
+        self.attention_products = 3 * shape.layers  # once forward, twice backward
 
     def step(self) -> float:
         for (x, w, dy), count in zip(self.plain, self.count, strict=True):

@@ -24,7 +24,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 40, 40, 30
 
 
 def tables() -> dict[str, dict[str, float]]:
-    """Title of each table -> row -> tokens per second.  The first table of a title counts."""
+    """Return title -> row -> tokens per second; of equal titles the first table is used."""
     found: dict[str, dict[str, float]] = {}
     title = None
     for line in TABLES.read_text().splitlines():

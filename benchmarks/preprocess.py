@@ -1,12 +1,12 @@
-"""Speed of preprocess_data.py, from the command to the files on disk, against its peers.
+"""Compare the speed of preprocess_data.py, from the command to the files on disk, with peers.
 
     python benchmarks/preprocess.py                 # makes 40 MB of text and a 50k BPE of it
     python benchmarks/preprocess.py --corpus my.jsonl --workers 1 2
 
-Contenders are processes of their own, imports included, and take turns; the table gives medians.
-A contender whose .bin or .idx differs from ours by a byte makes its row void.  "one encode a
-document" is how the reference works: a multiprocessing pool whose workers call the tokenizer of
-``transformers`` (or, kinder, of ``tokenizers``) for each document and send Python lists back.
+Contenders run in their own processes, imports included, and alternate; the table has medians.  The
+row of a contender is void if its .bin or .idx differs from ours.  "one encode a document" works as
+Megatron-LM does: workers of a multiprocessing pool call the tokenizer of ``transformers`` (or the
+faster one of ``tokenizers``) for each document and send Python lists back.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
 def measure(
     corpus: Path, directory: Path, workers: int, rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Per contender, of every round: seconds, CPU seconds and the digest of what it wrote."""
+    """Return per contender, of every round: seconds, CPU seconds and digest of its files."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in (*OURS, *PEERS)}
     for _, name in itertools.product(range(rounds), found):
         command = command_of(name, corpus, directory, workers)
@@ -112,7 +112,7 @@ def report(found: dict[str, list[dict[str, Any]]], megabytes: float, workers: in
 
 
 def digest(directory: Path) -> str:
-    """Of the files that the last contender wrote, which are then removed."""
+    """Return a digest of the files that the last contender wrote, and remove them."""
     found = hashlib.sha256()
     for extension in ("bin", "idx"):
         path = directory / f"out_text_document.{extension}"
@@ -125,7 +125,7 @@ def digest(directory: Path) -> str:
 
 
 def one_encode_per_document(encode: Callable[[Path], Callable[[str], list[int]]]) -> Any:
-    """The reference's way: a pool, a document a call, lists of ids through a pipe."""
+    """Encode as Megatron-LM does: a pool, one call per document, lists through a pipe."""
 
     def run(corpus: Path, directory: Path, workers: int) -> None:
         start = (encode, directory)
@@ -226,7 +226,7 @@ PEERS = {
 
 
 def make_corpus(directory: Path) -> Path:
-    """Documents cut from the text of Python's standard library, varied until there is enough."""
+    """Write documents from the text of Python's standard library, varied to get enough of them."""
     path = directory / "corpus.jsonl"
     if path.exists():
         return path
@@ -251,7 +251,7 @@ def make_corpus(directory: Path) -> Path:
 
 
 def varied(text: str, rng: random.Random) -> str:
-    """The same text with the letters of one long word in four in another order."""
+    """Return the text with the letters of a random quarter of the long words shuffled."""
     words = text.split(" ")
     for index, word in enumerate(words):
         if len(word) > 4 and word.isalpha() and rng.random() < 0.25:
@@ -260,7 +260,7 @@ def varied(text: str, rng: random.Random) -> str:
 
 
 def train_tokenizer(corpus: Path, directory: Path) -> None:
-    """A byte-level BPE of the corpus, unless it is there already."""
+    """Train a byte-level BPE on the corpus, unless it exists."""
     if (directory / "tokenizer.json").exists():
         return
     command = [sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), "--input", str(corpus)]

@@ -1,12 +1,12 @@
-"""What each kind of recomputation keeps for backward, and what it computes again.
+"""Measure what each kind of recomputation saves for backward, and what it computes again.
 
     python -m benchmarks.recompute [--rounds 5]
 
-The layers of a model in bfloat16 without embedding and loss.  Kept: bytes of all storages that
-autograd holds when the forward pass ends, parameters left out.  Matrix FLOPs are counted by torch
-over forward and backward.  Time is the median CPU time of one thread, contenders taking turns.  The
-rows of tensor parallelism are the first rank of two; its partner is not there, which changes no
-size.  Dated results are in docs/recompute.md.
+Runs the layers of a model in bfloat16 without embedding and loss.  Saved bytes are those of all
+storages that autograd holds when the forward pass ends, without parameters.  Matrix FLOPs are
+counted by torch over forward and backward.  Time is the median CPU time of one thread; contenders
+alternate.  The rows of tensor parallelism run the first rank of two, without a partner, which
+changes no size.  Dated results are in docs/recompute.md.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _FULL = [("block", _LAYERS // 2), ("uniform", 1), ("uniform", _LAYERS)]
 
 
 def kinds() -> dict[str, dict[str, Any]]:
-    """Flags in words, and the config they make."""
+    """Return description of the flags -> config changes."""
     found: dict[str, dict[str, Any]] = {"none": {}}
     for modules in _SELECTIVE:
         changes = {"recompute_granularity": "selective", "recompute_modules": modules}
@@ -82,11 +82,11 @@ def kinds() -> dict[str, dict[str, Any]]:
 
 
 def formula(config: TransformerConfig) -> float:
-    """Bytes that a layer keeps, by what has to be there for backward (arXiv 2205.05198, widened).
+    """Return the bytes that a layer saves for backward (extends arXiv 2205.05198).
 
-    Per token: the inputs of two norms, their outputs, queries, keys and values, what the output
-    projection reads, scores where no kernel hides them, the two matrices between the products of
-    the MLP (the first twice as wide where it is gated), two masks of dropout.
+    Per token: inputs and outputs of two norms; queries, keys and values; input of the output
+    projection; attention scores unless a fused kernel omits them; input and output of the
+    activation in the MLP (the former twice as wide if gated); two dropout masks.
     """
     h, f, tp = config.hidden_size, config.ffn_hidden_size, config.tensor_model_parallel_size
     modules = config.modules_to_recompute
@@ -110,7 +110,7 @@ def formula(config: TransformerConfig) -> float:
 
 
 class Layers:
-    """The decoder of one config on the first tensor-parallel rank."""
+    """Decoder of one config on the first tensor-parallel rank."""
 
     def __init__(self, config: TransformerConfig) -> None:
         config = replace(config)
@@ -129,7 +129,7 @@ class Layers:
         self.block(self.x).sum().backward()
 
     def kept(self) -> int:
-        """Bytes that the forward pass leaves for the backward pass."""
+        """Return the bytes that the forward pass saves for the backward pass."""
         own = {p.untyped_storage().data_ptr() for p in self.block.parameters()}
         held: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
@@ -139,14 +139,14 @@ class Layers:
         return sum(size for start, size in storages.items() if start not in own)
 
     def flops(self) -> int:
-        """Matrix FLOPs of forward and backward."""
+        """Return the matrix FLOPs of forward and backward."""
         with FlopCounterMode(display=False) as counter:
             self.forward_backward()
         return counter.get_total_flops()
 
 
 def report(contenders: dict[str, Layers], rounds: int) -> None:
-    """One row each, relative to the first."""
+    """Print one row for each kind, relative to the first."""
     print("| recomputation | kept MiB a layer | by formula | kept | FLOPs | time |")
     print("|---|---|---|---|---|---|")
     times = medians({name: c.forward_backward for name, c in contenders.items()}, rounds)

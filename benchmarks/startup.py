@@ -1,11 +1,11 @@
-"""From the command to the first step: where the time goes, in a fresh process.
+"""Measure the time from the command to the end of the first step, by part, in a new process.
 
     python -m benchmarks.startup [--rounds 5] [--against ANOTHER_CHECKOUT]
 
-A tiny GPT on one process, so that what is timed is not the size of the model.  Every run is a
-process of its own, files are in the page cache and compiled to bytecode, as they are from the
-second run on.  With --against the checkouts take turns, and their ratio counts.  Dated results are
-in startup.md.
+Trains a tiny GPT in one process, so that the size of the model does not matter.  Every run is a new
+process; files are in the page cache and compiled to bytecode, as from the second run on.  With
+--against, both checkouts run alternately, and the result is their ratio.  Dated results are in
+startup.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLAGS = (
     "--train-iters 1 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 "
     "--num-workers 0 --no-create-attention-mask-in-dataloader --transformer-impl local"
 )
-# Runs in the process that is timed: (name, CPU seconds, wall seconds) since the mark before.
+# Code of the timed process; marks are (name, CPU seconds, wall seconds).
 _TIMED = """
 import json, sys, time
 marks = [("python", time.process_time(), time.perf_counter())]
@@ -61,7 +61,7 @@ _CLOCKS = {"CPU": 1, "wall": 2}
 
 
 def run(folder: Path, bytecode: str) -> dict[str, dict[str, float]]:
-    """Of one process in ``folder``: clock -> part -> milliseconds.  ``bytecode``: of .pyc."""
+    """Run one process in ``folder``, with .pyc in ``bytecode``: clock -> part -> milliseconds."""
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
     out = subprocess.run(
         [sys.executable, "-c", _TIMED, *_FLAGS.split()],
@@ -90,7 +90,7 @@ def main() -> None:
     runs = {name: [] for name in folders}  # type: dict[str, list[dict[str, dict[str, float]]]]
     with tempfile.TemporaryDirectory() as bytecode:
         for folder in folders.values():
-            run(folder, bytecode)  # warms the page cache
+            run(folder, bytecode)  # fills the page cache
         for _ in range(asked.rounds):
             for name, folder in folders.items():
                 runs[name].append(run(folder, bytecode))

@@ -1,11 +1,11 @@
-"""Training speed on the CPU against peers and against the matmuls alone.
+"""Compare training speed on the CPU with peers and with the matmuls alone.
 
     python benchmarks/train_cpu.py --shape 30m --dtype bf16 --threads 1
 
-Contenders run in processes of their own and take turns, so that a loud neighbour disturbs all of
-them.  With one thread the measure is CPU time (the machine may be shared), with more it is wall
-time.  A contender whose losses differ by more than 0.5 % from ours makes the row void; one whose
-package is missing is named and left out.
+Contenders run in their own processes and alternate, so that other load on the machine disturbs all
+of them equally.  With one thread the measure is CPU time, with more it is wall time.  The row of a
+contender is void if its losses differ by more than 0.5 % from ours; a contender whose package is
+missing is reported and skipped.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[str, list[float]]]:
-    """Per contender the seconds of every step, its losses, and its peak memory."""
+    """Return per contender the seconds of every step, its losses and its peak memory."""
     workers = {name: start_worker(args, name) for name in names}
     found: dict[str, dict[str, list[float]]] = {n: {"step_s": [], "losses": []} for n in names}
     turns = max(args.rounds, -(-args.compared // args.steps) - 1)
-    for turn in range(-1, turns):  # the first turn warms up and compiles
+    for turn in range(-1, turns):  # the first turn is warmup and compiles
         for name, worker in [*workers.items()]:
             answer = ask(worker, "turn")
             if "missing" in answer:
@@ -90,14 +90,14 @@ def ask(worker: subprocess.Popen[str], question: str) -> dict:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Answer every line on stdin with one turn of steps."""
+    """Run one turn of steps for every line on stdin."""
     import torch
 
     torch.set_num_threads(args.threads)
     try:
         trainer = make_trainer(args)
     except ImportError as error:
-        sys.stdin.readline()  # the answer to the first question
+        sys.stdin.readline()  # the first request
         print(json.dumps({"missing": str(error)}), flush=True)
         return
     clock = time.process_time if args.threads == 1 else time.perf_counter
@@ -130,7 +130,7 @@ def make_trainer(args: argparse.Namespace):
         return ours.OurTrainer(shape, args.dtype, STEPS_FOR_LOSSES, *more)
     if name == "floor":
         return peers.MatmulFloor(shape, args.dtype)
-    cpu_tuning.choose_float32_products(shape.hidden)  # as ours does by itself
+    cpu_tuning.choose_float32_products(shape.hidden)  # as ours does in its setup
     build = {
         "hf-gpt2": peers.hf_gpt2,
         "hf-llama": peers.hf_llama,
@@ -182,7 +182,7 @@ def report(args: argparse.Namespace, found: dict[str, dict[str, list[float]]]) -
 
 
 def loss_gap(ours: list[float], theirs: list[float]) -> float:
-    """Largest relative difference over the compared steps."""
+    """Return the largest relative difference over the compared steps."""
     pairs = list(zip(ours, theirs, strict=False))[:STEPS_FOR_LOSSES]
     return max(abs(a - b) / abs(a) for a, b in pairs)
 

@@ -1,13 +1,13 @@
-"""Training speed and memory on one GPU against peers, and as a share of what the GPU multiplies.
+"""Measure training speed and memory on one GPU, against peers and a large matmul.
 
     python -m benchmarks.train_gpu --shape 1.3b [--rounds 5] [--steps 10] [--output rows.jsonl]
     python -m benchmarks.train_gpu --device cpu --tiny       (that it works, on any machine)
 
-Contenders run in processes of their own and take turns; where a shape takes the whole device, each
-is started anew for its turn.  A turn is timed as a whole, the device is waited for at its end.
-TFLOP/s count what the causal mask leaves, forward once and backward twice, whatever is computed
-again.  Peak memory is that of the allocator (on a CPU, of the process).  A contender whose losses
-differ by more than 0.5 % from those of ours in bf16 makes its row void (1 % for fp8).
+Contenders run in their own processes and alternate; if a shape needs the whole device, each is
+restarted for its turn.  A turn is timed as a whole, with a synchronization of the device at its
+end.  TFLOP/s count the unmasked half of attention, once forward and twice backward, and nothing
+that is recomputed.  Peak memory is that of the allocator (on a CPU, of the process).  The row of a
+contender is void if its losses differ by more than 0.5 % from ours in bf16 (1 % for fp8).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(asked: argparse.Namespace, shape: Shape, names: list[str]) -> dict[str, Found]:
-    """Per contender the seconds of a step in each turn, its losses, and its peak memory."""
+    """Return per contender the seconds per step of each turn, its losses and its peak memory."""
     workers = {name: Worker(asked, shape, name) for name in names}
     for _ in range(asked.rounds):
         for worker in workers.values():
@@ -89,7 +89,7 @@ def measure(asked: argparse.Namespace, shape: Shape, names: list[str]) -> dict[s
 
 
 class Worker:
-    """A contender in its own process, which starts with its first turn."""
+    """Contender in its own process, which starts with its first turn."""
 
     def __init__(self, asked: argparse.Namespace, shape: Shape, name: str) -> None:
         self.name, self.found = name, {"step_s": [], "losses": [], "peak": 0.0, "failed": None}
@@ -101,7 +101,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def turn(self) -> None:
-        """One turn of steps; none after a failure."""
+        """Run one turn of steps; do nothing after a failure."""
         if self.found["failed"] is not None:
             return
         if self._process is None:
@@ -120,7 +120,7 @@ class Worker:
         self.found["failed"] = answer["failed"]
 
     def stop(self) -> None:
-        """End the process; the next turn starts another."""
+        """End the process; the next turn starts a new one."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -129,7 +129,7 @@ class Worker:
 
 
 def flops_of_step(shape: Shape) -> float:
-    """By the one function that also stands behind MFU in the log."""
+    """Return the FLOPs of a step, by the function that the log's MFU uses."""
     config = resolve(parse_args(argv=gpu_contenders.flags(shape, "ours")), 1)
     padded = known_padded_vocab_size(config)
     assert padded is not None
@@ -137,7 +137,7 @@ def flops_of_step(shape: Shape) -> float:
 
 
 def table(shape: Shape, found: dict[str, Found]) -> Iterator[str]:
-    """A row for each contender."""
+    """Return the table, one row per contender."""
     products = found.pop("product")
     product = max(products["losses"], default=math.nan)
     peak = known_peak(device.name()) or math.nan
@@ -170,7 +170,7 @@ def table(shape: Shape, found: dict[str, Found]) -> Iterator[str]:
 
 
 def loss_gap(ours: list[float], theirs: list[float]) -> float:
-    """Largest relative difference over the first steps."""
+    """Return the largest relative difference over the first steps."""
     pairs = list(zip(ours, theirs, strict=False))[:COMPARED_STEPS]
     return max((abs(a - b) / abs(a) for a, b in pairs), default=math.nan)
 
@@ -179,7 +179,7 @@ def loss_gap(ours: list[float], theirs: list[float]) -> float:
 
 
 def serve(asked: argparse.Namespace) -> None:
-    """Answer every line on stdin with one turn; the first one warms up before."""
+    """Run one turn for every line on stdin, with a warmup before the first."""
     device.choose(asked.device)
     trainer, losses, count = None, [], asked.warmup
     for _ in sys.stdin:

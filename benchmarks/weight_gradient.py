@@ -1,10 +1,10 @@
-"""What it saves that a weight gradient's product adds to the main gradient itself.
+"""Measure the gain of adding a weight gradient's matmul directly to the main gradient.
 
     python -m benchmarks.weight_gradient [--rounds 15]
 
-A whole step's forward and backward passes of a small GPT with gradient buffers in float32, and
-single products with 16-bit operands.  Contenders take turns; figures are medians of CPU time of
-one thread.  Dated results are in weight_gradient.md.
+Measures the forward and backward passes of a step of a small GPT with float32 gradient buffers, and
+single matmuls with 16-bit operands.  Contenders alternate; results are medians of CPU time of one
+thread.  Dated results are in weight_gradient.md.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron.core.parallel.process_groups_config import create_process_groups, 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _VOCABULARY, _TOKENS, _MICROBATCHES = 8192, 256, 4
-_ROWS_IN_CACHE = 2**18  # elements of a block of the product
+_ROWS_IN_CACHE = 2**18  # elements of a block of the result
 
 
 def medians(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Milliseconds of CPU time of each, taken in turns."""
+    """Return the median milliseconds of CPU time of each contender; they run alternately."""
     seen: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, work in contenders.items():
@@ -44,7 +44,7 @@ def medians(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[st
 
 
 def gpt_step(*, fused: bool, dtype: torch.dtype) -> Callable[[], None]:
-    """Micro-batches of one sequence under the wrapper of the first of two replicas."""
+    """Return a step of micro-batches under DDP, on the first of two data-parallel ranks."""
     config = TransformerConfig(
         num_layers=6,
         hidden_size=384,
@@ -72,7 +72,7 @@ def gpt_step(*, fused: bool, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def mixed_products(tokens: int, outputs: int, inputs: int) -> dict[str, Callable[[], object]]:
-    """Ways to add a product of bfloat16 matrices to a sum in float32."""
+    """Return ways to add a matmul of bfloat16 matrices to a float32 sum."""
     grad = torch.randn(tokens, outputs).bfloat16().t()
     x, total = torch.randn(tokens, inputs).bfloat16(), torch.zeros(outputs, inputs)
 
