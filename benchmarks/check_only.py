@@ -41,7 +41,7 @@ _LLAMA_405B = (
 _MIXTRAL_8X22B = (
     "--num-layers 56 --hidden-size 6144 --ffn-hidden-size 16384 --num-attention-heads 48"
 )
-# name -> script, ranks, flags behind those of the script
+# name -> script, ranks, flags after those of the script
 CASES = {
     "DeepSeek-V3, 8 ranks": (_V3, 8, f"{_ON_8} --expert-model-parallel-size 8"),
     "DeepSeek-V3, 8 ranks, experts one by one": (

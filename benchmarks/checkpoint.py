@@ -3,7 +3,7 @@
     python -m benchmarks.checkpoint [--model 124M] [--ranks 1] [--rounds 5] [--folder DIR]
     python -m benchmarks.checkpoint --steps 20 [--model 124M] [--folder DIR]
 
-Weights and two moments per weight are in fp32, sharded by rows over two ranks.  Every save ends
+Weights and two moments per weight are in fp32, sharded by rows with --ranks 2.  Every save ends
 with fsync; every load ends with the values in existing tensors.  The contenders alternate, in
 another order each round; reported are best and median of each, on the slowest rank.  Loads read
 from the page cache.  ``--steps`` trains instead, with and without an asynchronous save at every
@@ -204,7 +204,7 @@ class Contest:
             dist.barrier()
 
     def empty(self) -> None:
-        """Empty the folder before a round of saves.  Collective."""
+        """Empty the folder and flush file system buffers, before a save.  Collective."""
         self.barrier()
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -128,7 +128,7 @@ def dataset_config(prefix: str, sequence_length: int, **more: Any) -> GPTDataset
 
 
 class MapReader:
-    """Reader through a memory map, whose process SIGBUS ends if the file is truncated."""
+    """Reader through a memory map; SIGBUS ends the process if the file is truncated."""
 
     def __init__(self, bin_path: str) -> None:
         self._buffer = np.memmap(bin_path, mode="r")

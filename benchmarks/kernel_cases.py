@@ -34,7 +34,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Call ``work`` of a public function; ``prepare`` runs before each call, not timed.
+    """Case: ``work`` calls a public function; ``prepare`` runs before each call, not timed.
 
     With ``in_place``, ``work`` overwrites its input and needs no further memory.
     """

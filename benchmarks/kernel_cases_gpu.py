@@ -107,7 +107,7 @@ def _delayed() -> Case:
 
 
 def _weight_gradient() -> Case:
-    """Return a case with one column in sixteen, dominated by the transposed copies."""
+    """Return a weight gradient 16 wide: the transposed copies take nearly all of its time."""
     x, thin = quantize(drawn(_TOKENS, _WIDTH), E4M3), quantize(drawn(_TOKENS, 16), E4M3)
     name = "fp8 product over tokens, 16 wide"
     return Case(name, 3 * x.codes.nbytes, lambda: product(thin.t(), x.t(), torch.bfloat16))

@@ -184,7 +184,7 @@ class Contender:
         return [max(rank.wall_s for rank in ranks) for ranks in self.timed]
 
     def cpu_s(self) -> list[float]:
-        """Return the CPU time of all ranks."""
+        """Return for each round the CPU time of all ranks."""
         return [sum(rank.cpu_s for rank in ranks) for ranks in self.timed]
 
     def losses(self) -> list[float]:
@@ -192,7 +192,7 @@ class Contender:
         return [next(r.loss for r in ranks if r.loss is not None) for ranks in steps]
 
     def row(self, one: Contender) -> str:
-        """Return the best of all rounds, and the median of the ratios per round."""
+        """Return a row of the table: best of all rounds, and median of the ratios per round."""
         walls, cpus = self.wall_s(), self.cpu_s()
         speeds = [a / b for a, b in zip(one.wall_s(), walls, strict=True)]
         works = [a / b for a, b in zip(cpus, one.cpu_s(), strict=True)]

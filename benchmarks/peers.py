@@ -193,7 +193,8 @@ def llama_of(
 ) -> nn.Module:
     """Build transformers' Llama with SDPA; ``layer(i)`` returns the weights of a layer.
 
-    These are q, k, v, proj, fc1 (gate, then up) and fc2.  The embedding is not filled.
+    These are q, k, v, proj, fc1 (gate, then up) and fc2.  The caller fills embedding and output
+    layer.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -24,7 +24,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 40, 40, 30
 
 
 def tables() -> dict[str, dict[str, float]]:
-    """Return title -> row -> tokens per second; of equal titles the first table is used."""
+    """Return title -> row -> tokens per second; the first of tables with equal titles is used."""
     found: dict[str, dict[str, float]] = {}
     title = None
     for line in TABLES.read_text().splitlines():

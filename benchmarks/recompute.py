@@ -146,7 +146,7 @@ class Layers:
 
 
 def report(contenders: dict[str, Layers], rounds: int) -> None:
-    """Print one row for each kind, relative to the first."""
+    """Print one row for each config, with ratios to the first."""
     print("| recomputation | kept MiB a layer | by formula | kept | FLOPs | time |")
     print("|---|---|---|---|---|---|")
     times = medians({name: c.forward_backward for name, c in contenders.items()}, rounds)

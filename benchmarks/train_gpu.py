@@ -5,9 +5,9 @@
 
 Contenders run in their own processes and alternate; if a shape needs the whole device, each is
 restarted for its turn.  A turn is timed as a whole, with a synchronization of the device at its
-end.  TFLOP/s count the unmasked half of attention, once forward and twice backward, and nothing
-that is recomputed.  Peak memory is that of the allocator (on a CPU, of the process).  The row of a
-contender is void if its losses differ by more than 0.5 % from ours in bf16 (1 % for fp8).
+end.  TFLOP/s count the forward pass once and the backward pass twice, attention without its masked
+half, and no recomputation.  Peak memory is that of the allocator (on a CPU, of the process).  The
+row of a contender is void if its losses differ by more than 0.5 % from ours in bf16 (1 % for fp8).
 """
 
 from __future__ import annotations

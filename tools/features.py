@@ -1,6 +1,6 @@
 """Write docs/features.md: one row for each feature that a test is marked to show.
 
-A test says so with ``@pytest.mark.feature("Area: sentence")``; the rows are read from the source.
+A mark is ``@pytest.mark.feature("Area: sentence")``; marks are read from the source of the tests.
 
     python tools/features.py
 """

@@ -1,4 +1,4 @@
-"""Plan a run without running it: what `pretrain_gpt.py --check-only` prints, for the same flags.
+"""Plan a run without running it: print what `pretrain_gpt.py --check-only` prints.
 
 python tools/plan.py --check-world-size 1024 --check-device-memory-gib 80 --num-layers 96 ...
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 ITERATIONS = 10
 
-# Flags whose product is the number of ranks one replica of the dense model needs.
+# Flags whose product is the number of ranks of the dense model without data parallelism.
 DEGREES = (
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",

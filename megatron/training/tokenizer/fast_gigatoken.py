@@ -31,7 +31,7 @@ class GigatokenEncoder:
 
     @classmethod
     def load(cls, rules: BpeRules, _owner: MegatronTokenizer) -> GigatokenEncoder | None:
-        """Return an encoder; None, with the reason logged, if gigatoken has no fast path for it."""
+        """Return an encoder; None, with the reason logged, if gigatoken cannot run these rules."""
         try:
             return cls(rules)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:

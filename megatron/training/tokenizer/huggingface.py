@@ -139,7 +139,10 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
 
 
 def _local_files(path: str) -> tuple[str | None, JsonObject]:
-    """Return the tokenizer.json at ``path``, if it exists, and its tokenizer_config.json."""
+    """Return the tokenizer.json at ``path``, or None, and the configuration beside it.
+
+    The configuration is special_tokens_map.json, overridden by tokenizer_config.json.
+    """
     directory = path if os.path.isdir(path) else os.path.dirname(path)
     file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
     if not os.path.isfile(file):
