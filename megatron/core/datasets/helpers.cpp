@@ -1,8 +1,8 @@
-// Index arrays of datasets: sample boundaries, blends, and numpy's own shuffle, only faster.
+// Build index arrays of datasets: sample boundaries, blends, and a faster numpy shuffle.
 //
-// Every function has a twin in helpers_numpy.py that gives equal arrays; tests hold them together.
-// Products of doubles must not be fused with the subtraction after them: compile with
-// -ffp-contract=off, or blends differ between processors.
+// helpers_numpy.py has an equivalent of every function; tests require equal arrays.
+// Compile with -ffp-contract=off: the compiler must not contract a product of doubles and the
+// subtraction after it to an fma, otherwise blends differ between processors.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -22,13 +22,13 @@ namespace {
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
 
-constexpr int64_t kPrefetchAhead = 24;  // array entries between asking for a cache line and its use
+constexpr int64_t kPrefetchAhead = 24;  // array entries between a prefetch and the use
 
-// Row b of the result: (position in document_idx, token offset) where sample b starts.
+// Return the start of each sample: row b is (position in document_idx, token offset).
 //
-// Sample b begins seq_length tokens after sample b-1.  With the extra token (the last label) a
-// boundary is named by the document that holds its first token; without, by the one that holds
-// the token before it.  Documents without tokens are never named, but for row 0 = (0, 0).
+// Sample b starts seq_length tokens after sample b-1.  With the extra token (the last label) the
+// position is that of the document with the first token of the sample, without it that of the
+// document with the token before.  An empty document has no row, except for row 0 = (0, 0).
 template <typename Id>
 py::array build_sample_idx(const Array<int32_t>& sizes, const Array<int32_t>& document_idx,
                            int64_t seq_length, int64_t num_epochs, int64_t tokens_per_epoch,
@@ -51,10 +51,10 @@ py::array build_sample_idx(const Array<int32_t>& sizes, const Array<int32_t>& do
     {
         py::gil_scoped_release release;
         out[0] = out[1] = 0;
-        int64_t start = 0;  // first token of document k
+        int64_t start = 0;  // position of the first token of document k
         int64_t target = std::min(seq_length, usable) - back;
         for (int64_t k = 0; k < num_documents && row <= num_samples; ++k) {
-            // documents are in random order: without this, each size is a wait for memory
+            // documents are in random order: without a prefetch each size is a cache miss
             const int64_t ahead = std::min(k + kPrefetchAhead, num_documents - 1);
             __builtin_prefetch(size_of + documents[ahead]);
             const int32_t id = documents[k];
@@ -78,7 +78,8 @@ py::array build_sample_idx(const Array<int32_t>& sizes, const Array<int32_t>& do
     return std::move(result);
 }
 
-// The longest sample asked for: mostly max_length, at times shorter.  One draw of the engine each.
+// Random target lengths of samples: max_length, or with probability short_seq_prob a shorter one.
+// With short_seq_prob > 0 each length takes exactly one value from the random generator.
 class TargetLengths {
    public:
     TargetLengths(int64_t max_length, double short_seq_prob, uint32_t seed)
@@ -97,9 +98,10 @@ class TargetLengths {
     const int64_t max_length_, ratio_;
 };
 
-constexpr int32_t kLongestSentence = 512;  // a document with a longer one gives no samples
+constexpr int32_t kLongestSentence = 512;  // a document with a longer sentence is skipped
 
-// Rows (first sentence, sentence after the last, target length), shuffled: helpers.build_mapping.
+// Return shuffled rows (first sentence, sentence after the last, target length), one per sample.
+// See helpers.build_mapping.
 template <typename Id>
 py::array build_mapping(const Array<int64_t>& docs, const Array<int32_t>& sizes,
                         int64_t num_epochs, int64_t max_num_samples, int64_t max_seq_length,
@@ -135,7 +137,7 @@ py::array build_mapping(const Array<int64_t>& docs, const Array<int32_t>& sizes,
                     length = 0;
                 }
             }
-            if (static_cast<int64_t>(rows.size()) == before) break;  // no epoch gives any
+            if (static_cast<int64_t>(rows.size()) == before) break;  // no epoch would add a sample
         }
         std::mt19937_64 random(uint64_t{seed} + 1);
         for (size_t i = rows.size(); i > 1; --i) std::swap(rows[i - 1], rows[random() % i]);
@@ -152,7 +154,8 @@ void check_blend(const Array<int16_t>& dataset_index, const Array<int64_t>& data
         throw std::invalid_argument("the arrays of a blend are shorter than its size");
 }
 
-// Sample i goes to the dataset that is furthest behind weights * max(i, 1); ties to the first.
+// Assign sample i to the dataset with the largest deficit, weight * max(i, 1) - samples taken; in
+// a tie to the first of them.
 void build_blending_indices(Array<int16_t> dataset_index, Array<int64_t> dataset_sample_index,
                             const Array<double>& weights, int32_t num_datasets, int64_t size,
                             bool /*verbose*/) {
@@ -160,7 +163,7 @@ void build_blending_indices(Array<int16_t> dataset_index, Array<int64_t> dataset
     int16_t* chosen = dataset_index.mutable_data();
     int64_t* position = dataset_sample_index.mutable_data();
     const double* weight = weights.data();
-    std::vector<double> taken(num_datasets, 0.0);  // whole numbers: exact far beyond any size
+    std::vector<double> taken(num_datasets, 0.0);  // integers, exact in a double up to 2^53
 
     py::gil_scoped_release release;
     for (int64_t i = 0; i < size; ++i) {
@@ -180,7 +183,7 @@ void build_blending_indices(Array<int16_t> dataset_index, Array<int64_t> dataset
     }
 }
 
-// The same with weights = sizes / sum(sizes); a dataset leaves when all of it is taken.
+// The same with weights = sizes / sum(sizes); a dataset drops out when all its samples are taken.
 void build_exhaustive_blending_indices(Array<int16_t> dataset_index,
                                        Array<int64_t> dataset_sample_index,
                                        const Array<int64_t>& sizes, int32_t num_datasets) {
@@ -217,7 +220,7 @@ void build_exhaustive_blending_indices(Array<int16_t> dataset_index,
     }
 }
 
-// MT19937 on the state numpy hands out: 624 words and how many of them are used up.
+// MT19937 generator that continues from numpy's state: 624 words and the number of used ones.
 class MersenneTwister {
    public:
     MersenneTwister(uint32_t* key, int used) : key_(key), used_(used) { temper(used_); }
@@ -260,8 +263,9 @@ class MersenneTwister {
     std::array<uint32_t, kWords> tempered_;
 };
 
-// In place, what numpy.random.RandomState.shuffle does to a vector of at most 2**32 entries.
-// Swap partners do not depend on the data, so they are drawn ahead and their memory is asked for.
+// Shuffle at most 2**32 entries in place, exactly like numpy.random.RandomState.shuffle.
+//
+// Swap partners do not depend on the data, so they are sampled in batches and prefetched.
 template <typename T>
 int shuffle(Array<T> values, Array<uint32_t> key, int used) {
     if (key.size() != 624 || used < 0 || used > 624)
@@ -281,7 +285,7 @@ int shuffle(Array<T> values, Array<uint32_t> key, int used) {
             const uint32_t value = random.next() & mask;
             partner[drawn] = value;
             __builtin_prefetch(x + value, 1);
-            drawn += value <= largest;  // a value too large is drawn again
+            drawn += value <= largest;  // reject a value above the largest
         }
         for (int n = 0; n < batch; ++n, --i) std::swap(x[i], x[partner[n]]);
     }

@@ -1,6 +1,6 @@
-// AdamW in one pass: gradient, both moments, parameter, and the 16-bit weight that layers see.
+// AdamW in one pass over gradient, both moments, parameter and the 16-bit weight of the model.
 
-// A number in float.
+// A parameter or moment in float.
 struct Whole {
     using Number = float;
     float* values;
@@ -8,7 +8,8 @@ struct Whole {
     INLINE void put(int64_t i, int64_t n, F f, I) const { store(values + i, f, n); }
 };
 
-// A moment in bfloat16, rounded up or down as `chance` has it: see optimizer/kept_state.py.
+// A moment in bfloat16 with stochastic rounding, for which `chance` is the random value; see
+// optimizer/reduced_precision_state.py.
 struct Rounded {
     using Number = bf16;
     bf16* values;
@@ -21,7 +22,8 @@ struct Rounded {
     }
 };
 
-// A float whose upper half, rounded, is the bfloat16 weight, and whose lower one lies beside it.
+// A float main parameter: its upper half, rounded, is the bfloat16 weight, and a separate tensor
+// holds its lower 16 bits.
 struct Split {
     bf16* upper;
     uint16_t* lower;
@@ -36,9 +38,10 @@ struct Split {
     }
 };
 
-// Parameter, its lower half (none), gradient, mean, mean of squares, bfloat16 weight to be written
-// (none); sizes: number of the step; numbers: what the gradient is divided by, 1 - lr * decay,
-// 1 - beta1, beta2, 1 - beta2, root of the second bias correction, eps, lr over the first one.
+// Pointers: parameter, its lower 16 bits (optional), gradient, first moment, second moment,
+// bfloat16 weight to write (optional).  Sizes: step number.  Numbers: divisor of the gradient,
+// 1 - lr * decay, 1 - beta1, beta2, 1 - beta2, square root of the second bias correction, eps,
+// lr / first bias correction.
 template <class Grad, class Param, class Mean, class Squares>
 INLINE void adam_loop(const Call& c, int64_t begin, int64_t end, Param param, Mean mean,
                       Squares squares) {

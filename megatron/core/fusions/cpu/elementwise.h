@@ -1,6 +1,6 @@
-// Activations of the MLP, forward and backward, and the addition of 16-bit numbers to 32-bit ones.
+// MLP activations and rotary embeddings, forward and backward; addition of 16-bit to fp32 tensors.
 
-// Each activation gives its value at x, and its slope beside it.
+// Each activation has value(x), and slope(x), which also returns the value.
 struct Silu {
     static INLINE F value(F x) { return x * sigmoid(x); }
     static INLINE F slope(F x, F& value) {
@@ -10,9 +10,9 @@ struct Silu {
     }
 };
 
-// x times the probability that a normal variable is below x.
+// x * Phi(x), where Phi is the distribution function of the standard normal distribution.
 struct Gelu {
-    // That probability to 1e-7 of itself, and e^(-x^2/2).
+    // Return Phi(x), with relative error 1e-7; set `bell` to e^(-x^2/2).
     static INLINE F below(F x, F& bell) {
         const F size = x < 0.0f ? -x : x;
         bell = exp(x * x * -0.5f);
@@ -39,18 +39,18 @@ struct Gelu {
     }
 };
 
-// The tanh form: x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
+// The tanh approximation of GELU: x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
 struct GeluTanh {
     static INLINE F value(F x) { return x * sigmoid(x * (x * x * 0.0713548163f + 1.59576912f)); }
     static INLINE F slope(F x, F& value) {
-        const F square = smaller(splat(1e10f), x * x);  // inf of a slope of 0 would be NaN
+        const F square = smaller(splat(1e10f), x * x);  // a slope of 0 times inf would be NaN
         const F s = sigmoid(x * (square * 0.0713548163f + 1.59576912f));
         value = x * s;
         return s + value * (1.0f - s) * (square * 0.214064449f + 1.59576912f);
     }
 };
 
-// x, y
+// Pointers: x, y.
 template <class Act, class T>
 void act_forward(const Call& c, int64_t begin, int64_t end) {
     const T* x = c.at<T>(0) + begin;
@@ -58,7 +58,7 @@ void act_forward(const Call& c, int64_t begin, int64_t end) {
     each(end - begin, [&](int64_t i, int64_t n) { store(y + i, Act::value(load(x + i, n)), n); });
 }
 
-// x, grad of y, grad of x
+// Pointers: x, grad of y, grad of x.
 template <class Act, class T>
 void act_backward(const Call& c, int64_t begin, int64_t end) {
     const T *x = c.at<T>(0) + begin, *grad = c.at<T>(1) + begin;
@@ -87,8 +87,9 @@ struct SquaredRelu {
     }
 };
 
-// The gate and up side by side in rows [2 width] of x, bounded by a clamp, and up moved by an
-// offset; sizes: width; numbers: clamp or inf, offset.
+// Input of a gated activation: rows [2 width] of x are the gate projection, then the up projection.
+// The gate is clamped from above, up from both sides; then `offset` is added to up.
+// Sizes: width.  Numbers: clamp or inf, offset.
 template <class T>
 struct Gated {
     const T *gates, *ups;
@@ -116,7 +117,7 @@ struct Gated {
     }
 };
 
-// x, y [rows, width], weight of each row (float, none)
+// Pointers: x, y [rows, width], weight of each row (float, optional).
 template <class Act, class T>
 void glu_forward(const Call& c, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -129,7 +130,7 @@ void glu_forward(const Call& c, int64_t begin, int64_t end) {
     }
 }
 
-// x, grad of y, grad of x, weights and their gradients (float, none)
+// Pointers: x, grad of y, grad of x, weights and their gradients (float, optional).
 template <class Act, class T>
 void glu_backward(const Call& c, int64_t begin, int64_t end) {
     const int64_t width = c.sizes[0];
@@ -151,10 +152,12 @@ void glu_backward(const Call& c, int64_t begin, int64_t end) {
     }
 }
 
-// x [tokens, sequences, heads, width] in any strides but of the last dim, cosines and sines
-// [tokens, 1 or sequences, angles], y like x but contiguous; sizes: sequences, heads, width,
-// angles, strides of x, whether tables differ by sequence, whether pairs are neighbours; numbers:
-// sign of the angle.  A unit is a token of a sequence.
+// Apply rotary embeddings; a unit is one token of one sequence.
+//
+// Pointers: x [tokens, sequences, heads, width], of which only the last dim must be contiguous;
+// cosines and sines [tokens, 1 or sequences, angles]; y, like x but contiguous.  Sizes: sequences,
+// heads, width, angles, the first three strides of x, whether the tables differ by sequence,
+// whether pairs are neighbouring channels.  Numbers: sign of the angle (-1 for backward).
 template <class T>
 void rotate(const Call& c, int64_t begin, int64_t end) {
     const auto& s = c.sizes;
@@ -187,7 +190,7 @@ void rotate(const Call& c, int64_t begin, int64_t end) {
     }
 }
 
-// total (float), what is added to it
+// Pointers: total (float), tensor to add to it.
 template <class T>
 void add_into(const Call& c, int64_t begin, int64_t end) {
     float* total = c.at<float>(0) + begin;

@@ -1,10 +1,13 @@
-// Fused kernels of a training step on a CPU, in three instruction sets of which the best is chosen
-// when they are called first.
+// Fused CPU kernels of a training step, compiled for several instruction sets.  The best one that
+// the CPU supports is selected when the module is loaded.
 //
-// A kernel works on the units [begin, end) of a call: numbers, or rows.  A call is cut into pieces
-// of `grain` units whatever the number of threads, and what is summed over pieces is summed in
-// their order, so that results are the same for any number of threads, and from run to run.
-// Tensors come as addresses.  Who calls, and what each address is: megatron/core/device/cpu_kernels.py.
+// A kernel processes the units [begin, end) of a call; a unit is an element or a row.  A call is
+// split into pieces of `grain` units, independent of the number of threads, and sums over pieces
+// are added in their order.  So results are bitwise identical for any number of threads and from
+// run to run.
+//
+// megatron/core/device/cpu_kernels.py is the only caller.  It passes tensors as addresses: the
+// comment above each kernel lists its pointers, sizes and numbers in their order.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -33,7 +36,7 @@ struct bf16 {
 };
 
 struct Call {
-    std::vector<uintptr_t> pointers;  // 0: none
+    std::vector<uintptr_t> pointers;  // addresses of tensors; 0: no tensor
     std::vector<int64_t> sizes;
     std::vector<float> numbers;
 
@@ -82,8 +85,8 @@ namespace avx512_bf16 {
 
 using Sets = std::vector<std::pair<std::string, Kernels>>;
 
-// Instruction sets of this CPU, the best one first.  The table of another is not even made: that
-// function is compiled in its instructions too.
+// Return the instruction sets that this CPU supports, the best one first.  kernels() of any other
+// set must not be called: that function itself is compiled with instructions of its set.
 const Sets& usable() {
     static const Sets sets = [] {
         Sets found;

@@ -1,4 +1,4 @@
-// All kernels of one instruction set, whose LANES and namespace surround this file.
+// All kernels for one instruction set; the including file defines LANES and the namespace.
 
 #include "vector.h"
 

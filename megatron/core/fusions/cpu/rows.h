@@ -1,11 +1,11 @@
-// Softmax and norms: a row at a time, which stays in the cache, with sums in float.
+// Softmax, cross-entropy and norms, one row at a time so that it stays in cache; sums in float.
 
-// Highest of a row's first `count` numbers; -inf without any.
+// Maximum of the first `count` elements of a row; -inf if count is 0.
 template <class T>
 INLINE float row_max(const T* x, int64_t count) {
     F top = splat(-INFINITY), others[3] = {top, top, top};
     int64_t i = 0;
-    for (; i + 4 * kLanes <= count; i += 4 * kLanes) {  // else each waits for the one before
+    for (; i + 4 * kLanes <= count; i += 4 * kLanes) {  // four maxima: one would serialise the loop
         top = larger(load(x + i, kLanes), top);
         for (int j = 0; j < 3; ++j)
             others[j] = larger(load(x + i + (j + 1) * kLanes, kLanes), others[j]);
@@ -17,23 +17,24 @@ INLINE float row_max(const T* x, int64_t count) {
     return largest(top);
 }
 
-// Log of the sum of exponentials, without overflow.
+// log(sum(exp(x))), without overflow.
 template <class T>
 INLINE float log_sum_exp(const T* x, int64_t count) {
-    // -inf, of a row without a number, is not to be subtracted from itself.
+    // Limit the maximum: in a row of -inf, -inf - (-inf) would be NaN.
     const float top = std::max(row_max(x, count), -FLT_MAX);
     return top + std::log(sum_over(count, [&](int64_t i, int64_t n) {
                return first(exp(load(x + i, n) - top), n, 0);
            }));
 }
 
-// Column of a target here; -1 where it is elsewhere or there is none.
+// Column of a target on this rank; -1 if another rank has it or there is no target.
 INLINE int64_t column_of(int64_t target, const Call& c) {
     const int64_t column = target - c.sizes[2];
     return target >= 0 && column >= 0 && column < c.sizes[1] ? column : -1;
 }
 
-// (softmax - onehot) * scale over the logits; zero without a target anywhere.
+// Overwrite logits with (softmax - onehot) * scale; with zeros if the row has no target.  Padding
+// columns become zero.
 template <class T>
 INLINE void turn_into_gradient(T* x, const Call& c, float log_sum, int64_t target, float scale) {
     const int64_t width = c.sizes[0], columns = target < 0 ? 0 : c.sizes[1];
@@ -47,10 +48,10 @@ INLINE void turn_into_gradient(T* x, const Call& c, float log_sum, int64_t targe
     std::memset(x + columns, 0, (width - columns) * sizeof(T));
 }
 
-// In these three: logits [rows, width], targets (int64) [rows]; sizes: width, true columns, id of
-// the first column.
+// The next three kernels start with the pointers logits [rows, width] and targets (int64) [rows].
+// Sizes: width, number of columns without padding, token id of the first column.
 
-// Beside them log of sums, logit of the target or 0 (float) [rows].
+// Further pointers: log-sum-exp, logit of the target or 0 (float) [rows].
 template <class T>
 void own_sums(const Call& c, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -61,7 +62,7 @@ void own_sums(const Call& c, int64_t begin, int64_t end) {
     }
 }
 
-// Beside them log of sums, factor (float, none: the same for all) [rows]; numbers: factor.
+// Further pointers: log-sum-exp, factor (float, optional) [rows].  Numbers: factor if not per row.
 template <class T>
 void gradients_of_log_sums(const Call& c, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
@@ -70,7 +71,8 @@ void gradients_of_log_sums(const Call& c, int64_t begin, int64_t end) {
                            c.pointers[3] ? c.at<float>(3)[row] : c.numbers[0]);
 }
 
-// Both at once where a row is whole; beside them loss (float) [rows]; numbers: factor.
+// Loss and gradient at once, if this rank holds the complete vocabulary.
+// Further pointers: loss (float) [rows].  Numbers: factor of the gradient.
 template <class T>
 void cross_entropy(const Call& c, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -82,8 +84,8 @@ void cross_entropy(const Call& c, int64_t begin, int64_t end) {
     }
 }
 
-// scores (float) [.., queries, keys] over which exponentials are written, probabilities
-// [.., queries, keys]; sizes: queries, keys, keys that come before the first query
+// Pointers: scores (float) [.., queries, keys], overwritten with exponentials, probabilities
+// [.., queries, keys].  Sizes: queries, keys, number of keys before the first query.
 template <class T>
 void causal_softmax(const Call& c, int64_t begin, int64_t end) {
     const int64_t queries = c.sizes[0], keys = c.sizes[1];
@@ -103,7 +105,8 @@ void causal_softmax(const Call& c, int64_t begin, int64_t end) {
     }
 }
 
-// grad of probabilities [rows, keys] becomes that of scores, probabilities; sizes: as above
+// Pointers: grad of probabilities [rows, keys], overwritten with grad of scores; probabilities.
+// Sizes: as above.
 template <class T>
 void causal_softmax_backward(const Call& c, int64_t begin, int64_t end) {
     const int64_t queries = c.sizes[0], keys = c.sizes[1];
@@ -120,8 +123,8 @@ void causal_softmax_backward(const Call& c, int64_t begin, int64_t end) {
     }
 }
 
-// x, weight, bias (none for RMSNorm), y, mean (none) and scale (float) [rows]; sizes: width;
-// numbers: eps
+// Pointers: x, weight, bias (none for RMSNorm), y, mean (none for RMSNorm) and scale, that is
+// 1 / deviation, (float) [rows].  Sizes: width.  Numbers: eps.
 template <bool kIsRms, class T>
 void norm_forward(const Call& c, int64_t begin, int64_t end) {
     const int64_t width = c.sizes[0];
@@ -148,8 +151,9 @@ void norm_forward(const Call& c, int64_t begin, int64_t end) {
     }
 }
 
-// x, weight, mean (none), scale, grad of y, grad of x (none where nobody asks), sums of the
-// gradients of weight and of bias (none): float [pieces, width]; sizes: width, rows of a piece
+// Pointers: x, weight, mean (none for RMSNorm), scale, grad of y, grad of x (optional), grad of
+// weight and of bias (none for RMSNorm), summed per piece: float [pieces, width].
+// Sizes: width, rows per piece.
 template <bool kIsRms, class T>
 void norm_backward(const Call& c, int64_t begin, int64_t end) {
     const int64_t width = c.sizes[0], piece = begin / c.sizes[1];
@@ -180,7 +184,8 @@ void norm_backward(const Call& c, int64_t begin, int64_t end) {
     }
 }
 
-// parts (float) [pieces, width], their sum [width] in order; sizes: width, pieces
+// Pointers: parts (float) [pieces, width], their sum [width], added in order.
+// Sizes: width, pieces.
 template <class T>
 void sum_of_pieces(const Call& c, int64_t begin, int64_t end) {
     const int64_t width = c.sizes[0];
@@ -192,8 +197,8 @@ void sum_of_pieces(const Call& c, int64_t begin, int64_t end) {
     });
 }
 
-// rows [m, width], the rows of each token (int64) [tokens, visits], of which m or more stands for
-// none, their sums [tokens, width]; sizes: width, visits, m
+// Pointers: rows [m, width]; row indices of each token (int64) [tokens, visits], where m or more
+// means none; sums of these rows [tokens, width].  Sizes: width, visits, m.
 template <class T>
 void sum_of_rows(const Call& c, int64_t begin, int64_t end) {
     const int64_t width = c.sizes[0], visits = c.sizes[1];
@@ -209,7 +214,8 @@ void sum_of_rows(const Call& c, int64_t begin, int64_t end) {
     }
 }
 
-// x, sum of its squares (double) of each piece; sizes: numbers of a piece, of a block summed in float
+// Pointers: x, sum of squares of each piece (double).
+// Sizes: elements per piece, elements per block that is summed in float.
 template <class T>
 void sums_of_squares(const Call& c, int64_t begin, int64_t end) {
     const T* x = c.at<T>(0);

@@ -1,8 +1,8 @@
-// A few floats at a time: loads, stores and functions.  Included once per instruction set.
+// Vectors of kLanes floats: loads, stores and functions.  Included once per instruction set.
 //
-// What is done to an element never depends on where it lies: the last ones of a row, fewer than
-// kLanes, go through the same instructions in a padded vector.  __AVX512F__ and the like are of no
-// use here: g++ reads all of a file before it looks at the pragmas.
+// The result for an element never depends on its position: the last elements of a row, fewer than
+// kLanes, go through the same instructions in a padded vector.  Macros like __AVX512F__ cannot be
+// used: g++ preprocesses the complete file before it applies the target pragmas.
 
 constexpr int64_t kLanes = LANES;
 typedef float F __attribute__((vector_size(4 * LANES)));
@@ -12,7 +12,7 @@ typedef uint16_t H __attribute__((vector_size(2 * LANES)));
 
 INLINE F splat(float x) { return F{} + x; }
 
-// fma, written out so that vectors of all widths are contracted alike.
+// Multiply-add in one expression, so that the compiler contracts it alike for all vector widths.
 INLINE F poly(F x, F high, float low) { return high * x + low; }
 
 INLINE F widen(H h) {
@@ -23,9 +23,9 @@ INLINE F widen(H h) {
 #endif
 }
 
-// Rounded to nearest, ties to even; a NaN stays one.
+// Round to nearest, ties to even; NaN stays NaN.
 INLINE H narrow(F f) {
-#ifdef HAS_BF16  // numbers below 1e-38 become zero
+#ifdef HAS_BF16  // flushes values below 1e-38 to zero
     return (H)_mm512_cvtneps_pbh((__m512)f);
 #endif
     const U u = (U)f;
@@ -45,15 +45,15 @@ INLINE void write(T* p, V v, int64_t n) {
     std::memcpy(p, &v, n == kLanes ? sizeof(V) : n * sizeof(T));
 }
 
-// n <= kLanes elements; the rest of the vector is zero.
+// Load or store n <= kLanes elements; the rest of a loaded vector is zero.
 INLINE F cached(const float* p, int64_t n) { return read<F>(p, n); }
 INLINE F cached(const bf16* p, int64_t n) { return widen(read<H>(&p->bits, n)); }
 INLINE void cache(float* p, F f, int64_t n) { write(p, f, n); }
 INLINE void cache(bf16* p, F f, int64_t n) { write(&p->bits, narrow(f), n); }
 
-// The same where the processor does not ask for memory early enough by itself: on one core of a
-// server arithmetic and memory take turns without this, and overlap with it.
-constexpr int64_t kAhead = 2048;  // bytes; of 1, 2 and 4 KiB the best
+// The same with a prefetch, for streams that the hardware does not prefetch early enough.  On one
+// core of a server it overlaps arithmetic and memory access, which otherwise alternate.
+constexpr int64_t kAhead = 2048;  // bytes; the fastest of 1, 2 and 4 KiB
 template <class T>
 INLINE F load(const T* p, int64_t n) {
     __builtin_prefetch((const char*)p + kAhead, 0);
@@ -65,7 +65,7 @@ INLINE void store(T* p, F f, int64_t n) {
     cache(p, f, n);
 }
 
-// body(i, n) for stretches of n <= kLanes elements from i on.
+// Call body(i, n) for consecutive groups of n <= kLanes elements, of which i is the first.
 template <class Body>
 INLINE void each(int64_t count, Body body) {
     int64_t i = 0;
@@ -73,24 +73,24 @@ INLINE void each(int64_t count, Body body) {
     if (i < count) body(i, count - i);
 }
 
-// Only the first n lanes of x, the others `instead`.
+// Return the first n lanes of x, with `instead` in the other lanes.
 INLINE F first(F x, int64_t n, float instead) {
     if (n < kLanes)
         for (int64_t i = n; i < kLanes; ++i) x[i] = instead;
     return x;
 }
 
-// By halves, not one after the other.
+// Sum of all lanes, pairwise by halves.
 INLINE float sum(F x) {
     for (int64_t half = kLanes / 2; half; half /= 2)
         for (int64_t i = 0; i < half; ++i) x[i] += x[i + half];
     return x[0];
 }
 
-// Sum of body(i, n) over stretches of n <= kLanes from i on.
+// Sum of body(i, n) over consecutive groups of n <= kLanes elements, of which i is the first.
 template <class Body>
 INLINE float sum_over(int64_t count, Body body) {
-    F parts[4] = {};  // else each waits for the one before
+    F parts[4] = {};  // four sums: one would serialise the loop
     int64_t i = 0;
     for (; i + 4 * kLanes <= count; i += 4 * kLanes)
         for (int j = 0; j < 4; ++j) parts[j] += body(i + j * kLanes, kLanes);
@@ -98,7 +98,8 @@ INLINE float sum_over(int64_t count, Body body) {
     return sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
 }
 
-// Of a NaN and a number the second: else compilers compare and choose, in two steps.
+// If an operand is NaN, the result is the second one.  With other rules for NaN, compilers would
+// need two instructions (compare, select).
 #if LANES == 16
 INLINE F larger(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE F smaller(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -116,14 +117,14 @@ INLINE float largest(F x) {
     return top;
 }
 
-// e^x to 1e-7 (1 + |x|) of itself, for -87 <= x <= 88; 0 below, inf above; NaN for NaN.
+// e^x with relative error 1e-7 (1 + |x|) for -87 <= x <= 88; 0 below, inf above; NaN for NaN.
 INLINE F exp(F x) {
     const F doublings = x * 1.44269504f;
-#if LANES == 16  // infinities leave no fraction
+#if LANES == 16  // the fraction of inf is 0
     const F r = (F)_mm512_reduce_ps((__m512)doublings, 0x08);
     const F whole = doublings - r;
 #else
-    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     const F in_range = larger(splat(-127.0f), smaller(splat(128.0f), doublings));
     const F shifted = in_range + kMagic;
     const F r = in_range - (shifted - kMagic);
@@ -140,11 +141,11 @@ INLINE F exp(F x) {
 #endif
 }
 
-// 1 / x for x > 0, also inf.
+// 1 / x for x > 0, including inf.
 INLINE F reciprocal(F x) {
-#if LANES == 16  // a guess of 14 bits, and a step of Newton; a division takes three times as long
+#if LANES == 16  // 14-bit estimate and one Newton step; division takes three times as long
     const F guess = (F)_mm512_rcp14_ps((__m512)x);
-    return guess + guess * smaller(1.0f - x * guess, splat(1.0f));  // NaN of 0 inf: the second
+    return guess + guess * smaller(1.0f - x * guess, splat(1.0f));  // for 0 * inf = NaN: 1
 #else
     return 1.0f / x;
 #endif
