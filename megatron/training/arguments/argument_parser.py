@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
             opt = options_by_dest().get(action.dest)
             is_ours = opt is not None and value != action.default
             problem = problem_of_type(value, opt) if is_ours and opt is not None else None
-        if "\0" in arg_string:  # only a file or a program can pass it; no path may hold it
+        if "\0" in arg_string:  # from a file or a program; no path can contain NUL
             problem = "it holds a NUL character: remove it"
         if problem is None:
             return value

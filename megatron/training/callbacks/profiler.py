@@ -63,7 +63,7 @@ def _write_trace(folder: str, worker: str, profiler: profile) -> None:
     """Write the trace; on failure warn, and training goes on without it."""
     try:
         tensorboard_trace_handler(folder, worker_name=worker)(profiler)
-    except (OSError, RuntimeError) as error:  # the latter when it cannot make the folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: the folder cannot be created
         logger.warning("no profile of %s: %s", worker, error, extra={"all_ranks": True})
 
 

@@ -40,7 +40,7 @@ class TensorBoardSink(Sink):
     ) -> None:
         assert config.tensorboard_dir is not None, "the caller has asked for --tensorboard-dir"
         self._config = config
-        # imported here, because ranks that do not write need not load it
+        # import late: only the rank that writes needs it
         tensorboard = require("torch.utils.tensorboard", "--tensorboard-dir")
         history = History.read(config.tensorboard_dir, iteration, consumed_samples)
         self._writer = tensorboard.SummaryWriter(

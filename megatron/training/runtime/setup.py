@@ -90,7 +90,8 @@ def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: boo
 
     ``wrap`` adds the data-parallel wrapper and compilation.  With --init-model-with-meta-device
     each rank allocates only its shard of a fully sharded model.  Every rank must call this: the
-    wrapper may communicate.
+    wrapper may communicate.  Raise ConfigError if a rank has several virtual stages and
+    ``model_provider`` does not take ``vp_stage``.
     """
     ddp = run.config.ddp
     on_meta = wrap and ddp.init_model_with_meta_device and is_fully_sharded(ddp)

@@ -24,7 +24,7 @@ class StepResult:
     nan: bool  # a skipped step whose loss was not finite
     batch_size: int  # samples
     num_tokens: int  # over all data-parallel ranks
-    params_hash: int | None = None  # 64 bits
+    params_hash: int | None = None  # 64 bits; with --log-params-hash-interval
     # TensorBoard tag -> auxiliary loss of one layer (--moe-per-layer-logging); last stage only
     layer_losses: dict[str, Tensor] = field(default_factory=dict)
 
