@@ -78,7 +78,7 @@ class ConversionRequest:
     is_release: bool = False  # write weights only, without training state
     verify: bool = True
     max_shard_bytes: int | None = None
-    rename: Callable[[str], str | None] | None = None  # None: omit the tensor
+    rename: Callable[[str], str | None] | None = None  # key -> new key, or None to omit it
 
 
 @dataclass(frozen=True, kw_only=True)

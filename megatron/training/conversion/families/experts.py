@@ -29,7 +29,7 @@ EXPERT_LAYER: Names = {
     **gated("mlp.experts.local_experts.{}", "mlp.experts.{}", *PROJECTIONS),
 }
 
-# True: softmax over the chosen experts, so that weights sum to 1; False: softmax over all experts.
+# norm_topk_prob: true is a softmax over the chosen experts (weights sum to 1), false over all.
 NORMED = same("norm_topk_prob", "moe_router_pre_softmax", False, not_, not_)
 # Factor of the weights of the chosen experts.
 SCALED = same(
