@@ -217,7 +217,7 @@ def create_runtime(config: RunConfig) -> Runtime:
     )
     _set_seeds(config, groups)
     model = config.model
-    if model.uses_graphs and not model.records_layers and device.records_graphs():
+    if model.uses_graphs and not model.captures_layers and device.records_graphs():
         run.step_graph = StepGraph(model.cuda_graph_warmup_steps)
     if config.model.disable_bf16_reduced_precision_matmul:
         device.keep_bf16_sums_in_fp32()

@@ -127,7 +127,7 @@ def draws(rank: int, size: int) -> tuple[int, list[tuple[float, ...]]]:
         model_parallel_cuda_manual_seed(1234)
         drawn = [float(torch.rand(()))]
         for is_cut in (False, True):
-            with fork_for_tokens(True, is_sequence_cut=is_cut):
+            with fork_for_tokens(True, is_sequence_sharded=is_cut):
                 drawn.append(float(torch.rand(())))
         numbers.append(tuple(drawn))
     return torch.initial_seed(), numbers

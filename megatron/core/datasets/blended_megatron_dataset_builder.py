@@ -81,41 +81,41 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_blend(self, blend: Blend, split: SplitMatrix) -> list[TopLevelDataset]:
         prefixes, weights = blend
-        asked = [size if part else 0 for size, part in zip(self.sizes, split, strict=True)]
+        requested = [size if part else 0 for size, part in zip(self.sizes, split, strict=True)]
         if len(prefixes) == 1 and weights is None:
-            alone = self._build_prefix(prefixes[0], split, asked)
-            return [self._as_asked(i, dataset) for i, dataset in enumerate(alone)]
+            alone = self._build_prefix(prefixes[0], split, requested)
+            return [self._list_if_separate(i, dataset) for i, dataset in enumerate(alone)]
         if weights is not None:
             weights = normalize(weights)
-            sizes = [self._sizes_of(weight, asked) for weight in weights]
+            sizes = [self._sizes_of(weight, requested) for weight in weights]
         else:
-            sizes = [[None if size != 0 else 0 for size in asked] for _ in prefixes]
+            sizes = [[None if size != 0 else 0 for size in requested] for _ in prefixes]
         per_split = zip(*self._build_prefixes(prefixes, split, sizes), strict=True)
         return [
             self._blend_split(i, [d for d in datasets if d is not None], weights)
-            if asked[i] != 0
+            if requested[i] != 0
             else None
             for i, datasets in enumerate(per_split)
         ]
 
-    def _as_asked(self, split: int, dataset: MegatronDataset | None) -> TopLevelDataset:
+    def _list_if_separate(self, split: int, dataset: MegatronDataset | None) -> TopLevelDataset:
         """Return the dataset, in a list if it is a validation set and these are kept separate."""
         is_list = self.config.multiple_validation_sets and split == Split.valid.value
         return [dataset] if is_list and dataset is not None else dataset
 
-    def _sizes_of(self, weight: float, asked: Sizes) -> list[int | None]:
+    def _sizes_of(self, weight: float, requested: Sizes) -> list[int | None]:
         """Return the samples to build, per split, for a dataset with this blend weight.
 
         The surplus is needed because the greedy order of ``BlendedDataset`` may take slightly more
         samples from a dataset than its weight times the total.
         """
-        if None in asked:
+        if None in requested:
             raise ConfigError(
                 "--full-validation reads every data set once and cannot apply blend weights: give "
                 "the paths without weights, or separate validation data with --valid-data-path"
             )
         surplus = self.config.mid_level_dataset_surplus
-        return [ceil(ceil(size * weight) * (1 + surplus)) for size in asked if size is not None]
+        return [ceil(ceil(size * weight) * (1 + surplus)) for size in requested if size is not None]
 
     def _blend_split(
         self, i: int, datasets: list[MegatronDataset], weights: list[float] | None

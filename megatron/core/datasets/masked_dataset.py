@@ -214,7 +214,7 @@ class MaskedWordPieceDataset(MegatronDataset):
                 False,
                 min_sentences_per_sample,
             )
-            self._tell_of_unused(documents, min_sentences_per_sample, len(mapping))
+            self._log_unused_documents(documents, min_sentences_per_sample, len(mapping))
             return [mapping]
 
         (found,) = cached_arrays(
@@ -238,7 +238,9 @@ class MaskedWordPieceDataset(MegatronDataset):
                 return False
         return bool(low <= found[:, 0].min() and found[:, 1].max() <= high)
 
-    def _tell_of_unused(self, documents: np.ndarray, min_sentences: int, num_rows: int) -> None:
+    def _log_unused_documents(
+        self, documents: np.ndarray, min_sentences: int, num_rows: int
+    ) -> None:
         """Log how many documents give no sample; raise DataError if no document gives one."""
         lengths = self.dataset.sequence_lengths
         num_long = np.concatenate(([0], np.cumsum(lengths > LONGEST_SENTENCE)))[documents]

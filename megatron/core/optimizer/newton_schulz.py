@@ -100,10 +100,10 @@ def orthogonalize_share(
     ``split_interleaved``: treat interleaved query, key and value as separate matrices.  Collective
     over ``group`` if the parameter is sharded over it, except in mode "blockwise".
     """
-    is_cut = info.shard_dim is not None and group.size() > 1
-    dim, count = info.shard_dim or 0, group.size() if is_cut else 1
+    is_sharded = info.shard_dim is not None and group.size() > 1
+    dim, count = info.shard_dim or 0, group.size() if is_sharded else 1
     shares = [share]
-    if is_cut and mode == "duplicated":
+    if is_sharded and mode == "duplicated":
         gathered = share.new_empty(count * share.shape[0], share.shape[1])
         all_gather_single(gathered, share.contiguous(), group=group)
         shares = list(gathered.chunk(count))
@@ -113,7 +113,7 @@ def orthogonalize_share(
         places, *(_matrices(s, info, split_interleaved) for s in shares), strict=True
     ):
         matrix = torch.cat([part.reshape(-1, share.shape[1]) for part in parts], dim)
-        cut = (dim, group) if is_cut and mode == "distributed" else None
+        cut = (dim, group) if is_sharded and mode == "distributed" else None
         found = orthogonalize(matrix, coefficients, cut=cut)
         if len(parts) > 1:
             found = found.chunk(count, dim)[group.rank()]

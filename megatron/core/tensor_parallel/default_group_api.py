@@ -23,7 +23,7 @@ def _tp(group: ProcessGroup | None) -> ProcessGroup:
     return parallel_state.current().tp if group is None else group
 
 
-def _door(move: Callable[[Tensor, ProcessGroup], Tensor]) -> Callable[..., Tensor]:
+def _with_default_group(move: Callable[[Tensor, ProcessGroup], Tensor]) -> Callable[..., Tensor]:
     @wraps(move)
     def moved(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
         return move(input_, _tp(group))
@@ -31,18 +31,28 @@ def _door(move: Callable[[Tensor, ProcessGroup], Tensor]) -> Callable[..., Tenso
     return moved
 
 
-copy_to_tensor_model_parallel_region = _door(mappings.copy_to_tensor_model_parallel_region)
-reduce_from_tensor_model_parallel_region = _door(mappings.reduce_from_tensor_model_parallel_region)
-gather_from_tensor_model_parallel_region = _door(mappings.gather_from_tensor_model_parallel_region)
-scatter_to_tensor_model_parallel_region = _door(mappings.scatter_to_tensor_model_parallel_region)
-all_gather_last_dim_from_tensor_parallel_region = _door(
+copy_to_tensor_model_parallel_region = _with_default_group(
+    mappings.copy_to_tensor_model_parallel_region
+)
+reduce_from_tensor_model_parallel_region = _with_default_group(
+    mappings.reduce_from_tensor_model_parallel_region
+)
+gather_from_tensor_model_parallel_region = _with_default_group(
+    mappings.gather_from_tensor_model_parallel_region
+)
+scatter_to_tensor_model_parallel_region = _with_default_group(
+    mappings.scatter_to_tensor_model_parallel_region
+)
+all_gather_last_dim_from_tensor_parallel_region = _with_default_group(
     mappings.all_gather_last_dim_from_tensor_parallel_region
 )
-reduce_scatter_last_dim_to_tensor_parallel_region = _door(
+reduce_scatter_last_dim_to_tensor_parallel_region = _with_default_group(
     mappings.reduce_scatter_last_dim_to_tensor_parallel_region
 )
-scatter_to_sequence_parallel_region = _door(mappings.scatter_to_sequence_parallel_region)
-reduce_scatter_to_sequence_parallel_region = _door(
+scatter_to_sequence_parallel_region = _with_default_group(
+    mappings.scatter_to_sequence_parallel_region
+)
+reduce_scatter_to_sequence_parallel_region = _with_default_group(
     mappings.reduce_scatter_to_sequence_parallel_region
 )
 

@@ -331,7 +331,7 @@ class VocabParallelEmbedding(nn.Module):
         shape = self.num_tokens, embedding_dim
         info = param_info_for(shape, init_method, over=tp_group, is_embedding_or_output=True)
         self.weight = new_parameter((self.local_size, embedding_dim), config.params_dtype, info)
-        self.is_lent = False  # whether the output layer uses the weight too, by `tied_weight`
+        self.is_tied = False  # whether the output layer uses the weight too, by `tied_weight`
         self._table: Tensor | None = None
 
     def tied_weight(self) -> Tensor:
@@ -362,7 +362,7 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tensor_model_parallel_region(y, self.tp_group)
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        if not (self.is_lent and takes_table(self.weight)):
+        if not (self.is_tied and takes_table(self.weight)):
             return F.embedding(ids, self.weight)
         y, self._table = look_up(ids, self.weight)
         return y

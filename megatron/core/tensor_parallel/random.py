@@ -162,15 +162,16 @@ def fork_if(
 
 
 def fork_for_tokens(
-    condition: bool, *, is_sequence_cut: bool
+    condition: bool, *, is_sequence_sharded: bool
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that, if ``condition``, uses the random stream for hidden states.
 
     The stream differs between ranks that hold different tokens and is the same on ranks that hold
-    the same.  ``is_sequence_cut``: sequence parallelism, so tensor-parallel ranks hold different
-    tokens.
+    the same.  ``is_sequence_sharded``: tensor-parallel ranks hold different tokens.
     """
-    return fork_if(condition, MODEL_PARALLEL_STREAM if is_sequence_cut else CONTEXT_PARALLEL_STREAM)
+    return fork_if(
+        condition, MODEL_PARALLEL_STREAM if is_sequence_sharded else CONTEXT_PARALLEL_STREAM
+    )
 
 
 # -- recomputation --------------------------------------------------------------------------

@@ -24,53 +24,53 @@ from megatron.core.transformer.cuda_graphs.capture import Shared, shared_tensors
 MIN_BYTES = 1 << 20  # smaller storages are not worth a copy
 
 
-class _Away:
+class _OffloadedStorage:
     """An offloaded storage: its bytes are on the device before `leave` and after `come_back`."""
 
     def __init__(self, tensor: Tensor, stream: device.Stream | None) -> None:
         self._stream = stream
         self._came: device.Event | None = None
-        self._here: Tensor | None = _bytes_of(tensor)
-        self.num_bytes = self._here.numel()
-        self._there: Tensor | None = None
+        self._on_device: Tensor | None = _bytes_of(tensor)
+        self.num_bytes = self._on_device.numel()
+        self._on_host: Tensor | None = None
         if not tensor.is_meta:  # the memory planner counts device memory only: nothing to copy
             device.wait_stream(stream)
             with device.on_stream(stream):
-                self._there = device.host_like(self._here, torch.uint8, pin=True)
-                self._there.copy_(self._here, non_blocking=True)
+                self._on_host = device.host_like(self._on_device, torch.uint8, pin=True)
+                self._on_host.copy_(self._on_device, non_blocking=True)
                 self._left = device.record_event()
 
     def leave(self) -> None:
         """Free the device memory; the current stream waits for the copy to the host first."""
-        if self._there is not None:
+        if self._on_host is not None:
             device.wait_event(self._left)
-        self._here = None
+        self._on_device = None
 
     def come_back(self) -> None:
         """Start the copy to the device, unless it was started before."""
-        if self._here is not None:
+        if self._on_device is not None:
             return
         # Allocate on the current stream, which also uses and frees the memory.
-        here = torch.empty(self.num_bytes, dtype=torch.uint8, device=device.current())
-        if self._there is not None:
+        on_device = torch.empty(self.num_bytes, dtype=torch.uint8, device=device.current())
+        if self._on_host is not None:
             device.wait_stream(self._stream)
             with device.on_stream(self._stream):
-                here.copy_(self._there, non_blocking=True)
+                on_device.copy_(self._on_host, non_blocking=True)
                 self._came = device.record_event()
-        self._here = here
+        self._on_device = on_device
 
     def storage(self) -> torch.UntypedStorage:
         """Return the device storage; the current stream waits for the copy to the device."""
         self.come_back()
         device.wait_event(self._came)
-        assert self._here is not None, "it has come back"
-        return self._here.untyped_storage()
+        assert self._on_device is not None, "it has come back"
+        return self._on_device.untyped_storage()
 
 
 class _Saved(NamedTuple):
     """The record that autograd saves in place of a tensor whose storage is offloaded."""
 
-    away: _Away
+    offloaded: _OffloadedStorage
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -78,7 +78,7 @@ class _Saved(NamedTuple):
 
     def tensor(self) -> Tensor:
         """Return the tensor as it was saved: same dtype, shape, strides and values."""
-        storage = self.away.storage()
+        storage = self.offloaded.storage()
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
             storage, self.offset, self.size, self.stride
         )
@@ -93,10 +93,10 @@ class _Pass:
     def __init__(self, staying: Iterable[Tensor], stream: device.Stream | None) -> None:
         self._staying = {t.untyped_storage()._cdata for t in staying}
         self._stream = stream
-        self._layers: list[list[_Away]] = []
+        self._layers: list[list[_OffloadedStorage]] = []
         # Storages on the device, by (storage, version); the entry keeps the storage alive, so that
         # its address identifies it.
-        self._leaving: dict[tuple[int, int], _Away] = {}
+        self._leaving: dict[tuple[int, int], _OffloadedStorage] = {}
         self.num_bytes = 0
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -107,15 +107,15 @@ class _Pass:
     def leave(self, layer: int) -> None:
         """Free the device memory of the storages that ``layer`` saved."""
         gone = set(self._layers[layer])
-        self._leaving = {k: away for k, away in self._leaving.items() if away not in gone}
-        for away in gone:
-            away.leave()
+        self._leaving = {k: s for k, s in self._leaving.items() if s not in gone}
+        for offloaded in gone:
+            offloaded.leave()
 
     def come_back(self, layers: Sequence[int], _: Tensor) -> None:
         """Start to copy back the storages of ``layers``; a gradient hook, hence the argument."""
         for layer in layers:
-            for away in self._layers[layer]:
-                away.come_back()
+            for offloaded in self._layers[layer]:
+                offloaded.come_back()
             self._layers[layer] = []  # autograd's reference is the last: it frees them after use
 
     def _hold(self, tensor: Tensor) -> Tensor | _Saved:
@@ -125,15 +125,15 @@ class _Pass:
         if storage.nbytes() < MIN_BYTES or storage._cdata in self._staying:
             return tensor
         key = storage._cdata, tensor._version  # an in-place write changes the bytes and the version
-        away = self._leaving.get(key)
-        if away is None:
+        offloaded = self._leaving.get(key)
+        if offloaded is None:
             with torch.no_grad():
-                away = self._leaving[key] = _Away(tensor, self._stream)
-            self.num_bytes += away.num_bytes
-        if away not in self._layers[-1]:
-            self._layers[-1].append(away)
+                offloaded = self._leaving[key] = _OffloadedStorage(tensor, self._stream)
+            self.num_bytes += offloaded.num_bytes
+        if offloaded not in self._layers[-1]:
+            self._layers[-1].append(offloaded)
         offset = int(tensor.storage_offset())
-        return _Saved(away, tensor.dtype, offset, tensor.shape, tensor.stride())
+        return _Saved(offloaded, tensor.dtype, offset, tensor.shape, tensor.stride())
 
 
 class ActivationOffload:

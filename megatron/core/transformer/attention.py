@@ -321,13 +321,13 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
         if spec is None:
             return None
         # Each rank normalises its own heads only, so its weight gradient is a partial sum.
-        is_cut = self.tp_group.size() > 1
+        is_sharded = self.tp_group.size() > 1
         norm: Callable[[Tensor], Tensor] = build_module(
             spec,
             config=self.config,
             hidden_size=width if self.config.qk_layernorm_full_width else self.head_dim,
             eps=self.config.layernorm_epsilon,
-            offered={**self.offered, "has_partial_gradient": is_cut},
+            offered={**self.offered, "has_partial_gradient": is_sharded},
         )
         return norm
 

@@ -59,11 +59,13 @@ class AttentionContext:
 class Core(Protocol):
     """The interface of an attention core that `Exchange` calls."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
+    ) -> Tensor:
         """Attend on this rank alone: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d]."""
 
     def attend_in_ring(
-        self, qkv: _QKV, around: AttentionContext, ring: Ring, lengths: tuple[int, ...]
+        self, qkv: _QKV, context: AttentionContext, ring: Ring, lengths: tuple[int, ...]
     ) -> Tensor:
         """Attend to the keys and values of all ranks of the ring; shapes as in `attend`.
 
@@ -83,29 +85,29 @@ class Exchange:
     ring: ProcessGroup | None  # group of the ring of keys and values
 
     def attend(
-        self, core: Core, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext
+        self, core: Core, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
     ) -> Tensor:
         """Attend over all ranks: [s, b, n, d], 2 x [s, b, g, d] -> [s, b, n d].
 
         Collective over cp, also in backward.
         """
         num_tokens = query.shape[0] * self.cp.size()
-        lengths = row_lengths(around.packed.lengths if around.packed else None, num_tokens)
-        around = _with_own_rows(around, query.shape[0], num_tokens)
+        lengths = row_lengths(context.packed.lengths if context.packed else None, num_tokens)
+        context = _with_own_rows(context, query.shape[0], num_tokens)
         qkv = (query, key, value)
         if self.heads is None:
             if self.ring is None:
-                return self._attend_to_all(core, qkv, around, lengths)
-            return core.attend_in_ring(qkv, around, Ring(self.ring), lengths)
-        undo, qkv, around = _trade_heads(self.heads, self.cp, qkv, around, lengths)
+                return self._attend_to_all(core, qkv, context, lengths)
+            return core.attend_in_ring(qkv, context, Ring(self.ring), lengths)
+        undo, qkv, context = _trade_heads(self.heads, self.cp, qkv, context, lengths)
         if self.ring is None:
-            out = core.attend(*qkv, around)
+            out = core.attend(*qkv, context)
         else:
-            out = core.attend_in_ring(qkv, around, Ring(self.ring), lengths)
+            out = core.attend_in_ring(qkv, context, Ring(self.ring), lengths)
         return tokens_for_heads(out, undo, self.heads)
 
     def _attend_to_all(
-        self, core: Core, qkv: _QKV, around: AttentionContext, lengths: tuple[int, ...]
+        self, core: Core, qkv: _QKV, context: AttentionContext, lengths: tuple[int, ...]
     ) -> Tensor:
         """All-gather keys and values, then run attention for each contiguous chunk of queries.
 
@@ -118,13 +120,13 @@ class Exchange:
         outputs, at = [], 0
         for span in held_spans(lengths, rank, size):
             rows = slice(at, at + span.stop - span.start)
-            keys = slice(span.first, span.stop if around.is_causal else span.last)
+            keys = slice(span.first, span.stop if context.is_causal else span.last)
             part = AttentionContext(
-                is_causal=around.is_causal,
-                hidden=None if around.hidden is None else around.hidden[..., rows, keys],
-                bias=None if around.bias is None else around.bias[..., rows, keys],
+                is_causal=context.is_causal,
+                hidden=None if context.hidden is None else context.hidden[..., rows, keys],
+                bias=None if context.bias is None else context.bias[..., rows, keys],
                 first_query=span.start - span.first,
-                sink=around.sink,
+                sink=context.sink,
             )
             outputs.append(core.attend(query[rows], key[keys], value[keys], part))
             at = rows.stop
@@ -132,29 +134,29 @@ class Exchange:
 
 
 def attend_alone(
-    core: Core, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext
+    core: Core, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Tensor:
     """Run the ring of one rank on the complete sequence.
 
     Attention with a sink uses it: only block kernels return the log-sum-exp that a sink changes.
     """
     num_tokens = query.shape[0]
-    lengths = row_lengths(around.packed.lengths if around.packed else None, num_tokens)
-    around = _with_own_rows(around, num_tokens, num_tokens)
-    return core.attend_in_ring((query, key, value), around, Ring(None), lengths)
+    lengths = row_lengths(context.packed.lengths if context.packed else None, num_tokens)
+    context = _with_own_rows(context, num_tokens, num_tokens)
+    return core.attend_in_ring((query, key, value), context, Ring(None), lengths)
 
 
 def _trade_heads(
     heads: ProcessGroup,
     cp: ProcessGroup,
     qkv: _QKV,
-    around: AttentionContext,
+    context: AttentionContext,
     lengths: tuple[int, ...],
 ) -> tuple[Tensor, _QKV, AttentionContext]:
     """All-to-all from local tokens of all heads to all tokens of a part of the heads.
 
     Returns the permutation that `tokens_for_heads` needs to undo it, then queries, keys and values
-    in global token order, and ``around`` for them.  Collective over ``heads``.
+    in global token order, and ``context`` for them.  Collective over ``heads``.
     """
     query, key, value = qkv
     size, first = heads.size(), cp.rank() - heads.rank()  # the group is of consecutive cp ranks
@@ -173,13 +175,13 @@ def _trade_heads(
         x = all_gather_first_dim(x.movedim(2, 0), heads)[order].movedim(0, 2)
         return x if x.shape[1] == 1 else x.chunk(size, 1)[heads.rank()]
 
-    around = replace(
-        around,
-        hidden=rows_of_all(around.hidden),
-        bias=rows_of_all(around.bias),
-        sink=None if around.sink is None else around.sink.chunk(size)[heads.rank()],
+    context = replace(
+        context,
+        hidden=rows_of_all(context.hidden),
+        bias=rows_of_all(context.bias),
+        sink=None if context.sink is None else context.sink.chunk(size)[heads.rank()],
     )
-    return undo, (query, key, value), around
+    return undo, (query, key, value), context
 
 
 def heads_for_tokens(
@@ -227,12 +229,12 @@ def exchange_of(
     return Exchange(cp=cp, heads=heads, ring=ring)
 
 
-def _with_own_rows(around: AttentionContext, num_rows: int, num_columns: int) -> AttentionContext:
-    """Return ``around`` with one mask row for each query of this rank.
+def _with_own_rows(context: AttentionContext, num_rows: int, num_columns: int) -> AttentionContext:
+    """Return ``context`` with one mask row for each query of this rank.
 
     Raises ConfigError if a mask has another shape, or a bias requires a gradient.
     """
-    hidden, bias = around.hidden, around.bias
+    hidden, bias = context.hidden, context.bias
     if bias is not None and bias.requires_grad:
         raise ConfigError(
             "--context-parallel-size: an attention bias gets no gradient through the exchange; "
@@ -246,5 +248,5 @@ def _with_own_rows(around: AttentionContext, num_rows: int, num_columns: int) ->
                 "of its own tokens, as get_batch_on_this_cp_rank() cuts them, and all columns"
             )
     if hidden is None or hidden.shape[-2] == num_rows:
-        return around
-    return replace(around, hidden=hidden.expand(*hidden.shape[:-2], num_rows, num_columns))
+        return context
+    return replace(context, hidden=hidden.expand(*hidden.shape[:-2], num_rows, num_columns))

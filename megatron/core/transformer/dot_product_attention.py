@@ -116,7 +116,7 @@ class DotProductAttention(MegatronModule):
         if packed_seq_params is not None and not is_causal:
             padding = packed_seq_params.is_padding(num_keys)
             attention_mask = _either(attention_mask, padding)
-        around = AttentionContext(
+        context = AttentionContext(
             is_causal=is_causal,
             hidden=attention_mask,
             bias=attention_bias,
@@ -124,8 +124,8 @@ class DotProductAttention(MegatronModule):
             sink=self._sink(query),
         )
         if self.exchange is None:
-            return self.attend(query, key, value, around)
-        return self.exchange.attend(self, query, key, value, around)
+            return self.attend(query, key, value, context)
+        return self.exchange.attend(self, query, key, value, context)
 
     def _sink(self, query: Tensor) -> Tensor | None:
         """Return the score of the sink per head [n] in the dtype of scores, None without a sink."""
@@ -135,20 +135,22 @@ class DotProductAttention(MegatronModule):
             return query.new_zeros(query.shape[2], dtype=wide(query))
         return self.softmax_offset.to(wide(query))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
+    ) -> Tensor:
         """Attend on this rank alone: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d]."""
-        if around.sink is not None and _is_one_row(query, key, around):
-            return attend_alone(self, query, key, value, around)
+        if context.sink is not None and _is_one_row(query, key, context):
+            return attend_alone(self, query, key, value, context)
         mask, is_causal = visible_keys(
             query,
             key,
-            is_causal=around.is_causal,
+            is_causal=context.is_causal,
             window=self.window,
-            hidden=around.hidden,
-            packed=around.packed,
-            first_query=around.first_query,
+            hidden=context.hidden,
+            packed=context.packed,
+            first_query=context.first_query,
         )
-        if mask is not None and self.window is not None and not around.is_causal:
+        if mask is not None and self.window is not None and not context.is_causal:
             # A query in the padding may attend to no key, and an empty softmax is NaN: let it
             # attend to all keys.
             mask = mask | ~mask.any(-1, keepdim=True)
@@ -157,22 +159,22 @@ class DotProductAttention(MegatronModule):
         # recomputation must choose the same kernel, or they would sample different dropout.
         causal_tokens = query.shape[0] if is_causal and self.training else 0
         names: tuple[str, ...] = (PLAIN,)
-        if around.sink is None:
-            names = self._choose(query, mask is not None, around, causal_tokens=causal_tokens)
+        if context.sink is None:
+            names = self._choose(query, mask is not None, context, causal_tokens=causal_tokens)
         if BLOCKS in names:
             with fork_if(dropout > 0):
                 fused = self.config.masked_softmax_fusion
                 out = causal_attention(query, key, value, self.scale, dropout, fused=fused)
                 return out.flatten(2)
-        if is_causal and (PLAIN in names or around.bias is not None):
+        if is_causal and (PLAIN in names or context.bias is not None):
             mask, is_causal = band(len(query), len(key), -1, 0, query.device), False
         q_bnsd, k_bnsd, v_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with fork_if(dropout > 0):
             if PLAIN in names:
-                out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, around)
+                out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, context)
             else:
-                if around.bias is not None:
-                    bias = around.bias.to(query.dtype)
+                if context.bias is not None:
+                    bias = context.bias.to(query.dtype)
                     mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
                 out = self._kernel(names, (q_bnsd, k_bnsd, v_bnsd), mask, is_causal, dropout)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -180,7 +182,7 @@ class DotProductAttention(MegatronModule):
     def attend_in_ring(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
-        around: AttentionContext,
+        context: AttentionContext,
         ring: Ring,
         lengths: tuple[int, ...],
     ) -> Tensor:
@@ -188,8 +190,8 @@ class DotProductAttention(MegatronModule):
 
         ``lengths``: lengths of the sequences in a row, over all ranks.  Collective over the ring.
         """
-        has_mask = self.window is not None or around.hidden is not None
-        names = self._choose(qkv[0], has_mask, around, by_blocks=True)
+        has_mask = self.window is not None or context.hidden is not None
+        names = self._choose(qkv[0], has_mask, context, by_blocks=True)
         rule = ScoreRule(
             scale=self.scale,
             depth_scale=self.depth_scale,
@@ -197,20 +199,20 @@ class DotProductAttention(MegatronModule):
             dropout=self._dropout(),
         )
         window = self.window
-        if window is not None and around.is_causal:
+        if window is not None and context.is_causal:
             window = causal_window(window)
         plan = RingPlan(
             ring=ring,
             lengths=lengths,
-            is_causal=around.is_causal,
+            is_causal=context.is_causal,
             kernel=block_kernel(names[0]),
             rule=rule,
             window=window,
-            hidden=around.hidden,
-            bias=around.bias,
+            hidden=context.hidden,
+            bias=context.bias,
         )
         with fork_if(rule.dropout > 0):
-            return ring_attention(*qkv, plan, around.sink).flatten(2)
+            return ring_attention(*qkv, plan, context.sink).flatten(2)
 
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
@@ -219,7 +221,7 @@ class DotProductAttention(MegatronModule):
         self,
         query: Tensor,
         has_mask: bool,
-        around: AttentionContext,
+        context: AttentionContext,
         *,
         causal_tokens: int = 0,
         by_blocks: bool = False,
@@ -229,7 +231,7 @@ class DotProductAttention(MegatronModule):
             dtype=query.dtype,
             head_dim=query.shape[-1],
             has_mask=has_mask,
-            has_bias=around.bias is not None,
+            has_bias=context.bias is not None,
             has_dropout=self._dropout() > 0,
             has_softcap=self.softcap is not None,
             causal_tokens=causal_tokens,
@@ -267,7 +269,7 @@ class DotProductAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        around: AttentionContext,
+        context: AttentionContext,
     ) -> Tensor:
         key, value = _repeat_heads(query, key, value)
         scores = torch.matmul(query * (self.scale / self.depth_scale), key.transpose(-1, -2))
@@ -277,12 +279,12 @@ class DotProductAttention(MegatronModule):
             scores = scores * self.depth_scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        if around.bias is not None:
-            scores = scores + around.bias.to(scores.dtype)
+        if context.bias is not None:
+            scores = scores + context.bias.to(scores.dtype)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
-        if around.sink is not None:
-            sink = around.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        if context.sink is not None:
+            sink = context.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], -1)
         probs = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
         if self._dropout() > 0:
@@ -290,12 +292,12 @@ class DotProductAttention(MegatronModule):
         return torch.matmul(probs, value)
 
 
-def _is_one_row(query: Tensor, key: Tensor, around: AttentionContext) -> bool:
+def _is_one_row(query: Tensor, key: Tensor, context: AttentionContext) -> bool:
     """Return whether this is self-attention without padding and without a trainable bias."""
-    packed, num_tokens = around.packed, query.shape[0]
+    packed, num_tokens = context.packed, query.shape[0]
     is_filled = packed is None or sum(packed.lengths) == num_tokens
-    has_gradient = around.bias is not None and around.bias.requires_grad
-    is_same = around.first_query is None and key.shape[0] == num_tokens
+    has_gradient = context.bias is not None and context.bias.requires_grad
+    is_same = context.first_query is None and key.shape[0] == num_tokens
     return is_same and is_filled and not has_gradient
 
 

@@ -69,7 +69,7 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         """Build the down-projections (replicated), latent norms and up-projections (sharded)."""
         c, heads = self.config, self.config.num_attention_heads
         self.local_heads = divide_over_group(heads, self.tp_group, "--num-attention-heads")
-        self.is_sequence_cut = c.sequence_parallel and self.tp_group.size() > 1
+        self.is_sequence_sharded = c.sequence_parallel and self.tp_group.size() > 1
 
         def up(input_size: int, width: int) -> Projection:
             return self.projection(submodules.linear_up, input_size, heads * width, bias=False)
@@ -161,7 +161,7 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         narrow_query = self._narrow_query(hidden_states)
         narrow, key_position = self._narrow(hidden_states)
         # All heads share it and each rank has some of them, so gradients are summed over tp.
-        if self.is_sequence_cut:
+        if self.is_sequence_sharded:
             key_position = gather_from_sequence_parallel_region(key_position, group=self.tp_group)
         else:
             key_position = copy_to_tensor_model_parallel_region(key_position, self.tp_group)

@@ -41,7 +41,7 @@ def import_module(module_path: Sequence[str]) -> object:
         raise ConfigError(f"--spec {path} {name} cannot be imported: {error}") from error
 
 
-def why_not_own_spec(path: Sequence[str]) -> str | None:
+def reason_not_own_spec(path: Sequence[str]) -> str | None:
     """Return why a spec named in a checkpoint must not be imported; None if it may be.
 
     Security: a checkpoint must not make a run import or call arbitrary code, so only specs that are

@@ -111,7 +111,7 @@ class TransformerBlock(MegatronModule):
         is_adaptive = config.recompute_granularity == "adaptive"
         self.recomputed_layers = len(self.layers) if is_adaptive else None
         self.graphs: LayerGraphs | None = None
-        if config.records_layers and device.records_graphs():
+        if config.captures_layers and device.records_graphs():
             whole, num_steps = config.cuda_graph_scope == "full", config.cuda_graph_warmup_steps
             self.graphs = LayerGraphs(self.layers, num_steps, whole=whole)
         self.offload = _offload_of(config)

@@ -66,7 +66,7 @@ class ResidualLayer(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        self.is_sequence_cut = config.sequence_parallel and pg_collection.tp.size() > 1
+        self.is_sequence_sharded = config.sequence_parallel and pg_collection.tp.size() > 1
         self.offered = {
             "pg_collection": pg_collection,
             "tp_group": pg_collection.tp,
@@ -113,7 +113,7 @@ class ResidualLayer(MegatronModule):
             residual = residual.float()
         added = _normed(norms[1], added)
         drops = self.training and self.hidden_dropout > 0
-        with fork_for_tokens(drops, is_sequence_cut=self.is_sequence_cut):
+        with fork_for_tokens(drops, is_sequence_sharded=self.is_sequence_sharded):
             add = bda(self.training, self.config.bias_dropout_fusion)
             return add(added, residual, self.hidden_dropout)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
-from megatron.core.transformer.spec_utils import why_not_own_spec
+from megatron.core.transformer.spec_utils import reason_not_own_spec
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpointing.paths import find, read_content, usable
 from megatron.training.config.language_model import MODEL_KINDS
@@ -166,7 +166,7 @@ def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> Js
 
 
 def _problem_of_spec(stored: Arguments) -> str | None:
-    return why_not_own_spec(stored["spec"]) if stored.get("spec") else None
+    return reason_not_own_spec(stored["spec"]) if stored.get("spec") else None
 
 
 def _problem_of_layers(stored: Arguments) -> str | None:

@@ -226,6 +226,6 @@ def test_what_cuda_graphs_cannot_capture_runs_eagerly(
 def test_where_no_whole_step_is_captured_its_layers_are(flags: str, world_size: int) -> None:
     whole = "--external-cuda-graph --cuda-graph-scope full_iteration "
     run = run_of(f"{whole}{flags}", world_size)
-    assert run.model.records_layers
+    assert run.model.captures_layers
     assert run.model.cuda_graph_scope == "full"
     assert sum(w.startswith("--cuda-graph-scope full_iteration: each") for w in run.warnings) == 1

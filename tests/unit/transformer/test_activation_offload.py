@@ -20,7 +20,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.transformer import activation_offload
-from megatron.core.transformer.activation_offload import _Away
+from megatron.core.transformer.activation_offload import _OffloadedStorage
 from tests.distributed.test_tensor_parallel_model import build, loss_and_gradients
 from tests.functional.runs import TINY, train_gpt
 from tests.ranks import run_ranks
@@ -87,17 +87,17 @@ def test_activations_that_were_away_give_the_same_bits(case: str) -> None:
 
 
 def test_backward_reads_what_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[_Away] = []
-    leave = _Away.leave
+    left: list[_OffloadedStorage] = []
+    leave = _OffloadedStorage.leave
 
-    def spoil(away: _Away) -> None:
-        leave(away)
-        left.append(away)
-        assert away._there is not None
-        away._there.zero_()
+    def spoil(offloaded: _OffloadedStorage) -> None:
+        leave(offloaded)
+        left.append(offloaded)
+        assert offloaded._on_host is not None
+        offloaded._on_host.zero_()
 
     _, grads, _ = trained(**OFFLOAD)
-    monkeypatch.setattr(_Away, "leave", spoil)
+    monkeypatch.setattr(_OffloadedStorage, "leave", spoil)
     _, spoilt, _ = trained(**OFFLOAD)
     assert left
     layers = [torch.equal(spoilt[n], g) for n, g in grads.items() if ".layers.2." in n]

@@ -37,6 +37,6 @@ class CudaGraphConfig:
         return self.enable_cuda_graph or self.external_cuda_graph
 
     @property
-    def records_layers(self) -> bool:
+    def captures_layers(self) -> bool:
         """Whether each layer is captured on its own, not the complete iteration."""
         return self.uses_graphs and self.cuda_graph_scope != "full_iteration"

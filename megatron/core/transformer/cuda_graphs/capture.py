@@ -147,9 +147,9 @@ def _record_backward(part: Part, output: Tensor, grad: Tensor) -> Tensor | None:
     that overwrites: a graph cannot branch, and only the first micro-batch of a step overwrites.
     `replay` zeroes ``main_grad`` before that micro-batch instead.
     """
-    told = {p: p.overwrite_main_grad for p in part.params if adds_to_main_grad(p)}
-    for taught in told:
-        taught.overwrite_main_grad = False
+    overwrites = {p: p.overwrite_main_grad for p in part.params if adds_to_main_grad(p)}
+    for weight in overwrites:
+        weight.overwrite_main_grad = False
     wanted = [t for t in (*part.inputs, *part.params) if t.requires_grad]
     part.grad_output = grad
     with part.backward.recording():
@@ -158,8 +158,8 @@ def _record_backward(part: Part, output: Tensor, grad: Tensor) -> Tensor | None:
     adding = [p for p in part.params if has_main_grad(p) and p.grad_added_to_main_grad]
     for param in adding:
         param.grad_added_to_main_grad = False
-    for taught, overwrites in told.items():
-        taught.overwrite_main_grad = overwrites
+    for weight, is_first_write in overwrites.items():
+        weight.overwrite_main_grad = is_first_write
     part.adding = frozenset(adding)
     part.grad_inputs = [grads.get(t) for t in part.inputs]
     part.params = [p for p in part.params if p in part.adding or grads[p] is not None]

@@ -88,7 +88,7 @@ class DeepEPDispatcher(FlexDispatcher):
         weights = routing.weights.float().repeat_interleave(copies, dim=1)
         num_experts = self.num_local * self.tp_ep.size()
         sent: list[_Sent] = []
-        rows, weights, here = _There.apply(x, weights, numbers, num_experts, buffer, sent)
+        rows, weights, here = _Dispatch.apply(x, weights, numbers, num_experts, buffer, sent)
         counts, handled = sent[0]
         mine = here.masked_fill(here < 0, self.num_local)
         weights = weights.to(routing.weights.dtype)
@@ -131,7 +131,7 @@ class _Sent(NamedTuple):
     handled: _Handled
 
 
-class _There(Function[tuple[Tensor, Tensor, Tensor]]):
+class _Dispatch(Function[tuple[Tensor, Tensor, Tensor]]):
     """DeepEP dispatch; backward combines the gradients.
 
     Inputs: tokens [n, h], weights [n, k] and expert numbers [n, k], -1 for a dropped visit.

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.autograd import Context, Function
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad, adds_to_main_grad, is_deferred
-from megatron.core.transformer.moe.lazy_token_counts import LateCounts
+from megatron.core.transformer.moe.lazy_token_counts import LazyTokenCounts
 
 _ALIGNMENT = 16  # bytes, of every stride of the kernel
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,7 +43,7 @@ class RowGroups:
     @classmethod
     def on(cls, where: torch.device, counts: Sequence[int]) -> RowGroups:
         """Create the groups on device ``where``, without blocking the host."""
-        if isinstance(counts, LateCounts):
+        if isinstance(counts, LazyTokenCounts):
             return cls(counts, counts.counts.cumsum(0, dtype=torch.int32))
         here = device.host_array(torch.tensor(counts, dtype=torch.int32).cumsum(0), where)
         ends = here.to(where, torch.int32, non_blocking=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.device.async_host_copy import AsyncHostCopy
 
 
-class LateCounts(Sequence[int]):
+class LazyTokenCounts(Sequence[int]):
     """Sequence of the counts [e] on the device; the first read by the host waits for the copy."""
 
     def __init__(self, counts: Tensor) -> None:

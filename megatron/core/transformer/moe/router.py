@@ -46,9 +46,9 @@ class TopKRouter(MegatronModule):
         assert config.num_moe_experts is not None, "a router needs --num-experts"
         self.layer_number, self.groups = layer_number, pg_collection
         self.num_experts = config.num_moe_experts
-        self.is_sequence_cut = config.sequence_parallel and pg_collection.tp.size() > 1
+        self.is_sequence_sharded = config.sequence_parallel and pg_collection.tp.size() > 1
         # The ranks over which the tokens of a micro-batch are sharded.
-        self.sharers = pg_collection.tp_cp if self.is_sequence_cut else pg_collection.cp
+        self.sharers = pg_collection.tp_cp if self.is_sequence_sharded else pg_collection.cp
         self.choice = Choice(
             k=config.moe_router_topk,
             score_function=config.moe_router_score_function,
@@ -59,7 +59,7 @@ class TopKRouter(MegatronModule):
             scaling_factor=config.moe_router_topk_scaling_factor,
         )
         shape = self.num_experts, config.hidden_size
-        info = param_info_for(shape, config.init_method, sequence_parallel=self.is_sequence_cut)
+        info = param_info_for(shape, config.init_method, sequence_parallel=self.is_sequence_sharded)
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
         self.bias: torch.nn.Parameter | None = None
         if config.add_bias_linear:
@@ -87,7 +87,7 @@ class TopKRouter(MegatronModule):
         if self.config.moe_router_load_balancing_type == ("sinkhorn",):
             routing = self._sinkhorn(logits, hidden)
         elif self.config.moe_router_force_load_balancing:
-            routing = self._dealt_out(logits, hidden)
+            routing = self._round_robin(logits, hidden)
         else:
             route = fused_routing.route if self.config.moe_router_fusion else arithmetic.route
             routing = route(logits, self.choice, self.expert_bias)
@@ -120,7 +120,7 @@ class TopKRouter(MegatronModule):
         eps = self.config.moe_input_jitter_eps
         if not eps or not self.training:
             return hidden
-        with fork_for_tokens(True, is_sequence_cut=self.is_sequence_cut):
+        with fork_for_tokens(True, is_sequence_sharded=self.is_sequence_sharded):
             return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
 
     # -- decisions that depend on the tokens of other ranks ----------------------------------
@@ -178,7 +178,7 @@ class TopKRouter(MegatronModule):
         scores = torch.sigmoid(logits) if k == 1 else arithmetic.scores_of(logits, Choice(k=k))
         return Routing(experts, scores.gather(1, experts), self.num_experts)
 
-    def _dealt_out(self, logits: Tensor, hidden: Tensor) -> Routing:
+    def _round_robin(self, logits: Tensor, hidden: Tensor) -> Routing:
         """Assign experts round-robin, ignoring the scores: equal load for speed measurements."""
         first = self._places(hidden)[self.sharers.rank()] * self.choice.k + self.layer_number
         visits = torch.arange(self.choice.k, device=first.device)

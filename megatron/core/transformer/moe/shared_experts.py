@@ -26,9 +26,9 @@ class SharedExpertMLP(MLP):
         )
         self.gate_weight: torch.nn.Parameter | None = None
         if config.moe_shared_expert_gate:
-            is_cut = config.sequence_parallel and tp_group.size() > 1
+            is_sequence_sharded = config.sequence_parallel and tp_group.size() > 1
             info = param_info_for(
-                (1, config.hidden_size), config.init_method, sequence_parallel=is_cut
+                (1, config.hidden_size), config.init_method, sequence_parallel=is_sequence_sharded
             )
             self.gate_weight = new_parameter(info.global_shape, config.params_dtype, info)
 

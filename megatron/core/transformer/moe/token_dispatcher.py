@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     through,
 )
-from megatron.core.transformer.moe.lazy_token_counts import LateCounts
+from megatron.core.transformer.moe.lazy_token_counts import LazyTokenCounts
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
 from megatron.core.transformer.moe.routing import Routing
 
@@ -110,7 +110,7 @@ class LocalDispatcher(TokenDispatcher):
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
         if routing.capacity is None and is_in_a_gpu(x):
-            return sorted_here(x, routing, LateCounts(routing.counts()), fuses=self.fuses)
+            return sorted_here(x, routing, LazyTokenCounts(routing.counts()), fuses=self.fuses)
         return sorted_here(x, routing, self.count_rows(routing, None)[0], fuses=self.fuses)
 
 
@@ -143,14 +143,14 @@ class AllToAllDispatcher(TokenDispatcher):
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        told = self.count_rows(routing, self.tp_ep)
-        arrived = sorted_here(x, routing, told[self.tp_ep.rank()], fuses=self.fuses)
+        row_counts = self.count_rows(routing, self.tp_ep)
+        arrived = sorted_here(x, routing, row_counts[self.tp_ep.rank()], fuses=self.fuses)
         copies, mine = self.expt_tp.size(), self.local_experts
         if self.ep.size() > 1:
-            arrived = _sent(arrived, self.ep, told[self.expt_tp.rank() :: copies], meanwhile)
+            arrived = _sent(arrived, self.ep, row_counts[self.expt_tp.rank() :: copies], meanwhile)
             meanwhile = None
         held = [
-            [sum(rows[expert] for rows in told[share::copies]) for expert in mine]
+            [sum(rows[expert] for rows in row_counts[share::copies]) for expert in mine]
             for share in range(copies)
         ]
         return _sent(arrived, self.expt_tp, held, meanwhile, num_blocks=1)
@@ -162,9 +162,9 @@ class FlexDispatcher(TokenDispatcher):
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        told = self.count_rows(routing, self.tp_ep)
-        arrived = sorted_here(x, routing, told[self.tp_ep.rank()], fuses=self.fuses)
-        return _sent(arrived, self.tp_ep, told, meanwhile, num_blocks=self.ep.size())
+        row_counts = self.count_rows(routing, self.tp_ep)
+        arrived = sorted_here(x, routing, row_counts[self.tp_ep.rank()], fuses=self.fuses)
+        return _sent(arrived, self.tp_ep, row_counts, meanwhile, num_blocks=self.ep.size())
 
 
 DISPATCHERS: dict[str, type[TokenDispatcher]] = {
@@ -194,9 +194,9 @@ def sorted_here(
 ) -> DispatchedTokens:
     """Return the local tokens' rows sorted by expert, without dropped ones.
 
-    With `LateCounts` no token may be dropped: the number of rows must be known without the counts.
+    With `LazyTokenCounts` no token may be dropped: the number of rows must not depend on counts.
     """
-    num_rows = None if isinstance(counts, LateCounts) else sum(counts)
+    num_rows = None if isinstance(counts, LazyTokenCounts) else sum(counts)
     order = by_expert(routing.experts, num_rows, highest=routing.num_experts if fuses else None)
     weights = routing.weights.flatten().index_select(0, order.visit)
     return DispatchedTokens(expand(x, order), weights, counts, partial(combine, order=order))
@@ -205,14 +205,14 @@ def sorted_here(
 def _sent(
     arrived: DispatchedTokens,
     group: ProcessGroup,
-    told: list[list[int]],
+    row_counts: list[list[int]],
     meanwhile: Meanwhile | None,
     *,
     num_blocks: int | None = None,
 ) -> DispatchedTokens:
     """Split rows by expert into ``num_blocks`` blocks; all-to-all each to the ranks computing it.
 
-    ``told``: row counts of each rank of ``group``.  The default is one block per rank.  With fewer
+    ``row_counts``: for each rank of ``group``.  The default is one block per rank.  With fewer
     blocks than ranks, consecutive ranks compute the same block, and each receives all its rows.
     """
     size, counts, device = group.size(), arrived.counts, arrived.rows.device
@@ -221,7 +221,7 @@ def _sent(
     num_blocks = num_blocks or size
     num_local, copies = len(counts) // num_blocks, size // num_blocks
     first = group.rank() // copies * num_local
-    coming = [row[first : first + num_local] for row in told]  # [source rank][local expert]
+    coming = [row[first : first + num_local] for row in row_counts]  # [source rank][local expert]
     blocks = [sum(counts[i : i + num_local]) for i in range(0, len(counts), num_local)]
     sending = [rows for rows in blocks for _ in range(copies)]
     receiving = [sum(row) for row in coming]

@@ -25,7 +25,7 @@ def a_captured_step_has_no_check_for_nan(run: RunConfig) -> Iterator[str]:
     The check makes the host wait for each loss, which is not possible during capture.
     """
     m = run.model
-    if m.uses_graphs and not m.records_layers and run.ddp.check_for_nan_in_grad:
+    if m.uses_graphs and not m.captures_layers and run.ddp.check_for_nan_in_grad:
         yield (
             "--cuda-graph-scope full_iteration cannot check each loss for NaN inside the graph: "
             "give "

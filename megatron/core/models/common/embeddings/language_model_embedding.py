@@ -24,11 +24,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class PositionEmbedding(nn.Module):
     """A learned vector for each position, or for each token type."""
 
-    def __init__(self, config: TransformerConfig, num_positions: int, *, is_cut: bool) -> None:
-        """``is_cut``: tensor-parallel ranks have different tokens, so gradients are partial."""
+    def __init__(
+        self, config: TransformerConfig, num_positions: int, *, is_sequence_sharded: bool
+    ) -> None:
+        """``is_sequence_sharded``: gradients are partial over tensor-parallel ranks."""
         super().__init__()
         shape = num_positions, config.hidden_size
-        info = param_info_for(shape, config.embedding_init_method, sequence_parallel=is_cut)
+        info = param_info_for(
+            shape, config.embedding_init_method, sequence_parallel=is_sequence_sharded
+        )
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
 
     def forward(self, position_ids: Tensor) -> Tensor:
@@ -54,7 +58,7 @@ class LanguageModelEmbedding(MegatronModule):
         """``vocab_size`` includes padding rows, ``num_tokens`` does not."""
         super().__init__(config)
         self.tp_group = tp_group
-        self.is_cut = (
+        self.is_sequence_sharded = (
             config.sequence_parallel and scatter_to_sequence_parallel and tp_group.size() > 1
         )
         self.word_embeddings = VocabParallelEmbedding(
@@ -64,17 +68,17 @@ class LanguageModelEmbedding(MegatronModule):
             init_method=config.embedding_init_method,
             tp_group=tp_group,
             num_tokens=num_tokens,
-            reduce_scatter_embeddings=self.is_cut,
+            reduce_scatter_embeddings=self.is_sequence_sharded,
         )
         self.position_embeddings: PositionEmbedding | None = None
         if position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(
-                config, max_sequence_length, is_cut=self.is_cut
+                config, max_sequence_length, is_sequence_sharded=self.is_sequence_sharded
             )
         self.tokentype_embeddings: PositionEmbedding | None = None
         if num_tokentypes > 0:
             self.tokentype_embeddings = PositionEmbedding(
-                config, num_tokentypes, is_cut=self.is_cut
+                config, num_tokentypes, is_sequence_sharded=self.is_sequence_sharded
             )
         scale = config.embedding_scale
         self.scale = math.sqrt(config.hidden_size) if scale == 0 else scale
@@ -83,7 +87,7 @@ class LanguageModelEmbedding(MegatronModule):
         self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None
     ) -> Tensor:
         """Embed ids, positions and types [b, s] -> [s, b, h] (or [s/tp, b, h])."""
-        ids = input_ids if self.is_cut else input_ids.transpose(0, 1)
+        ids = input_ids if self.is_sequence_sharded else input_ids.transpose(0, 1)
         hidden: Tensor = self.word_embeddings(ids)
         if self.scale is not None:
             hidden = hidden * self.scale
@@ -96,13 +100,13 @@ class LanguageModelEmbedding(MegatronModule):
                 continue
             assert places is not None, why
             ids = places.transpose(0, 1)
-            if self.is_cut:
+            if self.is_sequence_sharded:
                 ids = slice_of_first_dim(ids, self.tp_group)
             hidden = hidden + table(ids)
         hidden = hidden.contiguous()
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
         if self.training and self.config.hidden_dropout > 0:
-            with fork_for_tokens(True, is_sequence_cut=self.is_cut):
+            with fork_for_tokens(True, is_sequence_sharded=self.is_sequence_sharded):
                 hidden = F.dropout(hidden, self.config.hidden_dropout)
         return hidden

@@ -141,7 +141,7 @@ class LanguageModule(MegatronModule):
             is_embedding_or_output=True,
         )
         if layer.weight is None:
-            self.embedding.word_embeddings.is_lent = True
+            self.embedding.word_embeddings.is_tied = True
         elif is_tied:
             mark_as_shared_embedding(layer.weight, is_copy=True)
         return layer
