@@ -21,7 +21,7 @@ class ModelParallelConfig:
     clone_scatter_output_in_embedding: bool = _training(
         True,
         "Do not clone the scattered embedding output of sequence parallelism.",
-        ignored="the slice never holds on to the whole tensor here",
+        ignored="the slice never keeps the complete tensor in memory",
     )
     tp_comm_overlap: bool = _training(
         False,
@@ -56,7 +56,7 @@ class ModelParallelConfig:
     use_cpu_initialization: bool | None = _training(
         None,
         "Initialise weights on the CPU.",
-        ignored="initial weights depend on seed, name and index alone, wherever they are drawn",
+        ignored="initial weights depend on seed, name and index alone, on any device",
     )
     deterministic_mode: bool = _training(
         False, "Use deterministic operations only, so that repeated runs are bitwise identical."
@@ -84,7 +84,7 @@ class ModelParallelConfig:
         None,
         "Backend of pipeline communication.",
         choices=("nccl", "ucc"),
-        ignored="stages talk through the library of all groups, --distributed-backend",
+        ignored="stages communicate through --distributed-backend, like all groups",
         refused_values={"ucc": "PyTorch is not built with UCC; use nccl"},
     )
     perform_initialization: bool = option(

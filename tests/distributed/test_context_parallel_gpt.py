@@ -190,13 +190,13 @@ def refusals(rank: int, size: int) -> list[str]:
 
 def test_what_cannot_be_divided_is_refused_with_its_cure() -> None:
     expected = (
-        "core attention OwnCore knows no exchange; use DotProductAttention",
+        "core attention OwnCore does not support context parallelism; use DotProductAttention",
         "--cp-comm-type ring is not one of p2p, a2a, allgather, a2a+p2p",
-        "was handed the positions 0 to 15, more than its share of 16; cut the batch by get_batch",
+        "received the positions 0 to 15, more than its share of 16; shard the batch by get_batch",
         "has 8 of 16 tokens: pass the rows of its own tokens",
-        "a sequence of 6 tokens cannot be cut into 2 x 2 chunks; pad each packed sequence",
+        "a sequence of 6 tokens cannot be split into 2 x 2 chunks; pad each packed sequence",
         "cu_seqlens describe 8 tokens and the ranks of a context-parallel group hold 16",
-        "an attention bias gets no gradient through the exchange; detach it",
+        "an attention bias gets no gradient from other ranks; detach it",
         "generation needs --context-parallel-size 1",
     )
     for found, sentence in zip(run_ranks(refusals, 2)[0], expected, strict=True):

@@ -148,7 +148,7 @@ def test_a_save_that_fails_or_dies_on_one_rank_leaves_the_one_before(tmp_path):
     run_ranks(save_both, RANKS, tmp_path, COPIES)
     for faults in ("save.tensor:enospc:rank2", "save.copy:raise:rank2"):
         messages = run_ranks(fail_to_save, RANKS, tmp_path, faults)
-        assert all("earlier checkpoints are whole" in m and "rank 2: " in m for m in messages)
+        assert all("earlier checkpoints are complete" in m and "rank 2: " in m for m in messages)
         assert newest(tmp_path, COPIES)[0] == 4
     with pytest.raises(AssertionError, match="SIGKILL"):
         run_ranks(die_in_a_save, RANKS, tmp_path, "save.before_rename:kill:rank2", timeout_s=30)

@@ -139,7 +139,7 @@ def test_the_facade_answers_from_the_installed_groups(world_of_16: int) -> None:
 
 @pytest.mark.parametrize(
     ("degrees", "message"),
-    [({"tp": 3}, "16 ranks cannot be cut into blocks of 3"), ({"ep": 5}, "blocks of 5")],
+    [({"tp": 3}, "16 ranks cannot be divided into blocks of 3"), ({"ep": 5}, "blocks of 5")],
 )
 def test_degrees_that_do_not_divide_the_world_are_errors(
     degrees: dict[str, int], message: str

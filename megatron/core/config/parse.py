@@ -45,7 +45,7 @@ def int_pair(text: str) -> tuple[int, int]:
     """Parse two integers, for example ``128,0`` or ``(128, 0)``."""
     match = re.fullmatch(r"\s*[(\[]?\s*(-?\d+)\s*,\s*(-?\d+)\s*[)\]]?\s*", text)
     if match is None:
-        raise ValueError("two whole numbers as in 128,0 are needed")
+        raise ValueError("give two integers such as 128,0")
     return int(match[1]), int(match[2])
 
 

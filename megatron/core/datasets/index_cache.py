@@ -184,7 +184,11 @@ def _try_lock(lock_path: str) -> Iterator[bool]:
             return
         except OSError as error:
             # File system without locks: each process builds; equal bytes, atomic renames.
-            logger.warning("%s: no file locks here (%s), each process builds", lock_path, error)
+            logger.warning(
+                "%s: this file system has no file locks (%s), so each process builds",
+                lock_path,
+                error,
+            )
             yield True
             return
         if not _is_same_file(descriptor, lock_path):  # the last holder has just removed the file

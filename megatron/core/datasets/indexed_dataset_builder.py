@@ -214,8 +214,8 @@ def _check_contiguous(index: SequenceIndex, bin_path: str, bin_bytes: int) -> No
     used = int(index.sequence_lengths.sum(dtype=np.int64)) * index.dtype_size
     if used != bin_bytes:
         raise DataError(
-            f"{bin_path} has {bin_bytes} bytes, its index names {used}: it cannot be merged whole; "
-            "preprocess it again"
+            f"{bin_path} has {bin_bytes} bytes, its index names {used}: it cannot be merged "
+            "completely; preprocess it again"
         )
 
 

@@ -33,7 +33,7 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
         super().__post_init__()
         if self.sequence_length_decoder < 3:
             raise ConfigError(
-                f"--decoder-seq-length {self.sequence_length_decoder} has no room for a sentinel, "
+                f"--decoder-seq-length {self.sequence_length_decoder} is too short for a sentinel, "
                 "a token and the end: give more"
             )
         if self.masking_do_permutation:

@@ -107,7 +107,7 @@ def _result(future: Future[T], beat: Callable[[], object] | None = None) -> T:
     until_s = time.monotonic() + _WRITING_S
     while beat is not None and not future.done():
         if time.monotonic() > until_s:
-            raise RuntimeError(f"the disk has not taken it within {_WRITING_S:.0f} s")
+            raise RuntimeError(f"the disk did not complete the write within {_WRITING_S:.0f} s")
         beat()
         futures.wait([future], _BEAT_S)
     has_failed = future.exception() is not None
@@ -184,7 +184,7 @@ class BackgroundSave:
     ) -> Verdict | None:
         """Publish on rank 0 and return its verdict; ``reports()`` returns each rank's `written`."""
         if self._publishing is None:
-            absent = not_written(RuntimeError("it had no such save"))
+            absent = not_written(RuntimeError("it had no pending save"))
             told = [report or absent for report in reports()]
             self._publishing = _begin(partial(publish, self._begun, told), self._start)
         return _result(self._publishing, beat)

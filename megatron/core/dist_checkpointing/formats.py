@@ -70,6 +70,6 @@ def open_reader(folder: str | Path) -> CheckpointReader:
         raise CheckpointDamaged(f"{folder / (METADATA if is_dcp else MANIFEST)} is missing")
     if found not in _READERS:
         raise CheckpointError(
-            f"{folder} is a checkpoint of format {found}; read are {', '.join(_READERS)}"
+            f"{folder} is a checkpoint of format {found}; supported formats: {', '.join(_READERS)}"
         )
     return _READERS[found](folder)

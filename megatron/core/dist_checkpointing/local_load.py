@@ -94,7 +94,7 @@ def find_local(
         lost = sorted(set(range(group.size())) - {rank for ranks, _ in answers for rank in ranks})
         if not lost:
             return LocalSet(iteration, parts), notes
-        notes.append(f"{what} lacks the parts of ranks {lost}: no whole copy of them is left")
+        notes.append(f"{what} lacks the parts of ranks {lost}: no complete copy of them is left")
     return None, notes
 
 

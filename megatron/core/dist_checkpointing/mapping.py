@@ -344,4 +344,4 @@ def _check_shape(key: str, info: ParamInfo, local_shape: tuple[int, ...]) -> Non
         for d, (local, whole) in enumerate(zip(local_shape, info.global_shape, strict=True))
         if d != dim
     )
-    assert same, f"{key}: a share of shape {local_shape} cannot be cut from {info.global_shape}"
+    assert same, f"{key}: shape {local_shape} is not a shard of {info.global_shape}"

@@ -102,7 +102,7 @@ def write_file(
 def _made(lazy: LazyTensor) -> Tensor:
     tensor = lazy.make()
     found, told = (tensor.dtype, tuple(tensor.shape)), (lazy.dtype, lazy.shape)
-    assert found == told, f"{lazy.name} was to be {told} and is {found}"
+    assert found == told, f"{lazy.name} is {found}, expected {told}"
     return tensor
 
 

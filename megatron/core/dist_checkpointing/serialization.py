@@ -384,5 +384,5 @@ def save_failed(root: Path, iteration: int, reason: str) -> str:
     """Return the error message of `SaveFailed`."""
     return (
         f"the checkpoint of iteration {iteration} was not saved in {root}: {reason}; "
-        "earlier checkpoints are whole"
+        "earlier checkpoints are complete"
     )

@@ -155,7 +155,7 @@ def judge(differences: Differences, strictness: str, folder: object) -> str | No
         (
             on_unused,
             differences.unused,
-            "it holds {n} tensors that this run has no place for: {names}; it was made by "
+            "it holds {n} tensors that this run does not have: {names}; it was made by "
             "another model (to leave them out: --dist-ckpt-strictness raise_unexpected)",
         ),
     )

@@ -147,7 +147,7 @@ class OptimizerConfig:
         False,
         "All-gather mxfp8 parameters through the gradient buffer.",
         ignored="mxfp8 weights are gathered in 16 bits into their own buffer, not into that of "
-        "gradients; layers make codes from them",
+        "gradients; layers quantise them",
     )
     overlap_param_gather_with_optimizer_step: bool = option(
         False,

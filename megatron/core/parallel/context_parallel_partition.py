@@ -59,8 +59,8 @@ def held_spans(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Span, ..
             spans.append(Span(first, last, first, last))
         elif length % (2 * size):
             raise ConfigError(
-                f"--context-parallel-size {size}: a sequence of {length} tokens cannot be cut into "
-                f"2 x {size} chunks; pad each packed sequence to a multiple of {2 * size}"
+                f"--context-parallel-size {size}: a sequence of {length} tokens cannot be split "
+                f"into 2 x {size} chunks; pad each packed sequence to a multiple of {2 * size}"
             )
         else:
             chunk = length // (2 * size)
@@ -141,7 +141,7 @@ def row_lengths(packed: Sequence[int] | None, num_tokens: int) -> tuple[int, ...
     if sum(packed) != num_tokens:
         raise ConfigError(
             f"cu_seqlens describe {sum(packed)} tokens and the ranks of a context-parallel group "
-            f"hold {num_tokens}: each rank is handed its share of the tokens and the whole "
+            f"hold {num_tokens}: pass each rank its share of the tokens and all "
             "cu_seqlens"
         )
     return tuple(packed)

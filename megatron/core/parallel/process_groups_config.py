@@ -199,7 +199,7 @@ def make_grids(
     dense_cut, expert_cut = tp * pp * cp, expt_tp * ep * pp
     for cut in (dense_cut, expert_cut):
         if world_size % cut:
-            raise ValueError(f"{world_size} ranks cannot be cut into blocks of {cut}")
+            raise ValueError(f"{world_size} ranks cannot be divided into blocks of {cut}")
     dense = {"tp": tp, "cp": cp, "ep": 1, "dp": world_size // dense_cut, "pp": pp}
     expert = {"tp": expt_tp, "cp": 1, "ep": ep, "dp": world_size // expert_cut, "pp": pp}
     if ep == 1 and expt_tp == tp:
@@ -308,7 +308,7 @@ def optimizer_shards(grid: RankGrid, num_instances: int) -> list[list[list[int]]
     size, rest = divmod(len(replicas[0]), num_instances)
     if rest:
         raise ValueError(
-            f"{len(replicas[0])} replicas cannot be cut into {num_instances} instances of the "
+            f"{len(replicas[0])} replicas cannot be divided into {num_instances} instances of the "
             "distributed optimizer"
         )
     return [[ranks[i : i + size] for i in range(0, len(ranks), size)] for ranks in replicas]

@@ -127,8 +127,8 @@ def _groups(placement: Placement, num_microbatches: int, group: int) -> list[int
     if group < placement.num_ranks:
         raise ConfigError(
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} is smaller than "
-            f"--pipeline-model-parallel-size {placement.num_ranks}: the pipeline would wait for "
-            f"itself; give {placement.num_ranks} or more"
+            f"--pipeline-model-parallel-size {placement.num_ranks}: the pipeline would "
+            f"deadlock; give {placement.num_ranks} or more"
         )
     full, rest = divmod(num_microbatches, group)
     if not full:

@@ -105,7 +105,7 @@ class Mailbox:
         """End the step: wait for the sends; every tensor must have been taken."""
         _wait(self._leaving)
         self._held = []
-        assert not self._tensors, f"never taken: {', '.join(map(str, self._tensors))}"
+        assert not self._tensors, f"never received: {', '.join(map(str, self._tensors))}"
 
     def _shape(self, transfer: Transfer) -> tuple[int, ...]:
         return tuple(self.shapes[min(transfer.source, transfer.target)])

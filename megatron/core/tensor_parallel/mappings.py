@@ -98,7 +98,7 @@ def slice_of_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _share(size: int, group: ProcessGroup) -> int:
-    assert size % group.size() == 0, f"size {size} cannot be cut for {group.size()} ranks"
+    assert size % group.size() == 0, f"size {size} cannot be split over {group.size()} ranks"
     return size // group.size()
 
 

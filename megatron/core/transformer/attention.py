@@ -121,8 +121,18 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
             },
         )
         for flag, is_on, attribute, lack in (
-            ("context-parallel-size", self.cp_group.size() > 1, "exchange", "knows no exchange"),
-            ("softmax-type", config.softmax_type != "vanilla", "softmax_offset", "has no sink"),
+            (
+                "context-parallel-size",
+                self.cp_group.size() > 1,
+                "exchange",
+                "does not support context parallelism",
+            ),
+            (
+                "softmax-type",
+                config.softmax_type != "vanilla",
+                "softmax_offset",
+                "has no attention sink",
+            ),
         ):
             if is_on and not hasattr(self.core_attention, attribute):
                 raise ConfigError(

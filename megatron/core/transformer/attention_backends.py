@@ -67,7 +67,7 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
     if name == PLAIN:
         return None
     if request.has_softcap:
-        return "it has no soft cap on scores"
+        return "it does not support soft-capped scores"
     if name == BLOCKS:
         return _refusal_of_blocks(request)
     if request.by_blocks and (why := _refusal_by_blocks(name, request)):
@@ -75,39 +75,39 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
     if not request.is_cuda:
         if name != "flash":
             return "it needs a GPU"
-        return "it has no dropout on the CPU" if request.has_dropout else None
+        return "it does not support dropout on the CPU" if request.has_dropout else None
     if name in ("flash", "fused"):
         if request.dtype not in (torch.float16, torch.bfloat16):
             return f"it has no kernel for {str(request.dtype).removeprefix('torch.')}"
         if request.head_dim > (256 if name == "flash" else 128):
-            return f"heads of {request.head_dim} are too wide"
+            return f"it does not support head dimension {request.head_dim}"
     if name == "flash" and (request.has_mask or request.has_bias):
-        return "it takes no mask beyond causality"
+        return "it supports only the causal mask, without bias"
     return None
 
 
 def _refusal_by_blocks(name: str, request: AttentionRequest) -> str | None:
     if name == "fused":
-        return "it is not used in a ring or beside a sink"
+        return "it does not support ring attention or attention sinks"
     if request.has_mask or request.has_bias:
-        return "in a ring or beside a sink it takes nothing beyond causality"
+        return "in ring attention or with a sink it supports only the causal mask"
     if request.is_cuda and request.head_dim % 8:
-        return f"heads of {request.head_dim} are no multiple of 8"
+        return f"the head dimension {request.head_dim} is not a multiple of 8"
     return None
 
 
 def _refusal_of_blocks(request: AttentionRequest) -> str | None:
     if request.is_cuda:
-        return "it is for a CPU"
+        return "it runs on CPUs only"
     if request.dtype not in _BLOCK_DTYPES:
-        return f"it has no fast product of {str(request.dtype).removeprefix('torch.')}"
+        return f"it has no fast matmul for {str(request.dtype).removeprefix('torch.')}"
     if request.has_mask or request.has_bias or not request.causal_tokens:
-        return "it is for causal attention in training"
+        return "it supports only causal attention in training"
     if request.dtype != torch.bfloat16 and request.causal_tokens < _FEW_TOKENS:
         return f"a kernel is faster for {request.causal_tokens} tokens"
     # Up to this length its saved probabilities are below half of a layer's other activations.
     if request.causal_tokens > 16 * request.head_dim:
-        return f"it would keep the probabilities of {request.causal_tokens} tokens"
+        return f"it would save the probabilities of {request.causal_tokens} tokens"
     return None
 
 
@@ -137,8 +137,8 @@ def attention_report(wanted: AttnBackend, request: AttentionRequest) -> list[Bac
     for name in NAMES:
         reason = refusal(name, request)
         if reason is None and name not in _CANDIDATES[wanted]:
-            reason = f"--attention-backend {wanted.name} leaves it out"
+            reason = f"--attention-backend {wanted.name} excludes it"
         elif reason is None and name not in chosen:
-            reason = "a faster one can do it"
+            reason = "a faster implementation is used"
         rows.append(BackendChoice(name, name in chosen, reason or "chosen"))
     return rows

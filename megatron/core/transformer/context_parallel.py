@@ -237,7 +237,7 @@ def _with_own_rows(context: AttentionContext, num_rows: int, num_columns: int) -
     hidden, bias = context.hidden, context.bias
     if bias is not None and bias.requires_grad:
         raise ConfigError(
-            "--context-parallel-size: an attention bias gets no gradient through the exchange; "
+            "--context-parallel-size: an attention bias gets no gradient from other ranks; "
             "detach it, or use one rank for a sequence"
         )
     for x in (hidden, bias):
@@ -245,7 +245,7 @@ def _with_own_rows(context: AttentionContext, num_rows: int, num_columns: int) -
             raise ConfigError(
                 f"an attention mask or bias of {x.shape[-2]} x {x.shape[-1]}, and this "
                 f"context-parallel rank has {num_rows} of {num_columns} tokens: pass the rows "
-                "of its own tokens, as get_batch_on_this_cp_rank() cuts them, and all columns"
+                "of its own tokens, as get_batch_on_this_cp_rank() shards them, and all columns"
             )
     if hidden is None or hidden.shape[-2] == num_rows:
         return context

@@ -248,8 +248,8 @@ def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodul
     has_after = submodules.post_self_attn_layernorm is not IdentityOp
     if not has_after or has_before == (placement == "post"):
         raise ConfigError(
-            f"--layer-norm-placement {placement}: the spec of the layer puts its norms elsewhere; "
-            "make it by get_gpt_layer_local_spec(config=config)"
+            f"--layer-norm-placement {placement}: the spec of the layer places its norms "
+            "differently; make it by get_gpt_layer_local_spec(config=config)"
         )
 
 

@@ -33,7 +33,7 @@ def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -
         "--timing-log-level 4: not one of 0, 1, 2",
         "--attention-backend flush: not one of flash, fused, unfused, local, auto",
         "--no-rope-freq [1: a layer pattern misses its ']'",
-        "--window-size 3: two whole numbers as in 128,0 are needed",
+        "--window-size 3: give two integers such as 128,0",
         "--hidden-sise is not a flag: did you mean --hidden-size?",
         "'stray' belongs to no flag",
     ]

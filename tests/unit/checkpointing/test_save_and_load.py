@@ -236,7 +236,9 @@ def test_another_model_is_named(saved, tmp_path):
         load_run(options(tmp_path), parts)
     parts = make_parts()
     del parts.model_chunks[0].counts
-    with pytest.raises(CheckpointError, match=r"holds 1 tensors that .* no place for: counts;"):
+    with pytest.raises(
+        CheckpointError, match=r"holds 1 tensors that this run does not have: counts;"
+    ):
         load_run(options(tmp_path), parts)
     assert load_run(options(tmp_path, dist_ckpt_strictness="raise_unexpected"), parts) is not None
 
@@ -308,7 +310,9 @@ def test_a_checkpoint_of_another_format_is_named(tmp_path, name, content, kind):
     path.parent.mkdir(parents=True)
     path.write_text(content)
     (tmp_path / TRACKER).write_text("4")
-    with pytest.raises(CheckpointError, match=rf"a checkpoint of format {kind}; read are"):
+    with pytest.raises(
+        CheckpointError, match=rf"a checkpoint of format {kind}; supported formats:"
+    ):
         load_run(options(tmp_path), make_parts())
 
 

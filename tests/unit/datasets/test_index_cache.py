@@ -131,7 +131,7 @@ def test_a_file_system_without_locks_lets_everyone_build(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with caplog.at_level(logging.WARNING):
         assert build_once(path, reader(path), writer(path)) == "built"
-    assert "no file locks here" in caplog.text
+    assert "this file system has no file locks" in caplog.text
 
 
 def test_an_unwritable_directory_is_named_with_the_cure(tmp_path: Path) -> None:

@@ -165,7 +165,9 @@ def test_ranks_that_no_longer_meet_finish_a_save_or_say_why_not(tmp_path):
     ]
     store = run_store()
     finish_apart(None, store, 1, 2)  # that rank was not so far
-    with pytest.raises(SaveFailed, match="iteration 1 was not saved.* rank 1: it had no such save"):
+    with pytest.raises(
+        SaveFailed, match="iteration 1 was not saved.* rank 1: it had no pending save"
+    ):
         finish_apart(pending[0], store, 0, 2)
     assert finish_apart(pending[1], run_store(), 0, 1).folder == choose(tmp_path).found.folder
     assert finish_apart(None, run_store(), 0, 1) is None

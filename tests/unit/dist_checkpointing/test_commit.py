@@ -333,7 +333,7 @@ def test_missing_and_unexpected_tensors_are_named_and_stop_the_load(tmp_path):
     with pytest.raises(CheckpointError, match=r"needs 2 tensors that it does not hold: t5, t6;"):
         load(folder, wanted("t1", "t2", "t3", "t4", "t6", "t5"), None)
     with pytest.raises(
-        CheckpointError, match=r"holds 2 tensors that this run has no place for: t3, t4;"
+        CheckpointError, match=r"holds 2 tensors that this run does not have: t3, t4;"
     ):
         load(folder, wanted("t1", "t2"), None)
     load(folder, wanted("t1", "t2"), None, leave_out=("t3", "t4"))

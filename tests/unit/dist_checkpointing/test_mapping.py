@@ -83,7 +83,7 @@ def test_flat_ranges_of_all_owners_make_the_whole_tensor(seed):
 
 
 def test_a_share_of_another_shape_is_a_programming_error():
-    with pytest.raises(AssertionError, match=r"x: a share of shape \(4, 3\)"):
+    with pytest.raises(AssertionError, match=r"x: shape \(4, 3\) is not a shard of"):
         from_param("x", mapping.ParamInfo(global_shape=(4, 5)), torch.zeros(4, 3))
 
 

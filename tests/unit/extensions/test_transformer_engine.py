@@ -240,7 +240,7 @@ def test_products_of_fp32_stay_whole():
     with installed():
         assert te.unsupported_matrices_reason(tiny_config()) is None
         with mock.patch.object(engine, "DTYPES", (torch.bfloat16,)):
-            assert "all bits of torch.float32" in str(te.unsupported_matrices_reason(tiny_config()))
+            assert "in full torch.float32" in str(te.unsupported_matrices_reason(tiny_config()))
             assert te.unsupported_matrices_reason(tiny_config(params_dtype=torch.bfloat16)) is None
 
 

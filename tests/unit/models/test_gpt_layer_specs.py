@@ -134,5 +134,7 @@ def test_a_core_that_knows_no_sink_is_refused():
     spec, groups = get_gpt_layer_local_spec(), one_process_groups()
     spec.submodules.self_attention.submodules.core_attention = PlainCore
     GPTModel(tiny_config(), spec, 16, 8, pg_collection=groups)
-    with pytest.raises(ConfigError, match="--softmax-type: .* PlainCore has no sink; use DotPro"):
+    with pytest.raises(
+        ConfigError, match="--softmax-type: .* PlainCore has no attention sink; use DotPro"
+    ):
         GPTModel(tiny_config(softmax_type="learnable"), spec, 16, 8, pg_collection=groups)

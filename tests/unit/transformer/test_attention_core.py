@@ -213,11 +213,11 @@ def test_attention_dropout_keeps_the_mean_and_has_no_kernel_on_the_cpu() -> None
 
 def test_an_asked_for_kernel_that_cannot_run_is_refused_with_its_reason() -> None:
     request = request_of(torch.float32, 64, has_softcap=True)
-    with pytest.raises(ConfigError, match="flash: it has no soft cap on scores"):
+    with pytest.raises(ConfigError, match="flash: it does not support soft-capped scores"):
         choose(AttnBackend.flash, request)
     with pytest.raises(ConfigError, match="attention-backend fused .* it needs a GPU"):
         choose(AttnBackend.fused, request_of(torch.float32, 64))
-    with pytest.raises(ConfigError, match="it has no dropout on the CPU"):
+    with pytest.raises(ConfigError, match="it does not support dropout on the CPU"):
         choose(AttnBackend.flash, request_of(torch.float32, 64, has_dropout=True))
 
 
@@ -228,8 +228,8 @@ def test_kernels_of_a_gpu_are_refused_by_what_they_lack() -> None:
 
     assert choose(AttnBackend.auto, gpu()) == ("flash", "fused", "efficient")
     assert refusal("flash", gpu(dtype=torch.float32)) == "it has no kernel for float32"
-    assert refusal("fused", gpu(head_dim=192)) == "heads of 192 are too wide"
-    assert refusal("flash", gpu(has_mask=True)) == "it takes no mask beyond causality"
+    assert refusal("fused", gpu(head_dim=192)) == "it does not support head dimension 192"
+    assert refusal("flash", gpu(has_mask=True)) == "it supports only the causal mask, without bias"
     assert refusal("efficient", gpu(has_mask=True)) is None
     assert choose(AttnBackend.auto, gpu(has_softcap=True)) == ("plain",)
 
@@ -237,15 +237,15 @@ def test_kernels_of_a_gpu_are_refused_by_what_they_lack() -> None:
 def test_the_report_has_a_reason_for_each_backend() -> None:
     rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64))
     assert [(r.name, r.is_chosen, r.reason) for r in rows] == [
-        ("blocks", False, "it is for causal attention in training"),
+        ("blocks", False, "it supports only causal attention in training"),
         ("flash", True, "chosen"),
         ("fused", False, "it needs a GPU"),
         ("efficient", False, "it needs a GPU"),
-        ("plain", False, "a faster one can do it"),
+        ("plain", False, "a faster implementation is used"),
     ]
     rows = attention_report(AttnBackend.local, request_of(torch.float32, 64))
     assert [r.reason for r in rows if r.name == "flash"] == [
-        "--attention-backend local leaves it out"
+        "--attention-backend local excludes it"
     ]
 
 
@@ -256,14 +256,14 @@ def test_training_on_short_sequences_runs_in_blocks() -> None:
     assert able() == able(torch.bfloat16) == able(has_dropout=True) == ("blocks",)
     assert able(causal_tokens=1025) == able(has_mask=True) == able(torch.float16) == ("flash",)
     on_gpu = AttentionRequest(is_cuda=True, dtype=torch.bfloat16, head_dim=64, causal_tokens=8)
-    assert refusal("blocks", on_gpu) == "it is for a CPU"
+    assert refusal("blocks", on_gpu) == "it runs on CPUs only"
     rows = attention_report(AttnBackend.auto, request_of(torch.float16, 64, causal_tokens=2048))
-    assert rows[0].reason == "it has no fast product of float16"
+    assert rows[0].reason == "it has no fast matmul for float16"
     rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64, causal_tokens=127))
     assert rows[0].reason == "a kernel is faster for 127 tokens"
     assert able(torch.bfloat16, causal_tokens=127) == ("blocks",)
     rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64, causal_tokens=2048))
-    assert rows[0].reason == "it would keep the probabilities of 2048 tokens"
+    assert rows[0].reason == "it would save the probabilities of 2048 tokens"
 
 
 @pytest.mark.parametrize("num_groups", [4, 2])

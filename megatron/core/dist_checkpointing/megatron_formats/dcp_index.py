@@ -112,11 +112,11 @@ class DcpIndex:
             raise CheckpointDamaged(
                 f"{self.folder}: {key} at {list(offset)} is a {array}, {list(shape)} was written"
             )
-        told = self.tensors[key].dtype
-        if array.dtype != told:
+        expected = self.tensors[key].dtype
+        if array.dtype != expected:
             raise CheckpointDamaged(
-                f"{self.folder / METADATA} is damaged: {key} is {told} there and {array.dtype} in "
-                f"{array.file.path.name}"
+                f"{self.folder / METADATA} is damaged: {key} is {expected} in it and "
+                f"{array.dtype} in {array.file.path.name}"
             )
         return array
 

@@ -156,7 +156,7 @@ class _Tree:
         lost = [key for key in names if split_state(key)[1] not in placed]
         if lost:
             raise CheckpointError(
-                f"format torch has no place for {shorten(lost)}: use --ckpt-format torch_dist"
+                f"format torch cannot store {shorten(lost)}: use --ckpt-format torch_dist"
             )
 
     def files_of(self, rank: Rank) -> Iterator[tuple[str, object]]:
@@ -222,7 +222,8 @@ class _Tree:
             return self.reader.read(prefix + name)
         if any(shape[dim] * block // sum(blocks) % count for block in blocks):
             raise CheckpointError(
-                f"{name} of shape {shape} cannot be cut by --tensor-model-parallel-size {count}"
+                f"{name} of shape {shape} cannot be sharded with "
+                f"--tensor-model-parallel-size {count}"
             )
         shape[dim] //= count
         info = ParamInfo(

@@ -40,7 +40,7 @@ def package() -> ModuleType:
     """Return the package's PyTorch API.  Raises MissingDependency, or ConfigError without a GPU."""
     layers = optional.require(_PYTORCH, _LAYER)
     if (reason := _why_no_gpu()) is not None:
-        raise ConfigError(f"{_LAYER}: {reason}; use one of our own")
+        raise ConfigError(f"{_LAYER}: {reason}; use a layer of this program")
     return layers
 
 
@@ -67,7 +67,7 @@ def unsupported_matrices_reason(config: TransformerConfig) -> str | None:
     if config.why_own_matrices is not None:
         return config.why_own_matrices
     if config.params_dtype not in DTYPES:
-        return f"our own layers keep all bits of {config.params_dtype} in products"
+        return f"this program's layers compute matmuls in full {config.params_dtype} precision"
     if not config.is_quantized:
         return None
     name = _recipe_name(config)

@@ -59,7 +59,7 @@ class BertModel(LanguageModule):
         groups = parallel_state.current() if pg_collection is None else pg_collection
         if groups.cp.size() > 1:
             raise ConfigError(
-                f"--context-parallel-size {groups.cp.size()}: BERT does not divide sequences; use "
+                f"--context-parallel-size {groups.cp.size()}: BERT does not support it; use "
                 "--context-parallel-size 1"
             )
         super().__init__(

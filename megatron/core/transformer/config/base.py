@@ -96,9 +96,9 @@ class BaseConfig:
     )
     test_mode: bool = option(
         False,
-        "Mark a run as a test of the reference.",
+        "Mark the run as a test run, as Megatron-LM's test scripts do.",
         group="validation",
-        ignored="nothing behaves otherwise in a test",
+        ignored="this program behaves the same in a test run",
     )
     heterogeneous_layers_config_path: str | None = option(
         None,
@@ -125,7 +125,7 @@ class BaseConfig:
     mlp_chunks_for_prefill: int = _inference(
         1,
         "Chunks in which the MLP processes a prompt, to save memory.",
-        ignored="generation computes the MLP in one part",
+        ignored="generation computes the MLP of a prompt in one chunk",
     )
     transformer_impl: str = _te(
         "transformer_engine",
@@ -138,13 +138,13 @@ class BaseConfig:
     )
     te_rng_tracker: bool = _te(
         False,
-        "Keep random state the way Transformer Engine does.",
-        ignored="--enable-cuda-graph keeps it so by itself",
+        "Use Transformer Engine's random state tracker.",
+        ignored="--enable-cuda-graph makes random state capturable without this flag",
     )
     inference_rng_tracker: bool = _te(
         False,
-        "Keep random state the way generation under CUDA graphs needs.",
-        ignored="--enable-cuda-graph keeps it so by itself",
+        "Use a random state tracker that supports CUDA graph capture of generation.",
+        ignored="--enable-cuda-graph makes random state capturable without this flag",
     )
     mamba_state_dim: int = _experimental(128, "State dimension of Mamba layers.", at_least=1)
     mamba_head_dim: int = _experimental(64, "Head dimension of Mamba layers.", at_least=1)

@@ -93,7 +93,7 @@ class MoEConfig:
     moe_router_padding_for_fp8: bool = _moe(
         False,
         "Pad the tokens of each expert to the multiple that fp8 GEMMs need.",
-        ignored="any number of tokens can be multiplied: zeros fill up what a kernel needs",
+        ignored="expert GEMMs accept any number of tokens and pad them where a kernel needs it",
     )
     moe_aux_loss_coeff: tuple[float, ...] = _moe(
         0.0,

@@ -228,9 +228,9 @@ class LanguageModule(MegatronModule):
         is_whole = bool((position_ids == torch.arange(length, device=position_ids.device)).all())
         if is_whole and length * cp > self.max_sequence_length:
             raise ConfigError(
-                f"--context-parallel-size {cp}: each rank was handed the positions 0 to "
-                f"{length - 1}, more than its share of {self.max_sequence_length}; cut the batch "
-                "by get_batch_on_this_cp_rank()"
+                f"--context-parallel-size {cp}: each rank received the positions 0 to "
+                f"{length - 1}, more than its share of {self.max_sequence_length}; shard the "
+                "batch by get_batch_on_this_cp_rank()"
             )
 
     def tokens_in_row(self, input_ids: Tensor | None, received: Tensor | None) -> int:
