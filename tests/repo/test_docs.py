@@ -59,6 +59,10 @@ def test_walks_of_the_architecture_page_are_those_of_the_code():
             architecture.check(root)
 
 
+def test_the_architecture_page_is_that_of_the_code():
+    assert architecture.TARGET.read_text() == architecture.render(), "run `make docs`"
+
+
 @pytest.mark.parametrize(
     "calls",
     [["train_step.py:forward_backward", "setup.py:build_optimizer"], ["loop.py:no_such_function"]],

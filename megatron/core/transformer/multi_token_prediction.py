@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): layers after the decoder that predict tokens further ahead.
+"""Multi-token prediction (MTP): layers after the decoder that each predict one further token.
 
 Source: arXiv 2412.19437, section 2.2.  Depth k (from 1) concatenates the hidden state of depth
 k - 1 (depth 0 is the decoder) with the embedding of the token k positions ahead, projects both to

@@ -379,7 +379,7 @@ def _read_rng_states(folder: Path, parts: RunParts) -> JsonObject | None:
     state = all_or_none(read, folder, parts.groups.world)
     if not is_so_everywhere(state is not None, parts.groups.world) or state is None:
         print_rank_0(
-            "NOTE: random states are not taken over: the checkpoint was written in another layout"
+            "NOTE: random states are not restored: the checkpoint was written in another layout"
         )
         return None
     return state
