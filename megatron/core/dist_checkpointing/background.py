@@ -185,8 +185,8 @@ class BackgroundSave:
         """Publish on rank 0 and return its verdict; ``reports()`` returns each rank's `written`."""
         if self._publishing is None:
             absent = not_written(RuntimeError("it had no pending save"))
-            told = [report or absent for report in reports()]
-            self._publishing = _begin(partial(publish, self._begun, told), self._start)
+            all_reports = [report or absent for report in reports()]
+            self._publishing = _begin(partial(publish, self._begun, all_reports), self._start)
         return _result(self._publishing, beat)
 
     def conclude_apart(self, verdict: Verdict) -> SaveResult:
@@ -222,13 +222,13 @@ def finish_apart(
         try:
             if pending is not None:
                 verdict = pending.publish_apart(
-                    lambda: _take(store, *map(str, range(world_size))), beat
+                    lambda: _wait_for_values(store, *map(str, range(world_size))), beat
                 )
         finally:  # also after an error, so that no rank waits for the verdict
             _put(store, "verdict", verdict)
     if pending is None:
         return None
-    (verdict,) = _take(store, "verdict")
+    (verdict,) = _wait_for_values(store, "verdict")
     return verdict and pending.conclude_apart(verdict)
 
 
@@ -236,7 +236,7 @@ def _put(store: RunStore, name: str, value: JsonObject | Verdict | None) -> None
     store.set(f"{_APART}/{name}", json.dumps(value))
 
 
-def _take(store: RunStore, *names: str) -> list[Nested]:
+def _wait_for_values(store: RunStore, *names: str) -> list[Nested]:
     """Wait for values as long as some rank sends heartbeats.  Raises RuntimeError."""
     beats, alive_at_s, began_s = -1, time.monotonic(), time.monotonic()
     while None in (texts := [store.get(f"{_APART}/{name}") for name in names]):

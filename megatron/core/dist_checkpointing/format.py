@@ -75,8 +75,8 @@ def files_of(reports: Iterable[RankReport]) -> dict[str, FileEntry]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """One rank's share of a save into ``folder``.  ``asked``: the command line, dest -> value."""
+class RankSave:
+    """One rank's part of a save into ``folder``, with the run's command line."""
 
     folder: Path
     rank: int
@@ -84,7 +84,7 @@ class Share:
     rank_state: JsonObject | None
     iteration: int
     attempt: str
-    asked: Arguments = field(default_factory=dict)
+    arguments: Arguments = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,31 +101,31 @@ class Format:
     """
 
     name: str
-    write_rank_files: Callable[[Share], RankReport]
+    write_rank_files: Callable[[RankSave], RankReport]
     complete: Callable[[Path, Sequence[RankReport], Common], Mapping[str, FileEntry]]
     is_foreign: bool = False
     num_copies: int = 1
 
 
-def write_rank_files(share: Share, *, incremental: bool = False) -> RankReport:
+def write_rank_files(rank_save: RankSave, *, incremental: bool = False) -> RankReport:
     """Write and fsync the files of one rank.  Not collective.  Raises OSError, CheckpointError.
 
     ``incremental``: constant tensors are in a separate file, which is hard-linked if unchanged.
     """
-    rank, report = share.rank, RankReport()
-    constant = [tensor for tensor in share.tensors if incremental and tensor.is_constant]
-    changing = [tensor for tensor in share.tensors if not (incremental and tensor.is_constant)]
-    _write_tensors(share, f"__{rank}_0.safetensors", changing, report)
+    rank, report = rank_save.rank, RankReport()
+    constant = [tensor for tensor in rank_save.tensors if incremental and tensor.is_constant]
+    changing = [tensor for tensor in rank_save.tensors if not (incremental and tensor.is_constant)]
+    _write_tensors(rank_save, f"__{rank}_0.safetensors", changing, report)
     if constant:
-        _write_or_link(share, f"__{rank}_1.safetensors", constant, report)
-    if share.rank_state is not None:
+        _write_or_link(rank_save, f"__{rank}_1.safetensors", constant, report)
+    if rank_save.rank_state is not None:
         name = rank_state_name(rank)
-        report.files[name] = write_json(share.folder / name, share.rank_state)
+        report.files[name] = write_json(rank_save.folder / name, rank_save.rank_state)
     return report
 
 
 def _write_tensors(
-    share: Share, name: str, tensors: Sequence[ShardedTensor], report: RankReport
+    rank_save: RankSave, name: str, tensors: Sequence[ShardedTensor], report: RankReport
 ) -> None:
     """Write the file ``name``, if there are tensors, and add it to ``report``."""
     # Descending element size keeps every element aligned in the file.
@@ -140,9 +140,9 @@ def _write_tensors(
     if not boxes:
         return
     named = [_lazy(tensor, piece) for tensor, piece in boxes]
-    origin = {"iteration": str(share.iteration), "attempt": share.attempt, "file": name}
+    origin = {"iteration": str(rank_save.iteration), "attempt": rank_save.attempt, "file": name}
     report.files[name], places = write_file(
-        share.folder / name, named, {"format": "pt", **origin}, share.iteration
+        rank_save.folder / name, named, {"format": "pt", **origin}, rank_save.iteration
     )
     for (tensor, piece), written in zip(boxes, places, strict=True):
         entry = PieceEntry(
@@ -157,16 +157,16 @@ def _write_tensors(
 
 
 def _write_or_link(
-    share: Share, name: str, tensors: Sequence[ShardedTensor], report: RankReport
+    rank_save: RankSave, name: str, tensors: Sequence[ShardedTensor], report: RankReport
 ) -> None:
     """Write the file ``name``, or link that of the newest checkpoint if it is equal."""
     hashes = hashes_of(tensors)
-    linked = link_unchanged(share.folder, name, tensors, hashes)
+    linked = link_unchanged(rank_save.folder, name, tensors, hashes)
     if linked is not None:
         entries, report.files[name] = linked
         report.tensors.update(entries)
         return
-    _write_tensors(share, name, tensors, report)
+    _write_tensors(rank_save, name, tensors, report)
     for key, pieces in hashes.items():
         for entry, hash in zip(report.tensors[key]["pieces"], pieces, strict=True):
             entry["sha256_128"] = hash

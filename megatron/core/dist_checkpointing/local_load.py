@@ -74,10 +74,11 @@ def find_local(
     Collective.  ``layout`` must equal that of the save.  The result is the same on all ranks,
     except ``parts``.
     """
-    held = _held(root)
-    told = all_gather_json([(*p.save, p.iteration, p.layout == layout) for p in held], group)
+    own_parts = _local_parts(root)
+    described = [(*p.save, p.iteration, p.layout == layout) for p in own_parts]
+    saved_parts = all_gather_json(described, group)
     saves: dict[tuple[int, str], tuple[int, bool]] = {}
-    for when, attempt, iteration, fits in (entry for rank in told for entry in rank):
+    for when, attempt, iteration, fits in (entry for rank in saved_parts for entry in rank):
         fits_all = saves.get((when, attempt), (0, True))[1] and fits
         saves[when, attempt] = (iteration, fits_all)
     notes: list[str] = []
@@ -88,7 +89,7 @@ def find_local(
         if not fits:
             notes.append(f"{what} is of another layout or number of ranks")
             continue
-        parts, problems = _whole(part for part in held if part.save == save)
+        parts, problems = _whole(part for part in own_parts if part.save == save)
         answers = all_gather_json((sorted(parts), problems), group)
         notes += sorted({problem for _, found in answers for problem in found})
         lost = sorted(set(range(group.size())) - {rank for ranks, _ in answers for rank in ranks})
@@ -117,8 +118,8 @@ def load_local(
         try:
             _send_and_receive(offered, missing, group)
         except CheckpointError as error:
-            held = ", ".join(str(folder) for folder in found.parts.values()) or "no local part"
-            raise CheckpointError(f"{held}: {error}") from None
+            folders = ", ".join(str(folder) for folder in found.parts.values()) or "no local part"
+            raise CheckpointError(f"{folders}: {error}") from None
     content = _content(readers, group)
     for reader in readers.values():
         reader.close()
@@ -198,7 +199,7 @@ def _content(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> Lo
     return LocalContent(common, state)
 
 
-def _held(root: Path) -> list[_Part]:
+def _local_parts(root: Path) -> list[_Part]:
     """Return the parts in this node's directory whose manifest can be read."""
     parts: list[_Part] = []
     for rank, folder in part_roots(root):

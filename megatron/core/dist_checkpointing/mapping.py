@@ -107,8 +107,8 @@ class Replica:
 class ShardedTensor:
     """This rank's part of one tensor.  ``replica`` is None if another rank always writes it.
 
-    ``dtype`` is that of the file; the pieces may have another one in memory.  ``cut``: the sharded
-    dimension and the number of shards; ``is_flat``: the rank holds a range of such a shard,
+    ``dtype`` is that of the file; the pieces may have another one in memory.  ``sharding``:
+    sharded dimension and number of shards; ``is_flat``: the rank holds a range of such a shard,
     flattened; ``is_constant``: it is not trained; ``is_buffer``: a forward pass may change it, not
     only the optimizer step.
     """
@@ -118,7 +118,7 @@ class ShardedTensor:
     dtype: torch.dtype
     pieces: tuple[Piece | LazyPiece, ...]
     replica: Replica | None = Replica()
-    cut: tuple[int, int] = (0, 1)
+    sharding: tuple[int, int] = (0, 1)
     is_flat: bool = False
     is_constant: bool = False
     is_buffer: bool = False
@@ -197,12 +197,12 @@ def from_param(
     Rows of vocabulary padding are left out of the pieces unless ``padded``.  ``dtype``: the dtype
     in the file, if it differs from that in memory.
     """
-    share = tuple(tensor.shape) if info.part is None else info.part.shape
-    _check_shape(key, info, share)
+    shard_shape = tuple(tensor.shape) if info.part is None else info.part.shape
+    _check_shape(key, info, shard_shape)
     dim = info.shard_dim or 0
-    if padded and share:
+    if padded and shard_shape:
         whole = list(info.global_shape)
-        whole[dim] = share[dim] * info.shard_count
+        whole[dim] = shard_shape[dim] * info.shard_count
         info = replace(info, global_shape=tuple(whole))
     return ShardedTensor(
         key=key,
@@ -210,7 +210,7 @@ def from_param(
         dtype=dtype or (tensor.dtype if isinstance(tensor, Tensor) else torch.float32),
         pieces=tuple(_pieces(info, tensor)),
         replica=replica,
-        cut=(dim, info.shard_count * len(info.blocks)),
+        sharding=(dim, info.shard_count * len(info.blocks)),
         is_flat=info.part is not None,
     )
 

@@ -72,7 +72,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         )
         self._whole: set[str] = set()
         self._files: dict[str, int] = {}
-        self._held: dict[tuple[str, str], tuple[torch.dtype, tuple[int, ...], int]] = {}
+        self._entries: dict[tuple[str, str], tuple[torch.dtype, tuple[int, ...], int]] = {}
         self._opening = threading.Lock()
 
     def common(self) -> JsonObject:
@@ -184,7 +184,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         """Compare the index with the header of the file."""
         self._open(piece.file)
         name = piece_name(key, stored.shape, piece.offset, piece.shape)
-        if self._held.get((piece.file, name)) != (stored.dtype, piece.shape, piece.start):
+        if self._entries.get((piece.file, name)) != (stored.dtype, piece.shape, piece.start):
             raise CheckpointDamaged(
                 f"{self.folder / INDEX} is damaged: {_short(stored.dtype)} {name} is not what "
                 f"{piece.file} holds at byte {piece.start}"
@@ -233,9 +233,9 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
                         f"{length}"
                     )
                 rest = self.manifest.files[name].num_bytes - len(data)
-                held = parse_header(self.folder / name, data[LENGTH_BYTES:], rest)
-                for tensor, found in held.items():
-                    self._held[name, tensor] = found.dtype, found.shape, found.start
+                entries = parse_header(self.folder / name, data[LENGTH_BYTES:], rest)
+                for tensor, found in entries.items():
+                    self._entries[name, tensor] = found.dtype, found.shape, found.start
                 with reading(self.folder / name):
                     self._files[name] = os.open(self.folder / name, os.O_RDONLY)
             return self._files[name]

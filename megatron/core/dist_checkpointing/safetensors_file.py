@@ -101,8 +101,9 @@ def write_file(
 
 def _made(lazy: LazyTensor) -> Tensor:
     tensor = lazy.make()
-    found, told = (tensor.dtype, tuple(tensor.shape)), (lazy.dtype, lazy.shape)
-    assert found == told, f"{lazy.name} is {found}, expected {told}"
+    found = (tensor.dtype, tuple(tensor.shape))
+    expected = (lazy.dtype, lazy.shape)
+    assert found == expected, f"{lazy.name} is {found}, expected {expected}"
     return tensor
 
 
@@ -123,7 +124,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorEntry:
     """A tensor in the header of a file; ``start``: bytes from the beginning of the file."""
 
     dtype: torch.dtype
@@ -132,7 +133,7 @@ class Held:
     num_bytes: int
 
 
-def read_header(path: Path) -> dict[str, Held]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file by name; reads only the header and the file size.
 
     Raises CheckpointError if the file cannot be read or is not a safetensors file.
@@ -152,7 +153,7 @@ def read_header(path: Path) -> dict[str, Held]:
     return parse_header(path, header, size - LENGTH_BYTES - length)
 
 
-def parse_header(path: Path, header: bytes, data_bytes: int) -> dict[str, Held]:
+def parse_header(path: Path, header: bytes, data_bytes: int) -> dict[str, TensorEntry]:
     """Return the tensors described by ``header``, the JSON of file ``path``, by name.
 
     Raises CheckpointDamaged unless the tensors fill ``data_bytes`` without gaps or overlaps, and
@@ -161,10 +162,12 @@ def parse_header(path: Path, header: bytes, data_bytes: int) -> dict[str, Held]:
     entries = json_object(header, f"{path} is no safetensors file: its header")
     entries.pop("__metadata__", None)
     begin = LENGTH_BYTES + len(header)
-    held = {name: _held(path, name, entry, begin) for name, entry in entries.items()}
+    tensors = {name: _tensor_entry(path, name, entry, begin) for name, entry in entries.items()}
     end = begin
     # Empty tensors sort before a non-empty one with the same start.
-    for name, tensor in sorted(held.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)
+    ):
         if tensor.start != end:
             kind = "overlap" if tensor.start < end else "leave a hole before"
             raise CheckpointDamaged(f"{path} is damaged: its tensors {kind} {name}")
@@ -173,12 +176,12 @@ def parse_header(path: Path, header: bytes, data_bytes: int) -> dict[str, Held]:
         raise CheckpointDamaged(
             f"{path} is damaged: it has {begin + data_bytes} B, its tensors take {end} B"
         )
-    return held
+    return tensors
 
 
-def _held(path: Path, name: str, entry: object, begin: int) -> Held:
-    told = entry if isinstance(entry, dict) else {}
-    kind, sizes, offsets = (told.get(field) for field in ("dtype", "shape", "data_offsets"))
+def _tensor_entry(path: Path, name: str, entry: object, begin: int) -> TensorEntry:
+    fields = entry if isinstance(entry, dict) else {}
+    kind, sizes, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
     if not isinstance(kind, str) or not are_counts(sizes) or not are_counts(offsets):
         raise CheckpointDamaged(f"{path} is damaged: its header does not describe {name}")
     dtype = DTYPES.get(kind)
@@ -189,7 +192,7 @@ def _held(path: Path, name: str, entry: object, begin: int) -> Held:
         raise CheckpointDamaged(
             f"{path} is damaged: {name} has {high - low} B for {kind} {list(sizes)}"
         )
-    return Held(dtype, tuple(sizes), begin + low, high - low)
+    return TensorEntry(dtype, tuple(sizes), begin + low, high - low)
 
 
 def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[bytes, list[int]]:

@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.format import (
     SAFETENSORS_DIST,
     Format,
     RankReport,
-    Share,
+    RankSave,
     files_of,
 )
 from megatron.core.dist_checkpointing.formats import open_reader
@@ -217,16 +217,16 @@ def write(begun: PendingSave) -> JsonObject:
     """Write this rank's files; return its `RankReport` as JSON.  Not collective."""
     try:
         fault_point("save.write", step=begun.iteration)
-        share = Share(
+        rank_save = RankSave(
             folder=begun.folder,
             rank=begun.rank,
             tensors=begun.tensors,
             rank_state=begun.contents.rank_state,
             iteration=begun.iteration,
             attempt=begun.attempt,
-            asked=begun.contents.common.get("args", {}),
+            arguments=begun.contents.common.get("args", {}),
         )
-        report = begun.format.write_rank_files(share)
+        report = begun.format.write_rank_files(rank_save)
         fault_point("save.written", step=begun.iteration)
     except REPORTED as error:
         return not_written(error)

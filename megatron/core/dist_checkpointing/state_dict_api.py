@@ -25,7 +25,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
 from megatron.core.dist_checkpointing.commit import attempt_id
-from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Share, files_of
+from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, RankSave, files_of
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
@@ -101,8 +101,8 @@ def load(
     _only_default_strategies(sharded_strategy, common_strategy)
     group, folder = _world(), Path(checkpoint_dir)
     mode = StrictHandling(strict)
-    asked = _mapped(sharded_state_dict, _built)
-    wanted = [entry for _, entry in _leaves(asked) if isinstance(entry, ShardedTensor)]
+    requested = _mapped(sharded_state_dict, _built)
+    wanted = [entry for _, entry in _leaves(requested) if isinstance(entry, ShardedTensor)]
     differences = serialization.load(
         folder,
         wanted,
@@ -130,7 +130,7 @@ def load(
                 return _ABSENT if entry.key in absent else entry.data
             return _ABSENT  # common values are loaded from the checkpoint
 
-        state: StateDict = _merged(common, _pruned(_mapped(asked, loaded)))
+        state: StateDict = _merged(common, _pruned(_mapped(requested, loaded)))
     state = _merge_factories(sharded_state_dict, state)
     if mode.value.startswith("return"):
         return state, set(differences.unused), set(differences.absent)
@@ -192,7 +192,7 @@ def _write(
         records = to_write(tensors.values(), share_work=False)
         for place, tensor in common_tensors.items():
             records.append(ShardedTensor.from_rank_offsets(_COMMON_TENSOR + place, tensor))
-        share = Share(
+        rank_save = RankSave(
             folder=folder,
             rank=rank,
             tensors=records,
@@ -200,7 +200,7 @@ def _write(
             iteration=0,
             attempt=attempt_id(),
         )
-        report = replace(SAFETENSORS_DIST.write_rank_files(share), objects=objects)
+        report = replace(SAFETENSORS_DIST.write_rank_files(rank_save), objects=objects)
     except serialization.REPORTED as error:
         return serialization.not_written(error), common
     return asdict(report), common
@@ -239,15 +239,17 @@ def _built(entry: object) -> object:
     return _mapped(entry.build(), _built) if isinstance(entry, ShardedTensorFactory) else entry
 
 
-def _merge_factories(asked: object, state: object) -> Nested:
+def _merge_factories(requested: object, state: object) -> Nested:
     """Pass the values loaded for each factory to its ``merge_fn``."""
-    if isinstance(asked, ShardedTensorFactory):
-        return asked.merge_fn(state)
-    if isinstance(asked, dict) and isinstance(state, dict):
-        return {k: _merge_factories(asked[k], v) if k in asked else v for k, v in state.items()}
-    if isinstance(asked, list) and isinstance(state, list):
-        pairs = zip(asked, state, strict=False)
-        return [*(_merge_factories(a, s) for a, s in pairs), *state[len(asked) :]]
+    if isinstance(requested, ShardedTensorFactory):
+        return requested.merge_fn(state)
+    if isinstance(requested, dict) and isinstance(state, dict):
+        return {
+            k: _merge_factories(requested[k], v) if k in requested else v for k, v in state.items()
+        }
+    if isinstance(requested, list) and isinstance(state, list):
+        pairs = zip(requested, state, strict=False)
+        return [*(_merge_factories(a, s) for a, s in pairs), *state[len(requested) :]]
     return state
 
 

@@ -117,8 +117,8 @@ def _differences(
                 "--no-load-optim --load-main-params-from-ckpt converts the weights"
             )
         raise CheckpointError(text)
-    asked = [key for plan in plans for key in plan["wanted"]]
-    differences = compare_keys(asked, stored, leave_out)
+    requested = [key for plan in plans for key in plan["wanted"]]
+    differences = compare_keys(requested, stored, leave_out)
     problem = judge(differences, strictness, folder)
     if problem:
         raise CheckpointError(problem)

@@ -196,7 +196,9 @@ def test_ranks_wait_for_one_that_says_that_it_still_writes(tmp_path, monkeypatch
     begun = serialization.begin(tmp_path, 1, contents(3)[0], None, format=slow)
     pending = BackgroundSave(begun, HostBuffer(), None)
     found = []
-    waiting = threading.Thread(target=lambda: found.extend(background._take(store, "verdict")))
+    waiting = threading.Thread(
+        target=lambda: found.extend(background._wait_for_values(store, "verdict"))
+    )
     waiting.start()
     saved = finish_apart(pending, store, 0, 1)
     waiting.join()

@@ -30,8 +30,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import (
     DTYPE_NAMES,
-    Held,
     LazyTensor,
+    TensorEntry,
     read_header,
     write_file,
 )
@@ -92,8 +92,8 @@ def test_elements_are_aligned_and_tensors_lie_end_to_end(tmp_path):
     folder = publish_ranks(tmp_path, 1, [held])
     header = read_header(folder / "__0_0.safetensors")
     begin = header["a"].start
-    assert header["a"] == Held(torch.int64, (2,), begin, 16)
-    assert header["b"] == Held(torch.uint8, (3,), begin + 16, 3)
+    assert header["a"] == TensorEntry(torch.int64, (2,), begin, 16)
+    assert header["b"] == TensorEntry(torch.uint8, (3,), begin + 16, 3)
 
 
 def test_a_file_that_is_not_safetensors_is_named(tmp_path):

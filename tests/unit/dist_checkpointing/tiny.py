@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.format import Share, complete, files_of, write_rank_files
+from megatron.core.dist_checkpointing.format import RankSave, complete, files_of, write_rank_files
 from megatron.core.dist_checkpointing.mapping import Replica, ShardedTensor, from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.params.param_info import ParamInfo
@@ -86,7 +86,7 @@ def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTe
     pending = commit.begin(root, iteration, 0, attempt)
     reports = [
         write_rank_files(
-            Share(
+            RankSave(
                 folder=pending.folder,
                 rank=rank,
                 tensors=[t for t in tensors if t.replica is not None],

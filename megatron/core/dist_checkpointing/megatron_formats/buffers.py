@@ -48,7 +48,7 @@ def starts_in_buffer(
 
 
 def bucket_rules(
-    asked: Arguments, *, num_params: int, is_first: bool, is_expert: bool = False
+    arguments: Arguments, *, num_params: int, is_first: bool, is_expert: bool = False
 ) -> tuple[int | None, int, int]:
     """Return (bucket size, alignment of bucket ends, data-parallel size) of a command line.
 
@@ -56,21 +56,21 @@ def bucket_rules(
     stage; other chunks have one bucket.  ``is_expert``: buffers of experts, which have their own
     data-parallel size.
     """
-    replicas = int(asked.get("data_parallel_size") or 1)
-    replicas *= int(asked.get("context_parallel_size") or 1)
+    replicas = int(arguments.get("data_parallel_size") or 1)
+    replicas *= int(arguments.get("context_parallel_size") or 1)
     if is_expert:
-        tp = int(asked.get("tensor_model_parallel_size") or 1)
-        expert_tp = int(asked.get("expert_tensor_parallel_size") or tp)
-        replicas = replicas * tp // (expert_tp * int(asked["expert_model_parallel_size"]))
+        tp = int(arguments.get("tensor_model_parallel_size") or 1)
+        expert_tp = int(arguments.get("expert_tensor_parallel_size") or tp)
+        replicas = replicas * tp // (expert_tp * int(arguments["expert_model_parallel_size"]))
     alignment = lcm(replicas, _BUCKET_ALIGNMENT)
-    if asked.get("ddp_pad_buckets_for_high_nccl_busbw"):
+    if arguments.get("ddp_pad_buckets_for_high_nccl_busbw"):
         alignment = lcm(alignment, _HIGH_BUS_BANDWIDTH_ALIGNMENT)
     size = None
-    overlapped = asked.get("overlap_grad_reduce")
-    if overlapped and is_first and not asked.get("overlap_param_gather_with_optimizer_step"):
-        size = asked.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * replicas)
-        if asked.get("ddp_num_buckets"):
-            size = num_params // asked["ddp_num_buckets"]
+    overlapped = arguments.get("overlap_grad_reduce")
+    if overlapped and is_first and not arguments.get("overlap_param_gather_with_optimizer_step"):
+        size = arguments.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * replicas)
+        if arguments.get("ddp_num_buckets"):
+            size = num_params // arguments["ddp_num_buckets"]
     return size, alignment, replicas
 
 

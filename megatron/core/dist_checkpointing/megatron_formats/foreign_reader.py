@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
-    cut_of,
     is_vocabulary,
+    sharding_of,
     split_expert,
     split_state,
 )
@@ -137,7 +137,7 @@ class ForeignReader(CheckpointReader):
         if split_expert(name):
             tp = expert_tensor_degree(self.args)
         is_copy = name == OUTPUT and not self.args.get("untie_embeddings_and_output_weights")
-        dim, blocks = cut_of(name, self.args)
+        dim, blocks = sharding_of(name, self.args)
         if is_copy or (dim is None and rank > 0):
             return
         shape = list(array.shape)
@@ -226,17 +226,17 @@ def _in_our_order(array: ArrayView, version: float, heads: int) -> Iterator[tupl
 def common_values(values: Mapping[str, Unpickled], iteration: int) -> JsonObject:
     """Convert Megatron-LM's values to `Contents.common` of this project."""
     args = values.get("args")
-    asked = {} if args is None else vars(args)
-    counters = {name: int(asked.get(name) or 0) for name in COUNTERS}
-    halves = ("seq_length", "decoder_seq_length")[: 1 + (asked.get("model_kind") == "t5")]
-    tokens = sum(int(asked.get(half) or 0) for half in halves)
+    arguments = {} if args is None else vars(args)
+    counters = {name: int(arguments.get(name) or 0) for name in COUNTERS}
+    halves = ("seq_length", "decoder_seq_length")[: 1 + (arguments.get("model_kind") == "t5")]
+    tokens = sum(int(arguments.get(half) or 0) for half in halves)
     counters["num_tokens"] = counters["consumed_train_samples"] * tokens
     counters |= {"iteration": iteration, FLOPS: values.get(FLOPS, 0.0)}
     return {
         "checkpoint_version": values.get("checkpoint_version", 0),
         "iteration": iteration,
         "counters": counters,
-        "args": as_json(asked),
+        "args": as_json(arguments),
         "optimizer": _optimizer_scalars(values.get("optimizer")),
         "opt_param_scheduler": as_json(
             values.get("opt_param_scheduler", values.get("lr_scheduler"))
@@ -301,39 +301,39 @@ def rng_state_of(state: Mapping[str, Unpickled]) -> JsonObject:
     )
 
 
-def layout_of(asked: Arguments) -> Layout:
+def layout_of(arguments: Arguments) -> Layout:
     """Return degrees and rank order of the writing run; empty if its command line lacks them."""
-    if "world_size" not in asked:
+    if "world_size" not in arguments:
         return {}
     try:
         grids = make_grids(
-            int(asked["world_size"]),
-            tp=degree(asked, "tensor"),
-            pp=degree(asked, "pipeline"),
-            cp=int(asked.get("context_parallel_size") or 1),
-            ep=degree(asked, "expert"),
-            expt_tp=asked.get("expert_tensor_parallel_size"),
-            order="tp-cp-ep-pp-dp" if asked.get("use_tp_pp_dp_mapping") else "tp-cp-ep-dp-pp",
+            int(arguments["world_size"]),
+            tp=degree(arguments, "tensor"),
+            pp=degree(arguments, "pipeline"),
+            cp=int(arguments.get("context_parallel_size") or 1),
+            ep=degree(arguments, "expert"),
+            expt_tp=arguments.get("expert_tensor_parallel_size"),
+            order="tp-cp-ep-pp-dp" if arguments.get("use_tp_pp_dp_mapping") else "tp-cp-ep-dp-pp",
         )
     except ValueError:
         return {}
     dense, expert = ([list(axis) for axis in grid.sizes.items()] for grid in grids)
-    return {"world_size": asked["world_size"], "dense": dense, "expert": expert}
+    return {"world_size": arguments["world_size"], "dense": dense, "expert": expert}
 
 
-def check_args(asked: Arguments) -> None:
+def check_args(arguments: Arguments) -> None:
     """Raise ValueError for a command line with impossible degrees or sizes."""
     for name in (*_DEGREES, *_SIZES):
-        value = asked.get(name)
+        value = arguments.get(name)
         if value is not None and (not is_count(value) or (name in _DEGREES and value > _MOST)):
             raise ValueError(f"args.{name} is {value!r}")
 
 
-def degree(asked: Arguments, kind: str) -> int:
+def degree(arguments: Arguments, kind: str) -> int:
     """Return ``--{kind}-model-parallel-size`` of a command line."""
-    return int(asked.get(f"{kind}_model_parallel_size") or 1)
+    return int(arguments.get(f"{kind}_model_parallel_size") or 1)
 
 
-def expert_tensor_degree(asked: Arguments) -> int:
+def expert_tensor_degree(arguments: Arguments) -> int:
     """Return the number of ranks that shard one expert."""
-    return int(asked.get("expert_tensor_parallel_size") or degree(asked, "tensor"))
+    return int(arguments.get("expert_tensor_parallel_size") or degree(arguments, "tensor"))

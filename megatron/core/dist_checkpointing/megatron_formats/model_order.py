@@ -25,7 +25,7 @@ _STATE = "_extra_state"
 
 def ordered_names(
     stored: Collection[str],
-    asked: Arguments,
+    arguments: Arguments,
     *,
     layers: Sequence[int] | None = None,
     experts: Sequence[int] = (),
@@ -44,16 +44,16 @@ def ordered_names(
     for stack in ("encoder", "decoder"):
         for local, number in enumerate(layers):
             places = f"{stack}.layers.{local}.", f"{stack}.layers.{number}."
-            yield from _of_layer(stored, asked, places, _in_layer(number, asked, experts))
+            yield from _of_layer(stored, arguments, places, _in_layer(number, arguments, experts))
         if is_last:
             norms = (f"{stack}.final_{norm}" for norm in ("layernorm", "norm"))
             yield from _present(stored, *(pair for norm in norms for pair in _norm(norm)))
     if is_last:
         # MTP layers need one stage: with more, Megatron-LM also stores a copy of the embedding.
-        for depth in range(int(asked.get("mtp_num_layers") or 0) if is_first else 0):
+        for depth in range(int(arguments.get("mtp_num_layers") or 0) if is_first else 0):
             place = f"mtp.layers.{depth}."
-            tails = _ahead(int(asked["num_layers"]) - 1, asked, experts)
-            yield from _of_layer(stored, asked, (place, place), tails)
+            tails = _ahead(int(arguments["num_layers"]) - 1, arguments, experts)
+            yield from _of_layer(stored, arguments, (place, place), tails)
         yield from _present(stored, *_linear("lm_head.dense"), *_norm("lm_head.layer_norm"))
         yield from _present(stored, (OUTPUT, OUTPUT))
         if not is_first and OUTPUT not in stored:
@@ -70,7 +70,7 @@ def _present(stored: Collection[str], *pairs: tuple[str, str]) -> Iterator[tuple
 
 def _of_layer(
     stored: Collection[str],
-    asked: Arguments,
+    arguments: Arguments,
     places: tuple[str, str],
     tails: Iterable[tuple[str, str]],
 ) -> Iterator[tuple[str, str]]:
@@ -79,31 +79,33 @@ def _of_layer(
         name = places[1] + tail
         if name in stored:
             whole = places[1] + there
-            named = fused_name(whole, asked) if _is_fused(asked) else whole
+            named = fused_name(whole, arguments) if _is_fused(arguments) else whole
             local = places[0] + named.removeprefix(places[1])
             yield local, "" if there.endswith(_STATE) else name
 
 
-def _is_fused(asked: Arguments) -> bool:
-    return asked.get("transformer_impl") == "transformer_engine"
+def _is_fused(arguments: Arguments) -> bool:
+    return arguments.get("transformer_impl") == "transformer_engine"
 
 
-def _ahead(number: int, asked: Arguments, experts: Sequence[int]) -> Iterator[tuple[str, str]]:
+def _ahead(number: int, arguments: Arguments, experts: Sequence[int]) -> Iterator[tuple[str, str]]:
     yield from (*_norm("enorm"), *_norm("hnorm"), *_matrix("eh_proj"))
-    for there, ours in _in_layer(number, asked, experts):
+    for there, ours in _in_layer(number, arguments, experts):
         yield f"transformer_layer.{there}", f"transformer_layer.{ours}"
     yield from _norm("final_layernorm")
 
 
-def _in_layer(number: int, asked: Arguments, experts: Sequence[int]) -> Iterator[tuple[str, str]]:
+def _in_layer(
+    number: int, arguments: Arguments, experts: Sequence[int]
+) -> Iterator[tuple[str, str]]:
     """Yield (end of the name in a file, end of our name).
 
     For an ``_extra_state`` entry, the second is that of the weight it belongs to.
     """
-    is_fused = _is_fused(asked)
+    is_fused = _is_fused(arguments)
     yield from _mixer(is_fused)
     yield _SINK, _SINK
-    is_latent = bool(asked.get("multi_latent_attention"))
+    is_latent = bool(arguments.get("multi_latent_attention"))
     first, projection = _norm("input_layernorm"), _matrix("self_attention.linear_proj")
     is_inside = is_fused and not is_latent  # the norm is fused into the following matrix
     yield from (*projection, *first) if is_inside else (*first, *projection)
@@ -114,12 +116,12 @@ def _in_layer(number: int, asked: Arguments, experts: Sequence[int]) -> Iterator
     for part in ("proj", "q", "kv"):
         yield from _matrix(f"cross_attention.linear_{part}")
     yield from _norm("pre_mlp_layernorm")
-    if not stored_layer_has_experts(number, asked):
+    if not stored_layer_has_experts(number, arguments):
         yield from (*_matrix("mlp.linear_fc1"), *_matrix("mlp.linear_fc2"))
         return
     for tail in ("weight", "bias", "expert_bias"):
         yield f"mlp.router.{tail}", f"mlp.router.{tail}"
-    yield from _of_experts(experts, is_grouped=is_fused and bool(asked.get("moe_grouped_gemm")))
+    yield from _of_experts(experts, is_grouped=is_fused and bool(arguments.get("moe_grouped_gemm")))
     yield "mlp.shared_experts.gate_weight", "mlp.shared_experts.gate_weight"
     for matrix in _MATRICES:
         yield from _matrix(f"mlp.shared_experts.{matrix}")

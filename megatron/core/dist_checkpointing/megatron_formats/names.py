@@ -15,7 +15,7 @@ separate tensor in `torch_dist`.
 No checkpoint of Megatron-LM with experts, latent attention, mixers, an encoder or its heads was
 available: their rules are inferred from public descriptions of core_v0.14, not verified on files.
 
-``asked`` is the command line of the run that wrote the checkpoint, dest -> value.
+``arguments`` is the command line of the run that wrote the checkpoint, dest -> value.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _INPUT, _MIXER, _MLP, _LATENT = (
     )
 )
 # End of our name -> dimension sharded by tensor parallelism; other tensors are not sharded.
-_CUT = (
+_SHARDED_DIMS = (
     (re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$"), 0),
     (re.compile(r"\.(linear_qkv|linear_q|linear_kv|linear_fc1|eh_proj)\.(weight|bias)$"), 0),
     (re.compile(r"\.linear_(q|q_up|kv_up)_proj\.(weight|bias)$"), 0),
@@ -90,7 +90,7 @@ _STATE = re.compile(r"^(?:chained_\d+\.)?(optimizer\.state\.\w+?\.)?(.*)$")
 OUTPUT = "output_layer.weight"
 
 
-class Cut(NamedTuple):
+class Sharding(NamedTuple):
     """Tensor-parallel sharding: dimension (None: not sharded), and relative sizes of its blocks."""
 
     dim: int | None
@@ -104,65 +104,66 @@ def our_name(name: str) -> str:
     return name
 
 
-def fused_name(name: str, asked: Arguments) -> str:
+def fused_name(name: str, arguments: Arguments) -> str:
     """Return the Transformer Engine name of a tensor, from this project's ``name``.
 
     A norm before several matrices, or before a router, is not fused and keeps its name.
     """
-    is_latent = bool(asked.get("multi_latent_attention"))
+    is_latent = bool(arguments.get("multi_latent_attention"))
     layer = split_layer(name)
-    number = layer[1] if layer else int(asked.get("num_layers") or 1) - 1  # MTP: as the last layer
+    last = int(arguments.get("num_layers") or 1) - 1
+    number = layer[1] if layer else last  # MTP: as the last layer
     rules = [_LATENT if is_latent else _INPUT, _MIXER]
-    if not stored_layer_has_experts(number, asked):
+    if not stored_layer_has_experts(number, arguments):
         rules.append(_MLP)
     for pattern, replacement in rules:
         name = pattern.sub(replacement, name)
     return name
 
 
-def stored_layer_has_experts(layer: int, asked: Arguments) -> bool:
+def stored_layer_has_experts(layer: int, arguments: Arguments) -> bool:
     """Return whether layer ``layer`` (from 0) of a stored model has experts."""
-    if is_hybrid(asked):
-        return str(asked.get("hybrid_override_pattern") or "")[layer : layer + 1] == "E"
-    freq = asked.get("moe_layer_freq") or 1
-    if not asked.get("num_experts"):
+    if is_hybrid(arguments):
+        return str(arguments.get("hybrid_override_pattern") or "")[layer : layer + 1] == "E"
+    freq = arguments.get("moe_layer_freq") or 1
+    if not arguments.get("num_experts"):
         return False
     return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
 
 
-def is_hybrid(asked: Arguments) -> bool:
+def is_hybrid(arguments: Arguments) -> bool:
     """Return whether the model is a Mamba or hybrid model, whose layers may differ in kind."""
-    return asked.get("model_kind") == "mamba"
+    return arguments.get("model_kind") == "mamba"
 
 
-def layers_are_alike(asked: Arguments) -> bool:
+def layers_are_alike(arguments: Arguments) -> bool:
     """Return whether Megatron-LM stacks the layers of such a model in `torch_dist`."""
-    freq = asked.get("moe_layer_freq") or 1
-    is_mixed = is_hybrid(asked) or (bool(asked.get("num_experts")) and freq != 1)
-    return not is_mixed and not asked.get("heterogeneous_layers_config_path")
+    freq = arguments.get("moe_layer_freq") or 1
+    is_mixed = is_hybrid(arguments) or (bool(arguments.get("num_experts")) and freq != 1)
+    return not is_mixed and not arguments.get("heterogeneous_layers_config_path")
 
 
-def cut_of(name: str, asked: Arguments) -> Cut:
+def sharding_of(name: str, arguments: Arguments) -> Sharding:
     """Return the tensor-parallel sharding of the tensor with our ``name``."""
-    if _NARROW.search(name) and asked.get("transformer_impl") == "local":
-        return Cut(0)
-    if blocks := blocks_of(name, asked):
-        return Cut(0, tuple(blocks.values()))
-    for pattern, dim in _CUT:
+    if _NARROW.search(name) and arguments.get("transformer_impl") == "local":
+        return Sharding(0)
+    if blocks := blocks_of(name, arguments):
+        return Sharding(0, tuple(blocks.values()))
+    for pattern, dim in _SHARDED_DIMS:
         if pattern.search(name):
-            is_gated = _GATED.search(name) and any(map(asked.get, _GATED_FLAGS))
-            return Cut(dim, (1, 1) if is_gated else (1,))
-    return Cut(None)
+            is_gated = _GATED.search(name) and any(map(arguments.get, _GATED_FLAGS))
+            return Sharding(dim, (1, 1) if is_gated else (1,))
+    return Sharding(None)
 
 
-def blocks_of(name: str, asked: Arguments) -> dict[str, int]:
+def blocks_of(name: str, arguments: Arguments) -> dict[str, int]:
     """Return name and number of rows of the blocks of a mixer tensor; empty for other tensors."""
     tail = next((tail for tail in _BLOCKS if name.endswith(tail)), None)
     if tail is None:
         return {}
-    width, of_states = int(asked["mamba_head_dim"]), int(asked["mamba_num_groups"])
-    of_states *= int(asked["mamba_state_dim"])
-    heads = int(asked.get("mamba_num_heads") or 2 * int(asked["hidden_size"]) // width)
+    width, of_states = int(arguments["mamba_head_dim"]), int(arguments["mamba_num_groups"])
+    of_states *= int(arguments["mamba_state_dim"])
+    heads = int(arguments.get("mamba_num_heads") or 2 * int(arguments["hidden_size"]) // width)
     rows = {"z": heads * width, "x": heads * width, "B": of_states, "C": of_states, "dt": heads}
     return {block: rows[block] for block in _BLOCKS[tail]}
 

@@ -41,7 +41,7 @@ def optimizer_state(
     optimizer: Unpickled,
     buffers: Unpickled,
     chunks: Iterable[Iterable[Param]],
-    asked: Arguments,
+    arguments: Arguments,
     stage: int,
     hint: str = "",
 ) -> list[State]:
@@ -54,7 +54,7 @@ def optimizer_state(
     """
     try:
         params = [list(chunk) for chunk in chunks]
-        return list(_state(optimizer, buffers, params, asked, stage))
+        return list(_state(optimizer, buffers, params, arguments, stage))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"{what} does not fit the model beside it ({error}){hint}; --no-load-optim does without"
@@ -62,23 +62,23 @@ def optimizer_state(
 
 
 def _state(
-    optimizer: Unpickled, buffers: Unpickled, chunks: Chunks, asked: Arguments, stage: int
+    optimizer: Unpickled, buffers: Unpickled, chunks: Chunks, arguments: Arguments, stage: int
 ) -> Iterator[State]:
     if isinstance(optimizer, list) or isinstance(buffers, list):
         for which in (False, True):
             mine = [[p for p in chunk if is_expert(p[0]) is which] for chunk in chunks]
             one = optimizer[which] if isinstance(optimizer, list) else optimizer
             if any(mine) and buffers is not None:
-                yield from _from_buffers(buffers[which], mine, asked, stage, which)
+                yield from _from_buffers(buffers[which], mine, arguments, stage, which)
             elif any(mine):
-                yield from _state(one, None, mine, asked, stage)
+                yield from _state(one, None, mine, arguments, stage)
         return
     if buffers is not None:
-        yield from _from_buffers(buffers, chunks, asked, stage)
+        yield from _from_buffers(buffers, chunks, arguments, stage)
         return
     inner = optimizer.get("optimizer", optimizer)
     groups = inner["param_groups"]
-    members = _members(groups, [param for chunk in chunks for param in chunk], asked)
+    members = _members(groups, [param for chunk in chunks for param in chunk], arguments)
     for group, params in zip(groups, members, strict=True):
         for index, (name, array) in zip(group["params"], params, strict=True):
             for kind, value in inner["state"].get(index, {}).items():
@@ -94,25 +94,25 @@ def _state(
 
 
 def _members(
-    groups: Sequence[StateDict], params: Sequence[Param], asked: Arguments
+    groups: Sequence[StateDict], params: Sequence[Param], arguments: Arguments
 ) -> list[list[Param]]:
     """Return the parameters of each group."""
     sorts = [(float(g.get("wd_mult", 1.0)), bool(g.get("is_decoupled_lr"))) for g in groups]
     members: list[list[Param]] = [[] for _ in groups]
     for name, array in params:
-        members[sorts.index(group_of(name, len(array.shape), asked))].append((name, array))
+        members[sorts.index(group_of(name, len(array.shape), arguments))].append((name, array))
     return members
 
 
-def group_of(name: str, num_dims: int, asked: Arguments) -> tuple[float, bool]:
+def group_of(name: str, num_dims: int, arguments: Arguments) -> tuple[float, bool]:
     """Return (weight decay multiplier, whether --decoupled-lr applies) of a parameter."""
     decays = 0.0 if name.endswith(".bias") or num_dims == 1 else 1.0
     is_end = is_vocabulary(name) or name.startswith("embedding.")
-    return decays, is_end and asked.get("decoupled_lr") is not None
+    return decays, is_end and arguments.get("decoupled_lr") is not None
 
 
 def numbered_groups(
-    known: Sequence[StateDict], params: Sequence[tuple[str, int]], asked: Arguments
+    known: Sequence[StateDict], params: Sequence[tuple[str, int]], arguments: Arguments
 ) -> list[tuple[StateDict, list[str]]]:
     """Return (group with its parameter numbers, names) pairs, in order of first appearance.
 
@@ -121,7 +121,7 @@ def numbered_groups(
     by_sort = {(float(g["wd_mult"]), bool(g["is_decoupled_lr"])): g for g in known}
     met: dict[tuple[float, bool], list[str]] = {}
     for name, num_dims in params:
-        met.setdefault(group_of(name, num_dims, asked), []).append(name)
+        met.setdefault(group_of(name, num_dims, arguments), []).append(name)
     groups, done = [], 0
     for sort, names in met.items():
         numbers = list(range(done, done + len(names)))
@@ -133,16 +133,16 @@ def numbered_groups(
 def _from_buffers(
     buffers: Unpickled,
     chunks: Chunks,
-    asked: Arguments,
+    arguments: Arguments,
     stage: int,
     of_experts: bool = False,
 ) -> Iterator[State]:
-    is_tied = not asked.get("untie_embeddings_and_output_weights")
-    shares_embedding = is_tied and int(asked.get("pipeline_model_parallel_size") or 1) > 1
+    is_tied = not arguments.get("untie_embeddings_and_output_weights")
+    shares_embedding = is_tied and int(arguments.get("pipeline_model_parallel_size") or 1) > 1
     number = 0
     for chunk, params in enumerate(chunks):
         size, alignment, replicas = bucket_rules(
-            asked,
+            arguments,
             num_params=sum(prod(array.shape) for _, array in params),
             is_first=stage == 0 and chunk == 0,
             is_expert=of_experts,

@@ -33,8 +33,8 @@ COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_s
 def reference_values(common: Common) -> StateDict:
     """Convert `Contents.common`: command line, counters and scheduler, without the optimizer."""
     counters = common["counters"]
-    asked = json.loads(json.dumps(common["args"]))  # no classes of this project in the pickle
-    args = {name: _restored(name, value) for name, value in asked.items()}
+    arguments = json.loads(json.dumps(common["args"]))  # no classes of this project in the pickle
+    args = {name: _restored(name, value) for name, value in arguments.items()}
     args |= {name: counters[name] for name in COUNTERS}
     is_both = args.get("model_kind") == "t5"
     kind = ModelType.encoder_and_decoder if is_both else ModelType.encoder_or_decoder

@@ -38,9 +38,9 @@ class TorchDcpReader(ForeignReader):
         super().__init__(folder)
         index = DcpIndex(folder, self._map)
         with parsing(folder / METADATA):
-            self._take(index)
+            self._read_index(index)
 
-    def _take(self, index: DcpIndex) -> None:
+    def _read_index(self, index: DcpIndex) -> None:
         """Set ``values`` and ``tensors`` from the index."""
         self.values = state = _nested(index)
         model = state.get(_MODEL)
@@ -114,17 +114,17 @@ def _nested(index: DcpIndex) -> StateDict:
     for name in ("args", "iteration", "checkpoint_version", "opt_param_scheduler"):
         if isinstance(root.get(name), DcpTensor):
             root[name] = root[name].chunks[0].array()
-    return {name: _with_lists(value, name) for name, value in root.items()}
+    return {name: _dicts_to_lists(value, name) for name, value in root.items()}
 
 
-def _with_lists(tree: Nested, name: object) -> Nested:
+def _dicts_to_lists(tree: Nested, name: object) -> Nested:
     """Convert dicts with integer keys, left by flattening, back to lists.
 
     The ``state`` of an optimizer stays a dict.
     """
     if not isinstance(tree, dict):
         return tree
-    items = {key: _with_lists(value, key) for key, value in tree.items()}
+    items = {key: _dicts_to_lists(value, key) for key, value in tree.items()}
     is_list = items and name != "state" and all(isinstance(key, int) for key in items)
     return [items[key] for key in sorted(items)] if is_list else items
 

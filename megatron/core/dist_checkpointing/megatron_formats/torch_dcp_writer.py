@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.format import (
     Format,
     RankReport,
-    Share,
+    RankSave,
     check_written_once,
     merge_tensors,
 )
@@ -31,7 +31,11 @@ from megatron.core.dist_checkpointing.mapping import split_rows
 from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import STATE_PREFIX
 from megatron.core.dist_checkpointing.megatron_formats.model_order import ordered_names
-from megatron.core.dist_checkpointing.megatron_formats.names import cut_of, is_buffer, split_state
+from megatron.core.dist_checkpointing.megatron_formats.names import (
+    is_buffer,
+    sharding_of,
+    split_state,
+)
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import group_of
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     grad_scaler,
@@ -58,26 +62,28 @@ class _Stored:
     key: str
 
 
-def write_rank_files(share: Share, *, in_halves: bool = False) -> RankReport:
+def write_rank_files(rank_save: RankSave, *, in_halves: bool = False) -> RankReport:
     """Write and fsync the file of one rank.  Not collective.  Raises OSError.
 
     ``in_halves``: write the halves of gated MLPs as two tensors, ``_w`` and ``_v``.
     """
-    file = DcpFile(share.folder, share.rank, 0, share.iteration)
+    file = DcpFile(rank_save.folder, rank_save.rank, 0, rank_save.iteration)
     report = RankReport()
-    for tensor in share.tensors:
-        is_cut = in_halves and cut_of(split_state(tensor.key)[1], share.asked).blocks == (1, 1)
+    for tensor in rank_save.tensors:
+        has_halves = in_halves and sharding_of(
+            split_state(tensor.key)[1], rank_save.arguments
+        ).blocks == (1, 1)
         parts = iter([tensor])
-        if is_cut:
+        if has_halves:
             parts = split_rows(tensor, [tensor.global_shape[0] // 2] * 2)
-        for suffix, part in zip(_HALVES if is_cut else ("",), parts, strict=True):
+        for suffix, part in zip(_HALVES if has_halves else ("",), parts, strict=True):
             report.tensors[tensor.key + suffix] = {
                 "shape": list(part.global_shape),
                 "dtype": str(part.dtype).removeprefix("torch."),
                 "pieces": [file.add_box(p.data.to(part.dtype), p.offset) for p in part.pieces],
             }
-    if share.rank_state is not None:
-        report.objects[_RNG] = share.rank_state[_RNG]
+    if rank_save.rank_state is not None:
+        report.objects[_RNG] = rank_save.rank_state[_RNG]
     report.files[file.name] = file.close()
     return report
 
@@ -117,12 +123,12 @@ def complete(
 
 def _by_name(stored: Mapping[str, TensorEntry], common: Common) -> StateDict:
     """Return the nested state dict of ``fsdp_dtensor``, with `_Stored` for the ranks' tensors."""
-    asked = common["args"]
-    every = range(int(asked.get("num_experts") or 0))
+    arguments = common["args"]
+    every = range(int(arguments.get("num_experts") or 0))
     weights = {name.removesuffix("_w").removesuffix("_v") for name in stored}
     names = [
         (local + suffix, name + suffix)
-        for local, name in ordered_names(weights, asked, experts=every)
+        for local, name in ordered_names(weights, arguments, experts=every)
         for suffix in ("", *_HALVES)
         if name and name + suffix in stored
     ]
@@ -144,7 +150,7 @@ def _by_name(stored: Mapping[str, TensorEntry], common: Common) -> StateDict:
         keys = {kind: f"{STATE_PREFIX}{kind}.{name}" for kind in _KINDS}
         found = {_KINDS[kind]: _Stored(key) for kind, key in keys.items() if key in stored}
         of_param[inside] = {"step": step, **found}
-        meta[inside] = groups[group_of(name, len(stored[name]["shape"]), asked)]
+        meta[inside] = groups[group_of(name, len(stored[name]["shape"]), arguments)]
     inner = {"state": of_param, "param_to_group_meta": meta}
     state["optimizer"] = {**inner, **grad_scaler(common)}
     return state
@@ -160,9 +166,9 @@ _KINDS = {
 
 def _numbered(stored: Mapping[str, TensorEntry], common: Common) -> StateDict:
     """Return the nested state dict of ``torch_dcp``, with `_Stored` for the ranks' tensors."""
-    asked = common["args"]
-    every = range(int(asked.get("num_experts") or 0))
-    names = [pair for pair in ordered_names(stored, asked, experts=every) if pair[1]]
+    arguments = common["args"]
+    every = range(int(arguments.get("num_experts") or 0))
+    names = [pair for pair in ordered_names(stored, arguments, experts=every) if pair[1]]
     state = reference_values(common)
     state["model"] = {local: _Stored(name) for local, name in names}
     if common.get("optimizer") is None:

@@ -43,9 +43,9 @@ from megatron.core.dist_checkpointing.megatron_formats.model_order import ordere
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
     blocks_of,
-    cut_of,
     is_buffer,
     our_name,
+    sharding_of,
     split_block,
     split_stack,
     split_state,
@@ -127,7 +127,7 @@ class TorchDistReader(ForeignReader):
             )
 
     def _cut(self, name: str) -> int | None:
-        return cut_of(name, self.args).dim
+        return sharding_of(name, self.args).dim
 
     def _rng_state(self, rank: int) -> Unpickled | None:
         at, sizes = self._coordinate(rank), dict(self.manifest.layout["dense"])
@@ -153,7 +153,9 @@ def _share(found: tuple[torch.dtype, Sequence[ForeignPiece]], dim: int | None, t
     return _Share(tuple(shape), dtype)
 
 
-def _pieces(key: str, tensor: DcpTensor, asked: Arguments) -> Iterator[tuple[str, ForeignPiece]]:
+def _pieces(
+    key: str, tensor: DcpTensor, arguments: Arguments
+) -> Iterator[tuple[str, ForeignPiece]]:
     """Yield the boxes of a stored tensor with our keys, one per layer and expert."""
     prefix, name = split_state(key)
     half = _HALVES.get(name[-2:])
@@ -163,7 +165,7 @@ def _pieces(key: str, tensor: DcpTensor, asked: Arguments) -> Iterator[tuple[str
     if half:
         first = (tensor.unflattened or tensor.shape)[dims]
     elif block:
-        blocks = blocks_of(name, asked)
+        blocks = blocks_of(name, arguments)
         first = sum(list(blocks.values())[: list(blocks).index(block)])
     for chunk in tensor.chunks:
         for box in _boxes(tensor, chunk):
@@ -202,11 +204,13 @@ def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[ForeignPiece]:
     if tensor.unflattened is None:
         yield chunk
         return
-    share = tuple(n // cuts for n, cuts in zip(tensor.unflattened, tensor.shape, strict=False))
-    first = tuple(i * n for i, n in zip(chunk.offset, share, strict=False))
+    shard_shape = tuple(
+        n // count for n, count in zip(tensor.unflattened, tensor.shape, strict=False)
+    )
+    first = tuple(i * n for i, n in zip(chunk.offset, shard_shape, strict=False))
     begin = chunk.offset[-1]
     done = 0
-    for offset, shape in flat_boxes(share, begin, begin + chunk.shape[-1]):
+    for offset, shape in flat_boxes(shard_shape, begin, begin + chunk.shape[-1]):
         moved = tuple(map(sum, zip(first, offset, strict=True)))
         yield ForeignPiece(moved, shape, partial(_stretch, chunk.array, done, shape))
         done += prod(shape)

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.format import (
     Format,
     RankReport,
-    Share,
+    RankSave,
     check_written_once,
     merge_tensors,
 )
@@ -73,13 +73,13 @@ _RNG = "rng_state"
 _MATRIX = re.compile(r"((?:\w+coder|mtp)\.layers\..*\b(?:linear_\w+|\w+_proj))\.weight(?:\.z)?$")
 
 
-def write_rank_files(share: Share) -> RankReport:
+def write_rank_files(rank_save: RankSave) -> RankReport:
     """Write and fsync the file of one rank.  Not collective.  Raises OSError."""
-    asked, rank_state = share.asked, share.rank_state
-    file = DcpFile(share.folder, share.rank, 0, share.iteration)
+    arguments, rank_state = rank_save.arguments, rank_save.rank_state
+    file = DcpFile(rank_save.folder, rank_save.rank, 0, rank_save.iteration)
     report = RankReport()
-    for tensor in (part for whole in share.tensors for part in _in_blocks(whole, asked)):
-        key, stack = _reference_key(tensor.key, asked)
+    for tensor in (part for whole in rank_save.tensors for part in _in_blocks(whole, arguments)):
+        key, stack = _reference_key(tensor.key, arguments)
         is_plain = not stack and len(tensor.global_shape) < 2  # flat ranges of a vector are boxes
         is_flat = tensor.is_flat and key.startswith(STATE_PREFIX) and not is_plain
         found = report.tensors.get(key)
@@ -87,7 +87,7 @@ def write_rank_files(share: Share) -> RankReport:
             "shape": list(tensor.global_shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "pieces": [] if found is None else found["pieces"],
-            "cut": list(tensor.cut) if is_flat else None,
+            "cut": list(tensor.sharding) if is_flat else None,
             "num_stacked": len(stack),
         }
         report.tensors[key] = entry
@@ -95,13 +95,13 @@ def write_rank_files(share: Share) -> RankReport:
             front = stack
             values = values.to(tensor.dtype)
             if is_flat:
-                front += _share_of(offset, tensor)
-                offset, values = (_start_in_share(offset, tensor),), values.reshape(-1)
+                front += _shard_index(offset, tensor)
+                offset, values = (_start_in_shard(offset, tensor),), values.reshape(-1)
             whole = (1,) * len(front) + tuple(values.shape)
             entry["pieces"].append(file.add_box(values.reshape(whole), [*front, *offset]))
     if rank_state is not None:
         state = [[reference_rng(rank_state["rng_state"])]]
-        report.objects[f"{_RNG}/{share.rank}"] = file.add(state)
+        report.objects[f"{_RNG}/{rank_save.rank}"] = file.add(state)
     report.files[file.name] = file.close()
     return report
 
@@ -187,26 +187,26 @@ def _rng_shards(common: Common) -> dict[str, str]:
     }
 
 
-def _in_blocks(tensor: ShardedTensor, asked: Arguments) -> Iterator[ShardedTensor]:
+def _in_blocks(tensor: ShardedTensor, arguments: Arguments) -> Iterator[ShardedTensor]:
     """Yield one tensor for each block of a mixer tensor; other tensors unchanged."""
-    blocks = blocks_of(split_state(tensor.key)[1], asked)
+    blocks = blocks_of(split_state(tensor.key)[1], arguments)
     if not blocks:
         yield tensor
         return
     parts = split_rows(tensor, list(blocks.values()))
     for block, part in zip(blocks, parts, strict=True):
-        cut = (0, tensor.cut[1] // len(blocks))
-        yield replace(part, key=f"{tensor.key}.{block}", cut=cut)
+        sharding = (0, tensor.sharding[1] // len(blocks))
+        yield replace(part, key=f"{tensor.key}.{block}", sharding=sharding)
 
 
-def _reference_key(key: str, asked: Arguments) -> tuple[str, tuple[int, ...]]:
+def _reference_key(key: str, arguments: Arguments) -> tuple[str, tuple[int, ...]]:
     """Return Megatron-LM's key, and the layer and expert numbers at which the tensor is stacked."""
     if key.endswith(AMAX_HISTORY):  # not in Megatron-LM, and not in every layer
         return key, ()
     prefix, name = split_state(key)
-    name, stack = fused_name(name, asked), []
+    name, stack = fused_name(name, arguments), []
     layer = split_layer(name)
-    if layer is not None and layers_are_alike(asked):
+    if layer is not None and layers_are_alike(arguments):
         name = f"{layer[0]}.{layer[2]}"
         stack.append(layer[1])
     if expert := split_expert(name):
@@ -217,35 +217,35 @@ def _reference_key(key: str, asked: Arguments) -> tuple[str, tuple[int, ...]]:
 
 def _boxes(tensor: ShardedTensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yield offset and values of the pieces, split so that none crosses a shard boundary."""
-    dim, cuts = tensor.cut
+    dim, num_shards = tensor.sharding
     for piece in tensor.pieces:
         if not tensor.global_shape:
             yield (), piece.data
             continue
-        share = tensor.global_shape[dim] // cuts
+        shard_size = tensor.global_shape[dim] // num_shards
         begin, end = piece.offset[dim], piece.offset[dim] + piece.shape[dim]
         while begin < end:
-            stop = min(end, (begin // share + 1) * share)
+            stop = min(end, (begin // shard_size + 1) * shard_size)
             offset = (*piece.offset[:dim], begin, *piece.offset[dim + 1 :])
             yield offset, piece.data.narrow(dim, begin - piece.offset[dim], stop - begin)
             begin = stop
 
 
-def _share_shape(tensor: ShardedTensor) -> list[int]:
-    dim, cuts = tensor.cut
-    return [n // cuts if d == dim else n for d, n in enumerate(tensor.global_shape)]
+def _shard_shape(tensor: ShardedTensor) -> list[int]:
+    dim, num_shards = tensor.sharding
+    return [n // num_shards if d == dim else n for d, n in enumerate(tensor.global_shape)]
 
 
-def _share_of(offset: tuple[int, ...], tensor: ShardedTensor) -> tuple[int, ...]:
+def _shard_index(offset: tuple[int, ...], tensor: ShardedTensor) -> tuple[int, ...]:
     """Return the index of the shard at ``offset`` along each dimension."""
-    return tuple(o // n for o, n in zip(offset, _share_shape(tensor), strict=True))
+    return tuple(o // n for o, n in zip(offset, _shard_shape(tensor), strict=True))
 
 
-def _start_in_share(offset: tuple[int, ...], tensor: ShardedTensor) -> int:
+def _start_in_shard(offset: tuple[int, ...], tensor: ShardedTensor) -> int:
     """Return the index of the element at ``offset`` in the flattened shard."""
-    share = _share_shape(tensor)
+    shape = _shard_shape(tensor)
     return sum(
-        o % n * prod(share[d + 1 :]) for d, (o, n) in enumerate(zip(offset, share, strict=True))
+        o % n * prod(shape[d + 1 :]) for d, (o, n) in enumerate(zip(offset, shape, strict=True))
     )
 
 
@@ -254,6 +254,6 @@ def _flat_shape(stacked: list[int], own: list[int], cut: list[int]) -> list[int]
 
     The dimensions of stacked layers and experts come first.
     """
-    dim, cuts = cut
-    counts = [cuts if d == dim else 1 for d in range(len(own))]
-    return [*stacked, *counts, prod(own) // cuts]
+    dim, num_shards = cut
+    counts = [num_shards if d == dim else 1 for d in range(len(own))]
+    return [*stacked, *counts, prod(own) // num_shards]

@@ -5,8 +5,8 @@
         distrib_optim.pt      buffers of the distributed optimizer
 
 Names in a file are local: layers are numbered from 0 in every model chunk, experts on every rank.
-The name determines how a tensor is sharded (`names.cut_of`).  Optimizer state has no names: it is
-in the order of the parameter groups (`optimizer_order`), or of the buffers (`buffers`).  With
+The name determines how a tensor is sharded (`names.sharding_of`).  Optimizer state has no names: it
+is in the order of the parameter groups (`optimizer_order`), or of the buffers (`buffers`).  With
 expert parallelism, experts have a separate optimizer.
 """
 
@@ -61,11 +61,11 @@ class TorchLegacyReader(ForeignReader):
         met: set[tuple[int, ...]] = set()
         for rank in sorted(self._ranks):
             with parsing(folder / folder_name(rank, self.args) / MODEL_FILE):
-                self._take(rank, met)
+                self._add_rank(rank, met)
         with parsing(folder):
             self._finish()
 
-    def _take(self, rank: Rank, met: set[tuple[int, ...]]) -> None:
+    def _add_rank(self, rank: Rank, met: set[tuple[int, ...]]) -> None:
         """Add the tensors of ``rank``; ``met`` has the shards already added."""
         params = [
             list(self._params(rank, c, self._models[rank][c]))
@@ -75,9 +75,9 @@ class TorchLegacyReader(ForeignReader):
         trained = [[p for p in chunk if not is_buffer(p[0])] for chunk in params]
         for kind, name, array in self._optimizer_state(rank, self._ranks[rank], trained):
             state.append((f"{STATE_PREFIX}{kind}.", name, array))
-        self._place_new(rank, state, met)
+        self._add_new_shards(rank, state, met)
 
-    def _place_new(
+    def _add_new_shards(
         self, rank: Rank, state: list[tuple[str, str, StoredArray]], met: set[tuple[int, ...]]
     ) -> None:
         """Add the shards that no earlier rank added: files of several ranks repeat shards.
@@ -90,9 +90,9 @@ class TorchLegacyReader(ForeignReader):
         met.update(is_new)
         for prefix, whole_name, whole in state:
             for name, array in self._experts_apart(whole_name, whole, ep):
-                share = (expert_tp, pp, ep) if split_expert(name) else (tp, pp)
-                if is_new[share]:
-                    self._place(prefix, name, share[0], array)
+                shard = (expert_tp, pp, ep) if split_expert(name) else (tp, pp)
+                if is_new[shard]:
+                    self._place(prefix, name, shard[0], array)
 
     def _experts_apart(
         self, name: str, array: StoredArray, ep: int
@@ -129,10 +129,10 @@ class TorchLegacyReader(ForeignReader):
             with parsing(path / MODEL_FILE):
                 if not isinstance(content, dict) or not _models(content):
                     raise CheckpointError(f"{path / MODEL_FILE} holds no model")
-                asked = vars(content["args"]) if content.get("args") is not None else {}
-                check_args(asked)
+                arguments = vars(content["args"]) if content.get("args") is not None else {}
+                check_args(arguments)
             numbers = [int(number) for number in found.groups() if number is not None]
-            if len(numbers) == 2 and degree(asked, "pipeline") == 1:
+            if len(numbers) == 2 and degree(arguments, "pipeline") == 1:
                 numbers.insert(1, 0)  # the second number is the expert-parallel rank
             tp, pp, ep = (*numbers, 0, 0)[:3]
             ranks[tp, pp, ep] = content
@@ -209,13 +209,13 @@ def _num_layers(model: Mapping[str, StoredArray]) -> int:
     return len({layer[:2] for layer in layers if layer})
 
 
-def ranks_of(asked: Arguments) -> list[Rank]:
+def ranks_of(arguments: Arguments) -> list[Rank]:
     """Return the ranks that have a file: one for each shard of experts and of other tensors.
 
     Raises CheckpointError if a file would need several shards of one expert.
     """
-    tp, pp, ep = (degree(asked, kind) for kind in ("tensor", "pipeline", "expert"))
-    expert_tp = expert_tensor_degree(asked)
+    tp, pp, ep = (degree(arguments, kind) for kind in ("tensor", "pipeline", "expert"))
+    expert_tp = expert_tensor_degree(arguments)
     if tp % expert_tp:
         raise CheckpointError(
             f"format torch has no files for --expert-tensor-parallel-size {expert_tp} with "
@@ -226,8 +226,8 @@ def ranks_of(asked: Arguments) -> list[Rank]:
     return [(t, stage, e) for stage in range(pp) for t, e in both]
 
 
-def folder_name(rank: Rank, asked: Arguments) -> str:
+def folder_name(rank: Rank, arguments: Arguments) -> str:
     """Return the folder name of a rank."""
-    stage = f"_{rank[1]:03d}" if degree(asked, "pipeline") > 1 else ""
-    expert = f"_{rank[2]:03d}" if degree(asked, "expert") > 1 else ""
+    stage = f"_{rank[1]:03d}" if degree(arguments, "pipeline") > 1 else ""
+    expert = f"_{rank[2]:03d}" if degree(arguments, "expert") > 1 else ""
     return f"mp_rank_{rank[0]:02d}{stage}{expert}"

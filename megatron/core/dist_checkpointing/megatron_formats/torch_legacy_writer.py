@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.format import (
     SAFETENSORS_DIST,
     Format,
     RankReport,
-    Share,
+    RankSave,
     files_of,
 )
 from megatron.core.dist_checkpointing.manifest import (
@@ -40,10 +40,10 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
 from megatron.core.dist_checkpointing.megatron_formats.model_order import ordered_names
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
-    cut_of,
     is_buffer,
     is_expert,
     is_vocabulary,
+    sharding_of,
     split_layer,
     split_state,
 )
@@ -79,11 +79,11 @@ _PARTS = "parts"
 _Buffers = dict[str | int, object]  # number of a buffer -> its state; also `buckets_coalesced`
 
 
-def write_rank_files(share: Share) -> RankReport:
+def write_rank_files(rank_save: RankSave) -> RankReport:
     """Write this rank's share in our own format, in a subfolder.  Local.  Raises OSError."""
-    parts = share.folder / _PARTS
+    parts = rank_save.folder / _PARTS
     parts.mkdir(exist_ok=True)
-    report = SAFETENSORS_DIST.write_rank_files(replace(share, folder=parts))
+    report = SAFETENSORS_DIST.write_rank_files(replace(rank_save, folder=parts))
     return RankReport(objects=asdict(report))
 
 
@@ -168,7 +168,7 @@ class _Tree:
         chunks = [list(self._names(pp, chunk, experts)) for chunk in range(self._num_chunks())]
         for number, names in enumerate(chunks):
             key = "model" if len(chunks) == 1 else f"model{number}"
-            content[key] = {local: self._share(name, tp) for local, name in names}
+            content[key] = {local: self._shard(name, tp) for local, name in names}
         params = [[n for _, n in names if n and not is_buffer(n)] for names in chunks]
         buffers = None
         if self.common.get("optimizer") is not None:
@@ -210,12 +210,12 @@ class _Tree:
         size = len(found) // num_stages
         return range(stage * size, (stage + 1) * size)
 
-    def _share(self, name: str, tp: int, prefix: str = "") -> Tensor | None:
+    def _shard(self, name: str, tp: int, prefix: str = "") -> Tensor | None:
         """Return the shard of a tensor-parallel rank."""
         if not name:
             return None
         stored = self.reader.tensors[prefix + name]
-        dim, blocks = cut_of(name, self.args)
+        dim, blocks = sharding_of(name, self.args)
         count = expert_tensor_degree(self.args) if is_expert(name) else self.tp
         shape = list(stored.shape)
         if dim is None:
@@ -242,9 +242,9 @@ class _Tree:
         """Return optimizer state; fp32 weights are their own main parameters."""
         prefix = f"{STATE_PREFIX}{kind}."
         is_stored = prefix + name in self.reader.tensors
-        share = self._share(name, tp, prefix if is_stored else "")
-        assert share is not None
-        return share
+        shard = self._shard(name, tp, prefix if is_stored else "")
+        assert shard is not None
+        return shard
 
     def _optimizers(self, chunks: list[list[str]], tp: int, pp: int) -> tuple[object, object]:
         """Return the entry of the optimizer, and the contents of the buffer file.
@@ -274,8 +274,8 @@ class _Tree:
             return state, self._buffers(chunks, tp, pp, of_experts)
         kinds = {key.removeprefix(STATE_PREFIX).split(".")[0] for key in stored}
         kinds &= {"exp_avg", "exp_avg_sq", "momentum_buffer"}
-        share = partial(self._state, tp)
-        return numbered_optimizer(common, params, kinds, share), None
+        shard = partial(self._state, tp)
+        return numbered_optimizer(common, params, kinds, shard), None
 
     def _buffers(self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool) -> _Buffers:
         is_tied = OUTPUT not in self.reader.tensors and self.pp > 1
