@@ -117,7 +117,9 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
     saving.wait_for_copies = open_and_wait
     config = SimpleNamespace(optimizer=SimpleNamespace(barrier_with_L1_time=False))
     train_step._update(
-        SimpleNamespace(pending_save=saving, optimizer=optimizer, timers=MagicMock(), config=config)
+        SimpleNamespace(
+            pending_save=saving, optimizer=optimizer, timers=MagicMock(), config=config, phase=""
+        )
     )
     assert steps == [True]
     weight.zero_()
