@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -28,6 +29,16 @@ def same_environment() -> Iterator[None]:
     # The second is torch's, from importing its compiler.
     changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
     assert not changed, f"the test left environment variables changed: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def same_root_logger() -> Iterator[None]:
+    """A test leaves level and handlers of the root logger as it found them."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)

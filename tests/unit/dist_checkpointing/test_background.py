@@ -8,7 +8,6 @@ import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -27,7 +26,9 @@ from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.step import train_step
+from tests.unit.arguments.commands import run_of
 from tests.unit.dist_checkpointing.tiny import global_tensors, names_in, records, shares
+from tests.unit.small_run import small_run
 
 
 def contents(seed: int) -> tuple[Contents, list[torch.Tensor]]:
@@ -115,12 +116,7 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
         wait()
 
     saving.wait_for_copies = open_and_wait
-    config = SimpleNamespace(optimizer=SimpleNamespace(barrier_with_L1_time=False))
-    train_step._update(
-        SimpleNamespace(
-            pending_save=saving, optimizer=optimizer, timers=MagicMock(), config=config, phase=""
-        )
-    )
+    train_step._update(small_run(run_of(), pending_save=saving, optimizer=optimizer))
     assert steps == [True]
     weight.zero_()
     with CheckpointReader(saving.wait().folder) as reader:
