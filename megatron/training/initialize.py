@@ -363,7 +363,8 @@ def fail(error: Exception) -> None:
     text = f"{type(error).__name__}: {error}"
     print(text, file=sys.stderr, flush=True)
     first, *more = text.splitlines()
-    tell_launcher(f"{first.rstrip(':')} ({len(more)} reasons, above)" if more else text)
+    count = "1 reason" if len(more) == 1 else f"{len(more)} reasons"
+    tell_launcher(f"{first.rstrip(':')} ({count}, printed above)" if more else text)
 
 
 def fail_before_start(error: Exception) -> None:

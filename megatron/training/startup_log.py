@@ -65,7 +65,9 @@ def print_attention_backends(run: Runtime) -> None:
         return
     kinds = dict.fromkeys(model.cp_comm_type) if model.context_parallel_size > 1 else ("",)
     if _engine_computes(run):
-        print_rank_0("attention: Transformer Engine's; what it cannot do:")
+        print_rank_0(
+            "attention: Transformer Engine; PyTorch computes calls that it does not support:"
+        )
     for kind in kinds:
         print_rank_0(f"attention backends{f' with {kind}' if kind else ''}:")
         for row in attention_report(model.attention_backend, _attention_request(run.config, kind)):
@@ -106,27 +108,27 @@ def print_fused_operations(run: Runtime) -> None:
     print_rank_0(f"fused operations: {backend}")
     if backend.startswith("kernels"):
         for operation, reason in _unfused_operations(run.config):
-            print_rank_0(f"    not {operation}: {reason}")
+            print_rank_0(f"    not fused: {operation} ({reason})")
     is_split = backend.endswith("C++") and model.bf16 and is_adam
     if is_split and not is_fully_sharded(run.config.ddp):
-        print_rank_0("    fp32 main parameters: 16 bits beside each bf16 weight")
+        print_rank_0("    fp32 main parameters: each bf16 weight and a 16-bit remainder")
 
 
 def _unfused_operations(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield each operation that could be fused and is not, with the reason."""
     model = config.model
     if model.gated_linear_unit and not model.bias_swiglu_fusion:
-        yield "the gated activation", "--no-bias-swiglu-fusion"
+        yield "gated activation", "--no-bias-swiglu-fusion"
     has_rope = config.language_model.position_embedding_type == "rope"
     if has_rope and not model.apply_rope_fusion:
-        yield "rotary positions", "--no-rope-fusion"
+        yield "rotary position embedding", "--no-rope-fusion"
     if device.launches_kernels(device.current()):
         if not model.bias_dropout_fusion:
-            yield "bias, dropout and residual", "--no-bias-dropout-fusion"
+            yield "bias-dropout-add", "--no-bias-dropout-fusion"
         return
     if not model.masked_softmax_fusion:
-        yield "the causal softmax", "--no-masked-softmax-fusion"
-    yield "bias, dropout and residual", "PyTorch's own operations are as fast"
+        yield "causal softmax", "--no-masked-softmax-fusion"
+    yield "bias-dropout-add", "PyTorch is as fast"
 
 
 def print_gradient_accumulation_fusion(run: Runtime) -> None:
@@ -140,7 +142,7 @@ def print_gradient_accumulation_fusion(run: Runtime) -> None:
     elif any(hasattr(p, "main_grad") for p in params):
         answer = f"no, slower here for {run.config.model.params_dtype} GEMMs and fp32 sums"
     else:
-        answer = "no, gradients stay where autograd puts them"
+        answer = "no, the parameters have no gradient buffer"
     print_rank_0(f"gradient accumulation fused: {answer}")
 
 

@@ -105,7 +105,7 @@ def gather(rank: int, world_size: int) -> list[torch.dtype]:
     assert group is not None
     params = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in NUMELS]
     for param in params:
-        set_info(param, ParamInfo(global_shape=(param.numel(),), travels_as_codes=True))
+        set_info(param, ParamInfo(global_shape=(param.numel(),), gathered_as_codes=True))
     layout = plan_buffer(NUMELS, 200, param_alignment=64, bucket_multiple=2 * 128)
     buffer = ParamBuffer(params, layout, group, one_rank())
     assert len(buffer.buckets) == 2

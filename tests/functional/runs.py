@@ -1,4 +1,4 @@
-"""Whole training runs on forked ranks: the real command line, the real loop."""
+"""Complete training runs on forked ranks, with the real command line and training loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TINY = (
 def run_gpt(
     folder: Path, *flags: str, world_size: int = 1, base: Sequence[str] = TINY, **options: Any
 ) -> list[dict[str, Any]]:
-    """Train on ``world_size`` ranks; returns the metrics that the run wrote, a dict a line."""
+    """Train on ``world_size`` ranks; return the metrics of the run, one dict per line."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics = folder / "metrics.jsonl"
     argv = [*base, "--metrics-file", str(metrics), *flags]
@@ -45,9 +45,10 @@ def run_gpt(
 
 
 def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
-    """What pretrain_gpt.py does, or the entry script of --model-kind, on initialised groups.
+    """Run pretrain_gpt.py, or the entry script of --model-kind, on initialised process groups.
 
-    What is to lie in host memory has a place apart there, as beside a GPU, also where it is small.
+    With --optimizer-cpu-offload or --cpu-offloading, host memory counts as separate from device
+    memory, as on a GPU, and small activations are offloaded too.
     """
     argv = [*argv, "--device", "cuda"] if host_gpu.is_asked() else argv
     kind = argv[argv.index("--model-kind") + 1] if "--model-kind" in argv else "gpt"
@@ -76,7 +77,7 @@ def _host_apart(argv: Sequence[str]) -> Iterator[None]:
 
 @cache
 def defaults_of(entry: str) -> dict[str, Any]:
-    """The ``args_defaults`` that an entry script gives to `pretrain`."""
+    """Return the ``args_defaults`` that an entry script passes to `pretrain`."""
     calls = ast.walk(ast.parse((ROOT / entry).read_text()))
     (found,) = (
         keyword.value
@@ -92,7 +93,7 @@ def defaults_of(entry: str) -> dict[str, Any]:
 def run_gpt_in_virtual_ranks(
     folder: Path, *flags: str, ranks: int = 4
 ) -> tuple[list[dict[str, Any]], str]:
-    """The metrics of a run whose ranks are threads of one process, and what it printed."""
+    """Train on ranks that are threads of one process; return the metrics and stdout."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics = folder / "metrics.jsonl"
     argv = [*TINY, "--metrics-file", str(metrics), "--virtual-ranks", str(ranks), *flags]
@@ -101,32 +102,32 @@ def run_gpt_in_virtual_ranks(
 
 
 def _train_in_virtual_ranks(rank: int, world_size: int, argv: Sequence[str]) -> str:
-    dist.destroy_process_group()  # as where no launcher is
+    dist.destroy_process_group()  # as without a launcher
     with contextlib.redirect_stdout(io.StringIO()) as said:
         train_gpt(0, 1, argv)
     return said.getvalue()
 
 
 def losses(metrics: Sequence[dict[str, Any]], key: str = "lm loss") -> list[float]:
-    """The training losses in order."""
+    """Return the training losses in order."""
     return [line[key] for line in metrics if key in line]
 
 
 def without_times(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Losses, norms, learning rates, loss scale, counters of each line."""
+    """Return the metrics without durations, which differ between runs."""
     timed = ("time", "interval")
     return [{k: v for k, v in line.items() if not k.endswith(timed)} for line in metrics]
 
 
 def heard(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[str], str]:
-    """What a run prints: the lines on stdout, and stderr, where the sentence is that ends it."""
+    """Return what a run prints: the lines of stdout, and stderr with the error that ends it."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         complaint = refusal(rank, world_size, argv)
     return said.getvalue().splitlines(), complaint
 
 
 def refusal(rank: int, world_size: int, argv: Sequence[str]) -> str:
-    """What a run that cannot start prints on stderr."""
+    """Return the error messages (stderr) of a run that cannot start."""
     with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.suppress(SystemExit):
         train_gpt(rank, world_size, argv)
     return heard.getvalue()

@@ -160,7 +160,7 @@ def test_a_killed_run_goes_on_from_the_newest_short_lived_checkpoint(
     assert saved(tmp_path / "ck") == [3]
     assert saved(tmp_path / "ck" / SUBFOLDER) == [5]
     ((lines, _),) = run_ranks(heard, 1, [*TINY, *flags])
-    assert f"NOTE: {tmp_path / 'ck'}: going on from the short-lived" in "\n".join(lines)
+    assert f"NOTE: {tmp_path / 'ck'}: loading the non-persistent checkpoint" in "\n".join(lines)
     assert list(places(STEP, lines)) == [6]
     assert f"lm loss: {straight[-1]:.6E}" in "\n".join(lines)
     assert saved(tmp_path / "ck") == [3, 6]

@@ -29,4 +29,4 @@ def test_all_ranks_together_report_the_conflicts_of_a_command_line_once() -> Non
     assert ended.returncode != 0
     for problem in CONFLICTS.values():
         assert said.count(problem) == 1, said
-    assert "ConfigError: this run cannot start (5 reasons, above)" in said
+    assert "ConfigError: this run cannot start (5 reasons, printed above)" in said

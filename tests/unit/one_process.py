@@ -12,12 +12,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def one_rank() -> ProcessGroup:
-    """A group that has nobody to talk to."""
+    """Return a process group of size 1."""
     return ProcessGroup(0, 1)
 
 
 def one_process_groups() -> ProcessGroupCollection:
-    """Every axis off."""
+    """Return process groups with every parallel size 1."""
     group = one_rank()
     dense, expert = make_grids(1)
     grids = {"dense_grid": dense, "expert_grid": expert}
@@ -26,7 +26,7 @@ def one_process_groups() -> ProcessGroupCollection:
 
 
 def tiny_config(**changes: Any) -> TransformerConfig:
-    """Two layers of width 32 and four heads, no dropout."""
+    """Return a config of 2 layers, hidden size 32, 4 heads, no dropout, with ``changes``."""
     values: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,

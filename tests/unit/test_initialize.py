@@ -107,6 +107,16 @@ def test_the_launcher_repeats_what_was_wrong(
     assert message["message"] == "ConfigError: --lr is required"
 
 
+def test_a_report_of_one_reason_is_counted_in_the_singular(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    fail(ConfigError("this run cannot start:\n  --lr is required"))
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    expected = "ConfigError: this run cannot start (1 reason, printed above)"
+    assert message["message"] == expected
+
+
 def test_ranks_that_nobody_launched_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)

@@ -29,7 +29,7 @@ class BufferKey(NamedTuple):
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     is_expert: bool
-    travels_as_codes: bool = False
+    gathered_as_codes: bool = False
 
 
 class ParamSize(NamedTuple):

@@ -203,7 +203,7 @@ class DistributedDataParallel(DataParallelBase):
     def _size_of(self, param: nn.Parameter) -> ParamSize:
         info = info_of(param)
         grad_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else param.dtype
-        key = BufferKey(param.dtype, grad_dtype, info.is_expert, info.travels_as_codes)
+        key = BufferKey(param.dtype, grad_dtype, info.is_expert, info.gathered_as_codes)
         return ParamSize(param.numel(), key, is_alone=info.shared_over is not None)
 
     def _make_buffers(self, plan: BufferPlan, params: list[tuple[str, nn.Parameter]]) -> None:

@@ -177,7 +177,7 @@ class ParamBuffer:
     ) -> None:
         first = params[0]
         zeros = partial(torch.zeros, dtype=first.dtype, device=first.device)
-        is_codes = info_of(first).travels_as_codes
+        is_codes = info_of(first).gathered_as_codes
         whole = None if is_codes else zeros(layout.numel)
         self.buckets: list[ParamBucket] = []
         for bucket in layout.buckets:

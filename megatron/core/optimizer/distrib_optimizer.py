@@ -68,7 +68,7 @@ class DistributedOptimizer(MegatronOptimizer):
             grad_scaler=grad_scaler,
             check_for_nan=check_for_nan,
         )
-        if not all(p.has_main for p in self.params if p.info.travels_as_codes):
+        if not all(p.has_main for p in self.params if p.info.gathered_as_codes):
             for chunk in self.model_chunks:
                 # These parameters are their own main parameters: the update reads their old
                 # values, which the wrapper otherwise frees once it has the 8-bit codes.

@@ -138,7 +138,7 @@ def _directly(config: OptimizerConfig, info: ParamInfo, values: Tensor) -> tuple
     # An fp32 master is a bf16 weight and a 16-bit remainder; fp16 is not the upper half of fp32.
     is_whole = config.main_params_dtype == "fp32"
     # A weight gathered as 8-bit codes is no longer the upper half of its fp32 master.
-    if (is_whole and info.travels_as_codes) or not values.is_contiguous():
+    if (is_whole and info.gathered_as_codes) or not values.is_contiguous():
         return ()
     # Adam's CPU kernel is as fast on weight and remainder as on fp32: save the separate copy.
     if config.use_precision_aware_optimizer or (

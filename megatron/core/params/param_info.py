@@ -62,7 +62,7 @@ class ParamInfo:
     # Name of the group (of `ProcessGroupCollection`) whose stages hold one copy each and sum their
     # gradients; embd: word embedding that the output layer uses too.
     shared_over: str | None = None
-    travels_as_codes: bool = False  # the distributed optimizer all-gathers it as fp8 codes
+    gathered_as_codes: bool = False  # the distributed optimizer all-gathers it as fp8 codes
     is_duplicate: bool = False  # a copy of a parameter that another rank counts
     part: FlatPart | None = None  # None: this rank holds its complete tensor-parallel shard
     dtype: torch.dtype | None = None  # dtype in which layers compute, if stored in another (FSDP)

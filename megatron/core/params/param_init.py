@@ -118,7 +118,7 @@ def fill_parameter(param: Tensor, info: ParamInfo, seed: int) -> None:
         for _, view in pieces:
             view.fill_(1.0)
     elif info.init != "zeros":
-        assert info.name, "a parameter that is drawn needs a name: name_parameters comes first"
+        assert info.name, "a randomly initialised parameter has no name: call name_parameters"
         key = _key(seed, info.name)
         for offset, view in pieces:
             _fill_rows(*_rows(offset, view, info.global_shape), key, info)
@@ -172,7 +172,7 @@ def _distribute(words: tuple[Tensor, ...], info: ParamInfo) -> Tensor:
     out = torch.empty(*words[0].shape, 4, dtype=torch.float64, device=words[0].device)
     scale = 2.0**-32
     if info.init != "normal":
-        assert info.init in _QUANTILES, f"no way to draw {info.init!r}"
+        assert info.init in _QUANTILES, f"unknown initialisation {info.init!r}"
         for lane, word in enumerate(words):
             torch.mul(word.double().add_(0.5), scale, out=out[..., lane])
         return _QUANTILES[info.init](out, info)

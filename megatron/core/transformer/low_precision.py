@@ -43,7 +43,7 @@ def quantize_layer(
                 )
             info = info_of(linear.weight)
             if config.stores_codes:
-                set_info(linear.weight, replace(info, travels_as_codes=True))
+                set_info(linear.weight, replace(info, gathered_as_codes=True))
             group = pg_collection.expt_tp if info.is_expert else pg_collection.tp_cp
             linear.quantize(recipe, group)
 

@@ -1,8 +1,14 @@
 """The MLP of a layer: up projection, activation, down projection.
 
-``f`` is the inner width.  Plain: [s, b, h] -> [.., f/tp] -> act -> [s, b, h].  Gated: the first
-linear layer computes gate and linear input, [.., 2 f/tp], and the activation is
-act(gate) * (linear + offset), both clamped with --activation-func-clamp-value.
+Shapes, with sequence s, batch b, hidden size h, inner width f and tensor-parallel size tp:
+
+    input                    [s, b, h]
+    linear_fc1               [s, b, f/tp]      gated MLP: [s, b, 2 f/tp], gate and linear part
+    activation               [s, b, f/tp]
+    linear_fc2               [s, b, h]
+
+The activation of a gated MLP is act(gate) * (linear + offset); --activation-func-clamp-value clamps
+both factors.  With sequence parallelism each rank's input and output have s/tp tokens.
 """
 
 from __future__ import annotations

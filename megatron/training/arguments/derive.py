@@ -28,7 +28,10 @@ Derivation = Callable[[Namespace], Iterator[str] | None]
 
 
 def virtual_ranks(ns: Namespace) -> Iterator[str]:
-    """Set world size and device for --virtual-ranks: the ranks are threads on the CPU."""
+    """Under --virtual-ranks N set the world size to N and the device to the CPU.
+
+    The ranks are threads of this process.  An explicit --device stays.
+    """
     if ns.virtual_ranks is None:
         return
     if ns.world_size == 1:
@@ -43,7 +46,11 @@ def virtual_ranks(ns: Namespace) -> Iterator[str]:
 
 
 def parallel_degrees(ns: Namespace) -> Iterator[str]:
-    """Reset expert tensor parallelism without experts and sequence parallelism without TP."""
+    """Switch off parallelism that has nothing to shard.
+
+    --expert-tensor-parallel-size is ignored without --num-experts, and --sequence-parallel with
+    --tensor-model-parallel-size 1 (with a warning).
+    """
     if not ns.num_experts:
         ns.expert_tensor_parallel_size = None
     if ns.sequence_parallel and ns.tensor_model_parallel_size == 1:
@@ -52,7 +59,12 @@ def parallel_degrees(ns: Namespace) -> Iterator[str]:
 
 
 def precision(ns: Namespace) -> Iterator[str]:
-    """Set the dtypes of parameters, pipeline messages and gradient reduction."""
+    """Set the dtypes of parameters, pipeline messages and gradient reduction.
+
+    --bf16 or --fp16 selects the first two, fp32 is the default.  --bf16 accumulates and reduces
+    gradients in fp32 unless --grad-reduce-in-bf16 or a 16-bit --main-grads-dtype is given.  With
+    --fp16 and a dynamic loss scale the NaN check of loss and gradient is off.
+    """
     half = torch.bfloat16 if ns.bf16 else torch.float16
     ns.params_dtype = half if ns.bf16 or ns.fp16 else torch.float32
     ns.pipeline_dtype = ns.params_dtype
@@ -67,16 +79,17 @@ def precision(ns: Namespace) -> Iterator[str]:
 
 
 def nothing_asked(ns: Namespace) -> None:
-    """Treat a count of 0 like an absent flag: no experts, no multi-token prediction."""
+    """Treat --num-experts 0 and --mtp-num-layers 0 like absent flags."""
     ns.num_experts = ns.num_experts or None
     ns.mtp_num_layers = ns.mtp_num_layers or None
 
 
 def depth(ns: Namespace) -> None:
-    """Set --num-layers, --encoder-num-layers (same value) and --decoder-num-layers.
+    """Resolve --num-layers, its alias --encoder-num-layers, and --decoder-num-layers.
 
-    If neither is given, a hybrid pattern determines the number of layers.  The default depth of a
-    decoder is that of the encoder.
+    Without either of the first two, a hybrid model has as many layers as
+    --hybrid-override-pattern has letters.  --decoder-num-layers of an encoder-decoder model
+    defaults to --num-layers.
     """
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
@@ -90,12 +103,17 @@ def depth(ns: Namespace) -> None:
 
 
 def optimizer_of_matrices(ns: Namespace) -> None:
-    """Use the distributed optimizer for dist_muon, which is Muon with sharded state."""
+    """Set --use-distributed-optimizer for --optimizer dist_muon (Muon with sharded state)."""
     ns.use_distributed_optimizer |= ns.optimizer == "dist_muon"
 
 
 def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
-    """Set --use-distributed-optimizer from the sharding strategy of --use-megatron-fsdp."""
+    """Under --use-megatron-fsdp derive --use-distributed-optimizer from the sharding strategy.
+
+    --data-parallel-sharding-strategy optim sets it, and so does every strategy of an FSDP that
+    shards over several optimizer instances; other strategies clear it.  Only optim can overlap
+    parameter gathers with the optimizer step.
+    """
     if not ns.use_megatron_fsdp:
         return
     strategy = ns.data_parallel_sharding_strategy
@@ -109,9 +127,12 @@ def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
 
 
 def pipeline(ns: Namespace) -> None:
-    """Set the number of virtual stages per pipeline rank, None for one stage.
+    """Set the number of virtual stages per pipeline rank; None for one stage.
 
-    Without virtual stages parameter gathers need not be aligned across pipeline ranks.
+    In this order, the number follows from --num-layers-per-virtual-pipeline-stage,
+    --pipeline-model-parallel-layout or --num-virtual-stages-per-pipeline-rank; the default is 2
+    with --pipeline-schedule zb-v, otherwise 1.  Without virtual stages --align-param-gather has
+    no effect.  --microbatch-group-size-per-virtual-pipeline-stage defaults to the pipeline size.
     """
     chunks = ns.num_virtual_stages_per_pipeline_rank
     if ns.num_layers_per_virtual_pipeline_stage is not None:
@@ -140,9 +161,10 @@ def _stages(layout: str) -> int:
 
 
 def sequence_lengths(ns: Namespace) -> None:
-    """Set --seq-length, --encoder-seq-length (same value) and --decoder-seq-length.
+    """Resolve --seq-length, its alias --encoder-seq-length, and --decoder-seq-length.
 
-    The default of --max-position-embeddings is the longest of them.
+    --decoder-seq-length of an encoder-decoder model defaults to --seq-length, and
+    --max-position-embeddings to the longer of the two.
     """
     if ns.seq_length is None:
         ns.seq_length = ns.encoder_seq_length
@@ -156,7 +178,11 @@ def sequence_lengths(ns: Namespace) -> None:
 
 
 def widths(ns: Namespace) -> None:
-    """Set MLP width and number of key/value heads where TransformerConfig's defaults differ."""
+    """Set MLP width and number of key/value heads where TransformerConfig's defaults differ.
+
+    --swiglu without --ffn-hidden-size: 8/3 of --hidden-size, rounded down to a multiple of 64.
+    Without --group-query-attention, --num-query-groups is ignored.
+    """
     if ns.ffn_hidden_size is None and ns.hidden_size and ns.swiglu:
         # Three matrices instead of two: keep the parameter count, in multiples of 64.
         ns.ffn_hidden_size = 8 * ns.hidden_size // (3 * 64) * 64
@@ -165,7 +191,12 @@ def widths(ns: Namespace) -> None:
 
 
 def activation(ns: Namespace) -> None:
-    """Set the activation function of the MLP, its gate and its fusion with the bias."""
+    """Set the activation function of the MLP, its gate and its fusion with the bias.
+
+    Of several activation flags the first one counts: --swiglu, --relu, --squared-relu,
+    --openai-gelu, --quick-geglu.  GELU is the default.  --no-bias-gelu-fusion and
+    --no-bias-swiglu-fusion switch the fusion off.  Only GELU with biases and SwiGLU can be fused.
+    """
     ns.gated_linear_unit = ns.swiglu or ns.geglu or ns.quick_geglu
     ns.activation_func = F.gelu
     if ns.swiglu:
@@ -186,7 +217,11 @@ def activation(ns: Namespace) -> None:
 
 
 def attention(ns: Namespace) -> None:
-    """Set QKV biases and the attention backend from related flags."""
+    """Resolve --add-qkv-bias and --attention-backend.
+
+    QKV layers have biases unless --disable-bias-linear is given without --add-qkv-bias.
+    --use-flash-attn means --attention-backend flash unless another backend is given.
+    """
     if ns.add_bias_linear:
         ns.add_qkv_bias = True
     if ns.use_flash_attn and ns.attention_backend is AttnBackend.auto:
@@ -194,7 +229,12 @@ def attention(ns: Namespace) -> None:
 
 
 def positions(ns: Namespace) -> None:
-    """Translate alternative flags for rotary position embeddings."""
+    """Resolve --position-embedding-type; rotary embeddings have several flags.
+
+    --use-rotary-position-embeddings means --position-embedding-type rope, and
+    --position-embedding-type yarn means rope with --rope-type yarn.  Other types switch off the
+    fused kernel of rotary embeddings (--no-rope-fusion).
+    """
     if ns.use_rotary_position_embeddings:
         ns.position_embedding_type = "rope"
     if ns.position_embedding_type == "yarn":
@@ -204,7 +244,11 @@ def positions(ns: Namespace) -> None:
 
 
 def recomputation(ns: Namespace) -> None:
-    """Translate older flags for selective recomputation."""
+    """Translate two older flags for --recompute-granularity selective.
+
+    --recompute-activations selects it.  So does --moe-layer-recompute with --num-experts, which
+    also adds ``moe`` to --recompute-modules.
+    """
     if ns.recompute_activations:
         ns.recompute_granularity = "selective"
     if ns.moe_layer_recompute and ns.num_experts:
@@ -215,8 +259,9 @@ def recomputation(ns: Namespace) -> None:
 def experts(ns: Namespace) -> None:
     """Set MoE layers from a hybrid pattern, and resolve upcycling and capacity.
 
-    Upcycling from a dense checkpoint loads weights only, like --finetune.  A negative capacity
-    factor means no capacity limit.
+    The letters E of --hybrid-override-pattern replace --moe-layer-freq.  --moe-use-upcycling with
+    --load implies --finetune: a dense checkpoint has only weights to load.  A negative
+    --moe-expert-capacity-factor means no capacity limit.
     """
     if model_kind(ns.model_kind).is_hybrid:
         pattern = ns.hybrid_override_pattern or ""
@@ -237,7 +282,7 @@ def batch_sizes(ns: Namespace) -> None:
 
 
 def data_sources(ns: Namespace) -> Iterator[str]:
-    """Set the default of --split for --data-path and --data-args-path."""
+    """Set --split to 969, 30, 1 for --data-path and --data-args-path, if it is not given."""
     flag = "--data-path" if ns.data_path is not None else "--data-args-path"
     if (ns.data_path is not None or ns.data_args_path is not None) and ns.split is None:
         ns.split = "969, 30, 1"
@@ -245,13 +290,16 @@ def data_sources(ns: Namespace) -> Iterator[str]:
 
 
 def weight_decay(ns: Namespace) -> None:
-    """Set start and end of a constant weight decay to --weight-decay."""
+    """Under --weight-decay-incr-style constant ignore --start-weight-decay, --end-weight-decay.
+
+    Both become --weight-decay.
+    """
     if ns.weight_decay_incr_style == "constant":
         ns.start_weight_decay = ns.end_weight_decay = ns.weight_decay
 
 
 def compilation(ns: Namespace) -> None:
-    """Disable gradient accumulation fusion under --compile.
+    """Disable --gradient-accumulation-fusion under --compile layer and --compile model.
 
     A compiled backward pass returns gradients and cannot write into main_grad.
     """

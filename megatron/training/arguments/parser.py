@@ -80,10 +80,10 @@ def _yaml_cfg(words: Sequence[str]) -> str | None:
 
 
 def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, object]) -> list[str]:
-    """Set values that are None to the program's defaults.
+    """Set each value that is None to the program's default (``args_defaults`` of `pretrain`).
 
-    Return a warning for each of these defaults that is not used because the flag has a default of
-    its own.
+    A flag with a default of its own keeps that default.  Return a warning for each such flag, with
+    the flag and value that select the program's default.
     """
     warnings = []
     given = vars(args)
@@ -92,5 +92,6 @@ def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, object]) -> 
         if given.get(dest) is None:
             given[dest] = value
         elif given[dest] == own != value:
-            warnings.append(f"{flag} is {own} and not this program's default {value}: give it")
+            choice = flag if isinstance(value, bool) else f"{flag} {value}"
+            warnings.append(f"{flag} is {own}; this program's default {value} needs {choice}")
     return warnings

@@ -115,7 +115,7 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
             may_go_on = config.load_newest_valid or position < source["num_transient"]
             if not may_go_on or len(folders) == 1:
                 raise CheckpointDamaged(
-                    f"{error}; --load-newest-valid goes on from the newest checkpoint that is whole"
+                    f"{error}; --load-newest-valid loads the newest undamaged checkpoint"
                 ) from None
             if position == len(folders) - 1:
                 raise CheckpointDamaged(f"{error}; there is no older checkpoint") from None
@@ -221,7 +221,7 @@ def _choose(config: CheckpointConfig) -> _Source | None:
     newer = newer_transient(config, choice)
     if newer is not None:
         kept = () if choice is None else (choice.found, *choice.older)
-        note = f"going on from the short-lived {newer.folder}, newer than what is kept"
+        note = f"loading the non-persistent checkpoint {newer.folder}, the newest one"
         choice = CheckpointChoice(newer, kept, note)
     if choice is not None:
         assert config.load is not None

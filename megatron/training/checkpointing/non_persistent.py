@@ -72,5 +72,5 @@ def decided_at_ns(config: CheckpointConfig, choice: CheckpointChoice | None) -> 
 def _root(config: CheckpointConfig, beside: str | None) -> Path:
     if config.non_persistent_global_ckpt_dir is not None:
         return Path(config.non_persistent_global_ckpt_dir)
-    assert beside is not None, "a place for short-lived checkpoints"
+    assert beside is not None, "non-persistent checkpoints need a directory"
     return Path(beside) / SUBFOLDER

@@ -181,7 +181,10 @@ def finish_at_failure(run: Runtime, store: RunStore) -> None:
         saved = finish_apart(run.pending_save, store, world.rank(), world.size())
     except (SaveFailed, RuntimeError, AssertionError) as error:  # AssertionError: thread failed
         if run.pending_save is not None:
-            print_rank_0(f"WARNING: what was being written when the run failed is lost: {error}")
+            iteration = run.pending_save.iteration
+            print_rank_0(
+                f"WARNING: the pending checkpoint of iteration {iteration} is lost: {error}"
+            )
         return
     if saved is not None:
         log_saved(run.groups, saved)

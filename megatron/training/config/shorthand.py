@@ -30,7 +30,7 @@ class ShorthandFlags:
         True,
         "Do not add learned positions; deprecated, use --position-embedding-type.",
         flag="--no-position-embedding",
-        ignored="--position-embedding-type says which positions there are",
+        ignored="--position-embedding-type sets the position embedding",
     )
     openai_gelu: bool = _network(False, "Use the tanh approximation of GELU.")
     relu: bool = _network(False, "Use ReLU in the MLP.")

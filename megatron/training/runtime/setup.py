@@ -151,7 +151,7 @@ def _build_chunk(
     elif len(run.stages) > 1:
         raise ConfigError(
             f"a pipeline rank with {len(run.stages)} virtual stages needs a model provider that "
-            "takes vp_stage: add the argument and hand it to the model, or leave one virtual stage"
+            "takes vp_stage: add it and pass it to the model, or use one virtual stage"
         )
     with torch.device("meta") if on_meta else contextlib.nullcontext():
         model = model_provider(**arguments)

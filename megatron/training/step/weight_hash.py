@@ -43,9 +43,9 @@ def check_replicas(parts: RunParts, iteration: int) -> None:
     found = sorted({p for rank in all_gather_json(problems, parts.groups.world) for p in rank})
     if found:
         raise ReplicasDiffer(
-            f"after step {iteration} the replicas of the weights differ, which they never should: "
-            f"{shorten(found)}; a device, a link or a kernel that is not deterministic is at "
-            "fault: go on from a checkpoint without the rank"
+            f"after step {iteration} weights differ between data-parallel ranks, which must hold "
+            f"equal values: {shorten(found)}; the cause is a faulty device or interconnect, or a "
+            "nondeterministic kernel: resume from a checkpoint without these devices"
         )
 
 

@@ -133,7 +133,7 @@ def test_program_defaults_fill_only_what_is_unset() -> None:
         True,
     )
     assert vars(args)[PARSE_WARNINGS] == [
-        "--log-interval is 100 and not this program's default 7: give it",
+        "--log-interval is 100; this program's default 7 needs --log-interval 7",
     ]
 
 

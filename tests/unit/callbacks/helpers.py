@@ -1,4 +1,4 @@
-"""A small run without training: configuration from a command line, state, one rank."""
+"""A run of one rank that does not train: configuration from a command line, and state."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ TINY_GPT = (
 
 
 def run_config(flags: str = "", world_size: int = 1) -> RunConfig:
-    """The configuration of a tiny GPT with ``flags`` on top."""
+    """Return the configuration of TINY_GPT with additional ``flags``."""
     return resolve(parse_args(argv=f"{TINY_GPT} {flags}".split()), world_size)
 
 
 class OneRank(Runtime):
-    """The only rank, which needs no process group to know it."""
+    """A Runtime of one rank, without process groups: it is rank 0 and computes the loss."""
 
     is_rank_0 = True
     is_last_loss_rank = True
 
 
 def fake_run(flags: str = "", **changes: Any) -> Any:
-    """A Runtime of one rank without torch.distributed, models or data; ``changes`` are set."""
+    """Return a Runtime of one rank without torch.distributed, models or data.
+
+    ``changes``: attributes to set.
+    """
     config = run_config(flags)
     run = OneRank(**(vars(small_run(config)) | {"padded_vocab_size": 512}))
     for name, value in changes.items():
@@ -40,7 +43,7 @@ def fake_run(flags: str = "", **changes: Any) -> Any:
 
 
 def step_result(**changes: Any) -> StepResult:
-    """An ordinary step of the tiny GPT."""
+    """Return the result of a successful step; ``changes`` replace fields."""
     fields: dict[str, Any] = {
         "losses": {"lm loss": 6.25},
         "grad_norm": 0.5,

@@ -281,7 +281,7 @@ def test_a_damaged_checkpoint_stops_the_run_unless_an_older_one_is_asked_for(
     advance(saved, 3)
     save(tmp_path, saved, 6)
     flip_a_bit(tmp_path / "iter_0000006" / name)
-    with pytest.raises(CheckpointDamaged, match=rf"{name}.*; --load-newest-valid goes on"):
+    with pytest.raises(CheckpointDamaged, match=rf"{name}.*; --load-newest-valid loads"):
         load_run(options(tmp_path), make_parts())
     parts = make_parts(seed=4)
     loaded = load_run(options(tmp_path, load_newest_valid=True), parts)

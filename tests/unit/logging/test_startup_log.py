@@ -97,16 +97,16 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
     print_fused_operations(run)
     assert capsys.readouterr().out.splitlines() == [
         "fused operations: kernels in C++",
-        "    not the gated activation: --no-bias-swiglu-fusion",
-        "    not rotary positions: --no-rope-fusion",
-        "    not the causal softmax: --no-masked-softmax-fusion",
-        "    not bias, dropout and residual: PyTorch's own operations are as fast",
-        "    fp32 main parameters: 16 bits beside each bf16 weight",
+        "    not fused: gated activation (--no-bias-swiglu-fusion)",
+        "    not fused: rotary position embedding (--no-rope-fusion)",
+        "    not fused: causal softmax (--no-masked-softmax-fusion)",
+        "    not fused: bias-dropout-add (PyTorch is as fast)",
+        "    fp32 main parameters: each bf16 weight and a 16-bit remainder",
         "fused operations: PyTorch alone: not compiled",
         "fused operations: kernels in Triton",
-        "    not the gated activation: --no-bias-swiglu-fusion",
-        "    not rotary positions: --no-rope-fusion",
-        "    not bias, dropout and residual: --no-bias-dropout-fusion",
+        "    not fused: gated activation (--no-bias-swiglu-fusion)",
+        "    not fused: rotary position embedding (--no-rope-fusion)",
+        "    not fused: bias-dropout-add (--no-bias-dropout-fusion)",
         "fused operations: PyTorch alone: triton is not installed",
     ]
 

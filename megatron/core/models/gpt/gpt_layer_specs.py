@@ -70,7 +70,7 @@ def layer_of(
     attention = _latent_attention if is_latent else partial(_self_attention, is_wide=is_wide)
     before = IdentityOp if placement == "post" else parts.norm
     after = IdentityOp if placement == "pre" else parts.norm
-    # A norm that is part of the matrix behind it leaves its own slot empty.
+    # A norm that is fused into the following linear layer leaves its own slot empty.
     inside = parts.with_norm_inside(config)
     is_dense = num_experts is None
     return ModuleSpec(
