@@ -247,10 +247,19 @@ _FIELDS = (
     _Field("lr_decay_style", ("decay_style",), "--lr-decay-style", "lr", "style"),
     _Field("start_wd", (), "--start-weight-decay", "wd", "start"),
     _Field("end_wd", (), "--end-weight-decay", "wd", "end"),
-    _Field("wd_incr_steps", (), "samples of the weight-decay ramp", "wd", "steps"),
+    _Field(
+        "wd_incr_steps",
+        (),
+        "samples of the weight decay increase (--train-iters or --train-samples)",
+        "wd",
+        "steps",
+    ),
     _Field("wd_incr_style", (), "--weight-decay-incr-style", "wd", "style"),
 )
 _NUM_STEPS = ("num_steps", "num_iters")
+# Key of a length -> key of its style.  A schedule whose style is constant does not read its length,
+# which by default is that of the run: a longer run may continue it.
+_STYLES_OF_LENGTHS = {"lr_decay_steps": "lr_decay_style", "wd_incr_steps": "wd_incr_style"}
 
 
 class OptimizerParamScheduler:
@@ -339,14 +348,10 @@ class OptimizerParamScheduler:
 
         If its schedule differs from this run's, ``override`` keeps the run's values and
         ``use_checkpoint`` those of the checkpoint.  With neither, raises CheckpointError, which
-        lists every difference.
+        lists every difference.  The length of a schedule that is constant in both is not compared.
         """
-        changes: dict[str, Any] = {}
+        changes = self._changes(state_dict)
         now = self._values()
-        for field in _FIELDS:
-            saved = _saved_value(state_dict, field)
-            if saved is not None and saved != now[field.key]:
-                changes[field.key] = saved
         if changes and not self.override:
             if not self.use_checkpoint:
                 raise CheckpointError(self._mismatch(changes))
@@ -358,6 +363,16 @@ class OptimizerParamScheduler:
                 logger.info("%s: %s -> %s, kept %s", field.flag, saved, now[field.key], winner)
         self.num_steps = int(_first(state_dict, *_NUM_STEPS))
         self.step(0)
+
+    def _changes(self, state_dict: Mapping[str, float | str]) -> dict[str, Any]:
+        """Return the saved values that differ from this run's and that a schedule reads."""
+        now = self._values()
+        saved = {field.key: _saved_value(state_dict, field) for field in _FIELDS}
+        changes = {k: v for k, v in saved.items() if v is not None and v != now[k]}
+        for length, style in _STYLES_OF_LENGTHS.items():
+            if now[style] == saved[style] == "constant":
+                changes.pop(length, None)
+        return changes
 
     def _values(self) -> dict[str, float | str]:
         schedules = {"lr": vars(self.lr), "wd": vars(self.wd)}

@@ -165,6 +165,38 @@ def test_a_changed_schedule_is_refused_with_every_field_named():
     assert sched.num_steps == 0
 
 
+def test_a_constant_weight_decay_is_continued_by_a_longer_run():
+    constant = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant"}
+    saved = scheduler(**constant, wd_incr_steps=6).state_dict() | {"num_steps": 6}
+    longer = scheduler(**constant, wd_incr_steps=10)
+    longer.load_state_dict(saved)
+    assert longer.num_steps == 6
+
+
+def test_a_constant_learning_rate_is_continued_by_a_longer_run():
+    saved = scheduler(lr_decay_style="constant", lr_decay_steps=600).state_dict()
+    longer = scheduler(lr_decay_style="constant", lr_decay_steps=1000)
+    longer.load_state_dict(saved | {"num_steps": 600})
+    assert longer.optimizer.param_groups[0]["lr"] == PEAK
+
+
+def test_another_length_of_a_rising_weight_decay_is_refused():
+    saved = scheduler(wd_incr_steps=6).state_dict()
+    with pytest.raises(CheckpointError) as raised:
+        scheduler(wd_incr_steps=10).load_state_dict(saved)
+    assert "samples of the weight decay increase (--train-iters or --train-samples) 6 -> 10" in str(
+        raised.value
+    )
+
+
+def test_a_rising_weight_decay_is_adopted_with_its_length_by_a_constant_one():
+    saved = scheduler(wd_incr_steps=6).state_dict() | {"num_steps": 6}
+    constant = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant"}
+    sched = scheduler(**constant, wd_incr_steps=10, use_checkpoint_opt_param_scheduler=True)
+    sched.load_state_dict(saved)
+    assert sched.wd == scheduler(wd_incr_steps=6).wd
+
+
 def test_the_checkpoints_schedule_is_kept_on_request(caplog: pytest.LogCaptureFixture):
     saved = scheduler().state_dict() | {"num_steps": 600}
     sched = scheduler(max_lr=2.0, use_checkpoint_opt_param_scheduler=True)
