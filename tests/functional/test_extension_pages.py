@@ -92,3 +92,49 @@ def test_a_page_says_what_happens(page: str, tmp_path: Path) -> None:
     write_files(page, tmp_path)
     (output,) = run_ranks(run_page, 1, page, tmp_path)
     assert_printed(page, output)
+
+
+SPEC = """
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+
+def layer(config):
+    print("the spec of --spec")
+    return get_gpt_layer_local_spec(config=config)
+"""
+# Further flags of the page for models -> text in what the run prints or in its checkpoint's index.
+FLAGS_OF_A_LAYER_SPEC = {
+    ("--spec", "my_spec", "layer"): "the spec of --spec",
+    ("--mtp-num-layers", "1", "--position-embedding-type", "rope"): "--mtp-num-layers with",
+    ("--num-experts", "2"): "decoder.layers.0.mlp.experts",
+}
+
+
+def train_model_of_the_page(rank: int, world_size: int, folder: Path, flags: list[str]) -> str:
+    """Run the page's first command with further flags; return its output and checkpoint index."""
+    printed = io.StringIO()
+    write_files("model", folder)
+    (folder / "my_spec.py").write_text(SPEC, encoding="utf-8")
+    os.chdir(folder)
+    _, script, *argv = commands("model")[0]
+    argv += ["--num-workers", "0", *flags]
+    with (
+        mock.patch("sys.argv", [script, *argv]),
+        mock.patch("sys.path", [str(folder), str(ROOT), *sys.path]),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            return f"{printed.getvalue()}\n{end}"
+    index = Path("gain/iter_0000003/index.json").read_text(encoding="utf-8")
+    return f"{printed.getvalue()}\n{index}"
+
+
+@pytest.mark.parametrize("flags", FLAGS_OF_A_LAYER_SPEC, ids=lambda flags: flags[0])
+def test_the_model_of_the_page_uses_or_refuses_flags(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    (output,) = run_ranks(train_model_of_the_page, 1, tmp_path, list(flags))
+    assert FLAGS_OF_A_LAYER_SPEC[flags] in output
