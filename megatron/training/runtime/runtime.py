@@ -14,7 +14,11 @@ The loop has no code for logs, profilers or exit conditions.  It calls these hoo
     close                               last, also after an exception
 
 Callbacks are called in the order of the list; `megatron.training.callbacks.default` explains the
-order of the built-in ones.  Every rank calls the same hooks in the same order, so a hook may call
+order of the built-in ones.  Evaluations and saves run inside `on_step_end` of built-in callbacks,
+which come first.  They therefore run between `on_step_start` and `on_step_end` of a user's
+callback: to measure a step, subtract the time from `on_pause` to `on_resume`.
+
+Every rank calls the same hooks in the same order, so a hook may call
 collectives; whether it does must depend on nothing but the configuration and the iteration.
 ``close`` must not communicate.
 """

@@ -17,6 +17,7 @@ class StepResult:
     grad_norm: Tensor | float | None
     num_zeros: int | None
     params_norm: float | None
+    # of the next step: the scheduler has advanced already, as in the log of Megatron-LM
     learning_rate: float
     decoupled_learning_rate: float | None
     loss_scale: float
