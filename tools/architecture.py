@@ -30,9 +30,9 @@ How a run goes through the code. `tools/architecture.py` writes this page from t
 
 ## Layers
 
-An arrow means "imports". A package imports only packages of rows below its own, for types too, and
-there is no import cycle; `tests/repo/laws_of_imports.py` holds both. Arrows that follow from others
-are left out.
+An arrow means "imports". A package imports only the packages that the lists in
+`tests/repo/laws_of_imports.py` allow, for types too, and there is no import cycle; a test checks
+both. Arrows that follow from others are left out.
 """
 WALKS_HEAD = """
 ## Three walks
