@@ -240,7 +240,7 @@ _FIELDS = (
     _Field(
         "lr_decay_steps",
         ("end_iter", "decay_steps"),
-        "samples of --lr-decay-*",
+        "samples of --lr-decay-* (default: the length of the run)",
         "lr",
         "decay_steps",
     ),

@@ -156,10 +156,13 @@ def test_the_saved_state_has_the_references_names():
 
 def test_a_changed_schedule_is_refused_with_every_field_named():
     saved = scheduler().state_dict() | {"num_steps": 5}
-    sched = scheduler(max_lr=2.0, wd_incr_style="cosine")
+    sched = scheduler(max_lr=2.0, lr_decay_steps=2000, wd_incr_style="cosine")
     with pytest.raises(CheckpointError) as raised:
         sched.load_state_dict(saved)
     assert "--lr 1.0 -> 2.0" in str(raised.value)
+    assert "samples of --lr-decay-* (default: the length of the run) 1100 -> 2000" in str(
+        raised.value
+    )
     assert "--weight-decay-incr-style linear -> cosine" in str(raised.value)
     assert "--use-checkpoint-opt_param-scheduler" in str(raised.value)
     assert sched.num_steps == 0
