@@ -72,7 +72,7 @@ ARGV_TO_STEP = _in(
         "configure",
         _in(f"{_TRAINING}/arguments/parser.py", "parse_args"),
         _in(
-            f"{_TRAINING}/compat/arguments.py",
+            f"{_TRAINING}/arguments/validated.py",
             "resolve_args",
             _in(
                 f"{_TRAINING}/arguments/resolve.py",

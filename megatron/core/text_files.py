@@ -13,14 +13,22 @@ from megatron.core.optional import require
 _MAX_ENTRIES = 1 << 20  # of a YAML file after expanding its aliases
 
 
-def read_text(path: str | os.PathLike[str], what: str, error: type[MegatronError]) -> str:
-    """Return the UTF-8 text of ``path``.  Raises ``error``, whose message begins with ``what``."""
+def read_text(
+    path: str | os.PathLike[str], what: str, error: type[MegatronError], needed: str = "a text file"
+) -> str:
+    """Return the UTF-8 text of ``path``.  Raises ``error``, whose message begins with ``what``.
+
+    ``needed`` is what the message about a missing file asks for.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise error(f"{what}: no such file; give {needed}")
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise error(f"{what}: not UTF-8 text ({problem}); save it as UTF-8") from None
     except OSError as problem:
-        raise error(f"{what}: cannot be read: {problem.strerror or problem}") from None
-    except ValueError as problem:  # no UTF-8, or a name that no file can have
-        raise error(f"{what}: not UTF-8: {problem}") from None
+        raise error(f"{what}: {problem.strerror or problem}") from None
 
 
 def parse_yaml(text: str, what: str, error: type[MegatronError], *, only_text: bool = False) -> Any:

@@ -40,10 +40,10 @@ from megatron.training import plan
 from megatron.training.arguments.flag_requirements import without_effect_on_a_cpu
 from megatron.training.arguments.parser import apply_defaults, parse_args
 from megatron.training.arguments.sections import SECTIONS
+from megatron.training.arguments.validated import resolve_args
 from megatron.training.callbacks.user import callback_problems
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.compat import global_vars
-from megatron.training.compat.arguments import resolve_args
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import model_kind
 from megatron.training.process.failure_watch import tell_launcher

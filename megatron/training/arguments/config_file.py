@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
-from megatron.core.text_files import parse_yaml
+from megatron.core.text_files import parse_yaml, read_text
 from megatron.training.arguments.argument_parser import Parser
 from megatron.training.arguments.config_keys import translate
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
@@ -69,15 +69,7 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raise ConfigError for a missing or unreadable file or an unset variable, MissingDependency if
     the file is YAML beyond JSON and PyYAML is missing.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"--yaml-cfg {path}: no such file")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--yaml-cfg {path}: not UTF-8 text: {error}; save it as UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"--yaml-cfg {path}: {error.strerror or error}") from None
+    text = read_text(path, f"--yaml-cfg {path}", ConfigError, "a YAML or JSON file of flags")
     try:
         content = _read_content(text, path)
         if not isinstance(content, dict):

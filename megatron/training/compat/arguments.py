@@ -11,12 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parser as parsing
 from megatron.training.arguments.flat_values import COUNTERS, flat_values
 from megatron.training.arguments.options import read_config
-from megatron.training.arguments.resolve import resolve
-from megatron.training.config.run import RunConfig
+from megatron.training.arguments.validated import VALIDATED, resolve_args
 from megatron.training.process.rank_print import rank, world_size
-
-# Attribute of a namespace in which validate_args() stores its RunConfig.
-_VALIDATED = "validated_run"
 
 
 def parse_args(
@@ -28,30 +24,12 @@ def parse_args(
     return args
 
 
-def resolve_args(args: Namespace, world_size: int) -> RunConfig:
-    """Return the resolved configuration of ``args``.  Raises ConfigError.
-
-    Also accepts validated arguments that a script has changed since: unchanged derived values are
-    then derived again.
-    """
-    before = vars(args).get(_VALIDATED)
-    if before is None:
-        return resolve(args, world_size)
-    filled_in = {**flat_values(before), **dict.fromkeys(COUNTERS, 0), _VALIDATED: before}
-    changed = {
-        dest: value
-        for dest, value in vars(args).items()
-        if dest not in filled_in or filled_in[dest] != value
-    }
-    return resolve(Namespace(**{"yaml_cfg": None, **before.asked, **changed}), world_size)
-
-
 def validate_args(args: Namespace, defaults: Mapping[str, object] | None = None) -> Namespace:
     """Check ``args`` and fill in every derived value, in place.  Raises ConfigError."""
     parsing.apply_defaults(args, defaults or {})
     run = resolve_args(args, vars(args).get("world_size") or world_size())
     vars(args).update(flat_values(run), **dict.fromkeys(COUNTERS, 0))
-    vars(args)[_VALIDATED] = run
+    vars(args)[VALIDATED] = run
     vars(args).setdefault("rank", rank())
     return args
 

@@ -10,7 +10,6 @@ import itertools
 import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from megatron.core import device
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.text_files import read_text
 from megatron.training.config.data import DataConfig
 from megatron.training.data.prefetch import ReadAhead
 from megatron.training.models.registry import implementation_of
@@ -217,15 +217,7 @@ def _words(path: str | None) -> list[str]:
 
 
 def _read(path: str, flag: str) -> str:
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"{flag} {path}: no such file; give a file that lists the data prefixes")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{flag} {path}: not UTF-8 text ({error}); save it as UTF-8") from None
-    except OSError as error:
-        raise DataError(f"{flag} {path}: {error.strerror or error}") from None
+    text = read_text(path, f"{flag} {path}", DataError, "a file that lists the data prefixes")
     if "\0" in text:
         raise DataError(f"{flag} {path} holds a NUL byte: it is not a text file; give a list")
     return text

@@ -15,8 +15,8 @@ import megatron.training.arguments as facade
 from megatron.core.config.errors import ConfigError
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
+from megatron.training.arguments.validated import resolve_args
 from megatron.training.compat import global_vars
-from megatron.training.compat.arguments import resolve_args
 from megatron.training.config.run import RunConfig
 from megatron.training.runtime.flat_namespace import legacy_namespace
 from megatron.training.runtime.runtime import Runtime
