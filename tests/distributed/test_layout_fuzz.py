@@ -55,10 +55,7 @@ DEMANDS = {
 @pytest.mark.feature("Layouts: a fuzzer compares random layouts and models with one process")
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(seed, marks=pytest.mark.slow if seed >= ALWAYS else ())
-        for seed in range(QUICK)
-    ],
+    [pytest.param(seed, marks=pytest.mark.slow if seed >= ALWAYS else ()) for seed in range(QUICK)],
 )
 def test_a_random_layout_gives_the_answer_of_one_process(seed: int) -> None:
     drawn = draw(seed)

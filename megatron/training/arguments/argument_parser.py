@@ -56,6 +56,7 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(str(value), [str(c) for c in action.choices], n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         known = ", ".join(str(c) for c in action.choices if c is not None)
+        known = known or "the registered names: none is; see --import-module"
         self.problems.append(f"{_name(action)} {value}: not one of {known}{hint}")
 
     def unknown_dest(self, key: str) -> str:

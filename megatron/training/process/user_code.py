@@ -26,7 +26,7 @@ def import_user_module(name: str, flag: str) -> ModuleType:
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever the code of the module raises
+    except (Exception, SystemExit) as error:  # whatever the code of the module raises
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"{flag} {name}: {error}; put the folder that contains it into PYTHONPATH, or "

@@ -16,6 +16,7 @@ from megatron.training.callbacks.user import (
     user_callbacks,
 )
 from megatron.training.initialize import configure
+from megatron.training.process.user_code import import_user_module
 from tests.unit.callbacks.helpers import TINY_GPT, fake_run
 
 MODULE = """
@@ -97,3 +98,12 @@ def test_pretrain_takes_instances_only() -> None:
     require_callbacks([Callback()])
     with pytest.raises(ConfigError, match=r"holds <class .*: pass objects"):
         require_callbacks([Callback])
+
+
+def test_a_module_that_ends_the_program_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_that_ends.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="--import-module module_that_ends: .* SystemExit at"):
+        import_user_module("module_that_ends", "--import-module")
