@@ -1,34 +1,72 @@
-"""Sampling parameters."""
+"""How tokens are chosen for a request.  Field names and defaults of Megatron-LM come first."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megatron.core.config.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class SamplingParams:
-    """``temperature`` 0 or ``top_k`` 1 is greedy; ``top_k`` and ``top_p`` exclude each other."""
+    """``temperature`` 0 or ``top_k`` 1 is greedy.  Filters apply in the order of the fields below.
+
+    Order on logits: ``logit_bias``, penalties, ``min_tokens``, temperature, ``top_k``, ``top_p``,
+    ``min_p``.  Log-probabilities are those of the model, before all of these.
+    """
 
     temperature: float = 1.0
     top_k: int = 0  # 0: no limit
-    top_p: float = 0.0  # 0: no limit
+    top_p: float = 0.0  # 0 and 1: no limit
     return_log_probs: bool = False
+    return_segments: bool = False  # the text of each token
     num_tokens_to_generate: int = 30
-    seed: int | None = None
+    top_n_logprobs: int = 0  # most likely tokens to return beside each generated token
+    return_prompt_top_n_logprobs: bool = False
+    # Not in Megatron-LM:
+    seed: int | None = None  # None: drawn when the request is added
+    min_p: float = 0.0  # least probability, as a fraction of the most likely token's
+    repetition_penalty: float = 1.0  # divides positive logits of tokens seen, prompt included
+    presence_penalty: float = 0.0  # subtracted once for each token generated before
+    frequency_penalty: float = 0.0  # subtracted for each time that a token was generated
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    min_tokens: int = 0  # no end of text before this many tokens
+    stop_token_ids: tuple[int, ...] = ()  # end the text, besides the end-of-document token
+    ignore_eos: bool = False  # continue after the end-of-document token
+    return_prompt_log_probs: bool = False
+    prompt_log_probs_only: bool = False  # generate nothing; for scoring
 
     def __post_init__(self) -> None:
-        if self.top_k and self.top_p:
-            raise ConfigError(
-                f"--top-k {self.top_k} and --top-p {self.top_p} exclude each other: give one"
-            )
-        if self.temperature < 0:
-            raise ConfigError(f"--temperature {self.temperature} is negative: give 0 or more")
-        if not 0 <= self.top_p <= 1:
-            raise ConfigError(f"--top-p {self.top_p} is not a probability: give 0 to 1")
-        if self.top_k < 0:
-            raise ConfigError(f"--top-k {self.top_k} is negative: give 0 for no limit")
+        for problem in self.problems():
+            raise ConfigError(problem)
+
+    def problems(self) -> list[str]:
+        """Return one sentence for each value that is out of range."""
+        out = []
+
+        def need(name: str, fits: bool, what: str) -> None:
+            if not fits:
+                flag = name.replace("_", "-")
+                out.append(f"--{flag} {getattr(self, name)}: give {what}")
+
+        need("temperature", 0 <= self.temperature < math.inf, "a number of 0 or more")
+        need("top_k", self.top_k >= 0, "0 for no limit, or more")
+        need("top_p", 0 <= self.top_p <= 1, "a probability, 0 to 1")
+        need("min_p", 0 <= self.min_p <= 1, "a probability, 0 to 1")
+        need("num_tokens_to_generate", self.num_tokens_to_generate >= 0, "0 or more")
+        need("top_n_logprobs", self.top_n_logprobs >= 0, "0 or more")
+        need("min_tokens", self.min_tokens >= 0, "0 or more")
+        need("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0")
+        need("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
+        need("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
+        return out
+
+    def add_attributes(self, attribute_value_pair: Mapping[str, object]) -> None:
+        """Set further attributes, as Megatron-LM's scripts do."""
+        for name, value in attribute_value_pair.items():
+            setattr(self, name, value)
 
     @property
     def is_greedy(self) -> bool:

@@ -49,7 +49,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, kept: int) -> Non
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"top_k": 2, "top_p": 0.5}, "exclude"),
+        ({"min_p": 1.5}, "--min-p 1.5"),
         ({"temperature": -1.0}, "--temperature -1.0"),
         ({"top_p": 1.5}, "--top-p 1.5"),
         ({"top_k": -3}, "--top-k -3"),

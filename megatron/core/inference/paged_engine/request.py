@@ -1,0 +1,81 @@
+"""A request to the engine, and what the engine reports of it.  Tokens only, no text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, TypeAlias
+
+from megatron.core.config.errors import MegatronError
+from megatron.core.inference.sampling_params import SamplingParams
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+
+class RequestError(MegatronError, ValueError):
+    """A request that this engine can never serve; ``param`` names the field to change."""
+
+    def __init__(self, message: str, param: str = "prompt") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFullError(MegatronError):
+    """Too many requests wait: try again later."""
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence to generate.  The fields after ``params`` belong to the engine.
+
+    ``prompt``: token ids, of the decoder; ``source``: those that an encoder reads.
+    ``grammar``: a constraint as its kind ("json_schema", "regex", "lark", "choice") and its text.
+    """
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    source: list[int] = field(default_factory=list)
+    grammar: tuple[str, str] | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    output: list[int] = field(default_factory=list)
+    num_cached: int = 0  # tokens of prompt + output whose keys are in the cache
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """One token with the log-probability that the model gave it, and the most likely tokens."""
+
+    token: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a step added to a request.
+
+    ``prompt_scores``: of the prompt's tokens after its first, if the request asks for them; they
+    come with the first token.  ``weight_version``: of the weights that computed the tokens.
+    """
+
+    request_id: str
+    new: tuple[TokenOutput, ...] = ()
+    prompt_scores: tuple[TokenOutput, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_prompt_tokens: int = 0  # prompt tokens that the prefix cache had
+    weight_version: int = 0
+    error: str = ""

@@ -1,0 +1,138 @@
+"""What one forward pass of the engine does, as rank 0 decides it and all ranks execute it.
+
+A step processes rows: one row is one token of one request.  The rows of a request are consecutive
+and form a segment.  A plan holds integers only and is sent as one array (`to_array`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+SAMPLE = -1  # target of an output row whose next token is to be sampled
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of one request: ``tokens`` [n] at positions ``start`` to ``start + n - 1``.
+
+    ``slot``: index of the request in the state of every rank, below --inference-max-requests.
+    ``pages``: the pages that hold positions 0 to start + n - 1, in order.
+    ``targets`` [m]: one for each of the last m rows, whose logits are computed: the token that
+    follows, whose log-probability is wanted, or `SAMPLE`.  Empty: a part of a prompt.
+    """
+
+    slot: int
+    start: int
+    tokens: Integers
+    pages: Integers
+    targets: Integers
+
+    @property
+    def num_keys(self) -> int:
+        """Number of tokens in the cache after this step."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that takes ``slot`` in this step: what ranks must know besides its rows.
+
+    ``params``: fields of `SamplingParams` with the seed set, as JSON values.  ``history``: all its
+    tokens so far if penalties need them, and ``num_prompt`` how many of them are the prompt's.
+    ``source``: tokens that an encoder reads.
+    """
+
+    slot: int
+    params: dict[str, object]
+    history: tuple[int, ...] = ()
+    num_prompt: int = 0
+    source: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Segments of a step; before it, ``copies`` (from, to) of pages and ``admissions``.
+
+    ``masks``: allowed tokens of the sampled rows of a slot, one bit a token in int32 words
+    (llguidance's form), as int64 numbers.  Order on each rank: admissions, copies,
+    forward, sampling.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    masks: dict[int, Integers] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of tokens in the forward pass."""
+        return sum(len(s.tokens) for s in self.segments)
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of rows whose logits are computed."""
+        return sum(len(s.targets) for s in self.segments)
+
+    def to_array(self) -> Integers:
+        """Return the plan as one array of int64."""
+        text = json.dumps([vars(a) for a in self.admissions]).encode() if self.admissions else b""
+        head = [len(self.segments), len(self.copies), len(self.masks), len(text)]
+        parts = [np.array(head), np.array(self.copies, dtype=np.int64).ravel()]
+        for s in self.segments:
+            parts.append(np.array([s.slot, s.start, len(s.tokens), len(s.pages), len(s.targets)]))
+            parts += [s.tokens, s.pages, s.targets]
+        for slot, words in self.masks.items():
+            parts += [np.array([slot, len(words)]), words]
+        parts.append(np.frombuffer(text, dtype=np.uint8))
+        return np.concatenate([p.astype(np.int64, copy=False) for p in parts])
+
+    @staticmethod
+    def from_array(array: Integers) -> StepPlan:
+        """Return the plan that `to_array` wrote."""
+        at = 0
+
+        def take(count: int) -> Integers:
+            nonlocal at
+            at += count
+            return array[at - count : at]
+
+        num_segments, num_copies, num_masks, num_bytes = take(4).tolist()
+        copies = tuple((int(a), int(b)) for a, b in take(2 * num_copies).reshape(-1, 2))
+        segments = []
+        for _ in range(num_segments):
+            slot, start, *lengths = take(5).tolist()
+            segments.append(Segment(slot, start, *(take(n) for n in lengths)))
+        masks = {}
+        for _ in range(num_masks):
+            slot, words = take(2).tolist()
+            masks[slot] = take(words)
+        text = take(num_bytes).astype(np.uint8).tobytes()
+        found = json.loads(text) if text else []
+        return StepPlan(tuple(segments), tuple(map(_admission, found)), copies, masks)
+
+
+def _admission(found: dict[str, Any]) -> Admission:
+    history, source = tuple(found.pop("history")), tuple(found.pop("source"))
+    return Admission(**found, history=history, source=source)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What output rows gave, in the order of the plan: r rows, n likely tokens each.
+
+    ``tokens`` [r]: the sampled token, or the row's target.  ``log_probs`` [r]: its log-probability.
+    ``top_tokens`` and ``top_log_probs`` [r, n]: the most likely tokens, best first; n is the
+    largest number that a request of the step asks for.
+    """
+
+    tokens: Integers
+    log_probs: npt.NDArray[np.float32]
+    top_tokens: Integers
+    top_log_probs: npt.NDArray[np.float32]
