@@ -1,0 +1,101 @@
+"""Attention of the generation engine: queries of a step against keys and values in pages.
+
+``N`` rows (tokens of a step), ``S`` segments (rows of one request), ``n`` query and ``g`` key/value
+heads, ``d`` width of a query and key head, ``dv`` of a value head.  A cache is [num_pages,
+page_size, g, d]: token t of a request is at ``block_table[segment, t // page_size]``, offset
+``t % page_size``.  Scores and softmax are float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Segments of a step, int32: ``first_row`` [S + 1], ``num_keys`` [S], ``block_table`` [S, P].
+
+    Segment i has the rows first_row[i] to first_row[i + 1], which are the last tokens of its
+    num_keys[i] tokens in the cache.  Entries of ``block_table`` beyond the last token, and before
+    the window of the segment's first row, are not read.
+    """
+
+    first_row: Tensor
+    num_keys: Tensor
+    block_table: Tensor
+
+
+@dataclass(frozen=True)
+class PagedRule:
+    """How scores become probabilities.
+
+    ``scale`` multiplies scores.  ``softcap`` limits them: softcap * tanh(score / softcap).
+    ``window``: number of visible keys before the query's own; None: all.  ``sink`` [n]: score of an
+    extra key with value 0 that every query of a head sees.
+    """
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    sink: Tensor | None = None
+
+
+def store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, at: Tensor) -> None:
+    """Write key [N, g, d] and value [N, g, dv] into the caches, in the dtype of the caches.
+
+    ``at`` [N], int64: page * page_size + offset, different for each row.
+    """
+    for cache, rows in ((keys, key), (values, value)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, at, rows.to(cache.dtype))
+
+
+def paged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rule: PagedRule
+) -> Tensor:
+    """Attend causally: query [N, n, d] -> [N, n, dv], contiguous, in the dtype of the query.
+
+    A query sees the keys of its segment up to its own position.
+    """
+    out = query.new_empty(*query.shape[:2], values.shape[-1])
+    first_rows, num_keys = batch.first_row.tolist(), batch.num_keys.tolist()
+    for i, total in enumerate(num_keys):
+        rows = slice(first_rows[i], first_rows[i + 1])
+        num_rows = rows.stop - rows.start
+        if not num_rows:
+            continue
+        first = 0 if rule.window is None else max(0, total - num_rows - rule.window)
+        k, v = (_gather(cache, batch.block_table[i], first, total) for cache in (keys, values))
+        out[rows] = _attend(query[rows], k, v, rule)
+    return out
+
+
+def _gather(cache: Tensor, pages: Tensor, first: int, stop: int) -> Tensor:
+    """Copy the tokens from ``first`` to ``stop`` of a request: [stop - first, g, d]."""
+    size = cache.shape[1]
+    start = first // size
+    found = cache[pages[start : -(-stop // size)].long()].flatten(0, 1)
+    return found[first - start * size : stop - start * size]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, rule: PagedRule) -> Tensor:
+    """Attend of the last rows: [m, n, d], [t, g, d], [t, g, dv] -> [m, n, dv]."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    num_rows, num_keys = len(query), len(key)
+    q = query.to(wide).unflatten(1, (key.shape[1], -1))  # [m, g, n/g, d]
+    scores = torch.einsum("mgrd,tgd->grmt", q, key.to(wide)) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    own = torch.arange(num_keys - num_rows, num_keys, device=key.device)[:, None]
+    other = torch.arange(num_keys, device=key.device)
+    hidden = other > own
+    if rule.window is not None:
+        hidden |= other < own - rule.window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if rule.sink is not None:
+        sink = rule.sink.to(wide).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), -1)
+    probs = torch.softmax(scores, -1)[..., :num_keys]
+    return torch.einsum("grmt,tgd->mgrd", probs, value.to(wide)).flatten(1, 2).to(query.dtype)

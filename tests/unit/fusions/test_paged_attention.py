@@ -1,0 +1,153 @@
+"""Attention over pages: values, and bits that do not depend on batch, chunking and threads."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.fusions.paged_attention import PagedBatch, PagedRule, paged_attention, store
+from tests import tolerances
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Heads and pages of a cache; ``num_pages`` of them have one owner at most."""
+
+    heads: int = 4
+    groups: int = 2
+    width: int = 16
+    value_width: int = 16
+    page: int = 16
+    num_pages: int = 64
+
+
+class Pages:
+    """Caches full of NaN in which requests get pages in random order."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        self.sizes, self.free = sizes, list(range(sizes.num_pages))
+        random.Random(seed).shuffle(self.free)
+        shape = sizes.num_pages, sizes.page, sizes.groups
+        self.keys = torch.full((*shape, sizes.width), math.nan, dtype=dtype)
+        self.values = torch.full((*shape, sizes.value_width), math.nan, dtype=dtype)
+
+    def add(self, key: Tensor, value: Tensor) -> list[int]:
+        """Store the tokens [t, g, d] of a request; return its pages."""
+        page, count = self.sizes.page, len(key)
+        pages = [self.free.pop() for _ in range(-(-count // page))]
+        at = torch.tensor([pages[t // page] * page + t % page for t in range(count)])
+        store(self.keys, self.values, key, value, at)
+        return pages
+
+
+def batch_of(parts: list[tuple[int, int, list[int]]]) -> PagedBatch:
+    """Make the batch of segments (number of rows, number of keys, pages)."""
+    rows = torch.tensor([0] + [num_rows for num_rows, _, _ in parts]).cumsum(0).int()
+    table = torch.full((len(parts), max(len(pages) for *_, pages in parts)), -1)
+    for line, (*_, pages) in zip(table, parts, strict=True):
+        line[: len(pages)] = torch.tensor(pages)
+    return PagedBatch(rows, torch.tensor([keys for _, keys, _ in parts]).int(), table.int())
+
+
+def drawn(sizes: Sizes, count: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample query, key and value of ``count`` tokens of one request."""
+    source = torch.Generator().manual_seed(seed)
+    shapes = (
+        (count, sizes.heads, sizes.width),
+        (count, sizes.groups, sizes.width),
+        (count, sizes.groups, sizes.value_width),
+    )
+    q, k, v = (torch.randn(shape, generator=source) for shape in shapes)
+    return q, k, v
+
+
+def expected(query: Tensor, key: Tensor, value: Tensor, rule: PagedRule) -> Tensor:
+    """Attend all tokens of a request, one row and head at a time in float64."""
+    query, key, value = query.double(), key.double(), value.double()
+    out = query.new_empty(*query.shape[:2], value.shape[-1])
+    share = query.shape[1] // key.shape[1]
+    for row, line in enumerate(query):
+        first = 0 if rule.window is None else max(0, row - rule.window)
+        for head, q in enumerate(line):
+            scores = key[first : row + 1, head // share] @ q * rule.scale
+            if rule.softcap is not None:
+                scores = rule.softcap * torch.tanh(scores / rule.softcap)
+            if rule.sink is not None:
+                scores = torch.cat((scores, rule.sink[head : head + 1].double()))
+            probs = scores.softmax(0)[: row + 1 - first]
+            out[row, head] = probs @ value[first : row + 1, head // share]
+    return out
+
+
+SINK = torch.tensor([0.5, -1.0, 2.0, 0.0])
+RULES = {
+    "plain": PagedRule(0.25),
+    "softcap": PagedRule(0.5, softcap=2.0),
+    "window": PagedRule(0.25, window=5),
+    "own key only": PagedRule(0.25, window=0),
+    "sink": PagedRule(0.25, sink=SINK),
+    "all": PagedRule(0.5, softcap=3.0, window=20, sink=SINK),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("num_rows", [1, 5, 53])
+def test_the_last_rows_of_a_request_see_the_keys_up_to_their_own(rule, num_rows):
+    sizes = Sizes()
+    q, k, v = drawn(sizes, 53)
+    cache = Pages(sizes)
+    batch = batch_of([(num_rows, 53, cache.add(k, v))])
+    out = paged_attention(q[-num_rows:], cache.keys, cache.values, batch, rule)
+    wanted = expected(q, k, v, rule)[-num_rows:].float()
+    torch.testing.assert_close(out, wanted, **tolerances.of(torch.float32))
+
+
+def test_segments_of_a_step_do_not_see_each_other():
+    sizes, rule = Sizes(), PagedRule(0.25)
+    cache, parts, queries, wanted = Pages(sizes), [], [], []
+    for seed, (num_rows, num_keys) in enumerate([(1, 40), (7, 7), (0, 16), (3, 35)]):
+        q, k, v = drawn(sizes, num_keys, seed)
+        parts.append((num_rows, num_keys, cache.add(k, v)))
+        queries.append(q[num_keys - num_rows :])
+        wanted.append(expected(q, k, v, rule)[num_keys - num_rows :].float())
+    out = paged_attention(torch.cat(queries), cache.keys, cache.values, batch_of(parts), rule)
+    torch.testing.assert_close(out, torch.cat(wanted), **tolerances.of(torch.float32))
+
+
+def test_pages_before_the_window_may_belong_to_others():
+    sizes, rule = Sizes(), PagedRule(0.25, window=20)
+    q, k, v = drawn(sizes, 100)
+    cache = Pages(sizes)
+    pages = cache.add(k, v)
+    whole = batch_of([(3, 100, pages)])
+    before = paged_attention(q[-3:], cache.keys, cache.values, whole, rule)
+    given_back = (97 - 20) // sizes.page
+    cache.keys[pages[:given_back]] = cache.values[pages[:given_back]] = math.nan
+    table = whole.block_table.clone()
+    table[:, :given_back] = 0
+    after = paged_attention(
+        q[-3:], cache.keys, cache.values, replace(whole, block_table=table), rule
+    )
+    assert torch.equal(before, after)
+
+
+def test_values_may_be_a_part_of_the_keys():
+    sizes, rule = Sizes(groups=1, width=24, value_width=24), PagedRule(0.2)
+    q, k, _ = drawn(sizes, 30)
+    cache = Pages(sizes)
+    pages = cache.add(k, k)
+    out = paged_attention(q, cache.keys, cache.keys[..., :16], batch_of([(30, 30, pages)]), rule)
+    wanted = expected(q, k, k[..., :16], rule).float()
+    torch.testing.assert_close(out, wanted, **tolerances.of(torch.float32))
+
+
+def test_a_step_without_rows_has_no_output():
+    cache = Pages(Sizes())
+    batch = PagedBatch(*(torch.zeros(shape, dtype=torch.int32) for shape in (1, 0, (0, 1))))
+    query = torch.empty(0, 4, 16)
+    assert paged_attention(query, cache.keys, cache.values, batch, PagedRule(1)).shape == (0, 4, 16)
