@@ -29,7 +29,7 @@ from megatron.core.ssm.causal_conv import causal_conv
 from megatron.core.ssm.mixer_shape import mixer_problems, mixer_shape
 from megatron.core.ssm.scan import chunked_scan
 from megatron.core.transformer.context_parallel import heads_for_tokens, tokens_for_heads
-from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.kv_cache import KVCache, State
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -128,24 +128,38 @@ class MambaMixer(MegatronModule):
         if packed is not None and len(lengths) > 1:
             sequence = sequence_index(packed.ends, num_tokens)
         if self.cp_group.size() == 1:
-            y = self._scan(xbc, dt, sequence, inference_context)
+            y = self._mixed(xbc, dt, sequence, inference_context)
         else:
             ranks = tuple(range(self.cp_group.size()))
             order, undo = order_of_gathered(lengths, ranks, len(ranks), mixed.device)
-            y = self._scan(*self._heads_for_tokens(xbc, dt, order), sequence)
+            y, _ = self._scan(*self._heads_for_tokens(xbc, dt, order), sequence)
             y = tokens_for_heads(y, undo, self.cp_group)
         return self.out_proj(self.norm(y, z))
 
-    def _scan(
-        self, xbc: Tensor, dt: Tensor, sequence: Tensor | None, cache: KVCache | None = None
+    def _mixed(
+        self, xbc: Tensor, dt: Tensor, sequence: Tensor | None, cache: KVCache | None
     ) -> Tensor:
-        """Convolve and scan complete sequences for this rank's heads.
+        """Scan sequences from their beginning, or from the states in ``cache``: [s, b, i]."""
+        if cache is None:
+            return self._scan(xbc, dt, sequence)[0]
 
-        ``xbc``: x, B and C concatenated [s, b, ..]; dt [s, b, n]; returns [s, b, i].
+        def step(rows: State, state: State | None) -> tuple[Tensor, State]:
+            xbc, dt = rows
+            past = None if state is None else (state[0].transpose(0, 1), state[1])
+            y, (before, last) = self._scan(xbc, dt, None, past)
+            return y, (before.transpose(0, 1), last)
+
+        return cache.scan(self.layer_number - 1, (xbc, dt), step)
+
+    def _scan(
+        self, xbc: Tensor, dt: Tensor, sequence: Tensor | None, past: State | None = None
+    ) -> tuple[Tensor, State]:
+        """Convolve and scan sequences for this rank's heads, from the state ``past`` or zeros.
+
+        ``xbc``: x, B and C concatenated [s, b, ..]; dt [s, b, n]; returns [s, b, i], and the last
+        inputs of the convolution [w - 1, b, c] with the state of the scan [b, n, p, d].
         """
-        layer = self.layer_number - 1
-        kept = None if cache is None else cache.recurrent_state(layer)
-        before, state = kept or (None, None)
+        before, state = past or (None, None)
         weight, bias = map(self._own_channels, (self.conv1d.weight, self.conv1d.bias))
         xbc, before = causal_conv(xbc, weight, bias, before=before, sequence=sequence)
         wide = torch.promote_types(dt.dtype, torch.float32)
@@ -167,9 +181,7 @@ class MambaMixer(MegatronModule):
             sequence=sequence,
             chunk_size=self.chunk_size,
         )
-        if cache is not None:
-            cache.keep_state(layer, (before, state))
-        return y.flatten(2)
+        return y.flatten(2), (before, state)
 
     # ---- the heads of a context-parallel rank ----------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import divide_over_group
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.kv_cache import KVCache, PositionBias
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.norms import l2_norm
 from megatron.core.transformer.spec_utils import Slot, build_module
@@ -229,17 +230,28 @@ class SelfAttentionBase(AttentionBase[Submodules]):
         *,
         inference_context: KVCache | None = None,
         rotary_pos_emb: RotaryTable | None = None,
-        attention_bias: Tensor | None = None,
+        attention_bias: Tensor | PositionBias | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> WithBias:
         """Attend: [s, b, h] -> [s, b, h], and the output bias still to add (None if there is none).
 
         ``attention_mask`` is True where a key is hidden.  ``inference_context``: the KV cache that
-        the new keys and values are appended to.
+        the new keys and values are appended to; ``attention_bias`` is then a `PositionBias`.
         """
         query, key, value = self.queries_keys_values(hidden_states, rotary_pos_emb)
         if inference_context is not None:
-            key, value = inference_context.append(self.layer_number - 1, key, value)
+            assert not isinstance(attention_bias, Tensor), "a cache takes a PositionBias"
+            context = inference_context.attend(
+                self.layer_number - 1,
+                query,
+                key,
+                value,
+                self.core_attention,
+                mask=attention_mask,
+                bias=attention_bias,
+            )
+            return self.project_back(context)
+        assert not callable(attention_bias), "a function of positions comes with a cache"
         return self.attend(query, key, value, attention_mask, attention_bias, packed_seq_params)
 
 
@@ -283,13 +295,17 @@ class CrossAttention(AttentionBase[CrossAttentionSubmodules]):
         ``attention_mask``, broadcast to [b, 1, q, k], is True where a key is hidden.
         """
         query, _ = self.linear_q(hidden_states)
-        if inference_context is None:
-            key, value = self.keys_values(key_value_states)
-        else:
-            key, value = inference_context.of_other_sequence(
-                self.layer_number - 1, lambda: self.keys_values(key_value_states)
-            )
         query = query.view(*query.shape[:2], -1, self.head_dim)
+        if inference_context is not None:
+            context = inference_context.attend_to_other(
+                self.layer_number - 1,
+                query,
+                partial(self.keys_values, key_value_states),
+                self.core_attention,
+                mask=attention_mask,
+            )
+            return self.project_back(context)
+        key, value = self.keys_values(key_value_states)
         return self.attend(query, key, value, attention_mask)
 
     def keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch.nn.attention import sdpa_kernel
 from megatron.core import device
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
+from megatron.core.fusions.paged_attention import PagedRule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
@@ -126,6 +127,16 @@ class DotProductAttention(MegatronModule):
         if self.exchange is None:
             return self.attend(query, key, value, context)
         return self.exchange.attend(self, query, key, value, context)
+
+    def paged_rule(self, query: Tensor) -> PagedRule:
+        """Return how this layer attends, for `paged_attention` with queries like ``query``."""
+        left = -1 if self.window is None else self.window[0]
+        return PagedRule(
+            scale=self.scale,
+            softcap=self.softcap,
+            window=None if left < 0 else left,
+            sink=self._sink(query),
+        )
 
     def _sink(self, query: Tensor) -> Tensor | None:
         """Return the score of the sink per head [n] in the dtype of scores, None without a sink."""

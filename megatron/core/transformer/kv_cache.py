@@ -1,50 +1,85 @@
 """Interface of KV caches as layers use it; `megatron.core.inference` implements the caches.
 
-Shapes: ``s`` new tokens, ``t`` cached tokens, ``b`` sequences, ``g`` local key/value heads, ``d``
-head dimension.
+Layers compute the queries, keys and values of the new tokens of a pass; the cache stores keys and
+values and runs attention over all tokens of each sequence.
+
+Shapes: ``s`` new tokens, ``b`` sequences, ``n`` local heads, ``g`` local key/value heads, ``d``
+head dimension.  A pass is either b sequences of s new tokens each, or one row (b = 1) with the
+tokens of many sequences behind each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+# Attention core: query, key, value -> [s, b, n d]; see `DotProductAttention.forward`.
+Core: TypeAlias = Callable[..., Tensor]
+# Bias on attention scores: position of the first query, number of queries, number of keys
+# -> [1, n, q, k].
+PositionBias: TypeAlias = Callable[[int, int, int], Tensor]
+State: TypeAlias = tuple[Tensor, ...]
+
 
 class KVCache(Protocol):
-    """Keys and values of all earlier tokens, for all layers of this pipeline stage."""
+    """Keys, values and recurrent states of all earlier tokens, of the layers of this stage."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of cached tokens ``t`` per sequence, which is the position of the next token."""
-        ...
+    def positions(self, num_tokens: int) -> tuple[Tensor, Tensor | int]:
+        """Return the positions [s] of the new tokens, and the context length of each.
 
-    def append(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache keys and values [s, b, g, d] of a layer; return those of all tokens [t + s, ...].
-
-        Multi-latent attention may cache latent vectors as keys, with values of width 0.
-        ``num_tokens`` does not change: the caller calls `advance` after the last layer.
+        The context length chooses the frequencies of LongRoPE: the tokens of the sequence up to
+        this one, and at least those of its prompt.
         """
         ...
 
-    def of_other_sequence(
-        self, layer_index: int, project: Callable[[], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of cross attention: those of the layer's first ``project()``.
+    def attend(
+        self,
+        layer_index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        core: Core,
+        *,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+    ) -> Tensor:
+        """Cache keys and values [s, b, g, d] and attend with [s, b, n, d]: [s, b, n d].
 
-        ``project`` runs once per layer, since the other sequence does not change.
+        A value of width 0 means that the keys are the values too (latent vectors).  ``core``
+        computes the attention of one sequence; a cache may use a faster kernel instead.
         """
         ...
 
-    def recurrent_state(self, layer_index: int) -> tuple[Tensor, ...] | None:
-        """Return the cached state of a recurrent layer (Mamba); None before the first token."""
+    def attend_to_other(
+        self,
+        layer_index: int,
+        query: Tensor,
+        project: Callable[[], tuple[Tensor, Tensor]],
+        core: Core,
+        *,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to another sequence, whose keys and values ``project`` computes.
+
+        They do not change, so that ``project`` runs once per layer and sequence.
+        """
         ...
 
-    def keep_state(self, layer_index: int, state: tuple[Tensor, ...]) -> None:
-        """Replace the cached state of a recurrent layer."""
+    def scan(
+        self,
+        layer_index: int,
+        rows: State,
+        step: Callable[[State, State | None], tuple[Tensor, State]],
+    ) -> Tensor:
+        """Run a recurrent layer (Mamba) over ``rows``, tensors [s, b, ..], from its cached state.
+
+        ``step(rows, state)`` returns the output [s, b, ..] and the new state, tensors [b, ..];
+        state None: zeros.
+        """
         ...
 
-    def advance(self, num_new_tokens: int) -> None:
-        """Add the tokens of a finished forward pass to ``num_tokens``."""
+    def output_rows(self, hidden: Tensor) -> Tensor:
+        """Return the rows [r, b, h] of the last layer's output whose logits are wanted."""
         ...

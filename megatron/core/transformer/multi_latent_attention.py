@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention import Projection, SelfAttentionBase
-from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.kv_cache import KVCache, PositionBias
 from megatron.core.transformer.module import WithBias
 from megatron.core.transformer.rope import yarn_mscale
 from megatron.core.transformer.spec_utils import Slot, build_module
@@ -101,44 +101,37 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         *,
         inference_context: KVCache | None = None,
         rotary_pos_emb: RotaryTable | None = None,
-        attention_bias: Tensor | None = None,
+        attention_bias: Tensor | PositionBias | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> WithBias:
         """See `SelfAttentionBase.forward`."""
         cache = inference_context
-        attend = partial(
-            super().forward,
-            hidden_states,
-            attention_mask,
-            rotary_pos_emb=rotary_pos_emb,
-            attention_bias=attention_bias,
-            packed_seq_params=packed_seq_params,
-        )
         if cache is None or not self.config.cache_mla_latents:
-            return attend(inference_context=cache)
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                inference_context=cache,
+                rotary_pos_emb=rotary_pos_emb,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
         assert rotary_pos_emb is not None, "latent attention has rotary positions"
         narrow, key_position = self._narrow(hidden_states)
         rotated = apply_rotary(
             key_position.unsqueeze(2), rotary_pos_emb, fused=self.config.apply_rope_fusion
         )
         latents = torch.cat([narrow.unsqueeze(2), rotated], -1)
-        latents, _ = cache.append(self.layer_number - 1, latents, latents[..., :0])
-        if cache.num_tokens == 0:  # a prompt: for many queries, up-projected keys cost less
-            return attend()
+        assert not isinstance(attention_bias, Tensor), "a cache takes a PositionBias"
         query = self._query(self._narrow_query(hidden_states), rotary_pos_emb)
         attend_to_latents = partial(
-            self.core_attention,
-            attention_mask=attention_mask,
-            attn_mask_type=self.attn_mask_type,
-            attention_bias=attention_bias,
-            packed_seq_params=packed_seq_params,
+            cache.attend, self.layer_number - 1, mask=attention_mask, bias=attention_bias
         )
         return self._from_latents(query, latents, attend_to_latents)
 
     def _from_latents(
         self, query: tuple[Tensor, Tensor], latents: Tensor, attend: Callable[..., Tensor]
     ) -> WithBias:
-        """Attend with absorbed weights: latents [t + s, b, 1, l + r] are the keys of all heads.
+        """Attend with absorbed weights: latents [s, b, 1, l + r] are the keys of all heads.
 
         ``query`` is the result of `_query`.  Returns [s, b, h] and the bias still to add.
         """
@@ -146,7 +139,9 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         raising = self.linear_kv_up_proj.weight.unflatten(0, (self.local_heads, -1))
         raises_key, raises_value = raising.split([c.qk_head_dim, c.v_head_dim], 1)
         lowered = torch.einsum("sbnd,ndl->sbnl", query[0], raises_key)
-        context = attend(torch.cat([lowered, query[1]], -1), latents, latents)
+        context = attend(
+            torch.cat([lowered, query[1]], -1), latents, latents[..., :0], self.core_attention
+        )
         context = context.unflatten(-1, (self.local_heads, -1))[..., : c.kv_lora_rank]
         return self.linear_proj(torch.einsum("sbnl,nvl->sbnv", context, raises_value).flatten(2))
 

@@ -173,12 +173,34 @@ class RotaryEmbedding(nn.Module):
             self._table_key, self._held = key, held
         return self._table
 
-    def table_at(self, positions: Tensor, num_positions: int, dtype: torch.dtype) -> RotaryTable:
-        """Return the table of ``positions`` [s] or [s, b] in a context of ``num_positions``."""
+    def table_at(
+        self, positions: Tensor, num_positions: Tensor | int, dtype: torch.dtype
+    ) -> RotaryTable:
+        """Return the table of ``positions`` [s] or [s, b] in a context of ``num_positions``.
+
+        ``num_positions`` [s]: each token has a context of its own, which LongRoPE looks at.
+        """
+        if isinstance(num_positions, Tensor):
+            return self._table_of_contexts(positions, num_positions, dtype)
         angles = self.angles(positions, num_positions)
         amplitude = self.scaling.amplitude if self.scaling else 1.0
         cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
         return RotaryTable(cos.to(dtype), sin.to(dtype), self.interleaved)
+
+    def _table_of_contexts(
+        self, positions: Tensor, num_positions: Tensor, dtype: torch.dtype
+    ) -> RotaryTable:
+        scaling = self.scaling
+        short = self.table_at(positions, 0, dtype)
+        if scaling is None or scaling.kind != "longrope":
+            return short
+        long = self.table_at(positions, scaling.original_max_positions + 1, dtype)
+        is_long = (num_positions > scaling.original_max_positions)[:, None, None, None]
+        cos, sin = (
+            torch.where(is_long, long.cos, short.cos),
+            torch.where(is_long, long.sin, short.sin),
+        )
+        return RotaryTable(cos, sin, self.interleaved)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Return the rotation angle of each channel: [s, 1, 1, r] float32 (Megatron-LM's call)."""

@@ -63,12 +63,19 @@ def test_what_cannot_be_is_refused(values: dict[str, float], word: str) -> None:
 def test_the_cache_returns_all_tokens_and_refuses_too_many() -> None:
     cache = StaticInferenceContext(1, 4)
     key = torch.arange(3.0).view(3, 1, 1, 1)
-    keys, _ = cache.append(0, key, key)
-    assert keys.flatten().tolist() == [0, 1, 2]
+
+    def seen(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object
+    ) -> torch.Tensor:
+        return torch.stack([keys, values]).flatten(1)
+
+    def attend(key: torch.Tensor, value: torch.Tensor) -> list[list[float]]:
+        found: list[list[float]] = cache.attend(0, key, key, value, seen).tolist()
+        return found
+
+    assert attend(key, key) == [[0, 1, 2]] * 2
     cache.advance(3)
-    keys, values = cache.append(0, key[:1] + 9, key[:1] + 7)
-    assert keys.flatten().tolist() == [0, 1, 2, 9]
-    assert values.flatten().tolist() == [0, 1, 2, 7]
+    assert attend(key[:1] + 9, key[:1] + 7) == [[0, 1, 2, 9], [0, 1, 2, 7]]
     cache.advance(1)
     with pytest.raises(ValueError, match="5 tokens do not fit into a cache of 4"):
-        cache.append(0, key[:1], key[:1])
+        attend(key[:1], key[:1])

@@ -48,7 +48,7 @@ def bytes_saved_by(model: GPTModel, num_layers: int) -> int:
     """Of large storages that are no parameter's, each counted once."""
     kept: dict[int, tuple[int, Tensor]] = {}
     params = {p.untyped_storage()._cdata for p in model.parameters()}
-    tables = model.rotary_table(16, 0, None)
+    tables = model.rotary_table(16, None)
     if tables is not None:
         params |= {t.untyped_storage()._cdata for t in (tables.cos, tables.sin)}
 

@@ -61,7 +61,7 @@ def batch(rows: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 
 def hidden_states(model: GPTModel, tokens: Tensor, packed: Any) -> tuple[Tensor, dict[str, Any]]:
     shared = {
-        "rotary_pos_emb": model.rotary_table(LENGTH, 0, packed),
+        "rotary_pos_emb": model.rotary_table(LENGTH, packed),
         "packed_seq_params": packed,
     }
     return model.decoder(model.embedding(tokens, None), None, **shared), shared

@@ -7,11 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron.core import device
+from megatron.core.transformer.kv_cache import Core, PositionBias, State
+
 
 class StaticInferenceContext:
     """Keys and values of ``max_batch_size`` sequences of up to ``max_sequence_length`` tokens.
 
-    The memory of a layer is allocated at its first `append`, in the width of those tensors.
+    The memory of a layer is allocated at its first `append`, in the width of those tensors.  All
+    attention runs through the layer's own core: the plain reference of the paged cache.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
@@ -19,7 +23,7 @@ class StaticInferenceContext:
         self.max_sequence_length = max_sequence_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._other: dict[int, tuple[Tensor, Tensor]] = {}
-        self._states: dict[int, tuple[Tensor, ...]] = {}
+        self._states: dict[int, State] = {}
         self._num_tokens = 0
 
     @property
@@ -27,39 +31,57 @@ class StaticInferenceContext:
         """Number of cached tokens per sequence."""
         return self._num_tokens
 
-    def append(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [s, b, g, d] to a layer; return all its keys and values [t + s, b, g, d]."""
-        if layer_index not in self._layers:
-            self._layers[layer_index] = (self._memory(key), self._memory(value))
-        keys, values = self._layers[layer_index]
-        stop = self._num_tokens + key.size(0)
-        if stop > self.max_sequence_length:
-            raise ValueError(
-                f"{stop} tokens do not fit into a cache of {self.max_sequence_length} a sequence"
-            )
-        batch = key.size(1)
-        keys[self._num_tokens : stop, :batch] = key
-        values[self._num_tokens : stop, :batch] = value
-        return keys[:stop, :batch], values[:stop, :batch]
+    def positions(self, num_tokens: int) -> tuple[Tensor, int]:
+        """Return the positions [s] of the next tokens, and the context length after them."""
+        stop = self._num_tokens + num_tokens
+        return torch.arange(self._num_tokens, stop, device=device.current()), stop
 
-    def of_other_sequence(
-        self, layer_index: int, project: Callable[[], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
-        """Return cross-attention keys and values, which a layer projects once."""
+    def attend(
+        self,
+        layer_index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        core: Core,
+        *,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+    ) -> Tensor:
+        """Append [s, b, g, d] to a layer and attend to all its tokens; see `KVCache`."""
+        keys, values = self._append(layer_index, key, value)
+        table = None if bias is None else bias(self._num_tokens, len(query), len(keys))
+        return core(query, keys, values if values.shape[-1] else keys, mask, attention_bias=table)
+
+    def attend_to_other(
+        self,
+        layer_index: int,
+        query: Tensor,
+        project: Callable[[], tuple[Tensor, Tensor]],
+        core: Core,
+        *,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to the other sequence, which a layer projects once."""
         if layer_index not in self._other:
             self._other[layer_index] = project()
-        return self._other[layer_index]
+        return core(query, *self._other[layer_index], mask)
 
-    def recurrent_state(self, layer_index: int) -> tuple[Tensor, ...] | None:
-        """Return the recurrent state of a layer, or None before the first token."""
-        return self._states.get(layer_index)
+    def scan(
+        self,
+        layer_index: int,
+        rows: State,
+        step: Callable[[State, State | None], tuple[Tensor, State]],
+    ) -> Tensor:
+        """Run a recurrent layer from its cached state and replace the state."""
+        y, self._states[layer_index] = step(rows, self._states.get(layer_index))
+        return y
 
-    def keep_state(self, layer_index: int, state: tuple[Tensor, ...]) -> None:
-        """Replace the recurrent state of a layer."""
-        self._states[layer_index] = state
+    def output_rows(self, hidden: Tensor) -> Tensor:
+        """Return the last token of each sequence: [s, b, h] -> [1, b, h]."""
+        return hidden[-1:]
 
     def advance(self, num_new_tokens: int) -> None:
-        """Count the tokens of a finished forward pass."""
+        """Count the tokens of a finished forward pass: the caller's duty after each."""
         self._num_tokens += num_new_tokens
 
     @property
@@ -73,6 +95,21 @@ class StaticInferenceContext:
         self._num_tokens = 0
         self._other.clear()
         self._states.clear()
+
+    def _append(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append [s, b, g, d] to a layer; return all its keys and values [t + s, b, g, d]."""
+        if layer_index not in self._layers:
+            self._layers[layer_index] = (self._memory(key), self._memory(value))
+        keys, values = self._layers[layer_index]
+        stop = self._num_tokens + key.size(0)
+        if stop > self.max_sequence_length:
+            raise ValueError(
+                f"{stop} tokens do not fit into a cache of {self.max_sequence_length} a sequence"
+            )
+        batch = key.size(1)
+        keys[self._num_tokens : stop, :batch] = key
+        values[self._num_tokens : stop, :batch] = value
+        return keys[:stop, :batch], values[:stop, :batch]
 
     def _memory(self, like: Tensor) -> Tensor:
         size = (self.max_sequence_length, self.max_batch_size, *like.shape[2:])

@@ -45,7 +45,7 @@ class Admission:
     """A request that takes ``slot`` in this step: what ranks must know besides its rows.
 
     ``params``: fields of `SamplingParams` with the seed set, as JSON values.  ``history``: all its
-    tokens so far if penalties need them, and ``num_prompt`` how many of them are the prompt's.
+    tokens so far if penalties need them.  ``num_prompt``: number of tokens of its prompt.
     ``source``: tokens that an encoder reads.
     """
 

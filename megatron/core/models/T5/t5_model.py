@@ -30,7 +30,7 @@ from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of
 from megatron.core.transformer.attention_masks import band
-from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.kv_cache import KVCache, PositionBias
 from megatron.core.transformer.layer_layout import stacked_ranges
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -182,9 +182,9 @@ class T5Model(LanguageModule):
         Masks are True where a key is hidden: [b, keys], up to [b, 1, queries, keys]; without a mask
         the decoder is causal.  Logits are sharded over the tensor-parallel group, [b, t, v/tp],
         unless gathering is requested here or by ``parallel_output``; with ``inference_context``
-        they are gathered and those of the last token.  ``encoder_hidden_states`` replace the
-        encoder.  Every stage but the last returns what the next stage needs.  All stages of the
-        encoder need the encoder's ids, all stages of the decoder the decoder's.
+        they are gathered and those of the rows that it selects.  ``encoder_hidden_states`` replace
+        the encoder.  Every stage but the last returns what the next stage needs.  All stages of
+        the encoder need the encoder's ids, all stages of the decoder the decoder's.
         """
         received, self.input_tensor = self.input_tensor, None  # it is freed in backward
         context, hidden = encoder_hidden_states, None
@@ -203,7 +203,7 @@ class T5Model(LanguageModule):
             return self.token_losses(hidden, lm_labels)
         gather = runtime_gather_output
         if inference_context is not None:
-            hidden, gather = hidden[-1:], True
+            hidden, gather = inference_context.output_rows(hidden), True
         return self.logits(hidden, gather=not self.parallel_output if gather is None else gather)
 
     def _encode(self, ids: Tensor | None, mask: Tensor | None, received: Tensor | None) -> Tensor:
@@ -214,7 +214,7 @@ class T5Model(LanguageModule):
         if received is not None:
             self.encoder.set_input_tensor(received)
         hidden: Tensor = self.encoder(
-            self._embedded(ids, 0),
+            self._embedded(ids, None),
             _needed(mask, is_causal=False),
             rotary_pos_emb=self.rotary_table(length),
             attention_bias=None if table is None else table(length, length),
@@ -232,27 +232,28 @@ class T5Model(LanguageModule):
         """Run the decoder: ids [b, t] to hidden states [t, b, h]."""
         assert self.decoder is not None, "called where it is"
         length = self.tokens_in_row(ids, received)
-        offset = 0 if cache is None else cache.num_tokens
         table = self.decoder_relative_pos_emb
         if received is not None:
             self.decoder.set_input_tensor(received)
         hidden: Tensor = self.decoder(
-            self._embedded(ids, offset),
+            self._embedded(ids, cache),
             _needed(masks[0], is_causal=True),
             context=context.to(self.config.params_dtype),
             context_mask=_needed(masks[1], is_causal=False),
             inference_context=cache,
-            rotary_pos_emb=self.rotary_table(length, offset),
-            attention_bias=None if table is None else table(length, offset + length, offset=offset),
+            rotary_pos_emb=self.rotary_table(length, cache=cache),
+            attention_bias=None if table is None else _bias_of(table, length, cache),
         )
         return hidden
 
-    def _embedded(self, ids: Tensor | None, offset: int) -> Tensor | None:
+    def _embedded(self, ids: Tensor | None, cache: KVCache | None) -> Tensor | None:
         """Return the embeddings on a stage that has them, else None."""
         if not self.looks_up:
             return None
         assert ids is not None, "the first stage of a half needs its ids"
-        positions = torch.arange(offset, offset + ids.shape[1], device=ids.device)
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        if cache is not None:
+            positions, _ = cache.positions(ids.shape[1])
         hidden: Tensor = self.embedding(ids, positions.expand_as(ids))
         return hidden
 
@@ -269,6 +270,16 @@ class T5Model(LanguageModule):
         length = ids.shape[1] // cut
         context, hidden = received.split([received.shape[0] - length, length])
         return context, hidden
+
+
+def _bias_of(
+    table: RelativePositionEmbedding, length: int, cache: KVCache | None
+) -> Tensor | PositionBias:
+    """Return the bias of a decoder's tokens; with a cache a function of positions."""
+    if cache is None:
+        bias: Tensor = table(length, length)
+        return bias
+    return lambda start, count, num_keys: table(count, num_keys, offset=start)
 
 
 def _encoder_stages(config: TransformerConfig, num_stages: int) -> int:

@@ -131,11 +131,11 @@ class GPTModel(LanguageModule):
 
         ``attention_mask`` [b, 1, s, s] is True where a key is hidden.  Logits are sharded over the
         tensor-parallel group, [b, s, v/tp], unless gathering is requested here or by
-        ``parallel_output``.  With ``inference_context`` they are gathered and those of the last
-        token.  Stages without the output layer return hidden states; stages without the embedding
-        need neither ids nor positions.  The caller applies ``loss_mask`` to the returned losses.
-        Multi-token prediction runs in training only: it applies the mask to its own losses, whose
-        gradients are added in the backward pass.
+        ``parallel_output``.  With ``inference_context`` they are gathered and those of the rows
+        that it selects.  Stages without the output layer return hidden states; stages without the
+        embedding need neither ids nor positions.  The caller applies ``loss_mask`` to the returned
+        losses.  Multi-token prediction runs in training only: it applies the mask to its own
+        losses, whose gradients are added in the backward pass.
         """
         hidden: Tensor | None = decoder_input
         if hidden is None and self.pre_process:
@@ -146,11 +146,10 @@ class GPTModel(LanguageModule):
             # and ranks that share a sequence must agree.
             attention_mask = None if is_causal_mask(attention_mask) else attention_mask
         self.check_share(position_ids, inference_context)
-        offset = 0 if inference_context is None else inference_context.num_tokens
         num_tokens = self.tokens_in_row(input_ids, self.decoder.input_tensor)
         shared: dict[str, object] = {
-            "rotary_pos_emb": self.rotary_table(num_tokens, offset, packed_seq_params),
-            "attention_bias": self.attention_bias(num_tokens, offset, packed_seq_params),
+            "rotary_pos_emb": self.rotary_table(num_tokens, packed_seq_params, inference_context),
+            "attention_bias": self.attention_bias(num_tokens, packed_seq_params, inference_context),
             "packed_seq_params": packed_seq_params,
         }
         hidden = self.decoder(
@@ -170,7 +169,8 @@ class GPTModel(LanguageModule):
                 )
             return self.token_losses(hidden, labels)
         if inference_context is not None:
-            hidden, runtime_gather_output = hidden[-1:], True
+            hidden = inference_context.output_rows(hidden)
+            runtime_gather_output = True
         gather = runtime_gather_output
         return self.logits(hidden, gather=not self.parallel_output if gather is None else gather)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from megatron.core.tensor_parallel.cross_entropy import true_columns, vocab_para
 from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, check_token_ids
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes
-from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.kv_cache import KVCache, PositionBias
 from megatron.core.transformer.module import MegatronModule, before_reading
 from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -180,29 +181,39 @@ class LanguageModule(MegatronModule):
     # ---- positions -------------------------------------------------------------------------
 
     def rotary_table(
-        self, num_tokens: int, offset: int = 0, packed: PackedSeqParams | None = None
+        self,
+        num_tokens: int,
+        packed: PackedSeqParams | None = None,
+        cache: KVCache | None = None,
     ) -> RotaryTable | None:
         """Return rotary angles of this rank's ``num_tokens`` tokens; None without RoPE."""
         if self.rotary_pos_emb is None:
             return None
         dtype, cp = self.config.params_dtype, self.pg_collection.cp
+        if cache is not None:
+            return self.rotary_pos_emb.table_at(*cache.positions(num_tokens), dtype)
         total = num_tokens * cp.size()
         if packed is None:
             held = None if cp.size() == 1 else self._held_tokens(num_tokens, None)
-            return self.rotary_pos_emb.table(total, offset, dtype, held)
+            return self.rotary_pos_emb.table(total, 0, dtype, held)
         held = position_in_sequence(packed.ends, total)[self._held_tokens(num_tokens, packed)]
         return self.rotary_pos_emb.table_at(held, total, dtype)
 
     def attention_bias(
-        self, num_tokens: int, offset: int, packed: PackedSeqParams | None
-    ) -> Tensor | None:
-        """Return the ALiBi bias for this rank's heads and tokens; None without ALiBi."""
+        self, num_tokens: int, packed: PackedSeqParams | None, cache: KVCache | None
+    ) -> Tensor | PositionBias | None:
+        """Return the ALiBi bias for this rank's heads and tokens; None without ALiBi.
+
+        With a cache the result is a function of positions.
+        """
         if self.position_embedding_type != "alibi":
             return None
         slopes = alibi_slopes(self.config.num_attention_heads, device.current())
         mine = slopes.chunk(self.tp_group.size())[self.tp_group.rank()]
-        queries = offset + self._held_tokens(num_tokens, packed)
-        return alibi_bias(mine, queries, offset + num_tokens * self.pg_collection.cp.size())
+        if cache is not None:
+            return partial(_alibi_of_rows, mine)
+        queries = self._held_tokens(num_tokens, packed)
+        return alibi_bias(mine, queries, num_tokens * self.pg_collection.cp.size())
 
     def _held_tokens(self, num_tokens: int, packed: PackedSeqParams | None) -> Tensor:
         """Return the positions of the tokens that this context-parallel rank holds: [s/cp]."""
@@ -318,3 +329,7 @@ def mark_as_shared_embedding(weight: Tensor, *, is_copy: bool, over: str = "embd
     ``over`` "embd": the weight is word embedding and output layer.
     """
     set_info(weight, replace(info_of(weight), is_duplicate=is_copy, shared_over=over))
+
+
+def _alibi_of_rows(slopes: Tensor, start: int, count: int, num_keys: int) -> Tensor:
+    return alibi_bias(slopes, torch.arange(start, start + count, device=slopes.device), num_keys)

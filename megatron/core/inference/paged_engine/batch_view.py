@@ -1,0 +1,155 @@
+"""The KV cache of one step as layers see it: rows of many requests behind each other.
+
+``N`` rows, ``S`` segments; tensors of layers are [N, 1, ..].  See `KVCache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.fusions.paged_attention import PagedBatch, paged_attention, store
+from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.step_plan import Integers, Segment, StepPlan
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.kv_cache import Core, PositionBias, State
+
+
+class BatchView:
+    """Keys, values and states of the requests of one plan; implements `KVCache`.
+
+    ``num_prompt`` [slots]: prompt tokens of the request in each slot.  ``sources``: slot and number
+    of tokens of each sequence that the encoder has read in this step.  ``row_invariant``: recurrent
+    layers run each request alone, so that its bits do not depend on the others.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        plan: StepPlan,
+        device: torch.device,
+        *,
+        num_prompt: Integers,
+        sources: Sequence[tuple[int, int]] = (),
+        row_invariant: bool = False,
+    ) -> None:
+        self._cache, self._segments, self._sources = cache, plan.segments, sources
+        self._row_invariant = row_invariant
+        lengths = np.array([len(s.tokens) for s in self._segments])
+        first_row = np.concatenate([[0], lengths.cumsum()])
+        self._rows = [slice(a, b) for a, b in zip(first_row[:-1], first_row[1:], strict=True)]
+        positions = np.concatenate([np.arange(s.start, s.num_keys) for s in self._segments])
+        table = np.zeros((len(lengths), max(len(s.pages) for s in self._segments)), np.int64)
+        for row, segment in zip(table, self._segments, strict=True):
+            row[: len(segment.pages)] = segment.pages
+        of_row = np.arange(len(lengths)).repeat(lengths)
+        pages, offsets = np.divmod(positions, cache.page_size)
+        at = table[of_row, pages] * cache.page_size + offsets
+        contexts = np.maximum(positions + 1, num_prompt[[s.slot for s in self._segments]][of_row])
+        outputs = [
+            np.arange(rows.stop - len(s.targets), rows.stop)
+            for rows, s in zip(self._rows, self._segments, strict=True)
+        ]
+
+        def put(array: Integers, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.from_numpy(array).to(device=device, dtype=dtype)
+
+        self.token_ids = put(np.concatenate([s.tokens for s in self._segments]))
+        self._positions, self._contexts, self._at = put(positions), put(contexts), put(at)
+        self._outputs = put(np.concatenate(outputs))
+        num_keys = np.array([s.num_keys for s in self._segments])
+        self._batch = PagedBatch(*(put(x, torch.int32) for x in (first_row, num_keys, table)))
+
+    def positions(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the positions and context lengths of the rows: 2 x [N]."""
+        assert num_tokens == len(self._positions), "a pass has the rows of its plan"
+        return self._positions, self._contexts
+
+    def attend(
+        self,
+        layer_index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        core: Core,
+        *,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+    ) -> Tensor:
+        """Store keys and values in pages and attend causally within each request."""
+        assert mask is None, "requests are causal"
+        keys, values = self._cache.layer(layer_index, key, value)
+        store(keys, values, key[:, 0], value[:, 0], self._at)
+        if not value.shape[-1]:
+            values = keys
+        if bias is None and isinstance(core, DotProductAttention):
+            rule = core.paged_rule(query)
+            out = paged_attention(query[:, 0], keys, values, self._batch, rule)
+            return out.flatten(1).unsqueeze(1)
+        parts = []
+        for segment, rows in zip(self._segments, self._rows, strict=True):
+            k, v = self._gathered(keys, segment), self._gathered(values, segment)
+            table = None if bias is None else bias(segment.start, len(segment.tokens), len(k))
+            parts.append(core(query[rows], k, v, attention_bias=table))
+        return torch.cat(parts)
+
+    def attend_to_other(
+        self,
+        layer_index: int,
+        query: Tensor,
+        project: Callable[[], tuple[Tensor, Tensor]],
+        core: Core,
+        *,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to the sequence that the encoder has read for each request."""
+        assert mask is None, "sources have no padding"
+        if self._sources:
+            lengths = [length for _, length in self._sources]
+            keys, values = (x.split(lengths) for x in project())
+            for (slot, _), k, v in zip(self._sources, keys, values, strict=True):
+                self._cache.keep_other(layer_index, slot, k, v)
+        return torch.cat(
+            [
+                core(query[rows], *self._cache.other(layer_index, segment.slot))
+                for segment, rows in zip(self._segments, self._rows, strict=True)
+            ]
+        )
+
+    def scan(
+        self,
+        layer_index: int,
+        rows: State,
+        step: Callable[[State, State | None], tuple[Tensor, State]],
+    ) -> Tensor:
+        """Scan each request from the state of its slot; single tokens go through as one batch."""
+        parts: list[Tensor] = [rows[0]] * len(self._segments)
+        single = []
+        for i, (segment, of_segment) in enumerate(zip(self._segments, self._rows, strict=True)):
+            if segment.start and len(segment.tokens) == 1 and not self._row_invariant:
+                single.append(i)
+                continue
+            past = self._cache.state(layer_index, [segment.slot]) if segment.start else None
+            parts[i], state = step(tuple(x[of_segment] for x in rows), past)
+            self._cache.keep_state(layer_index, [segment.slot], state)
+        if single:
+            slots = [self._segments[i].slot for i in single]
+            at = torch.tensor([self._rows[i].start for i in single], device=rows[0].device)
+            batch = tuple(x[at].transpose(0, 1) for x in rows)
+            out, state = step(batch, self._cache.state(layer_index, slots))
+            self._cache.keep_state(layer_index, slots, state)
+            for i, row in zip(single, out.transpose(0, 1).unbind(), strict=True):
+                parts[i] = row.unsqueeze(0)
+        return torch.cat(parts)
+
+    def output_rows(self, hidden: Tensor) -> Tensor:
+        """Return the rows that the plan has targets for: [N, 1, h] -> [r, 1, h]."""
+        return hidden.index_select(0, self._outputs)
+
+    def _gathered(self, pages: Tensor, segment: Segment) -> Tensor:
+        """Copy the tokens of a segment's request out of the pages: [t, 1, g, d]."""
+        own = torch.from_numpy(segment.pages).to(pages.device)
+        return pages[own].flatten(0, 1)[: segment.num_keys].unsqueeze(1)

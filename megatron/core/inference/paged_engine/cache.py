@@ -1,0 +1,82 @@
+"""Memory of the generation engine on one rank: pages of keys and values, and state per slot.
+
+A page holds ``page_size`` tokens of one request in every attention layer of this stage.  Tensors
+are allocated at the first use of a layer, in the width of what the layer stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.kv_cache import State
+
+
+class PagedCache:
+    """``num_pages`` pages and ``max_requests`` slots, and one more of each for idle steps."""
+
+    def __init__(self, num_pages: int, page_size: int, max_requests: int) -> None:
+        self.num_pages, self.page_size, self.max_requests = num_pages, page_size, max_requests
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[int, State] = {}
+        self._others: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def layer(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pages of a layer, [num_pages + 1, page_size, g, d], made like ``key``."""
+        if layer_index not in self._layers:
+            self._layers[layer_index] = (self._pages(key), self._pages(value))
+        return self._layers[layer_index]
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (from, to) in all layers."""
+        if not copies:
+            return
+        source, target = (list(pages) for pages in zip(*copies, strict=True))
+        for tensors in self._layers.values():
+            for pages in tensors:
+                pages[target] = pages[source]
+
+    def state(self, layer_index: int, slots: Sequence[int]) -> State:
+        """Return the recurrent states of ``slots``: tensors [len(slots), ..]."""
+        return tuple(kept[slots] for kept in self._states[layer_index])
+
+    def keep_state(self, layer_index: int, slots: Sequence[int], state: State) -> None:
+        """Replace the recurrent states of ``slots``."""
+        if layer_index not in self._states:
+            self._states[layer_index] = tuple(
+                part.new_zeros(self.max_requests + 1, *part.shape[1:]) for part in state
+            )
+        for kept, part in zip(self._states[layer_index], state, strict=True):
+            kept[slots] = part
+
+    def other(self, layer_index: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that `keep_other` kept."""
+        return self._others[layer_index, slot]
+
+    def keep_other(self, layer_index: int, slot: int, key: Tensor, value: Tensor) -> None:
+        """Keep the keys and values [k, 1, g, d] of the sequence that a slot cross-attends to."""
+        self._others[layer_index, slot] = key, value
+
+    def clear(self) -> None:
+        """Free all memory."""
+        self._layers.clear()
+        self._states.clear()
+        self._others.clear()
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Number of bytes of one page in all layers that have been used."""
+        tensors = [x for pair in self._layers.values() for x in pair]
+        return sum(x.nbytes // x.shape[0] for x in tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes allocated."""
+        kept = (*self._layers.values(), *self._states.values(), *self._others.values())
+        return sum(x.nbytes for tensors in kept for x in tensors)
+
+    def _pages(self, like: Tensor) -> Tensor:
+        shape = (self.num_pages + 1, self.page_size, *like.shape[2:])
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
