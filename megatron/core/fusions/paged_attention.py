@@ -49,7 +49,7 @@ def store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, at: Tensor) 
     ``at`` [N], int64: page * page_size + offset, different for each row.
     """
     for cache, rows in ((keys, key), (values, value)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, at, rows.to(cache.dtype))
+        cache.flatten(0, 1).index_copy_(0, at, rows.to(cache.dtype))
 
 
 def paged_attention(
