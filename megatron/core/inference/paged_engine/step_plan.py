@@ -16,6 +16,7 @@ import numpy.typing as npt
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 SAMPLE = -1  # target of an output row whose next token is to be sampled
+NO_TOKEN = -1  # result of an output row without finite logits, or without an allowed token
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def _admission(found: dict[str, Any]) -> Admission:
 class StepResult:
     """What output rows gave, in the order of the plan: r rows, n likely tokens each.
 
-    ``tokens`` [r]: the sampled token, or the row's target.  ``log_probs`` [r]: its log-probability.
+    ``tokens`` [r]: the sampled token, or the row's target, or `NO_TOKEN`: the request cannot go
+    on.  ``log_probs`` [r]: its log-probability; 0 where the request does not ask for it.
     ``top_tokens`` and ``top_log_probs`` [r, n]: the most likely tokens, best first; n is the
     largest number that a request of the step asks for.
     """

@@ -1,0 +1,259 @@
+"""Choose the next tokens of a step's output rows on the device, without a wait of the host.
+
+The host knows the parameters of every row, so rules that no row of a step uses cost nothing.
+Only `SampledRows.to_result` waits for the device.  Shapes: ``r`` output rows, ``s`` of them
+sampled, ``v`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron.core.device import host_array
+from megatron.core.inference.paged_engine.step_plan import (
+    NO_TOKEN,
+    SAMPLE,
+    Admission,
+    Integers,
+    StepPlan,
+    StepResult,
+)
+from megatron.core.inference.sampling import filters, log_probs, noise, rules
+from megatron.core.inference.sampling.slots import Slots
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """Results on the device: the tensors of `StepResult`."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    top_tokens: Tensor
+    top_log_probs: Tensor
+
+    def to_result(self) -> StepResult:
+        """Wait for the device and return the result on the host."""
+        floats = torch.cat([self.log_probs[:, None], self.top_log_probs], dim=1)
+        integers = torch.cat([self.tokens[:, None], self.top_tokens], dim=1)
+        floats_here, integers_here = floats.cpu().numpy(), integers.cpu().numpy()
+        return StepResult(
+            integers_here[:, 0], floats_here[:, 0], integers_here[:, 1:], floats_here[:, 1:]
+        )
+
+
+class Sampler:
+    """Sampling of the requests in ``max_requests`` slots; every rank can hold an equal one.
+
+    ``eod``: the token that ends a text; with the request's stop tokens it is hidden before
+    min_tokens.  Columns of logits beyond ``vocab_size`` (padding) are not read.
+    """
+
+    def __init__(
+        self, max_requests: int, vocab_size: int, device: torch.device, eod: int | None = None
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._eod = eod
+        self._slots = Slots(max_requests, vocab_size, device)
+
+    def admit(self, admission: Admission) -> None:
+        """Put a request into its slot, in place of what the slot had."""
+        self._slots.admit(admission)
+
+    def sample(self, logits: Tensor, plan: StepPlan) -> SampledRows:
+        """Return tokens and log-probs of all output rows from their ``logits`` [r, v].
+
+        A row with NaN or infinity among its largest logits, or without an allowed token, gets
+        `NO_TOKEN`; other rows are not affected.
+        """
+        rows = _Rows.of(plan)
+        logits = logits[:, : self._vocab_size]
+        tokens = self._upload(rows.targets)
+        sampled = np.flatnonzero(rows.targets == SAMPLE)
+        if len(sampled):
+            chosen = self._choose(_rows_of(logits, sampled, self), rows.take(sampled), plan)
+            if len(sampled) == len(tokens):
+                tokens = chosen
+            else:
+                tokens = tokens.index_copy(0, self._upload(sampled), chosen)
+        return self._with_log_probs(logits, tokens, rows)
+
+    def _choose(self, logits: Tensor, rows: _Rows, plan: StepPlan) -> Tensor:
+        """Return tokens [s] from ``logits`` [s, v]."""
+        changed = self._apply_rules(logits, rows, plan)
+        logits = changed.float()
+        tokens = logits.argmax(-1)
+        drawn = np.flatnonzero(~self._slots.is_greedy[rows.slots])
+        if len(drawn):
+            chosen = self._draw(_rows_of(logits, drawn, self), rows.take(drawn))
+            tokens.index_copy_(0, self._upload(drawn), chosen)
+        tokens = tokens.where(logits.amax(-1).isfinite(), NO_TOKEN)
+        self._count(tokens, rows)
+        return tokens
+
+    def _apply_rules(self, logits: Tensor, rows: _Rows, plan: StepPlan) -> Tensor:
+        """Return ``logits``, or changed logits of rows that have bias, penalties or masks."""
+        slots = self._slots
+        biased = np.flatnonzero(slots.has_bias[rows.slots])
+        penalised = np.flatnonzero(slots.has_penalty[rows.slots])
+        masked = np.array([i for i, s in enumerate(rows.slots.tolist()) if s in plan.masks])
+        hidden = self._hidden(rows)
+        if not (len(biased) or len(penalised) or len(masked) or hidden):
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        if len(biased):
+            where = self._upload(slots.bias.indices(rows.slots[biased]))
+            logits.index_add_(0, self._upload(biased), slots.bias.data[where])
+        if len(penalised):
+            part, values = rows.slots[penalised], slots.values[rows.slots[penalised], 4:]
+            assert len(set(part.tolist())) == len(part), "penalties with speculative rows"
+            at, counts, in_prompt = (
+                self._upload(a)
+                for a in (penalised, slots.counts.indices(part), slots.in_prompt.indices(part))
+            )
+            lowered = logits[at]
+            rules.penalise(
+                lowered,
+                slots.counts.data[counts],
+                slots.in_prompt.data[in_prompt],
+                self._upload(values),
+            )
+            logits[at] = lowered
+        if hidden:
+            logits.index_put_(tuple(self._upload(hidden).T), logits.new_tensor(float("-inf")))
+        if len(masked):
+            words = self._upload(
+                np.stack([plan.masks[slot] for slot in rows.slots[masked].tolist()])
+            )
+            at = self._upload(masked)
+            allowed = logits[at]
+            rules.keep_allowed(allowed, words)
+            logits[at] = allowed
+        return logits
+
+    def _hidden(self, rows: _Rows) -> list[tuple[int, int]]:
+        """Return (row, token) of end tokens that min_tokens hides."""
+        slots = self._slots
+        num_generated = rows.positions - slots.num_prompt[rows.slots]
+        hidden = []
+        for row in np.flatnonzero(num_generated < slots.min_tokens[rows.slots]).tolist():
+            stop = slots.params[rows.slots[row]].stop_token_ids
+            ends = stop if self._eod is None else (*stop, self._eod)
+            hidden += [(row, token) for token in ends]
+        return hidden
+
+    def _draw(self, logits: Tensor, rows: _Rows) -> Tensor:
+        """Return tokens [s] sampled from ``logits`` [s, v] with temperature and filters."""
+        slots, values = self._slots, self._slots.values[rows.slots]
+        top_k, has_top_p = values[:, 1], values[:, 2] < 1
+        is_limited = top_k < self._vocab_size
+        temperature, top_p, min_p = self._upload(values[:, [0, 2, 3]]).unbind(-1)
+        least = filters.Filters(
+            top_k=self._upload(top_k.astype(np.int64)),
+            top_p=top_p,
+            min_p=min_p,
+            largest_k=int(top_k[is_limited].max(initial=0)),
+            has_top_p=bool(has_top_p.any()),
+            has_top_p_only=bool((has_top_p & ~is_limited).any()),
+            has_min_p=bool((values[:, 3] > 0).any()),
+        )
+        # the largest is 0: a small temperature cannot overflow to infinity
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+        least_logits = filters.least_logits(logits, least)
+        if least_logits is not None:
+            logits.masked_fill_(logits < least_logits[:, None], float("-inf"))
+        seeds = [slots.params[slot].seed for slot in rows.slots.tolist()]
+        assert None not in seeds, "an admission has the seed of its request"
+        keys = self._upload(noise.row_keys([s or 0 for s in seeds], rows.positions))
+        return noise.choose(logits, keys)[0]
+
+    def _count(self, tokens: Tensor, rows: _Rows) -> None:
+        """Note the chosen tokens of requests that have penalties."""
+        counts = self._slots.counts
+        penalised = np.flatnonzero(self._slots.has_penalty[rows.slots])
+        if len(penalised):
+            where = self._upload(counts.indices(rows.slots[penalised]))
+            chosen = tokens[self._upload(penalised)]
+            added = (chosen >= 0).to(counts.data.dtype)
+            counts.data.index_put_((where, chosen.clamp(min=0)), added, accumulate=True)
+
+    def _with_log_probs(self, logits: Tensor, tokens: Tensor, rows: _Rows) -> SampledRows:
+        """Return ``tokens`` [r] with the log-probabilities that requests of the step ask for."""
+        slots = self._slots
+        is_target = rows.targets != SAMPLE
+        tops = np.zeros(len(rows.slots), dtype=np.int64)
+        for i, slot in enumerate(rows.slots.tolist()):
+            params = slots.params[slot]
+            if not is_target[i] or params.return_prompt_top_n_logprobs:
+                tops[i] = params.top_n_logprobs
+        count = min(int(tops.max(initial=0)), self._vocab_size)
+        found = SampledRows(
+            tokens,
+            tokens.new_zeros(len(tokens), dtype=torch.float32),
+            tokens.new_full((len(tokens), count), NO_TOKEN),
+            tokens.new_zeros((len(tokens), count), dtype=torch.float32),
+        )
+        wanted = np.flatnonzero(is_target | slots.wants_log_probs[rows.slots])
+        if len(wanted):
+            at = self._upload(wanted)
+            part = _rows_of(logits, wanted, self).float()
+            mine = tokens[at, None]
+            likely = log_probs.likeliest(part, count) if count else mine[:, :0]
+            values = log_probs.log_probs(part, torch.cat([mine.clamp(min=0), likely], dim=1))
+            found.log_probs.index_copy_(0, at, values[:, 0])
+            found.top_tokens.index_copy_(0, at, likely)
+            found.top_log_probs.index_copy_(0, at, values[:, 1:])
+        is_bad = ~found.log_probs.isfinite()
+        found.log_probs.masked_fill_(is_bad, 0)
+        return replace(found, tokens=tokens.masked_fill(is_bad, NO_TOKEN))
+
+    def _upload(self, values: npt.ArrayLike) -> Tensor:
+        """Copy integers as int64, or float32 numbers, to the device without a wait.
+
+        On a CPU the tensor shares the memory of ``values``.
+        """
+        array = torch.from_numpy(np.ascontiguousarray(values))
+        return host_array(array, self._device).to(self._device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Slot, position of the new token, and target of each row: [r]."""
+
+    slots: Integers
+    positions: Integers
+    targets: Integers
+
+    @staticmethod
+    def of(plan: StepPlan) -> _Rows:
+        """Return the output rows of ``plan``."""
+        slots: list[int] = []
+        positions: list[int] = []
+        targets: list[Integers] = []
+        for segment in plan.segments:
+            count = len(segment.targets)
+            slots += [segment.slot] * count
+            positions += range(segment.num_keys - count + 1, segment.num_keys + 1)
+            targets.append(segment.targets)
+        empty = np.zeros(0, dtype=np.int64)
+        return _Rows(
+            np.array(slots, dtype=np.int64),
+            np.array(positions, dtype=np.int64),
+            np.concatenate(targets or [empty]),
+        )
+
+    def take(self, index: Integers) -> _Rows:
+        """Return the rows of ``index``."""
+        return _Rows(self.slots[index], self.positions[index], self.targets[index])
+
+
+def _rows_of(logits: Tensor, index: Integers, sampler: Sampler) -> Tensor:
+    """Return rows of ``logits``, without a copy if they are all rows."""
+    if len(index) == len(logits):
+        return logits
+    return logits.index_select(0, sampler._upload(index))

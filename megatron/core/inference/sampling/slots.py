@@ -1,0 +1,97 @@
+"""What the sampler knows of the request in each slot: parameters on the host, counts on the device.
+
+Parameters are plain numbers of the host: a step uploads those of its rows at once.  Only slots
+whose requests have penalties or a logit bias hold rows of the vocabulary's size on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron.core.inference.paged_engine.step_plan import Admission
+from megatron.core.inference.sampling_params import SamplingParams
+
+
+class SlotRows:
+    """Rows [v] on the device for those slots that need one; grows by doubling."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.data = torch.zeros(0, width, dtype=dtype, device=device)
+        self._row: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def put(self, slot: int, values: npt.NDArray[Any]) -> None:
+        """Give ``slot`` a row of ``values`` [v]."""
+        if not self._free:
+            size = len(self.data)
+            self.data = torch.cat([self.data, self.data.new_zeros(max(size, 1), self.data.size(1))])
+            self._free = list(range(len(self.data) - 1, size - 1, -1))
+        self._row[slot] = self._free.pop()
+        self.data[self._row[slot]] = torch.from_numpy(values).to(self.data)
+
+    def free(self, slot: int) -> None:
+        """Free the row of ``slot``, if it has one."""
+        row = self._row.pop(slot, None)
+        if row is not None:
+            self._free.append(row)
+
+    def indices(self, slots: npt.NDArray[np.int64]) -> list[int]:
+        """Return the rows of ``slots`` in `data`."""
+        return [self._row[slot] for slot in slots.tolist()]
+
+
+class Slots:
+    """Requests by slot.  Arrays are indexed by slot and live on the host."""
+
+    def __init__(self, max_requests: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self.params = [SamplingParams(temperature=0.0, seed=0)] * max_requests
+        self.num_prompt = np.zeros(max_requests, dtype=np.int64)
+        self.min_tokens = np.zeros(max_requests, dtype=np.int64)
+        self.is_greedy = np.ones(max_requests, dtype=bool)
+        self.wants_log_probs = np.zeros(max_requests, dtype=bool)
+        self.has_penalty = np.zeros(max_requests, dtype=bool)
+        self.has_bias = np.zeros(max_requests, dtype=bool)
+        # temperature, top_k (v: no limit), top_p, min_p, repetition, presence, frequency
+        self.values = np.zeros((max_requests, 7), dtype=np.float32)
+        self.counts = SlotRows(vocab_size, torch.int32, device)  # how often a token was generated
+        self.in_prompt = SlotRows(vocab_size, torch.bool, device)
+        self.bias = SlotRows(vocab_size, torch.float32, device)
+
+    def admit(self, admission: Admission) -> None:
+        """Put a request into its slot, in place of what the slot had."""
+        slot, params = admission.slot, params_of(admission.params)
+        self.params[slot] = params
+        self.num_prompt[slot] = admission.num_prompt
+        self.min_tokens[slot] = params.min_tokens
+        self.is_greedy[slot] = params.is_greedy
+        self.wants_log_probs[slot] = params.return_log_probs or params.top_n_logprobs > 0
+        top_k = min(params.top_k or self._vocab_size, self._vocab_size)
+        filters = (params.temperature, top_k, params.top_p or 1.0, params.min_p)
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        self.values[slot] = filters + penalties
+        self.has_bias[slot] = bool(params.logit_bias)
+        self.has_penalty[slot] = penalties != (1, 0, 0)
+        for rows in (self.counts, self.in_prompt, self.bias):
+            rows.free(slot)
+        if params.logit_bias:
+            bias = np.zeros(self._vocab_size, dtype=np.float32)
+            bias[list(params.logit_bias)] = list(params.logit_bias.values())
+            self.bias.put(slot, bias)
+        if self.has_penalty[slot]:
+            history = np.array(admission.history, dtype=np.int64)
+            prompt, output = np.split(history, [admission.num_prompt])
+            self.in_prompt.put(slot, np.bincount(prompt, minlength=self._vocab_size) > 0)
+            self.counts.put(slot, np.bincount(output, minlength=self._vocab_size))
+
+
+def params_of(values: Mapping[str, Any]) -> SamplingParams:
+    """Return the parameters that JSON values give; keys of its objects are strings."""
+    bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
+    stop = tuple(values.get("stop_token_ids", ()))
+    return SamplingParams(**{**values, "logit_bias": bias, "stop_token_ids": stop})

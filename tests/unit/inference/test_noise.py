@@ -1,0 +1,92 @@
+"""Noise of sampling: its distribution, and that only seed, position and token id decide it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.inference.sampling.noise import choose, exponentials, gumbel, row_keys
+
+
+def keys(seeds: list[int], positions: list[int]) -> Tensor:
+    return torch.from_numpy(row_keys(seeds, np.array(positions)))
+
+
+def chi_square(values: Tensor, buckets: int = 1000) -> float:
+    """Return (statistic - mean) / deviation of numbers that should be uniform in (0, 1)."""
+    seen = torch.bincount((values.flatten().double() * buckets).long(), minlength=buckets)
+    expected = values.numel() / buckets
+    statistic = ((seen - expected) ** 2 / expected).sum().item()
+    return (statistic - (buckets - 1)) / math.sqrt(2 * (buckets - 1))
+
+
+@pytest.mark.parametrize("along", ["tokens", "seeds", "positions"])
+def test_noise_is_uniform_and_neighbours_are_independent(along: str) -> None:
+    row = {
+        "tokens": keys([5], [9]),
+        "seeds": keys(list(range(4096)), [3] * 4096),
+        "positions": keys([1] * 4096, list(range(4096))),
+    }[along]
+    blocks = torch.arange(4096 if along == "tokens" else 1, dtype=torch.int32)[None]
+    values = exponentials(row, blocks).neg().exp()  # uniform in (0, 1)
+    assert abs(chi_square(values)) < 4.5
+    if along == "tokens":
+        a, b = values.flatten()[:-1], values.flatten()[1:]
+    else:
+        a, b = values[:-1].flatten(), values[1:].flatten()
+    correlation = torch.corrcoef(torch.stack([a, b]))[0, 1].item()
+    assert abs(correlation) * math.sqrt(len(a)) < 4.5
+    pair = (a * 32).floor() / 32 + b / 32  # uniform if a and b are independent
+    assert abs(chi_square(pair, 1024)) < 4.5
+
+
+def test_hashes_do_not_change() -> None:
+    rows = row_keys([0, 1, 2**64 - 1], np.array([0, 7, 2**40]))
+    assert rows.tolist() == [
+        [-12790593, 1210155558],
+        [438411019, -1605172716],
+        [1024219659, -1179233709],
+    ]
+    assert choose(torch.zeros(3, 50304), torch.from_numpy(rows))[0].tolist() == [
+        23945,
+        44798,
+        24761,
+    ]
+
+
+def test_noise_of_a_token_depends_on_seed_position_and_token_only() -> None:
+    rows = keys([3, 4, 3, 2**64 + 3], [10, 10, 11, 10])
+    noise = gumbel(rows, 500)
+    assert torch.equal(noise[0], noise[3])  # seeds count modulo 2**64
+    assert not (noise[0] == noise[1]).any()
+    assert not (noise[0] == noise[2]).any()
+    assert torch.equal(gumbel(rows[1:2], 130, 128), noise[1:2, 128:258])
+
+
+def test_shards_of_a_vocabulary_find_the_token_of_the_vocabulary() -> None:
+    logits = torch.randn(200, 1000, generator=torch.Generator().manual_seed(1))
+    rows = keys(list(range(200)), [5] * 200)
+    token, score = choose(logits, rows)
+    parts = [choose(logits[:, at : at + 256], rows, at) for at in range(0, 1000, 256)]
+    scores = torch.stack([s for _, s in parts])
+    tokens = torch.stack([t for t, _ in parts])
+    assert torch.equal(scores.amax(0), score)
+    assert torch.equal(tokens.gather(0, scores.argmax(0)[None])[0], token)
+
+
+def test_tokens_are_chosen_with_their_probabilities() -> None:
+    number = 100_000
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(2)) * 2
+    rows = keys(list(range(number)), [0] * number)
+    seen = torch.zeros(300)
+    for part in rows.split(10_000):
+        seen += torch.bincount(choose(logits.expand(len(part), -1), part)[0], minlength=300)
+    expected = torch.softmax(logits, -1) * number
+    often = expected >= 5
+    statistic = ((seen - expected) ** 2 / expected)[often].sum().item()
+    free = int(often.sum()) - 1
+    assert abs(statistic - free) < 4.5 * math.sqrt(2 * free)

@@ -1,0 +1,209 @@
+"""The sampler: which token each output row of a step gets, and its log-probability."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.inference.paged_engine.step_plan import (
+    NO_TOKEN,
+    SAMPLE,
+    Admission,
+    Segment,
+    StepPlan,
+    StepResult,
+)
+from megatron.core.inference.sampling.sampler import Sampler
+
+CPU = torch.device("cpu")
+EOD = 0
+
+
+def segment(slot: int, position: int, *targets: int) -> Segment:
+    """Return a segment whose last target is the token at ``position``."""
+    end = position - 1
+    nothing = np.zeros(0, dtype=np.int64)
+    tokens = np.zeros(len(targets), dtype=np.int64)
+    return Segment(slot, end - len(targets) + 1, tokens, nothing, np.array(targets, np.int64))
+
+
+def sampler_of(vocab_size: int, *requests: dict[str, object], **more: object) -> Sampler:
+    """Return a sampler with a request in each slot, whose prompts have 3 tokens."""
+    sampler = Sampler(len(requests), vocab_size, CPU, EOD)
+    for slot, params in enumerate(requests):
+        sampler.admit(Admission(slot, {"seed": 1, **params}, num_prompt=3, **more))  # type: ignore
+    return sampler
+
+
+def step(
+    sampler: Sampler, logits: Tensor, segments: Sequence[Segment], **more: object
+) -> StepResult:
+    return sampler.sample(logits, StepPlan(tuple(segments), **more)).to_result()  # type: ignore
+
+
+def test_greedy_takes_the_likeliest_and_the_smallest_id_of_a_tie() -> None:
+    sampler = sampler_of(4, {"temperature": 0.0}, {"top_k": 1})
+    logits = torch.tensor([[0.0, 2.0, 2.0, -1.0], [0.0, 1.0, 3.0, 3.0]])
+    result = step(sampler, logits, [segment(0, 3, SAMPLE), segment(1, 3, SAMPLE)])
+    assert result.tokens.tolist() == [1, 2]
+    assert result.log_probs.tolist() == [0, 0]  # nobody asks for them
+    assert result.top_tokens.shape == (2, 0)
+
+
+def test_a_token_depends_on_seed_and_position_not_on_the_batch() -> None:
+    requests = [
+        {"seed": 5},
+        {"seed": 6, "top_k": 20, "temperature": 2.0},
+        {"seed": 7, "top_p": 0.9},
+        {"seed": 8, "temperature": 0.0},
+        {"seed": 9, "min_p": 0.01, "top_p": 0.8, "top_k": 7},
+        {"seed": 10, "repetition_penalty": 1.3, "logit_bias": {"3": 2.0}},
+    ]
+    logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0)) * 3
+    for position in range(3, 40):
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(position)).tolist()
+        sampler = sampler_of(1000, *requests)
+        segments = [segment(slot, position, SAMPLE) for slot in order]
+        together = step(sampler, logits[order], segments).tokens
+        for slot, token in zip(order, together.tolist(), strict=True):
+            sampler = sampler_of(1000, *requests)
+            alone = step(sampler, logits[slot : slot + 1], [segment(slot, position, SAMPLE)])
+            assert alone.tokens.tolist() == [token]
+
+
+def test_a_row_with_a_target_gets_the_log_probability_of_the_model() -> None:
+    sampler = sampler_of(50, {"temperature": 0.1, "logit_bias": {"7": 5.0}, "top_n_logprobs": 2})
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    result = step(sampler, logits, [segment(0, 5, 7, 8, SAMPLE)])
+    expected = torch.log_softmax(logits, -1)
+    token = result.tokens[2]
+    assert result.tokens.tolist()[:2] == [7, 8]
+    wanted = [expected[0, 7], expected[1, 8], expected[2, token]]
+    np.testing.assert_allclose(result.log_probs, wanted, atol=1e-6)
+    assert result.top_tokens[2].tolist() == logits[2].topk(2).indices.tolist()
+    np.testing.assert_allclose(result.top_log_probs[2], expected[2].topk(2).values, atol=1e-6)
+
+
+def test_likely_tokens_of_equal_logits_come_in_the_order_of_their_ids() -> None:
+    sampler = sampler_of(200, {"temperature": 0.0, "top_n_logprobs": 5})
+    logits = torch.zeros(1, 200)
+    logits[0, 100] = 1
+    logits[0, 3] = -0.0
+    result = step(sampler, logits, [segment(0, 3, SAMPLE)])
+    assert result.top_tokens.tolist() == [[100, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_finite_logits_gets_no_token_and_others_theirs(temperature: float) -> None:
+    sampler = sampler_of(300, *[{"temperature": temperature, "return_log_probs": True}] * 5)
+    logits = torch.randn(5, 300)
+    logits[0, 17] = float("nan")
+    logits[1] = float("-inf")
+    logits[2, 4] = float("inf")
+    logits[3, 5] = 60
+    segments = [segment(slot, 3, SAMPLE) for slot in range(4)]
+    result = step(sampler, logits, [*segments, segment(4, 3, 9)])
+    assert result.tokens.tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 5, 9]
+    assert np.isfinite(result.log_probs).all()
+
+
+def test_a_target_of_a_row_with_nan_becomes_no_token() -> None:
+    sampler = sampler_of(30, {})
+    result = step(sampler, torch.full((1, 30), float("nan")), [segment(0, 3, 9)])
+    assert result.tokens.tolist() == [NO_TOKEN]
+
+
+def test_end_tokens_are_hidden_until_min_tokens() -> None:
+    params = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": [2]}
+    sampler = sampler_of(4, params)
+    logits = torch.tensor([[5.0, 1.0, 4.0, 3.0]])
+    found = [step(sampler, logits, [segment(0, at, SAMPLE)]).tokens.item() for at in (3, 4, 5)]
+    assert found == [3, 3, EOD]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_only_tokens_of_the_mask_are_chosen(temperature: float) -> None:
+    sampler = sampler_of(70, {"temperature": temperature}, {"temperature": temperature, "seed": 3})
+    words = np.array([1 << 9, -(2**31), 0], dtype=np.int64)
+    for position in range(3, 60):
+        logits = torch.randn(2, 70) * 3
+        segments = [segment(0, position, SAMPLE), segment(1, position, SAMPLE)]
+        result = step(sampler, logits, segments, masks={1: words})
+        assert result.tokens[1] in (9, 63)
+    result = step(sampler, logits, segments, masks={1: words * 0})
+    assert result.tokens[1] == NO_TOKEN
+    assert result.tokens[0] != NO_TOKEN
+
+
+def test_columns_of_padding_are_not_read() -> None:
+    sampler = sampler_of(4, {"temperature": 0.0, "return_log_probs": True})
+    logits = torch.tensor([[0.0, 0.0, 1.0, 0.0, 9.0, float("nan")]])
+    result = step(sampler, logits, [segment(0, 3, SAMPLE)])
+    assert result.tokens.tolist() == [2]
+    assert result.log_probs[0] == pytest.approx(torch.log_softmax(logits[0, :4], -1)[2].item())
+
+
+def test_a_step_without_output_rows_gives_an_empty_result() -> None:
+    result = step(sampler_of(4, {}), torch.zeros(0, 4), [])
+    assert result.tokens.shape == (0,)
+
+
+def test_penalties_follow_the_tokens_that_were_sampled() -> None:
+    """The same request in plain Python: counts in a list, one token after the other."""
+    vocab, prompt = 12, [3, 3, 5]
+    repetition, presence, frequency = 1.5, 0.4, 0.7
+    params = {
+        "temperature": 0.0,
+        "repetition_penalty": repetition,
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+    }
+    sampler = Sampler(3, vocab, CPU, EOD)
+    sampler.admit(Admission(0, {"temperature": 0.0, "seed": 1}))
+    sampler.admit(Admission(2, {**params, "seed": 1}, tuple(prompt), 3))
+    text = list(prompt)
+    generator = torch.Generator().manual_seed(4)
+    for position in range(3, 60):
+        logits = torch.randn(2, vocab, generator=generator)
+        plain = logits[1].tolist()
+        for token in range(vocab):
+            if token in text:
+                plain[token] *= repetition if plain[token] <= 0 else 1 / repetition
+            count = text[3:].count(token)
+            plain[token] -= presence * (count > 0) + frequency * count
+        result = step(sampler, logits, [segment(0, 3, SAMPLE), segment(2, position, SAMPLE)])
+        assert result.tokens.tolist() == [int(logits[0].argmax()), int(np.argmax(plain))]
+        text.append(int(result.tokens[1]))
+        if position == 30:  # a request that was pre-empted is admitted again, in another slot
+            sampler.admit(Admission(1, {"seed": 1}))
+            sampler.admit(Admission(2, {**params, "seed": 1}, tuple(text), 3))
+
+
+def test_a_slot_forgets_the_request_before() -> None:
+    sampler = sampler_of(4, {"temperature": 0.0, "logit_bias": {"1": 9.0}, "min_tokens": 90})
+    logits = torch.tensor([[4.0, 0.0, 1.0, 0.0]])
+    assert step(sampler, logits, [segment(0, 3, SAMPLE)]).tokens.tolist() == [1]
+    sampler.admit(Admission(0, {"temperature": 0.0, "seed": 1}))
+    assert step(sampler, logits, [segment(0, 3, SAMPLE)]).tokens.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"temperature": 1e-8}, {2}),
+        ({"temperature": 1e-38}, {2}),
+        ({"top_p": 1e-9}, {2}),
+        ({"min_p": 1.0}, {2}),
+        ({"top_k": 5000, "temperature": 1e30}, {0, 1, 2, 3}),
+        ({"top_k": 2, "temperature": 1e30}, {1, 2}),
+    ],
+)
+def test_extreme_parameters(params: dict[str, object], expected: set[int]) -> None:
+    logits = torch.tensor([[0.5, 1.0, 1.5, -1.0]])
+    sampler = sampler_of(4, {"seed": 4, **params})
+    found = {step(sampler, logits, [segment(0, p, SAMPLE)]).tokens.item() for p in range(3, 80)}
+    assert found == expected
