@@ -9,7 +9,7 @@ import sys
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 
-_KERNELS = ("kernels", "vector", "elementwise", "rows", "adam")
+_KERNELS = ("kernels", "vector", "elementwise", "rows", "adam", "small_linear")
 # Wide vectors never cross a call; gcc's own headers start from an undefined one.
 _QUIET = ["-Wno-psabi", "-Wno-maybe-uninitialized"]
 _THREADS = ["-fopenmp"] if sys.platform.startswith("linux") else []

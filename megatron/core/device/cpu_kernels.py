@@ -20,6 +20,7 @@ from megatron.core.optional import why_missing
 
 _CPP = "megatron.core.kernels_cpp"
 _FORMATS = {torch.float32: " float32", torch.bfloat16: " bfloat16"}
+_NAMES = {**_FORMATS, torch.int8: " int8"}
 _TYPES = (Tensor, nn.Parameter, FakeTensor)
 _NUMBERS = 2**14  # elements per task of a thread: fits the cache, amortises the scheduling
 
@@ -58,6 +59,13 @@ def take(*tensors: Tensor | None) -> bool:
     )
 
 
+@cache
+def has(name: str, format: torch.dtype) -> bool:
+    """Return whether the installed extension has the kernel; an older one may not."""
+    kernels = compiled()
+    return kernels is not None and name + _NAMES.get(format, "") in kernels.names()
+
+
 def run(
     name: str,
     tensors: Sequence[Tensor | None],
@@ -78,7 +86,7 @@ def run(
     kernels = compiled()
     assert kernels is not None, "kernels are run where `take` says so"
     kernels.run(
-        name + _FORMATS[format],
+        name + _NAMES[format],
         [0 if t is None else t.data_ptr() for t in tensors],
         sizes,
         numbers,

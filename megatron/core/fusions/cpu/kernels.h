@@ -8,6 +8,7 @@ INLINE float at(const bf16* x, int64_t i) { return load(x + i, 1)[0]; }
 #include "elementwise.h"
 #include "rows.h"
 #include "adam.h"
+#include "small_linear.h"
 
 template <class Act, class T, class Add>
 void add_activation(const std::string& name, Add add) {
@@ -43,11 +44,13 @@ void add_kernels(Kernels& found, const std::string& format) {
     add("sum_of_pieces", sum_of_pieces<T>);
     add("sum_of_rows", sum_of_rows<T>);
     add("sums_of_squares", sums_of_squares<T>);
+    add("small_linear", small_linear<T>);
 }
 
 Kernels kernels() {
     Kernels found;
     add_kernels<float>(found, " float32");
     add_kernels<bf16>(found, " bfloat16");
+    found["small_linear int8"] = small_linear<int8_t>;
     return found;
 }

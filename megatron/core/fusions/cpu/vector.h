@@ -9,6 +9,7 @@ typedef float F __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 typedef uint16_t H __attribute__((vector_size(2 * LANES)));
+typedef int8_t B __attribute__((vector_size(LANES)));
 
 INLINE F splat(float x) { return F{} + x; }
 
@@ -82,9 +83,18 @@ INLINE F first(F x, int64_t n, float instead) {
 
 // Sum of all lanes, pairwise by halves.
 INLINE float sum(F x) {
+#if LANES == 16  // compilers would go through memory
+    const __m512d bits = (__m512d)x;
+    const __m256 eight = _mm256_add_ps((__m256)_mm512_castpd512_pd256(bits),
+                                       (__m256)_mm512_extractf64x4_pd(bits, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     for (int64_t half = kLanes / 2; half; half /= 2)
         for (int64_t i = 0; i < half; ++i) x[i] += x[i + half];
     return x[0];
+#endif
 }
 
 // Sum of body(i, n) over consecutive groups of n <= kLanes elements, of which i is the first.
@@ -112,9 +122,13 @@ INLINE F smaller(F a, F b) { return a < b ? a : b; }
 #endif
 
 INLINE float largest(F x) {
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float top = x[0];
     for (int64_t i = 1; i < kLanes; ++i) top = x[i] > top ? x[i] : top;
     return top;
+#endif
 }
 
 // e^x with relative error 1e-7 (1 + |x|) for -87 <= x <= 88; 0 below, inf above; NaN for NaN.
