@@ -202,6 +202,14 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
     assert any(w.startswith(warning) for w in run_of(words, without=without).warnings)
 
 
+def test_tensor_parallelism_ignores_sizes_of_layers_that_a_hybrid_does_not_have() -> None:
+    words = "--model-kind mamba --num-layers 2 --tensor-model-parallel-size 2 --mamba-num-groups 2 "
+    words += "--num-attention-heads 1 --ffn-hidden-size 1 --hybrid-override-pattern "
+    assert problems_of(words + "MM", 2, ()) == []
+    assert len(problems_of(words + "M*", 2, ())) == 1
+    assert len(problems_of(words + "M-", 2, ())) == 1
+
+
 @pytest.mark.parametrize(
     ("pattern", "idle"), [("MMMM", 14), ("MM*M", 2 + 1), ("MM-M", 1 + 11), ("M*EM", 1)]
 )

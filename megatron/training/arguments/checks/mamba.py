@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.errors import ConfigError
 from megatron.core.ssm.mamba_hybrid_layer_allocation import (
     EXPERTS,
     MAMBA,
-    layer_pattern,
     pattern_problems,
 )
 from megatron.core.ssm.mixer_shape import mixer_problems, mixer_shape
+from megatron.training.arguments.hybrid_pattern import hybrid_pattern
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import model_kind_of
-
-
-def _pattern(run: RunConfig) -> str:
-    """Return the letters of the layers; "" for other models and for an invalid pattern."""
-    lm = run.language_model
-    if not model_kind_of(run).is_hybrid or not run.model.num_layers:
-        return ""
-    asked = lm.hybrid_attention_ratio, lm.hybrid_mlp_ratio, lm.hybrid_override_pattern
-    try:
-        return layer_pattern(run.model.num_layers, *asked)
-    except ConfigError:
-        return ""
 
 
 def hybrid_pattern_fits_the_layers(run: RunConfig) -> Iterator[str]:
@@ -38,7 +25,7 @@ def hybrid_pattern_fits_the_layers(run: RunConfig) -> Iterator[str]:
 
 def mamba_sizes_fit(run: RunConfig) -> Iterator[str]:
     """Require heads, groups and widths of the mixer that tensor parallelism can split."""
-    if MAMBA in _pattern(run) and run.model.hidden_size:
+    if MAMBA in hybrid_pattern(run) and run.model.hidden_size:
         problems = list(mixer_problems(run.model))
         yield from problems
         m = run.model
@@ -53,7 +40,7 @@ def mamba_sizes_fit(run: RunConfig) -> Iterator[str]:
 
 def hybrid_pattern_names_the_layers_of_experts(run: RunConfig) -> Iterator[str]:
     """Require MoE layers (E) in the pattern if and only if there are experts."""
-    m, pattern = run.model, _pattern(run)
+    m, pattern = run.model, hybrid_pattern(run)
     if not pattern:
         return
     has_letter = EXPERTS in pattern

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from megatron.core.device import CPU, backend_serves
 from megatron.core.distributed.sharding import num_instances
 from megatron.core.pipeline_parallel.schedule_order import wrong_chunks
+from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP
 from megatron.core.transformer.layer_layout import layout_problems
+from megatron.training.arguments.hybrid_pattern import hybrid_pattern
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import model_kind_of
 
@@ -47,9 +49,11 @@ def expert_degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
 
 
 def heads_fit_tensor_parallel(run: RunConfig) -> Iterator[str]:
-    """Require that tensor parallelism can split the heads evenly."""
+    """Require that tensor parallelism can split the attention heads evenly, if there are any."""
     m = run.model
     tp = m.tensor_model_parallel_size
+    if ATTENTION not in (hybrid_pattern(run) or ATTENTION):
+        return
     for flag, count in (
         ("--num-attention-heads", m.num_attention_heads),
         ("--num-query-groups", m.num_query_groups if run.asked["group_query_attention"] else 0),
@@ -62,9 +66,10 @@ def heads_fit_tensor_parallel(run: RunConfig) -> Iterator[str]:
 
 
 def mlp_fits_tensor_parallel(run: RunConfig) -> Iterator[str]:
-    """Require that tensor parallelism can split the inner width of the MLP evenly."""
+    """Require that tensor parallelism can split the inner width of the MLP evenly, if any."""
     inner, tp = run.model.ffn_hidden_size, run.model.tensor_model_parallel_size
-    if tp >= 1 and inner % tp:
+    has_mlp = bool({MLP, EXPERTS} & set(hybrid_pattern(run) or MLP))
+    if has_mlp and tp >= 1 and inner % tp:
         yield (
             f"--ffn-hidden-size {inner} is not a multiple of --tensor-model-parallel-size {tp}: "
             "change one of them"
