@@ -36,6 +36,8 @@ class Request:
 
     ``prompt``: token ids, of the decoder; ``source``: those that an encoder reads.
     ``grammar``: a constraint as its kind ("json_schema", "regex", "lark", "choice") and its text.
+    ``fork_of``: id of a request that was added before with the same prompt, whose pages this one
+    shares as soon as they hold the prompt.
     """
 
     request_id: str
@@ -43,10 +45,10 @@ class Request:
     params: SamplingParams
     source: list[int] = field(default_factory=list)
     grammar: tuple[str, str] | None = None
+    fork_of: str | None = None
     status: RequestStatus = RequestStatus.WAITING
     output: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens of prompt + output whose keys are in the cache
-    pages: list[int] = field(default_factory=list)
     slot: int | None = None
 
     @property

@@ -1,0 +1,151 @@
+"""What the scheduler knows of a request that waits or runs.
+
+Position p holds token p of prompt + output.  The row of position p gives the log-probabilities of
+token p + 1.  A request is ready to sample when the rows of all its tokens but the last are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megatron.core.inference.paged_engine.pages import PagePool, page_digest
+from megatron.core.inference.paged_engine.request import FinishReason, Request, TokenOutput
+from megatron.core.inference.paged_engine.step_plan import SAMPLE, Admission, Integers
+from megatron.core.inference.sampling_params import SamplingParams
+
+_SAMPLE_ONLY: Integers = np.array([SAMPLE], dtype=np.int64)
+_NO_TARGETS: Integers = np.empty(0, dtype=np.int64)
+_PARAMS = tuple(f.name for f in fields(SamplingParams))
+
+
+class GrowingInts:
+    """Integers that grow at the end; a slice of ``values`` is a view, at no cost of their number.
+
+    Values below ``size`` do not change while a plan that shows them is in flight.
+    """
+
+    def __init__(self, values: Iterable[int] = ()) -> None:
+        found = np.array([*values], dtype=np.int64)
+        self.size = len(found)
+        self.values: Integers = np.empty(max(16, 2 * self.size), dtype=np.int64)
+        self.values[: self.size] = found
+
+    def append(self, value: int) -> None:
+        """Add one value."""
+        if self.size == len(self.values):
+            self.values = np.concatenate([self.values, np.empty_like(self.values)])
+        self.values[self.size] = value
+        self.size += 1
+
+    def to_list(self) -> list[int]:
+        """Return all values."""
+        found: list[int] = self.values[: self.size].tolist()
+        return found
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request with its tokens, pages and digests.
+
+    ``max_new``: the most tokens to generate.  ``goal``: number of tokens to process before the
+    request samples or ends.  ``num_kept``: pages at its start that the prefix cache knows.
+    ``order``: of arrival; those of a lower one run first and are pre-empted last.
+    """
+
+    request: Request
+    order: int
+    max_new: int
+    seed: int
+    eod: int | None
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.tokens = GrowingInts(self.request.prompt)
+        self.num_prompt = len(self.request.prompt)
+        self.generates = self.max_new > 0
+        self.goal = self.num_prompt if self.generates else max(self.num_prompt - 1, 1)
+        wants_scores = params.return_prompt_log_probs or params.prompt_log_probs_only
+        # Prompt tokens up to this one have their scores, or none are wanted.
+        self.num_scored = 0 if wants_scores else self.num_prompt - 1
+        self.scores: list[TokenOutput] = []
+        self.num_top = params.top_n_logprobs
+        self.num_prompt_top = self.num_top if params.return_prompt_top_n_logprobs else 0
+        ends = () if self.eod is None or params.ignore_eos else (self.eod,)
+        self.end_tokens = frozenset((*params.stop_token_ids, *ends))
+        self.pages = GrowingInts()
+        self.num_kept = 0
+        self.digests: list[bytes] = []  # of the first full pages, for the weights of:
+        self.weight_version = -1
+        self.num_cached_prompt_tokens: int | None = None  # None: it has never run
+        self.is_in_flight = False
+        self.is_ended = False
+
+    @property
+    def num_remaining(self) -> int:
+        """Number of rows to compute before the next token is sampled or the request ends."""
+        return self.goal - self.request.num_cached
+
+    @property
+    def num_reusable(self) -> int:
+        """Number of tokens whose rows need not be computed if their keys are in the cache."""
+        if self.num_scored < self.num_prompt - 1:
+            return min(self.num_scored, self.goal - 1)
+        return self.goal - 1
+
+    def admission(self) -> Admission:
+        """Return what ranks must know of the request, which has a slot."""
+        assert self.request.slot is not None, "a request without a slot is not admitted"
+        found = self.request.params
+        params: dict[str, object] = {name: getattr(found, name) for name in _PARAMS}
+        params["seed"] = self.seed
+        params["logit_bias"] = {str(k): v for k, v in found.logit_bias.items()}
+        params["stop_token_ids"] = sorted(self.end_tokens)
+        has_penalty = found.repetition_penalty != 1 or found.presence_penalty != 0
+        has_penalty = has_penalty or found.frequency_penalty != 0
+        history = tuple(self.tokens.to_list()) if has_penalty else ()
+        source = tuple(self.request.source)
+        return Admission(self.request.slot, params, history, self.num_prompt, source)
+
+    def targets(self, end: int) -> Integers:
+        """Return the targets of the next rows, which end before position ``end``."""
+        first = max(self.request.num_cached, self.num_scored)
+        samples = self.generates and end == self.goal
+        if first >= min(end, self.num_prompt - 1):
+            return _SAMPLE_ONLY if samples else _NO_TARGETS
+        scored = self.tokens.values[first + 1 : min(end + 1, self.num_prompt)]
+        return np.concatenate([scored, _SAMPLE_ONLY]) if samples else scored
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Add a generated token; return why the request ends with it, or None."""
+        self.tokens.append(token)
+        self.goal += 1
+        output = self.request.output
+        output.append(token)
+        if token in self.end_tokens and len(output) > self.request.params.min_tokens:
+            return "stop"
+        return "length" if len(output) >= self.max_new else None
+
+    def find_digests(self, count: int, pool: PagePool) -> list[bytes]:
+        """Return the digests of the first ``count`` pages, which have all their tokens."""
+        if self.weight_version != pool.weight_version:
+            self.weight_version = pool.weight_version
+            self.digests = []
+        size = pool.page_size
+        for i in range(len(self.digests), count):
+            previous = self.digests[-1] if i else pool.root(self.request.source)
+            self.digests.append(
+                page_digest(previous, self.tokens.values[i * size : (i + 1) * size])
+            )
+        return self.digests[:count]
+
+    def keep_full_pages(self, pool: PagePool) -> None:
+        """Make the pages that have become full findable, unless older weights computed some."""
+        count = self.request.num_cached // pool.page_size
+        if count > self.num_kept and self.weight_version == pool.weight_version:
+            digests = self.find_digests(count, pool)
+            for i in range(self.num_kept, count):
+                pool.keep(int(self.pages.values[i]), digests[i])
+            self.num_kept = count

@@ -1,0 +1,351 @@
+"""Decide which tokens each forward pass of the engine processes: continuous batching.
+
+A step takes one row of each request that generates, oldest request first, then parts of prompts,
+up to ``max_step_tokens`` rows.  Requests start in the order of their arrival, each with pages for
+all its tokens so far, so that every start leads to at least one new token.  If a request needs a
+page and none is free, the newest running one gives its pages and slot back and starts again later
+with its output as part of the prompt.  Between `plan` and `record` of a plan its requests are in
+flight: they are neither planned again nor pre-empted.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
+
+from megatron.core.inference.paged_engine.pages import PagePool
+from megatron.core.inference.paged_engine.request import (
+    FinishReason,
+    QueueFullError,
+    Request,
+    RequestError,
+    RequestOutput,
+    RequestStatus,
+    TokenOutput,
+)
+from megatron.core.inference.paged_engine.request_state import RequestState
+from megatron.core.inference.paged_engine.step_plan import (
+    Admission,
+    Segment,
+    StepPlan,
+    StepResult,
+)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes of the engine; a request holds one of ``max_requests`` slots while it runs."""
+
+    page_size: int
+    num_pages: int
+    max_requests: int
+    max_step_tokens: int
+    max_sequence_length: int
+    max_waiting: int
+    has_prefix_cache: bool = True
+    has_recurrent_layers: bool = False  # their state is not in pages: nothing can be shared
+    num_draft_tokens: int = 0
+
+
+class Scheduler:
+    """Requests of one lane.  Lanes share ``pool``; this one owns ``slots``."""
+
+    def __init__(self, limits: EngineLimits, pool: PagePool, slots: range, eod: int | None) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.eod = eod
+        self.num_preemptions = 0
+        self._seeds = random.SystemRandom()
+        self._slots = list(reversed(slots))
+        self._states: dict[str, RequestState] = {}  # waiting and running
+        self._waiting: list[tuple[int, RequestState]] = []  # heap by order, with aborted ones
+        self._num_waiting = 0
+        self._running: list[RequestState] = []  # by order
+        self._num_added = 0
+        self._in_flight: dict[int, _InFlight] = {}  # by id of the plan
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for their start, pre-empted ones included."""
+        return self._num_waiting
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._running or self._num_waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        RequestError: it can never run.  QueueFullError: ``max_waiting`` requests wait already.
+        """
+        max_new = self._checked_max_new(request)
+        if self._num_waiting >= self.limits.max_waiting:
+            raise QueueFullError(
+                f"{self._num_waiting} requests wait, the most that the queue holds: try again later"
+            )
+        seed = request.params.seed
+        seed = self._seeds.getrandbits(63) if seed is None else seed
+        state = RequestState(request, self._num_added, max_new, seed, self.eod)
+        self._num_added += 1
+        self._states[request.request_id] = state
+        self._wait(state)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; return whether it was unfinished.  A result in flight is dropped."""
+        state = self._states.get(request_id)
+        if state is None:
+            return False
+        self._end(state)
+        return True
+
+    def plan(self) -> StepPlan | None:
+        """Return the next step, or None if no request can advance."""
+        step = _Step(self.limits.max_step_tokens)
+        prompts = []
+        for state in list(self._running):
+            if state.is_in_flight or state.request.slot is None:
+                continue
+            if state.num_remaining > 1:
+                prompts.append(state)
+            elif step.room:
+                self._add_rows(step, state, 1)
+        for state in prompts:
+            if step.room and state.request.slot is not None:
+                self._add_rows(step, state, min(state.num_remaining, step.room))
+        while step.room and self._slots and self._num_waiting:
+            state = self._first_waiting()
+            if not self._start(step, state):
+                break
+            self._add_rows(step, state, min(state.num_remaining, step.room))
+        if not step.segments:
+            return None
+        plan = StepPlan(tuple(step.segments), tuple(step.admissions), tuple(step.copies))
+        self._in_flight[id(plan)] = _InFlight(plan, step.states, self.pool.weight_version)
+        return plan
+
+    def record(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Take what a plan of `plan` gave; return what it added to its requests."""
+        planned = self._in_flight.pop(id(plan))
+        rows = _Rows(result, planned.weight_version)
+        outputs = []
+        for state, segment in zip(planned.states, plan.segments, strict=True):
+            state.is_in_flight = False
+            if state.is_ended:
+                self._free(state)
+            else:
+                output = self._record_rows(state, segment, rows)
+                if output is not None:
+                    outputs.append(output)
+            rows.at += len(segment.targets)
+        return outputs
+
+    def invalidate(self, weight_version: int) -> None:
+        """Note that the weights have changed: kept pages cannot be used by later requests."""
+        self.pool.invalidate(weight_version)
+
+    def _checked_max_new(self, request: Request) -> int:
+        """Return the number of tokens to generate, or raise RequestError."""
+        limits = self.limits
+        params = request.params
+        length = len(request.prompt)
+        if request.request_id in self._states:
+            raise RequestError(
+                f"request_id {request.request_id!r} is in use: give each request its own",
+                "request_id",
+            )
+        if not length:
+            raise RequestError("prompt has no tokens: give at least one")
+        wanted = 0 if params.prompt_log_probs_only else params.num_tokens_to_generate
+        longest = limits.max_sequence_length - (wanted > 0)
+        if length > longest:
+            raise RequestError(
+                f"prompt has {length} tokens, but at most {longest} fit into a sequence of "
+                f"{limits.max_sequence_length}: shorten it or raise --inference-max-seq-length"
+            )
+        max_new = min(wanted, limits.max_sequence_length - length)
+        needed = self.pool.pages_for(max(length, length + max_new - 1))
+        if needed > self.pool.num_pages:
+            raise RequestError(
+                f"prompt of {length} tokens and {max_new} to generate need {needed} pages of "
+                f"{limits.page_size} tokens, but the cache has {self.pool.num_pages}: ask for "
+                "fewer tokens or raise --inference-dynamic-batching-buffer-size-gb",
+                "num_tokens_to_generate" if max_new else "prompt",
+            )
+        return max_new
+
+    def _wait(self, state: RequestState) -> None:
+        state.request.status = RequestStatus.WAITING
+        heappush(self._waiting, (state.order, state))
+        self._num_waiting += 1
+
+    def _first_waiting(self) -> RequestState:
+        while self._waiting[0][1].is_ended:
+            heappop(self._waiting)
+        return self._waiting[0][1]
+
+    def _start(self, step: _Step, state: RequestState) -> bool:
+        """Give the first waiting request pages and a slot; False if too few pages are free."""
+        pages = self._reusable_pages(state)
+        num_more = self.pool.pages_for(state.goal) - len(pages)
+        if num_more + self.pool.num_unused(pages) > self.pool.num_free:
+            return False
+        self.pool.share(pages)
+        more = self.pool.allocate(num_more)
+        assert more is not None, "pages were counted wrongly"
+        for page in (*pages, *more):
+            state.pages.append(page)
+        heappop(self._waiting)
+        self._num_waiting -= 1
+        request = state.request
+        request.num_cached = len(pages) * self.pool.page_size
+        request.slot = self._slots.pop()
+        request.status = RequestStatus.RUNNING
+        state.num_kept = len(pages)
+        if state.num_cached_prompt_tokens is None:
+            state.num_cached_prompt_tokens = request.num_cached
+        insort(self._running, state, key=_ORDER)
+        step.admissions.append(state.admission())
+        return True
+
+    def _reusable_pages(self, state: RequestState) -> list[int]:
+        """Return the full pages at the start of a request that the prefix cache has."""
+        if not self.limits.has_prefix_cache or self.limits.has_recurrent_layers:
+            return []
+        digests = state.find_digests(state.num_reusable // self.pool.page_size, self.pool)
+        return self.pool.find(digests)
+
+    def _add_rows(self, step: _Step, state: RequestState, count: int) -> None:
+        """Add the next ``count`` rows of a running request, if it gets a page for them."""
+        request = state.request
+        start = request.num_cached
+        end = start + count
+        num_pages = self.pool.pages_for(end)
+        if num_pages > state.pages.size and not self._add_page(state):
+            return
+        assert request.slot is not None, "a request without a slot does not run"
+        tokens = state.tokens.values[start:end]
+        pages = state.pages.values[:num_pages]
+        step.segments.append(Segment(request.slot, start, tokens, pages, state.targets(end)))
+        step.states.append(state)
+        step.room -= count
+        state.is_in_flight = True
+
+    def _add_page(self, state: RequestState) -> bool:
+        """Add a page to a request; False if the request itself had to be pre-empted for it."""
+        while (pages := self.pool.allocate(1)) is None:
+            victim = next(s for s in reversed(self._running) if not s.is_in_flight)
+            self._free(victim)
+            self._wait(victim)
+            self.num_preemptions += 1
+            if victim is state:
+                return False
+        state.pages.append(pages[0])
+        return True
+
+    def _free(self, state: RequestState) -> None:
+        """Take the pages and the slot of a running request."""
+        request = state.request
+        assert request.slot is not None, "a request without a slot has no pages"
+        self.pool.release(state.pages.to_list())
+        self._slots.append(request.slot)
+        del self._running[bisect_left(self._running, state.order, key=_ORDER)]
+        state.pages.size = 0
+        request.slot = None
+        request.num_cached = 0
+
+    def _end(self, state: RequestState) -> None:
+        state.is_ended = True
+        state.request.status = RequestStatus.FINISHED
+        del self._states[state.request.request_id]
+        if state.request.slot is None:
+            self._num_waiting -= 1  # its entry in the heap is skipped later
+            if len(self._waiting) > 2 * self._num_waiting + 64:
+                self._waiting = [entry for entry in self._waiting if not entry[1].is_ended]
+                heapify(self._waiting)
+        elif not state.is_in_flight:
+            self._free(state)
+
+    def _record_rows(
+        self, state: RequestState, segment: Segment, rows: _Rows
+    ) -> RequestOutput | None:
+        """Add the rows of one segment to its request; return what it reports, if anything."""
+        request = state.request
+        request.num_cached = segment.num_keys
+        is_done = request.num_cached == state.goal
+        num_scores = len(segment.targets) - (is_done and state.generates)
+        if num_scores:
+            state.scores += [rows.output(i, state.num_prompt_top) for i in range(num_scores)]
+            state.num_scored += num_scores
+        new: tuple[TokenOutput, ...] = ()
+        reason: FinishReason | None = None if state.generates else "length"
+        if is_done and state.generates:
+            new = (rows.output(num_scores, state.num_top),)
+            reason = state.accept(new[0].token)
+        state.keep_full_pages(self.pool)
+        if not is_done:
+            return None
+        if reason is not None:
+            self._end(state)
+        scores = tuple(state.scores)
+        state.scores = []
+        return RequestOutput(
+            request.request_id,
+            new,
+            scores,
+            reason,
+            state.num_cached_prompt_tokens or 0,
+            rows.weight_version,
+        )
+
+
+@dataclass
+class _Step:
+    """A plan in the making; ``room``: rows that it may still get."""
+
+    room: int
+    states: list[RequestState] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A plan, the states of its segments, and the version of the weights that execute it."""
+
+    plan: StepPlan
+    states: list[RequestState]
+    weight_version: int
+
+
+class _Rows:
+    """Output rows of a step; ``at``: the first row of the current segment."""
+
+    def __init__(self, result: StepResult, weight_version: int) -> None:
+        self.at = 0
+        self.weight_version = weight_version
+        self._result = result
+        self._tokens = result.tokens.tolist()
+        self._log_probs = result.log_probs.tolist()
+
+    def output(self, row: int, num_top: int) -> TokenOutput:
+        """Return row ``row`` of the segment with its ``num_top`` most likely tokens."""
+        row += self.at
+        top: tuple[tuple[int, float], ...] = ()
+        if num_top:
+            tokens = self._result.top_tokens[row, :num_top].tolist()
+            log_probs = self._result.top_log_probs[row, :num_top].tolist()
+            top = tuple(zip(tokens, log_probs, strict=True))
+        return TokenOutput(self._tokens[row], self._log_probs[row], top)
+
+
+_ORDER = attrgetter("order")
