@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,17 @@ def generate(
     rank: int, world_size: int, load: str, prompts: list[list[int]], flags: dict[str, object]
 ) -> list[tuple[list[int], list[float]]]:
     """Return the tokens and log-probs that follow each prompt."""
-    writer = open_writer(load, device_kind="cpu", **flags)
-    params = SamplingParams(num_tokens_to_generate=families.NUM_TOKENS, top_k=1, ignore_eos=True)
-    generator = replace(writer.generator, eod=None)
-    answers = [list(generator.stream(prompt, params)) for prompt in prompts]
+    writer = open_writer(load, device_kind="cpu", flags=flags)
+    params = SamplingParams(
+        num_tokens_to_generate=families.NUM_TOKENS, top_k=1, ignore_eos=True, return_log_probs=True
+    )
+    if rank:
+        writer.engine.follow()
+        return []
+    answers = writer.engine.generate(
+        writer.request(str(i), prompt, params) for i, prompt in enumerate(prompts)
+    ).values()
+    writer.engine.close()
     return [([t.token for t in text], [t.log_prob for t in text]) for text in answers]
 
 

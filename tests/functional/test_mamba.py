@@ -26,13 +26,18 @@ LAYOUTS = [
 
 def write(rank: int, world_size: int, load: str) -> list[int]:
     writer = open_writer(load, device_kind="cpu")
+    if rank:
+        writer.engine.follow()
+        return []
     prompt = "5 7 11 13"
     _, tokens = writer.write(prompt, SamplingParams(num_tokens_to_generate=8, top_k=1))
     ids = [int(word) for word in prompt.split()]
-    for item in tokens:  # each is the most likely one of a full pass
+    writer.engine.close()
+    model = writer.engine.model
+    for item in tokens if world_size == 1 else ():  # each is the most likely one of a full pass
         with torch.no_grad():
-            logits = writer.generator.model(torch.tensor([ids]), torch.arange(len(ids))[None], None)
-        assert item.token == int(logits[0, -1, : writer.generator.vocab_size].argmax())
+            logits = model.module(torch.tensor([ids]), torch.arange(len(ids))[None], None)
+        assert item.token == int(logits[0, -1, : model.vocab_size].argmax())
         ids.append(item.token)
     return [item.token for item in tokens]
 
@@ -53,4 +58,4 @@ def test_a_hybrid_goes_on_in_another_layout(tmp_path: Path, ckpt_format: str) ->
         assert losses(further) == pytest.approx(losses(alone)[3:], rel=1e-5)
     if is_own:
         one, *two = run_ranks(write, 1, loads[1]) + run_ranks(write, 2, loads[1])
-        assert two == [one, one]
+        assert two[0] == one

@@ -1,22 +1,25 @@
 """Load a model from a checkpoint directory and generate text; no other flags are needed.
 
 A checkpoint of any layout loads into the layout of this run: one process, or ``torchrun`` with
-tensor parallelism.
+tensor, pipeline and expert parallelism and several replicas of the model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.dist_checkpointing.value_types import Arguments
-from megatron.core.inference.engines.static_engine import Generated, Generator, generate
+from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
+from megatron.core.inference.paged_engine.request import Request, TokenOutput
+from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import SECTIONS
@@ -40,10 +43,18 @@ from megatron.training.tokenizer import MegatronTokenizer
 # Sections of the saved flags that generation uses: those of model and tokenizer.  The others
 # (saving, data, logging, layout, optimizer) are for training, and may name files and programs.
 _TAKEN = ("model", "language_model", "tokenizer", "inference")
+# Layout and speed of training; and dropped tokens of experts, which would depend on the batch.
 _LEFT_OUT = frozenset(
     "pipeline_model_parallel_size encoder_pipeline_model_parallel_size context_parallel_size "
     "cp_comm_type hierarchical_context_parallel_sizes config_logger_dir "
-    "calculate_per_token_loss".split()
+    "calculate_per_token_loss decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+    "pipeline_model_parallel_layout pipeline_split pipeline_schedule "
+    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "microbatch_group_size_per_vp_stage account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split overlap_moe_expert_parallel_comm tp_comm_overlap "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules "
+    "enable_cuda_graph external_cuda_graph moe_expert_capacity_factor "
+    "moe_pad_expert_input_to_capacity".split()
 )
 # Values set for every generation run.
 _OWN = {
@@ -57,31 +68,63 @@ _OWN = {
 DeviceKind: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerationLayout:
+    """Parallel sizes to generate with.  ``tensor`` None: all ranks that the others leave.
+
+    Ranks beyond tensor x pipeline hold further replicas of the model.
+    """
+
+    tensor: int | None = None
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+
+
+ONE_REPLICA = GenerationLayout()
+DEFAULT_OPTIONS = EngineOptions()
+
+
 @dataclass(frozen=True)
 class Writer:
-    """Generator with its tokenizer."""
+    """An engine with its tokenizer."""
 
-    generator: Generator
+    engine: Engine
     tokenizer: MegatronTokenizer
 
     def write(
         self,
         prompt: str,
         params: SamplingParams,
-        on_token: Callable[[Generated], None] | None = None,
-    ) -> tuple[str, list[Generated]]:
-        """Return the text that follows ``prompt``, and its tokens.  Collective over all ranks.
+        on_token: Callable[[TokenOutput], None] | None = None,
+    ) -> tuple[str, list[TokenOutput]]:
+        """Return the text that follows ``prompt``, and its tokens, on rank 0.
 
-        An encoder-decoder reads the prompt in its encoder; the text is then the decoder's.
+        An encoder-decoder reads the prompt in its encoder; the text is then the decoder's.  The
+        other ranks call ``engine.follow()`` meanwhile.
         """
         tokens = self.tokenizer.tokenize(prompt)
-        out = generate(self.generator, tokens, params, on_token)
-        ids = [item.token for item in out if item.token != self.generator.eod]
-        if self.generator.decoder_start is not None:
+        model = self.engine.model
+        self.engine.add(self.request("prompt", tokens, replace(params, return_log_probs=True)))
+        out: list[TokenOutput] = []
+        while self.engine.has_unfinished:
+            for output in self.engine.step():
+                out += output.new
+                if on_token is not None:
+                    for token in output.new:
+                        on_token(token)
+        ids = [item.token for item in out if item.token != model.eod]
+        if model.decoder_start is not None:
             return self.tokenizer.detokenize(ids), out
         whole = self.tokenizer.detokenize([*tokens, *ids])
-        begin = self.tokenizer.detokenize(tokens)
-        return whole.removeprefix(begin), out
+        return whole.removeprefix(self.tokenizer.detokenize(tokens)), out
+
+    def request(self, request_id: str, prompt: list[int], params: SamplingParams) -> Request:
+        """Return a request that continues ``prompt``, which an encoder-decoder reads apart."""
+        start = self.engine.model.decoder_start
+        if start is None:
+            return Request(request_id, prompt, params)
+        return Request(request_id, [start], params, source=prompt)
 
 
 def answer(
@@ -95,27 +138,36 @@ def answer(
     cache_mla_latents: bool = False,
     spec: Sequence[str] | None = None,
 ) -> Iterator[str]:
-    """Yield, on the first rank, the output to print for each prompt.  Collective over all ranks."""
+    """Yield, on rank 0, the output to print for each prompt.  Collective over all ranks."""
     own: dict[str, object] = {"cache_mla_latents": True} if cache_mla_latents else {}
     if spec:
         own["spec"] = list(spec)
-    writer = open_writer(load, step=step, device_kind=device_kind, **own)
+    writer = open_writer(load, step=step, device_kind=device_kind, flags=own)
+    if not is_rank0():
+        writer.engine.follow()
+        prompts = ()
     for prompt in prompts:
         text, tokens = writer.write(prompt, params)
-        if not is_rank0():
-            continue
         if not as_json:
-            yield text if writer.generator.decoder_start is not None else prompt + text
+            yield text if writer.engine.model.decoder_start is not None else prompt + text
             continue
         ids, log_probs = [t.token for t in tokens], [t.log_prob for t in tokens]
         yield json.dumps({"prompt": prompt, "text": text, "tokens": ids, "log_probs": log_probs})
+    if is_rank0():
+        writer.engine.close()
     shut_down()
 
 
 def open_writer(
-    load: str, *, step: int | None = None, device_kind: DeviceKind = "auto", **flags: object
+    load: str,
+    *,
+    step: int | None = None,
+    device_kind: DeviceKind = "auto",
+    layout: GenerationLayout = ONE_REPLICA,
+    options: EngineOptions = DEFAULT_OPTIONS,
+    flags: Mapping[str, object] = MappingProxyType({}),
 ) -> Writer:
-    """Build the model of the checkpoint ``load`` and load its weights.  Collective over all ranks.
+    """Build an engine with the checkpoint ``load``.  Collective over all ranks.
 
     ``flags``, dest -> value, override the saved ones.  Raises CheckpointError if there is no
     checkpoint, ConfigError if the model does not fit the ranks or generates no text.
@@ -128,19 +180,20 @@ def open_writer(
             "tools/bert_embedding.py"
         )
     asked = {**without_code_and_paths(content.asked, flags), **flags}
-    config = generation_config(asked, load, step=step, device_kind=device_kind)
+    config = generation_config(asked, load, step=step, device_kind=device_kind, layout=layout)
     run, longest = load_model(config, parallel_output=False)
     assert run.tokenizer is not None, "setup_tokenizer() builds it"
-    generator = Generator(
-        model=run.model_chunks[0],
-        max_sequence_length=longest,
-        vocab_size=run.tokenizer.vocab_size,
-        eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
-        tp_group=run.groups.tp,
+    model = GenerationModel(
+        module=run.model_chunks[0],
+        config=run.config.model,
+        groups=run.groups,
         device=device.current(),
+        vocab_size=run.tokenizer.vocab_size,
+        max_sequence_length=longest,
+        eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
         decoder_start=_start_of_decoder(run.tokenizer) if kind.has_encoder else None,
     )
-    return Writer(generator, run.tokenizer)
+    return Writer(Engine(model, options), run.tokenizer)
 
 
 def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:
@@ -162,28 +215,35 @@ def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:
 
 
 def generation_config(
-    asked: Arguments, load: str, *, step: int | None, device_kind: DeviceKind
+    asked: Arguments,
+    load: str,
+    *,
+    step: int | None,
+    device_kind: DeviceKind,
+    layout: GenerationLayout = ONE_REPLICA,
 ) -> RunConfig:
     """Build the config from the saved flags of the model, with the layout of this run's ranks."""
     taken = {dest_of(f, opt) for name in _TAKEN for f, opt in options_of(SECTIONS[name])}
     taken = (taken | {*FORCED, *IF_UNSET, "bf16", "fp16"}) - _LEFT_OUT
     namespace = saved_namespace({k: v for k, v in asked.items() if k in taken})
     ranks = world_size()
+    tensor = layout.tensor or max(ranks // layout.pipeline, 1)
     own = {
         "load": load,
         "ckpt_step": step,
         "device": device_kind,
-        "tensor_model_parallel_size": ranks,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": None,
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
         "micro_batch_size": 1,
-        "global_batch_size": 1,
+        "global_batch_size": max(ranks // (tensor * layout.pipeline), 1),
         "distributed_backend": None,
     }
     vars(namespace).update(_OWN | own)
     # resolve() requires sequence parallelism for experts with tensor parallelism: ranks that
     # route the same tokens count their gradients several times.  Generation has no gradients: off.
-    namespace.sequence_parallel = ranks > 1 and bool(namespace.num_experts)
+    namespace.sequence_parallel = tensor > 1 and bool(namespace.num_experts)
     config = resolve(namespace, ranks, extra={})
     return replace(config, model=replace(config.model, sequence_parallel=False))
 

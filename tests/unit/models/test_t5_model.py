@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
-from megatron.core.inference.engines.static_engine import Generator
+from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
+from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.T5 import T5Model
 from megatron.core.params.param_info import info_of
@@ -172,12 +174,16 @@ def test_greedy_generation_is_that_of_transformers_and_of_whole_passes(name: str
     ours, theirs = with_same_weights(SHAPES[name], times=3.0)  # else it repeats one word
     ours.eval()
     source = batch()[0][2:]
-    generator = Generator(
-        model=ours, max_sequence_length=32, vocab_size=VOCABULARY, eod=1, tp_group=ours.tp_group,
-        device=device.current(), decoder_start=0,
+    engine = Engine(
+        GenerationModel(
+            module=ours, config=ours.config, groups=ours.pg_collection, device=device.current(),
+            vocab_size=VOCABULARY, max_sequence_length=32, eod=1, decoder_start=0,
+        ),
+        EngineOptions(page_size=4),
     )  # fmt: skip
     params = SamplingParams(temperature=0, num_tokens_to_generate=12)
-    found = [item.token for item in generator.stream(source[0].tolist(), params)]
+    request = Request("one", [0], params, source=source[0].tolist())
+    found = [item.token for item in engine.generate([request])["one"]]
     # Their cache has as many layers as the encoder.
     options = {"do_sample": False, "num_beams": 1, "use_cache": False}
     wanted = theirs.generate(source, max_new_tokens=12, **options)

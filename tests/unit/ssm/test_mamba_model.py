@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
-from megatron.core.inference.engines.static_engine import Generator, generate
+from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
+from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.mamba import MambaModel
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.params.param_info import info_of
 from tests import tolerances
-from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+from tests.unit.one_process import one_process_groups, tiny_config
 
 VOCABULARY, LENGTH = 50, 24
 
@@ -73,17 +75,21 @@ def test_token_by_token_gives_the_logits_of_the_whole(pattern: str, position: st
 
 def test_greedy_generation_takes_the_most_likely_token_of_each_full_pass() -> None:
     model = build("M*M").eval()
-    generator = Generator(
-        model=model,
-        max_sequence_length=LENGTH,
-        vocab_size=VOCABULARY,
-        eod=None,
-        tp_group=one_rank(),
-        device=torch.device("cpu"),
+    engine = Engine(
+        GenerationModel(
+            module=model,
+            config=model.config,
+            groups=model.pg_collection,
+            device=torch.device("cpu"),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+            eod=None,
+        ),
+        EngineOptions(page_size=4),
     )
     ids = tokens(5)[0][0].tolist()
     params = SamplingParams(num_tokens_to_generate=10, top_k=1)
-    written = [item.token for item in generate(generator, ids, params)]
+    written = [t.token for t in engine.generate([Request("one", list(ids), params)])["one"]]
     for token in written:
         with torch.no_grad():
             logits = model(torch.tensor([ids]), torch.arange(len(ids))[None], None)

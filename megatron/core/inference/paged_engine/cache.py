@@ -66,6 +66,11 @@ class PagedCache:
         self._others.clear()
 
     @property
+    def has_states(self) -> bool:
+        """Whether a recurrent layer has stored a state."""
+        return bool(self._states)
+
+    @property
     def bytes_per_page(self) -> int:
         """Number of bytes of one page in all layers that have been used."""
         tensors = [x for pair in self._layers.values() for x in pair]

@@ -1,0 +1,100 @@
+"""Messages between rank 0, which plans, and the ranks that execute: arrays of int64 over gloo.
+
+Order: rank 0 sends each rank the plans of its replica; ranks execute them in that order; the rank
+of a replica that samples sends the result of each plan back.  Results arrive in the order of the
+plans, since gloo keeps the order of messages between two ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.inference.paged_engine.step_plan import Integers, StepResult
+
+_FIRST = 512  # numbers in the first message; longer ones need a second message
+_MOST_PENDING = 256  # messages; each is received within a round of steps
+ROOT = 0
+
+
+class ControlChannel:
+    """Sends and receives arrays between rank 0 and the others.
+
+    Construction is collective over all ranks.  The group is apart from those of the model, whose
+    collectives may be in flight at the same time.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._group: ProcessGroup | None = None
+        # Tensors must live until gloo has sent them.
+        self._pending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        if world_size > 1:
+            self._group = dist.new_group(backend="gloo", group_desc="generation control")
+
+    def send(self, array: Integers, rank: int) -> None:
+        """Send to global ``rank`` without waiting: it may be sending to this rank itself."""
+        first = np.zeros(_FIRST, dtype=np.int64)
+        first[0] = len(array)
+        head = array[: _FIRST - 1]
+        first[1 : 1 + len(head)] = head
+        self._start(torch.from_numpy(first), rank)
+        if len(array) >= _FIRST:
+            self._start(torch.from_numpy(np.ascontiguousarray(array[_FIRST - 1 :])), rank)
+        while len(self._pending) > _MOST_PENDING:
+            self._pending.popleft()[0].wait()
+
+    def flush(self) -> None:
+        """Wait until all messages have been received."""
+        while self._pending:
+            self._pending.popleft()[0].wait()
+
+    def _start(self, tensor: torch.Tensor, rank: int) -> None:
+        work = dist.isend(tensor, rank, group=self._group)
+        assert work is not None, "this rank is in the group"
+        self._pending.append((work, tensor))
+
+    def receive(self, rank: int) -> Integers:
+        """Wait for the next message of global ``rank``."""
+        first = torch.empty(_FIRST, dtype=torch.int64)
+        dist.recv(first, rank, group=self._group)
+        length = int(first[0])
+        if length < _FIRST:
+            return first[1 : 1 + length].numpy()
+        rest = torch.empty(length - _FIRST + 1, dtype=torch.int64)
+        dist.recv(rest, rank, group=self._group)
+        return torch.cat([first[1:], rest]).numpy()
+
+    def all_reduce_min(self, numbers: torch.Tensor) -> None:
+        """Replace ``numbers`` by their minima over all ranks.  Collective."""
+        if self._group is not None:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self._group)
+
+
+def pack_result(result: StepResult) -> Integers:
+    """Return a result as one array; log-probabilities as the bits of float64."""
+    log_probs = result.log_probs.astype(np.float64).view(np.int64)
+    tops = result.top_log_probs.astype(np.float64).ravel().view(np.int64)
+    shape = np.array(result.top_tokens.shape, dtype=np.int64)
+    return np.concatenate([shape, result.tokens, log_probs, result.top_tokens.ravel(), tops])
+
+
+def unpack_result(array: Integers) -> StepResult:
+    """Return the result that `pack_result` packed."""
+    rows, tops = array[:2].tolist()
+    tokens, log_probs, top_tokens, top_log_probs = np.split(
+        array[2:], np.cumsum([rows, rows, rows * tops])
+    )
+
+    def floats(bits: Integers) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        return np.ascontiguousarray(bits).view(np.float64).astype(np.float32)
+
+    return StepResult(
+        tokens,
+        floats(log_probs),
+        top_tokens.reshape(rows, tops),
+        floats(top_log_probs).reshape(rows, tops),
+    )

@@ -1,0 +1,259 @@
+"""The generation engine: rank 0 schedules the requests of all replicas, all ranks compute.
+
+A replica is one copy of the model: tp x pp ranks.  It has one scheduler for each pipeline stage
+(lane): while one lane's step is in a stage, the other stages work on the steps of other lanes.
+With expert parallelism the replicas communicate in a forward pass, so they step together; one
+without work then computes an idle row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import torch
+
+from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.control import (
+    ROOT,
+    ControlChannel,
+    pack_result,
+    unpack_result,
+)
+from megatron.core.inference.paged_engine.pages import PagePool
+from megatron.core.inference.paged_engine.request import Request, RequestOutput, TokenOutput
+from megatron.core.inference.paged_engine.runner import GenerationModel, ModelRunner
+from megatron.core.inference.paged_engine.scheduler import EngineLimits, Scheduler
+from megatron.core.inference.paged_engine.step_plan import (
+    Admission,
+    Integers,
+    Segment,
+    StepPlan,
+    StepResult,
+)
+
+_STOP, _PLAN = 0, 1  # first number of a message to the other ranks
+_NOTHING = StepResult(
+    np.zeros(0, np.int64),
+    np.zeros(0, np.float32),
+    np.zeros((0, 0), np.int64),
+    np.zeros((0, 0), np.float32),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes of an engine.  ``buffer_bytes`` bounds the KV cache of each rank."""
+
+    buffer_bytes: int = 2**30
+    page_size: int = 16  # tokens
+    max_requests: int = 64  # that run at the same time, per replica
+    max_step_tokens: int = 2048  # rows of one forward pass
+    max_sequence_length: int | None = None  # default and maximum: the model's
+    max_waiting: int = 1024
+    has_prefix_cache: bool = True
+    num_draft_tokens: int = 0
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Requests and pages of all replicas at this moment."""
+
+    num_running: int
+    num_waiting: int
+    num_free_pages: int
+    num_pages: int
+
+
+class Engine:
+    """Generates tokens for requests.
+
+    Construction is collective over all ranks.  Then rank 0 calls `add` and `step`, and at the end
+    `close`; the other ranks call `follow`, which returns after `close`.
+    """
+
+    def __init__(self, model: GenerationModel, options: EngineOptions) -> None:
+        groups = model.groups
+        self.model, self.options = model, options
+        self._channel = ControlChannel(groups.world.size())
+        self._num_lanes, num_replicas = groups.pp.size(), groups.dp.size()
+        self._in_lockstep = groups.ep.size() > 1
+        longest = min(
+            options.max_sequence_length or model.max_sequence_length, model.max_sequence_length
+        )
+        slots = max(options.max_requests // self._num_lanes, 1) * self._num_lanes
+        most = slots * -(-longest // options.page_size)
+        num_pages, has_recurrent_layers = self._probe(most)
+        self._runner = self._new_runner(num_pages, slots)
+        self._idle = _idle_plan(model, num_pages, slots)
+        self._limits = EngineLimits(
+            page_size=options.page_size,
+            num_pages=num_pages,
+            max_requests=slots,
+            max_step_tokens=options.max_step_tokens,
+            max_sequence_length=longest,
+            max_waiting=options.max_waiting,
+            has_prefix_cache=options.has_prefix_cache,
+            has_recurrent_layers=has_recurrent_layers,
+            num_draft_tokens=options.num_draft_tokens,
+        )
+        self._pools = [PagePool(num_pages, options.page_size) for _ in range(num_replicas)]
+        in_lane = slots // self._num_lanes
+        self._schedulers = {
+            (replica, lane): Scheduler(
+                self._limits, pool, range(lane * in_lane, (lane + 1) * in_lane), model.eod
+            )
+            for replica, pool in enumerate(self._pools)
+            for lane in range(self._num_lanes)
+        }
+        self._home: dict[str, Scheduler] = {}
+        self._lane = 0
+        self._flights: dict[tuple[int, int], tuple[StepPlan, StepResult | None]] = {}
+
+    # ---- rank 0 ------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request.  Raises RequestError: it can never run; QueueFullError: many wait."""
+        scheduler = min(self._schedulers.values(), key=lambda s: s.num_running + s.num_waiting)
+        scheduler.add(request)
+        self._home[request.request_id] = scheduler
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without further output; return whether it was there."""
+        scheduler = self._home.pop(request_id, None)
+        return scheduler is not None and scheduler.abort(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._flights) or any(s.has_unfinished for s in self._schedulers.values())
+
+    def stats(self) -> EngineStats:
+        """Count requests and pages."""
+        schedulers = self._schedulers.values()
+        return EngineStats(
+            sum(s.num_running for s in schedulers),
+            sum(s.num_waiting for s in schedulers),
+            sum(pool.num_free for pool in self._pools),
+            self._limits.num_pages * len(self._pools),
+        )
+
+    def step(self) -> list[RequestOutput]:
+        """Run the next step of one lane of each replica; return what it added to requests."""
+        lane, outputs = self._lane, []
+        self._lane = (lane + 1) % self._num_lanes
+        if self._num_lanes > 1:  # sent one round ago: the other stages have worked meanwhile
+            outputs += self._collected(lane)
+        plans = {
+            replica: self._schedulers[replica, lane].plan() for replica in range(len(self._pools))
+        }
+        if any(plans.values()):
+            self._run(
+                {r: p or self._idle for r, p in plans.items() if p or self._in_lockstep}, lane
+            )
+        if self._num_lanes == 1:
+            outputs += self._collected(lane)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._home.pop(output.request_id, None)
+        return outputs
+
+    def generate(self, requests: Iterable[Request]) -> dict[str, list[TokenOutput]]:
+        """Run requests to their end; return the tokens of each by its id."""
+        out: dict[str, list[TokenOutput]] = {}
+        for request in requests:
+            self.add(request)
+            out[request.request_id] = []
+        while self.has_unfinished:
+            for output in self.step():
+                out[output.request_id] += output.new
+        return out
+
+    def close(self) -> None:
+        """Let the other ranks return from `follow`."""
+        for rank in range(1, self.model.groups.world.size()):
+            self._channel.send(np.array([_STOP]), rank)
+        self._channel.flush()
+
+    def _run(self, plans: dict[int, StepPlan], lane: int) -> None:
+        """Send the plans to the ranks of their replicas; execute that of this rank's replica."""
+        for replica, plan in plans.items():
+            message = np.concatenate([[_PLAN], plan.to_array()])
+            for rank in self._ranks(replica):
+                if rank != ROOT:
+                    self._channel.send(message, rank)
+            self._flights[replica, lane] = plan, None
+        if 0 in plans:
+            self._flights[0, lane] = plans[0], self._runner.execute(plans[0])
+
+    def _collected(self, lane: int) -> list[RequestOutput]:
+        """Wait for the results of the steps in flight and record them."""
+        outputs = []
+        for replica in range(len(self._pools)):
+            if (replica, lane) not in self._flights:
+                continue
+            plan, result = self._flights.pop((replica, lane))
+            if result is None and plan.num_outputs:
+                result = unpack_result(self._channel.receive(self._sampling_rank(replica)))
+            if plan is not self._idle:
+                outputs += self._schedulers[replica, lane].record(plan, result or _NOTHING)
+        return outputs
+
+    # ---- the other ranks ---------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Execute the plans of rank 0 until it closes the engine."""
+        while True:
+            message = self._channel.receive(ROOT)
+            if message[0] == _STOP:
+                self._channel.flush()
+                return
+            result = self._runner.execute(StepPlan.from_array(message[1:]))
+            if result is not None and len(result.tokens):
+                self._channel.send(pack_result(result), ROOT)
+
+    # ---- set-up ------------------------------------------------------------------------------
+
+    def _new_runner(self, num_pages: int, slots: int) -> ModelRunner:
+        cache = PagedCache(num_pages, self.options.page_size, slots)
+        return ModelRunner(self.model, cache, row_invariant=self.options.batch_invariant)
+
+    def _probe(self, most: int) -> tuple[int, bool]:
+        """Return how many pages fit into every rank's buffer, and if there are recurrent layers.
+
+        An idle step with a cache of one page shows what the layers store.  At most ``most`` pages.
+        Collective over all ranks.
+        """
+        runner = self._new_runner(1, 1)
+        runner.execute(_idle_plan(self.model, 1, 1))
+        fitting = self.options.buffer_bytes // max(runner.cache.bytes_per_page, 1)
+        found = torch.tensor([min(fitting, most), not runner.cache.has_states])
+        self._channel.all_reduce_min(found)
+        num_pages, is_stateless = found.tolist()
+        return max(num_pages, 1), not is_stateless
+
+    def _ranks(self, replica: int) -> Iterator[int]:
+        tp, pp = self.model.groups.tp.size(), self.model.groups.pp.size()
+        for stage, part in product(range(pp), range(tp)):
+            yield self._rank(dp=replica, pp=stage, tp=part)
+
+    def _sampling_rank(self, replica: int) -> int:
+        return self._rank(dp=replica, pp=self._num_lanes - 1, tp=0)
+
+    def _rank(self, **coordinate: int) -> int:
+        grid = self.model.groups.dense_grid
+        return grid.rank(**{axis: coordinate.get(axis, 0) for axis in grid.sizes})
+
+
+def _idle_plan(model: GenerationModel, num_pages: int, slots: int) -> StepPlan:
+    """Return a step of one row in the cache's extra page and slot, without output."""
+
+    def ints(*values: int) -> Integers:
+        return np.array(values, dtype=np.int64)
+
+    segment = Segment(slots, 0, ints(0), ints(num_pages), ints())
+    source = (0,) if model.decoder_start is not None else ()
+    return StepPlan((segment,), (Admission(slots, {}, source=source),))

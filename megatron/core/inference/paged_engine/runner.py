@@ -1,0 +1,134 @@
+"""Forward passes of the generation engine on one rank: a plan in, sampled tokens out.
+
+Collective over tp (layers), ep (experts) and with pipeline parallelism over pp: every rank of a
+replica executes the same plans in the same order.  A stage receives the hidden states of the rows
+[N, 1, h] from the stage before it; the last stage samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.inference.paged_engine.batch_view import BatchView
+from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.step_plan import Admission, StepPlan, StepResult
+from megatron.core.inference.sampling.sampler import Sampler
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationModel:
+    """A model to generate with: this rank's stage, in evaluation mode, and its place.
+
+    ``vocab_size``: ids beyond it are padding and are never chosen.  ``eod``: the token that ends a
+    text.  An encoder-decoder has a ``decoder_start``: its encoder reads the prompt, and the decoder
+    continues from that token.
+    """
+
+    module: nn.Module
+    config: TransformerConfig
+    groups: ProcessGroupCollection
+    device: torch.device
+    vocab_size: int
+    max_sequence_length: int
+    eod: int | None
+    decoder_start: int | None = None
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.groups.pp.rank() == 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank samples the tokens of its replica."""
+        pp, tp = self.groups.pp, self.groups.tp
+        return pp.rank() == pp.size() - 1 and tp.rank() == 0
+
+
+class ModelRunner:
+    """Executes plans with a model, a cache and a sampler of ``cache.max_requests`` slots."""
+
+    def __init__(
+        self, model: GenerationModel, cache: PagedCache, *, row_invariant: bool = False
+    ) -> None:
+        self.model, self.cache, self._row_invariant = model, cache, row_invariant
+        slots = cache.max_requests + 1
+        self._num_prompt = np.zeros(slots, dtype=np.int64)
+        self._sampler: Sampler | None = None
+        if model.samples:
+            self._sampler = Sampler(slots, model.vocab_size, model.device, eod=model.eod)
+        self._sent: tuple[dist.Work, Tensor] | None = None  # the tensor lives until it is sent
+        c = model.config
+        self._sent_dtype = torch.float32 if c.fp32_residual_connection else c.params_dtype
+
+    @torch.no_grad()
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Run one step; return the result on the rank that samples, None on the others.
+
+        Collective over tp and pp of the replica, and over ep.
+        """
+        sources = [a for a in plan.admissions if a.source]
+        for admission in plan.admissions:
+            self._num_prompt[admission.slot] = admission.num_prompt
+            if self._sampler is not None:
+                self._sampler.admit(admission)
+        self.cache.copy_pages(plan.copies)
+        if not plan.segments:
+            return None
+        view = BatchView(
+            self.cache,
+            plan,
+            self.model.device,
+            num_prompt=self._num_prompt,
+            sources=[(a.slot, len(a.source)) for a in sources],
+            row_invariant=self._row_invariant,
+        )
+        out = self._forward(view, sources)
+        if self._sampler is None:
+            return None
+        return self._sampler.sample(out[0, :, : self.model.vocab_size], plan).to_result()
+
+    def _forward(self, view: BatchView, sources: list[Admission]) -> Tensor:
+        """Return logits [1, r, v] on the last stage; send hidden states on from the others."""
+        pp, module = self.model.groups.pp, self.model.module
+        ids = view.token_ids.unsqueeze(0)
+        if not self.model.is_first_stage:
+            shape = (ids.shape[1], 1, self.model.config.hidden_size)
+            received = torch.empty(shape, dtype=self._sent_dtype, device=self.model.device)
+            dist.recv(received, group=pp, group_src=pp.rank() - 1)
+            get_attr_wrapped_model(module, "set_input_tensor")([received])
+        out: Tensor
+        if self.model.decoder_start is not None:
+            encoded = self._encoded(sources)
+            out = module(None, ids, encoder_hidden_states=encoded, inference_context=view)
+        else:
+            positions, _ = view.positions(ids.shape[1])
+            out = module(ids, positions.unsqueeze(0), None, inference_context=view)
+        if pp.rank() < pp.size() - 1:
+            self._send_on(out.to(self._sent_dtype).contiguous())
+        return out
+
+    def _send_on(self, hidden: Tensor) -> None:
+        """Send to the next stage; it may still be busy, so only the send before is waited for."""
+        pp = self.model.groups.pp
+        if self._sent is not None:
+            self._sent[0].wait()
+        work = dist.isend(hidden, group=pp, group_dst=pp.rank() + 1)
+        assert work is not None, "this rank is in the group"
+        self._sent = work, hidden
+
+    def _encoded(self, sources: list[Admission]) -> Tensor:
+        """Run the encoder over each source alone; return all their tokens behind each other."""
+        hidden = [torch.empty(0, 1, self.model.config.hidden_size, device=self.model.device)]
+        for admission in sources:
+            ids = torch.tensor([admission.source], device=self.model.device)
+            hidden.append(self.model.module(ids, None, output_encoder_hidden_only=True))
+        return torch.cat([part.to(hidden[-1].dtype) for part in hidden])

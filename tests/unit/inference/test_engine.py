@@ -1,0 +1,143 @@
+"""The engine: every layout gives each request the tokens that one process gives it alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core import device
+from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
+from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.paged_engine.runner import GenerationModel
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from tests.ranks import run_ranks
+from tests.unit.one_process import one_process_groups, tiny_config
+
+VOCABULARY, LENGTH = 64, 40
+Tokens = dict[str, list[tuple[int, float]]]
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "tp2": (2, {"tp": 2}, {}),
+    "pp2": (2, {"pp": 2}, {}),
+    "tp2 pp2": (4, {"tp": 2, "pp": 2}, {}),
+    "2 replicas": (2, {}, {}),
+    "2 replicas of pp2": (4, {"pp": 2}, {}),
+    "ep2": (2, {"ep": 2}, MOE),
+    "ep2 pp2": (4, {"ep": 2, "pp": 2}, MOE),
+}
+
+
+def engine(options: EngineOptions, world: int, sizes: dict[str, int], **changes: Any) -> Engine:
+    torch.manual_seed(7)
+    groups = one_process_groups()
+    if world > 1:
+        groups = create_process_groups(*make_grids(world, **sizes))
+    config = tiny_config(
+        num_layers=4,
+        init_method_std=0.3,
+        params_dtype=torch.float64,
+        tensor_model_parallel_size=sizes.get("tp", 1),
+        pipeline_model_parallel_size=sizes.get("pp", 1),
+        pipeline_dtype=torch.float64,
+        expert_model_parallel_size=sizes.get("ep", 1),
+        **changes,
+    )
+    pp = groups.pp
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(config.num_moe_experts, config=config),
+        VOCABULARY,
+        LENGTH,
+        pre_process=pp.rank() == 0,
+        post_process=pp.rank() == pp.size() - 1,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        pg_collection=groups,
+    )
+    return Engine(
+        GenerationModel(
+            module=model.eval(),
+            config=config,
+            groups=groups,
+            device=device.current(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+            eod=1,
+        ),
+        options,
+    )
+
+
+def requests() -> list[Request]:
+    out = []
+    for i in range(9):
+        prompt = [(7 * i + 3 * j) % 60 + 2 for j in range(1 + 3 * i)]
+        params = SamplingParams(
+            temperature=0.0 if i % 2 else 0.9,
+            top_k=0 if i % 3 else 20,
+            seed=i,
+            num_tokens_to_generate=5 + i,
+            return_log_probs=True,
+            ignore_eos=True,
+            repetition_penalty=1.3 if i == 4 else 1.0,
+        )
+        out.append(Request(str(i), prompt, params))
+    return out
+
+
+def generated(
+    rank: int, world: int, sizes: dict[str, int], changes: dict[str, Any], options: dict[str, Any]
+) -> Tokens:
+    made = engine(EngineOptions(page_size=4, **options), world, sizes, **changes)
+    if rank:
+        made.follow()
+        return {}
+    found = made.generate(requests())
+    made.close()
+    stats = made.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_pages == stats.num_pages
+    return {k: [(t.token, t.log_prob) for t in tokens] for k, tokens in found.items()}
+
+
+def alone(changes: dict[str, Any]) -> Tokens:
+    """Each request by itself, one page pool after the other."""
+    made = engine(EngineOptions(page_size=4, max_requests=1), 1, {}, **changes)
+    return {
+        request.request_id: [
+            (t.token, t.log_prob) for t in made.generate([request])[request.request_id]
+        ]
+        for request in requests()
+    }
+
+
+def assert_equal(found: Tokens, wanted: Tokens) -> None:
+    for name, tokens in wanted.items():
+        assert [t for t, _ in found[name]] == [t for t, _ in tokens], name
+        assert [p for _, p in found[name]] == pytest.approx([p for _, p in tokens], abs=1e-5)
+
+
+@pytest.mark.feature("Generation: the same tokens with TP, PP, EP and replicas as on one process")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_gives_the_tokens_of_one_process(name: str) -> None:
+    world, sizes, changes = LAYOUTS[name]
+    found = run_ranks(generated, world, sizes, changes, {"max_requests": 6})[0]
+    assert_equal(found, alone(changes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_step_tokens": 1, "max_requests": 3},
+        {"max_step_tokens": 7},
+        {"max_requests": 2},
+        {"buffer_bytes": 11 * 4 * 4 * 2 * 32 * 8},  # 11 pages: requests are pre-empted
+    ],
+)
+def test_limits_of_the_engine_change_no_token(options: dict[str, Any]) -> None:
+    assert_equal(generated(0, 1, {}, {}, options), alone({}))
