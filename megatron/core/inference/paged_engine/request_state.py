@@ -53,10 +53,11 @@ class RequestState:
     ``max_new``: the most tokens to generate.  ``goal``: number of tokens to process before the
     request samples or ends.  ``num_kept``: pages at its start that the prefix cache knows.
     ``order``: of arrival; those of a lower one run first and are pre-empted last.
+    ``parent``: a request whose pages hold the start of this one, until this one has started.
     """
 
     request: Request
-    order: int
+    order: tuple[int, int]
     max_new: int
     seed: int
     eod: int | None
@@ -80,6 +81,9 @@ class RequestState:
         self.digests: list[bytes] = []  # of the first full pages, for the weights of:
         self.weight_version = -1
         self.num_cached_prompt_tokens: int | None = None  # None: it has never run
+        self.parent: RequestState | None = None
+        self.children: list[RequestState] = []  # those that wait until this one has its prompt
+        self.is_queued = False
         self.is_in_flight = False
         self.is_ended = False
 
@@ -94,6 +98,11 @@ class RequestState:
         if self.num_scored < self.num_prompt - 1:
             return min(self.num_scored, self.goal - 1)
         return self.goal - 1
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the pages hold the prompt but its last token, which a fork computes itself."""
+        return self.request.num_cached >= self.num_prompt - 1
 
     def admission(self) -> Admission:
         """Return what ranks must know of the request, which has a slot."""

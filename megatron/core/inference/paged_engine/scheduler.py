@@ -13,9 +13,10 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
+from megatron.core.inference.paged_engine.limits import EngineLimits as EngineLimits
+from megatron.core.inference.paged_engine.limits import generation_length
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
     FinishReason,
@@ -33,21 +34,7 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepPlan,
     StepResult,
 )
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """Sizes of the engine; a request holds one of ``max_requests`` slots while it runs."""
-
-    page_size: int
-    num_pages: int
-    max_requests: int
-    max_step_tokens: int
-    max_sequence_length: int
-    max_waiting: int
-    has_prefix_cache: bool = True
-    has_recurrent_layers: bool = False  # their state is not in pages: nothing can be shared
-    num_draft_tokens: int = 0
+from megatron.core.inference.paged_engine.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -61,8 +48,8 @@ class Scheduler:
         self._seeds = random.SystemRandom()
         self._slots = list(reversed(slots))
         self._states: dict[str, RequestState] = {}  # waiting and running
-        self._waiting: list[tuple[int, RequestState]] = []  # heap by order, with aborted ones
-        self._num_waiting = 0
+        self._queue = WaitingQueue()
+        self._num_children = 0  # requests that wait for the prompt of another one
         self._running: list[RequestState] = []  # by order
         self._num_added = 0
         self._in_flight: dict[int, _InFlight] = {}  # by id of the plan
@@ -74,30 +61,36 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for their start, pre-empted ones included."""
-        return self._num_waiting
+        """Number of requests that wait for a slot, pre-empted ones included."""
+        return len(self._queue) + self._num_children
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
-        return bool(self._running or self._num_waiting)
+        return bool(self._running or self._states)
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
         RequestError: it can never run.  QueueFullError: ``max_waiting`` requests wait already.
         """
-        max_new = self._checked_max_new(request)
-        if self._num_waiting >= self.limits.max_waiting:
-            raise QueueFullError(
-                f"{self._num_waiting} requests wait, the most that the queue holds: try again later"
-            )
+        max_new = generation_length(request, self.limits)
+        parent = self._states.get(request.fork_of or "")
+        self._check(request, parent)
         seed = request.params.seed
         seed = self._seeds.getrandbits(63) if seed is None else seed
-        state = RequestState(request, self._num_added, max_new, seed, self.eod)
+        state = RequestState(request, (self._num_added, 0), max_new, seed, self.eod)
         self._num_added += 1
         self._states[request.request_id] = state
-        self._wait(state)
+        if parent is None or self.limits.has_recurrent_layers:
+            self._queue.push(state)
+            return
+        state.parent = parent
+        if parent.has_prompt:
+            self._queue.push(state)
+        else:
+            parent.children.append(state)
+            self._num_children += 1
 
     def abort(self, request_id: str) -> bool:
         """End a request; return whether it was unfinished.  A result in flight is dropped."""
@@ -121,8 +114,8 @@ class Scheduler:
         for state in prompts:
             if step.room and state.request.slot is not None:
                 self._add_rows(step, state, min(state.num_remaining, step.room))
-        while step.room and self._slots and self._num_waiting:
-            state = self._first_waiting()
+        while step.room and self._slots and self._queue:
+            state = self._queue.first()
             if not self._start(step, state):
                 break
             self._add_rows(step, state, min(state.num_remaining, step.room))
@@ -152,76 +145,68 @@ class Scheduler:
         """Note that the weights have changed: kept pages cannot be used by later requests."""
         self.pool.invalidate(weight_version)
 
-    def _checked_max_new(self, request: Request) -> int:
-        """Return the number of tokens to generate, or raise RequestError."""
-        limits = self.limits
-        params = request.params
-        length = len(request.prompt)
+    def _check(self, request: Request, parent: RequestState | None) -> None:
+        """Raise QueueFullError, or RequestError if the request does not agree with others."""
         if request.request_id in self._states:
             raise RequestError(
                 f"request_id {request.request_id!r} is in use: give each request its own",
                 "request_id",
             )
-        if not length:
-            raise RequestError("prompt has no tokens: give at least one")
-        wanted = 0 if params.prompt_log_probs_only else params.num_tokens_to_generate
-        longest = limits.max_sequence_length - (wanted > 0)
-        if length > longest:
+        if parent is not None and (
+            parent.request.prompt != request.prompt or parent.request.source != request.source
+        ):
             raise RequestError(
-                f"prompt has {length} tokens, but at most {longest} fit into a sequence of "
-                f"{limits.max_sequence_length}: shorten it or raise --inference-max-seq-length"
+                f"the prompt of fork_of {request.fork_of!r} is another one: give the same prompt",
+                "fork_of",
             )
-        max_new = min(wanted, limits.max_sequence_length - length)
-        needed = self.pool.pages_for(max(length, length + max_new - 1))
-        if needed > self.pool.num_pages:
-            raise RequestError(
-                f"prompt of {length} tokens and {max_new} to generate need {needed} pages of "
-                f"{limits.page_size} tokens, but the cache has {self.pool.num_pages}: ask for "
-                "fewer tokens or raise --inference-dynamic-batching-buffer-size-gb",
-                "num_tokens_to_generate" if max_new else "prompt",
+        if self.num_waiting >= self.limits.max_waiting:
+            raise QueueFullError(
+                f"{self.num_waiting} requests wait, the most that the queue holds: try again later"
             )
-        return max_new
-
-    def _wait(self, state: RequestState) -> None:
-        state.request.status = RequestStatus.WAITING
-        heappush(self._waiting, (state.order, state))
-        self._num_waiting += 1
-
-    def _first_waiting(self) -> RequestState:
-        while self._waiting[0][1].is_ended:
-            heappop(self._waiting)
-        return self._waiting[0][1]
 
     def _start(self, step: _Step, state: RequestState) -> bool:
         """Give the first waiting request pages and a slot; False if too few pages are free."""
-        pages = self._reusable_pages(state)
-        num_more = self.pool.pages_for(state.goal) - len(pages)
-        if num_more + self.pool.num_unused(pages) > self.pool.num_free:
+        pages, num_tokens = self._reusable_pages(state)
+        num_full = num_tokens // self.pool.page_size
+        full = pages[:num_full]
+        num_more = self.pool.pages_for(state.goal) - num_full
+        if num_more + self.pool.num_unused(full) > self.pool.num_free:
             return False
-        self.pool.share(pages)
+        self.pool.share(full)
         more = self.pool.allocate(num_more)
         assert more is not None, "pages were counted wrongly"
-        for page in (*pages, *more):
+        if num_full < len(pages):  # this request writes to the rest of that page
+            step.copies.append((pages[num_full], more[0]))
+        for page in (*full, *more):
             state.pages.append(page)
-        heappop(self._waiting)
-        self._num_waiting -= 1
+        self._queue.pop()
         request = state.request
-        request.num_cached = len(pages) * self.pool.page_size
+        request.num_cached = num_tokens
         request.slot = self._slots.pop()
         request.status = RequestStatus.RUNNING
-        state.num_kept = len(pages)
+        state.num_kept = num_full
+        state.parent = None
         if state.num_cached_prompt_tokens is None:
-            state.num_cached_prompt_tokens = request.num_cached
+            state.num_cached_prompt_tokens = num_tokens
         insort(self._running, state, key=_ORDER)
         step.admissions.append(state.admission())
         return True
 
-    def _reusable_pages(self, state: RequestState) -> list[int]:
-        """Return the full pages at the start of a request that the prefix cache has."""
-        if not self.limits.has_prefix_cache or self.limits.has_recurrent_layers:
-            return []
-        digests = state.find_digests(state.num_reusable // self.pool.page_size, self.pool)
-        return self.pool.find(digests)
+    def _reusable_pages(self, state: RequestState) -> tuple[list[int], int]:
+        """Return the pages that hold the first tokens of a request already, and their number."""
+        if self.limits.has_recurrent_layers:
+            return [], 0
+        size = self.pool.page_size
+        pages = []
+        if self.limits.has_prefix_cache:
+            pages = self.pool.find(state.find_digests(state.num_reusable // size, self.pool))
+        parent = state.parent
+        if parent is None or parent.request.num_cached <= len(pages) * size:
+            return pages, len(pages) * size
+        state.weight_version = parent.weight_version
+        num_tokens = min(parent.request.num_cached, state.num_reusable)
+        found: list[int] = parent.pages.values[: self.pool.pages_for(num_tokens)].tolist()
+        return found, num_tokens
 
     def _add_rows(self, step: _Step, state: RequestState, count: int) -> None:
         """Add the next ``count`` rows of a running request, if it gets a page for them."""
@@ -243,13 +228,17 @@ class Scheduler:
         """Add a page to a request; False if the request itself had to be pre-empted for it."""
         while (pages := self.pool.allocate(1)) is None:
             victim = next(s for s in reversed(self._running) if not s.is_in_flight)
-            self._free(victim)
-            self._wait(victim)
-            self.num_preemptions += 1
+            self._pre_empt(victim)
             if victim is state:
                 return False
         state.pages.append(pages[0])
         return True
+
+    def _pre_empt(self, state: RequestState) -> None:
+        self._free(state)
+        state.request.status = RequestStatus.WAITING
+        self._queue.push(state)
+        self.num_preemptions += 1
 
     def _free(self, state: RequestState) -> None:
         """Take the pages and the slot of a running request."""
@@ -266,13 +255,21 @@ class Scheduler:
         state.is_ended = True
         state.request.status = RequestStatus.FINISHED
         del self._states[state.request.request_id]
-        if state.request.slot is None:
-            self._num_waiting -= 1  # its entry in the heap is skipped later
-            if len(self._waiting) > 2 * self._num_waiting + 64:
-                self._waiting = [entry for entry in self._waiting if not entry[1].is_ended]
-                heapify(self._waiting)
+        self._release_children(state)
+        if state.is_queued:
+            self._queue.remove(state)
+        elif state.request.slot is None:
+            self._num_children -= 1
         elif not state.is_in_flight:
             self._free(state)
+
+    def _release_children(self, state: RequestState) -> None:
+        """Queue the requests that have waited for the prompt of this one."""
+        for child in state.children:
+            if not child.is_ended:
+                self._num_children -= 1
+                self._queue.push(child)
+        state.children = []
 
     def _record_rows(
         self, state: RequestState, segment: Segment, rows: _Rows
@@ -291,6 +288,8 @@ class Scheduler:
             new = (rows.output(num_scores, state.num_top),)
             reason = state.accept(new[0].token)
         state.keep_full_pages(self.pool)
+        if state.children and state.has_prompt:
+            self._release_children(state)
         if not is_done:
             return None
         if reason is not None:

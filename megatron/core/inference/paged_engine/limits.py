@@ -1,0 +1,47 @@
+"""Sizes of the engine, and which requests fit into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.inference.paged_engine.request import Request, RequestError
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes of the engine; a request holds one of ``max_requests`` slots while it runs."""
+
+    page_size: int
+    num_pages: int
+    max_requests: int
+    max_step_tokens: int
+    max_sequence_length: int
+    max_waiting: int
+    has_prefix_cache: bool = True
+    has_recurrent_layers: bool = False  # their state is not in pages: nothing can be shared
+    num_draft_tokens: int = 0
+
+
+def generation_length(request: Request, limits: EngineLimits) -> int:
+    """Return how many tokens a request generates at most; RequestError: it can never run."""
+    params = request.params
+    length = len(request.prompt)
+    if not length:
+        raise RequestError("prompt has no tokens: give at least one")
+    wanted = 0 if params.prompt_log_probs_only else params.num_tokens_to_generate
+    longest = limits.max_sequence_length - (wanted > 0)
+    if length > longest:
+        raise RequestError(
+            f"prompt has {length} tokens, but at most {longest} fit into a sequence of "
+            f"{limits.max_sequence_length}: shorten it or raise --inference-max-seq-length"
+        )
+    max_new = min(wanted, limits.max_sequence_length - length)
+    num_pages = -(-max(length, length + max_new - 1) // limits.page_size)
+    if num_pages > limits.num_pages:
+        raise RequestError(
+            f"prompt of {length} tokens and {max_new} to generate need {num_pages} pages of "
+            f"{limits.page_size} tokens, but the cache has {limits.num_pages}: ask for fewer "
+            "tokens or raise --inference-dynamic-batching-buffer-size-gb",
+            "num_tokens_to_generate" if max_new else "prompt",
+        )
+    return max_new
