@@ -9,11 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.inference.sampling.noise import choose, exponentials, gumbel, row_keys
+from megatron.core.inference.sampling.blocks import Blocks
+from megatron.core.inference.sampling.filters import Scale
+from megatron.core.inference.sampling.noise import choose, exponentials, row_keys
 
 
 def keys(seeds: list[int], positions: list[int]) -> Tensor:
-    return torch.from_numpy(row_keys(seeds, np.array(positions)))
+    return torch.from_numpy(row_keys(seeds, np.array(positions))).int()
+
+
+def sampled(logits: Tensor, rows: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    unscaled = Scale(torch.zeros(len(logits)), torch.ones(len(logits)))
+    return choose(Blocks.of(logits), unscaled, rows, first)
+
+
+def noise_of(rows: Tensor, first_block: int, end_block: int) -> Tensor:
+    """Return the Gumbel noise of all tokens of some blocks."""
+    blocks = torch.arange(first_block, end_block, dtype=torch.int32)[None]
+    return exponentials(rows, blocks).flatten(1).log().neg()
 
 
 def chi_square(values: Tensor, buckets: int = 1000) -> float:
@@ -51,27 +64,34 @@ def test_hashes_do_not_change() -> None:
         [438411019, -1605172716],
         [1024219659, -1179233709],
     ]
-    assert choose(torch.zeros(3, 50304), torch.from_numpy(rows))[0].tolist() == [
-        23945,
-        44798,
-        24761,
-    ]
+    tokens = sampled(torch.zeros(3, 50304), torch.from_numpy(rows))[0]
+    assert tokens.tolist() == [11968, 22372, 35962]
 
 
 def test_noise_of_a_token_depends_on_seed_position_and_token_only() -> None:
     rows = keys([3, 4, 3, 2**64 + 3], [10, 10, 11, 10])
-    noise = gumbel(rows, 500)
+    noise = noise_of(rows, 0, 20)
     assert torch.equal(noise[0], noise[3])  # seeds count modulo 2**64
     assert not (noise[0] == noise[1]).any()
     assert not (noise[0] == noise[2]).any()
-    assert torch.equal(gumbel(rows[1:2], 130, 128), noise[1:2, 128:258])
+    assert torch.equal(noise_of(rows[1:2], 4, 9), noise[1:2, 128:288])
+
+
+@pytest.mark.parametrize("deviation", [0.0, 1.0, 5.0, 30.0])
+def test_few_blocks_have_the_same_largest_noisy_logit_as_the_vocabulary(deviation: float) -> None:
+    logits = torch.randn(500, 1003, generator=torch.Generator().manual_seed(1)) * deviation
+    rows = keys(list(range(500)), [5] * 500)
+    noisy = logits + noise_of(rows, 0, 32)[:, :1003]
+    token, score = sampled(logits, rows)
+    assert torch.equal(token, noisy.argmax(-1))
+    assert torch.equal(score, noisy.amax(-1))
 
 
 def test_shards_of_a_vocabulary_find_the_token_of_the_vocabulary() -> None:
     logits = torch.randn(200, 1000, generator=torch.Generator().manual_seed(1))
     rows = keys(list(range(200)), [5] * 200)
-    token, score = choose(logits, rows)
-    parts = [choose(logits[:, at : at + 256], rows, at) for at in range(0, 1000, 256)]
+    token, score = sampled(logits, rows)
+    parts = [sampled(logits[:, at : at + 256], rows, at) for at in range(0, 1000, 256)]
     scores = torch.stack([s for _, s in parts])
     tokens = torch.stack([t for t, _ in parts])
     assert torch.equal(scores.amax(0), score)
@@ -84,7 +104,7 @@ def test_tokens_are_chosen_with_their_probabilities() -> None:
     rows = keys(list(range(number)), [0] * number)
     seen = torch.zeros(300)
     for part in rows.split(10_000):
-        seen += torch.bincount(choose(logits.expand(len(part), -1), part)[0], minlength=300)
+        seen += torch.bincount(sampled(logits.expand(len(part), -1), part)[0], minlength=300)
     expected = torch.softmax(logits, -1) * number
     often = expected >= 5
     statistic = ((seen - expected) ** 2 / expected)[often].sum().item()

@@ -1,65 +1,88 @@
 """Top-k, top-p and min-p as a least logit of each row: tokens below it are not sampled.
 
 Tokens of equal logits are kept together, so that the set of tokens does not depend on the order
-of a sort.  Shapes: ``r`` rows, ``v`` vocabulary.  All logits are divided by the temperature.
+of a sort.  Shapes: ``r`` rows, ``v`` vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from megatron.core.inference.sampling.blocks import Blocks
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Parameters of r rows, and on the host what of them is in use.
+    """Parameters of r rows, on the host."""
 
-    ``top_k`` [r] int64, v or more: no limit; ``top_p`` [r], 1: no limit; ``min_p`` [r], 0: none.
-    ``largest_k``: of the rows that have a limit, 0 if none has.  ``has_top_p_only``: some row has
-    top_p without top_k.
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]  # v: no limit
+    top_p: npt.NDArray[np.float32]  # 1: no limit
+    min_p: npt.NDArray[np.float32]  # 0: no limit
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How logits [r, ...] become those of the sampled distribution: all tensors are [r].
+
+    The largest becomes 0, so that a small temperature cannot overflow to infinity.
     """
 
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    largest_k: int
-    has_top_p: bool
-    has_top_p_only: bool
-    has_min_p: bool
+    highest: Tensor
+    temperature: Tensor
+    least: Tensor | None = None  # smaller logits become -inf
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        shape = (-1,) + (1,) * (logits.dim() - 1)
+        scaled = (logits - self.highest.view(shape)).div_(self.temperature.view(shape))
+        if self.least is None:
+            return scaled
+        return scaled.masked_fill_(logits < self.least.view(shape), float("-inf"))
+
+    def take(self, index: Tensor) -> Scale:
+        """Return the rows of ``index``."""
+        least = None if self.least is None else self.least[index]
+        return Scale(self.highest[index], self.temperature[index], least)
 
 
-def least_logits(logits: Tensor, filters: Filters) -> Tensor | None:
-    """Return the least logit [r] that a token needs in each row; None if there is no filter."""
+def scale_of(logits: Blocks, filters: Filters, upload: Callable[[npt.ArrayLike], Tensor]) -> Scale:
+    """Return temperature and least logit of each row, where the filters of ``filters`` give one.
+
+    Rows are searched together by what they need: their largest k logits, or all in order.
+    """
+    scale = Scale(logits.maxima.amax(-1), upload(filters.temperature))
+    is_limited = filters.top_k < logits.logits.size(1)
     least = None
-    if filters.largest_k or filters.has_top_p:
-        count = logits.size(1) if filters.has_top_p_only else filters.largest_k
-        count = min(count, logits.size(1))
-        best = logits.topk(count, dim=-1).values
-        last = filters.top_k.clamp(max=count) - 1
-        least = best.gather(-1, last[:, None])[:, 0]
-        least = least.masked_fill(filters.top_k > count, float("-inf"))
-        if filters.has_top_p:
-            least = torch.maximum(least, _least_of_top_p(best, last, filters.top_p))
-    if filters.has_min_p:
-        of_min_p = logits.amax(-1) + filters.min_p.log()
+    if is_limited.any() or (filters.top_p < 1).any():
+        least = torch.full_like(scale.highest, float("-inf"))
+        for group in (is_limited, ~is_limited & (filters.top_p < 1)):
+            index = np.flatnonzero(group)
+            if len(index):
+                at = upload(index)
+                top_k, top_p = upload(filters.top_k[index]), upload(filters.top_p[index])
+                best = logits.take(at).largest(int(filters.top_k[index].max()))
+                place = top_k - 1
+                if (filters.top_p[index] < 1).any():
+                    place = _last_of_top_p(scale.take(at)(best), place, top_p)
+                least.index_copy_(0, at, best.gather(-1, place[:, None])[:, 0])
+    if (filters.min_p > 0).any():
+        of_min_p = scale.highest + scale.temperature * upload(filters.min_p).log()
         least = of_min_p if least is None else torch.maximum(least, of_min_p)
-    return least
+    return Scale(scale.highest, scale.temperature, least)
 
 
-def _least_of_top_p(best: Tensor, last: Tensor, top_p: Tensor) -> Tensor:
-    """Return the least logit of the smallest set of likely tokens with probability ``top_p``.
+def _last_of_top_p(best: Tensor, last: Tensor, top_p: Tensor) -> Tensor:
+    """Return how many tokens follow the first in the smallest set with probability ``top_p``.
 
-    ``best`` [r, k]: logits in descending order; those after ``last`` [r] do not count.
+    ``best`` [r, k]: scaled logits in descending order; those after ``last`` [r] do not count.
     Nucleus sampling, Holtzman et al. 2020.
     """
-    rank = torch.arange(best.size(1), device=best.device)
-    weights = (best - best[:, :1]).exp_().masked_fill_(rank > last[:, None], 0)
-    before = weights.cumsum(-1, dtype=torch.float64)
-    enough = top_p[:, None] * before[:, -1:]
-    before -= weights
-    # rows without a limit keep every token, also where rounding makes `before` the total
-    kept = (before < enough) | (top_p[:, None] >= 1)
-    kept[:, 0] = True
-    return best.masked_fill(~kept, float("inf")).amin(-1)
+    sums = best.exp().cumsum(-1, dtype=torch.float64)
+    enough = sums.gather(-1, last[:, None]) * top_p[:, None]
+    return torch.where(top_p < 1, (sums < enough).sum(-1).clamp(max=last), last)

@@ -1,25 +1,31 @@
 """Sampling noise as a function of (seed, position, token id), equal in any batch and layout.
 
 Gumbel-max sampling: argmax(logits + g) with g = -log(e), e ~ Exp(1) per token, is a sample of
-softmax(logits).  Tokens form blocks of 64 consecutive ids.  The smallest of 64 exponential numbers
-is Exp(64) and lies at a uniform place; the others exceed it by further Exp(1) numbers
+softmax(logits).  Tokens form blocks of 32 consecutive ids.  The smallest of 32 exponential numbers
+is Exp(32) and lies at a uniform place; the others exceed it by further Exp(1) numbers
 (memorylessness).  So e of a token is computed from two hashes, of its block and of itself, and
-the hash of a block alone bounds the noise of its tokens: `choose` reads few blocks.
+the hash of a block alone bounds the noise of its tokens: `choose` needs the noise of few blocks.
 
 Integer hashes give the same bits on every device; the logarithms may differ between devices in
-the last bit.  Shapes: ``r`` rows, ``v`` token ids, ``n`` blocks.
+the last bit.  Shapes: ``r`` rows, ``v`` token ids, ``n`` blocks, ``m`` of them.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-BLOCK = 64  # tokens
+from megatron.core.device import launches_kernels
+from megatron.core.inference.sampling.blocks import BLOCK, Blocks
+from megatron.core.inference.sampling.filters import Scale
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_LARGEST_UNIFORM = 1 - 2.0**-24
+_FIRST_BLOCKS = 32  # of a row: their best token rules out nearly all others
+_ROUNDING = 1e-4  # larger than that of a noisy logit near the largest
 
 
 def row_keys(seeds: list[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -33,57 +39,89 @@ def row_keys(seeds: list[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[
     return halves.astype(np.uint32).view(np.int32).astype(np.int64)
 
 
-def choose(logits: Tensor, keys: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Return a token of softmax(``logits`` [r, v]) for each row, and its noisy logit.
+def choose(logits: Blocks, scale: Scale, keys: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Return a token of softmax(scale(``logits``)) for each row, and its noisy logit.
 
-    ``keys`` [r, 2]: of `row_keys`.  ``first``: id of the first column, a multiple of 64: of the
+    ``keys`` [r, 2]: of `row_keys`.  ``first``: id of the first column, a multiple of 32: of the
     shards of a vocabulary, the one with the largest noisy logit has the token.
     """
-    noisy = logits + gumbel(keys, logits.size(1), first)
-    token = noisy.argmax(-1)
-    return token + first, noisy.gather(-1, token[:, None])[:, 0]
+    assert first % BLOCK == 0, "a part of the vocabulary begins at a multiple of 32 tokens"
+    keys, first_block = keys.to(torch.int32), first // BLOCK
+    if launches_kernels(keys.device):
+        every = torch.arange(logits.maxima.size(1), device=keys.device).expand_as(logits.maxima)
+        best, place = _noisy(logits, scale, keys, every, first_block)
+    else:
+        best, place = _choose_of_few(logits, scale, keys, first_block)
+    block = best.argmax(-1, keepdim=True)
+    token = block * BLOCK + place.gather(-1, block)
+    return token[:, 0] + first, best.gather(-1, block)[:, 0]
 
 
-def gumbel(keys: Tensor, count: int, first: int = 0) -> Tensor:
-    """Return Gumbel noise [r, count] of tokens ``first`` (a multiple of 64) and following."""
-    assert first % BLOCK == 0, "a part of the vocabulary begins at a multiple of 64 tokens"
-    end = -(-(first + count) // BLOCK)
-    blocks = torch.arange(first // BLOCK, end, dtype=torch.int32, device=keys.device)
-    return exponentials(keys, blocks[None]).flatten(1)[:, :count].log().neg()
+def _choose_of_few(
+    logits: Blocks, scale: Scale, keys: Tensor, first_block: int
+) -> tuple[Tensor, Tensor]:
+    """Return what `_noisy` returns of all blocks, -inf where a block cannot have the maximum.
+
+    The host waits for the number of other blocks, about 32 in a row, which is free on a CPU.
+    """
+    numbers = torch.arange(logits.maxima.size(1), dtype=torch.int32)[None] + first_block
+    bound = scale(logits.maxima) - _least(numbers, keys[..., None])[0].log_()
+    likely = bound.topk(min(_FIRST_BLOCKS, bound.size(1))).indices
+    reached = _noisy(logits, scale, keys, likely, first_block)[0].amax(-1, keepdim=True)
+    rows, blocks = (bound >= reached - _ROUNDING).nonzero(as_tuple=True)
+    part = logits.take(rows), scale.take(rows), keys[rows]
+    of_blocks, places = _noisy(*part, blocks[:, None], first_block)
+    best = torch.full_like(bound, float("-inf"))
+    best[rows, blocks] = of_blocks[:, 0]
+    place = torch.zeros_like(bound, dtype=torch.int64)
+    place[rows, blocks] = places[:, 0]
+    return best, place
+
+
+def _noisy(
+    logits: Blocks, scale: Scale, keys: Tensor, blocks: Tensor, first_block: int
+) -> tuple[Tensor, Tensor]:
+    """Return the largest noisy logit of each of ``blocks`` [r, m], and its place in the block."""
+    numbers = (blocks + first_block).to(torch.int32)
+    noisy = scale(logits.values(blocks)).sub_(exponentials(keys, numbers).log_())
+    place = noisy.argmax(-1)
+    return noisy.gather(-1, place[..., None])[..., 0], place
 
 
 def exponentials(keys: Tensor, blocks: Tensor) -> Tensor:
-    """Return Exp(1) numbers [r, n, 64] of the tokens of ``blocks``: int32 [r, n] or [1, n]."""
-    keys = keys.to(torch.int32)[..., None]
-    least, place = _least(keys, blocks)
+    """Return Exp(1) numbers [r, m, 32] of the tokens of ``blocks`` [r, m]; all integers int32."""
+    least, place = _least(blocks, keys[..., None])
     lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device)
     tokens = blocks[..., None] * BLOCK + lanes
-    excess = _unit_exponential(_hash(tokens, keys[..., None]))
+    excess = _unit_exponential(_hash(tokens, keys[..., None, None]))
     excess.masked_fill_(lanes == place[..., None], 0)
     return excess.add_(least[..., None])
 
 
-def uniform(hashed: Tensor) -> Tensor:
-    """Return numbers in (0, 1) from the lower 31 bits of int32 hashes; dense near 0."""
-    return ((hashed & 0x7FFFFFFF).float() + 0.5).mul_(2.0**-31).clamp_(max=_LARGEST_UNIFORM)
-
-
-def _least(keys: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest exponential number [r, n] of each block, and its place in the block."""
-    hashed = _hash(~blocks, keys)  # ids of tokens are never negative
-    return _unit_exponential(hashed).div_(BLOCK), _mix32(hashed ^ 0x5BD1E995) & (BLOCK - 1)
+def _least(blocks: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest exponential number [r, m] of each block, and its place in the block."""
+    hashed = _hash(~blocks, keys)  # ids of tokens are never negative; the lowest bits are spare
+    return _unit_exponential(hashed).div_(BLOCK), hashed & (BLOCK - 1)
 
 
 def _unit_exponential(hashed: Tensor) -> Tensor:
-    return uniform(hashed).neg_().log1p_().neg_()
+    """Return Exp(1) numbers from the lower 31 bits of int32 hashes; their precision is relative."""
+    minus_uniform = ((hashed & 0x7FFFFFFF).float() + 0.5).mul_(-(2.0**-31))
+    return minus_uniform.clamp_(min=2.0**-24 - 1).log1p_().neg_()
 
 
 def _hash(ids: Tensor, keys: Tensor) -> Tensor:
     """Return 32 mixed bits; ``keys``: [r, 2, ...], its halves broadcast with int32 ``ids``."""
-    return _mix32(_mix32(ids ^ keys[:, 0]).add_(keys[:, 1]))
+    if launches_kernels(ids.device):
+        return _mix32(_mix32(ids ^ keys[:, 0]) + keys[:, 1])
+    plain, halves = ids.numpy(), keys.numpy()  # a third of the time of torch's small operations
+    return torch.from_numpy(_mix32(_mix32(plain ^ halves[:, 0]) + halves[:, 1]))
 
 
-def _mix32(x: Tensor) -> Tensor:
+_Ints = TypeVar("_Ints", Tensor, npt.NDArray[np.int32])
+
+
+def _mix32(x: _Ints) -> _Ints:
     """Overwrite int32 ``x`` by a bijective mix: C. Wellons' lowbias32 of hash-prospector."""
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D

@@ -24,6 +24,7 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepResult,
 )
 from megatron.core.inference.sampling import filters, log_probs, noise, rules
+from megatron.core.inference.sampling.blocks import Blocks
 from megatron.core.inference.sampling.slots import Slots
 
 
@@ -85,14 +86,16 @@ class Sampler:
 
     def _choose(self, logits: Tensor, rows: _Rows, plan: StepPlan) -> Tensor:
         """Return tokens [s] from ``logits`` [s, v]."""
-        changed = self._apply_rules(logits, rows, plan)
-        logits = changed.float()
-        tokens = logits.argmax(-1)
+        blocks = Blocks.of(self._apply_rules(logits, rows, plan).float())
         drawn = np.flatnonzero(~self._slots.is_greedy[rows.slots])
-        if len(drawn):
-            chosen = self._draw(_rows_of(logits, drawn, self), rows.take(drawn))
-            tokens.index_copy_(0, self._upload(drawn), chosen)
-        tokens = tokens.where(logits.amax(-1).isfinite(), NO_TOKEN)
+        if len(drawn) == len(rows.slots):
+            tokens = self._draw(blocks, rows)
+        else:
+            tokens = blocks.argmax()
+            if len(drawn):
+                at = self._upload(drawn)
+                tokens.index_copy_(0, at, self._draw(blocks.take(at), rows.take(drawn)))
+        tokens = tokens.where(blocks.maxima.amax(-1).isfinite(), NO_TOKEN)
         self._count(tokens, rows)
         return tokens
 
@@ -147,30 +150,17 @@ class Sampler:
             hidden += [(row, token) for token in ends]
         return hidden
 
-    def _draw(self, logits: Tensor, rows: _Rows) -> Tensor:
+    def _draw(self, logits: Blocks, rows: _Rows) -> Tensor:
         """Return tokens [s] sampled from ``logits`` [s, v] with temperature and filters."""
-        slots, values = self._slots, self._slots.values[rows.slots]
-        top_k, has_top_p = values[:, 1], values[:, 2] < 1
-        is_limited = top_k < self._vocab_size
-        temperature, top_p, min_p = self._upload(values[:, [0, 2, 3]]).unbind(-1)
-        least = filters.Filters(
-            top_k=self._upload(top_k.astype(np.int64)),
-            top_p=top_p,
-            min_p=min_p,
-            largest_k=int(top_k[is_limited].max(initial=0)),
-            has_top_p=bool(has_top_p.any()),
-            has_top_p_only=bool((has_top_p & ~is_limited).any()),
-            has_min_p=bool((values[:, 3] > 0).any()),
+        values = self._slots.values[rows.slots]
+        wanted = filters.Filters(
+            values[:, 0], values[:, 1].astype(np.int64), values[:, 2], values[:, 3]
         )
-        # the largest is 0: a small temperature cannot overflow to infinity
-        logits = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
-        least_logits = filters.least_logits(logits, least)
-        if least_logits is not None:
-            logits.masked_fill_(logits < least_logits[:, None], float("-inf"))
-        seeds = [slots.params[slot].seed for slot in rows.slots.tolist()]
+        scale = filters.scale_of(logits, wanted, self._upload)
+        seeds = [self._slots.params[slot].seed for slot in rows.slots.tolist()]
         assert None not in seeds, "an admission has the seed of its request"
         keys = self._upload(noise.row_keys([s or 0 for s in seeds], rows.positions))
-        return noise.choose(logits, keys)[0]
+        return noise.choose(logits, scale, keys)[0]
 
     def _count(self, tokens: Tensor, rows: _Rows) -> None:
         """Note the chosen tokens of requests that have penalties."""
@@ -203,7 +193,7 @@ class Sampler:
             at = self._upload(wanted)
             part = _rows_of(logits, wanted, self).float()
             mine = tokens[at, None]
-            likely = log_probs.likeliest(part, count) if count else mine[:, :0]
+            likely = Blocks.of(part).likeliest(count) if count else mine[:, :0]
             values = log_probs.log_probs(part, torch.cat([mine.clamp(min=0), likely], dim=1))
             found.log_probs.index_copy_(0, at, values[:, 0])
             found.top_tokens.index_copy_(0, at, likely)
