@@ -25,6 +25,11 @@ _EXTRA = {
     "boto3": "s3",
     "multistorageclient": "s3",
     "yaml": "yaml",
+    "jinja2": "serve",
+    "llguidance": "serve",
+    "prometheus_client": "serve",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 
 

@@ -120,6 +120,7 @@ PURE = (
     "megatron/core/pipeline_parallel/simulate.py",
     "megatron/core/pipeline_parallel/zero_bubble.py",
     "megatron/training/config/",
+    "megatron/inference/",  # the front end, and the text of its answers
 )
 
 
@@ -180,6 +181,8 @@ def imports_point_downwards(source: Source) -> Iterator[str]:
         forbidden |= {"unittest"}  # its mocks replace attributes of modules
     if source.path.startswith("megatron/core/"):
         forbidden |= {"megatron.training", "megatron.post_training"}
+    if source.path.startswith(("megatron/core/", "megatron/training/")):
+        forbidden |= {"megatron.inference"}  # the server uses the engine and the tokenizers
     if source.is_under("tests"):
         return
     for line, name in source.imports():

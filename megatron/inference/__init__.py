@@ -1,0 +1,1 @@
+"""Serving: the text of requests, and the server that answers them over HTTP."""

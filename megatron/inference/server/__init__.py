@@ -1,0 +1,1 @@
+"""The server: an HTTP front end in a process of its own, and the loop that feeds the engine."""

@@ -1,0 +1,180 @@
+"""The routes of the front end, and what it does before and after each request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.errors import MegatronError
+from megatron.core.optional import require
+from megatron.inference.server.chat import answer_chat
+from megatron.inference.server.completions import answer_completion
+from megatron.inference.server.endpoint import Service, json_answer
+from megatron.inference.server.engine_client import EngineDied
+from megatron.inference.server.errors import ApiError, as_api_error
+from megatron.inference.server.fields import Body
+from megatron.inference.server.http import ClientGone, check_key, read_json, responses
+from megatron.inference.server.megatron_api import answer_api
+from megatron.inference.server.other_endpoints import (
+    answer_detokenize,
+    answer_models,
+    answer_tokenize,
+    answer_update_weights,
+)
+
+starlette = require("starlette.applications", "the server")
+routing = require("starlette.routing", "the server")
+exceptions = require("starlette.exceptions", "the server")
+
+_LOG = logging.getLogger(__name__)
+_PAGE = Path(__file__).parent / "page.html"
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'"
+)
+_OPEN_PATHS = ("/", "/health")  # without a key
+_HEALTH_TIMEOUT_S = 10.0
+
+Answer = Callable[[Service, Any, Body], Awaitable[Any]]
+
+
+class FrontEnd:
+    """The ASGI application.  It answers 503 until it has a ``service``, and while it drains."""
+
+    def __init__(self, keys: Sequence[str], max_body_bytes: int) -> None:
+        self.service: Service | None = None
+        self.is_draining = False
+        self._keys, self._max_body_bytes = keys, max_body_bytes
+        self._num_active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        posts: dict[str, Answer] = {
+            "/v1/completions": answer_completion,
+            "/completions": answer_completion,
+            "/v1/chat/completions": answer_chat,
+            "/tokenize": answer_tokenize,
+            "/detokenize": answer_detokenize,
+            "/update_weights": answer_update_weights,
+        }
+        route = routing.Route
+        routes = [route(path, self._json(f), methods=["POST"]) for path, f in posts.items()]
+        routes += [
+            route("/api", self._json(answer_api), methods=["PUT"]),
+            route("/v1/models", self._models),
+            route("/v1/models/{name:path}", self._models),
+            route("/health", self._health),
+            route("/metrics", self._metrics),
+            route("/", self._page),
+        ]
+        handlers = {exceptions.HTTPException: _no_route, Exception: _unexpected}
+        self._app = starlette.Starlette(routes=routes, exception_handlers=handlers)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request; count it, and count it as active until its answer is sent."""
+        if scope["type"] != "http":
+            return
+        self._num_active += 1
+        self._idle.clear()
+
+        async def counting_send(message: Any) -> None:
+            if message["type"] == "http.response.start" and self.service is not None:
+                route = scope.get("route")
+                path = "other" if route is None else route.path
+                self.service.metrics.answered(path, message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting_send)
+        finally:
+            self._num_active -= 1
+            if self._num_active == 0:
+                self._idle.set()
+
+    async def drain(self) -> None:
+        """Refuse new requests; return when the open ones have been answered."""
+        self.is_draining = True
+        await self._idle.wait()
+
+    def _json(self, answer: Answer) -> Callable[[Any], Awaitable[Any]]:
+        async def work(request: Any) -> Any:
+            service = self._ready()
+            body = await read_json(request, self._max_body_bytes)
+            return await answer(service, request, body)
+
+        async def endpoint(request: Any) -> Any:
+            return await self._guarded(request, work)
+
+        return endpoint
+
+    def _ready(self) -> Service:
+        if self.is_draining:
+            raise ApiError("the server is shutting down", status=503, retry_after_s=5)
+        if self.service is None:
+            raise ApiError("the model is being loaded", status=503, retry_after_s=5)
+        if self.service.client.failure is not None:
+            raise ApiError(self.service.client.failure, status=500)
+        return self.service
+
+    async def _guarded(self, request: Any, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Return the answer of ``work``, or the error object for what it raises."""
+        try:
+            if self._keys and request.url.path not in _OPEN_PATHS:
+                check_key(request.headers.get("authorization", ""), self._keys)
+            return await work(request)
+        except ClientGone:
+            return responses.Response(status_code=499)  # nobody reads it
+        except MegatronError as error:
+            found = as_api_error(error)
+            if found.status >= 500:
+                _LOG.error("%s %s: %s", request.method, request.url.path, found.message)
+            return responses.JSONResponse(found.body, found.status, found.headers)
+
+    async def _models(self, request: Any) -> Any:
+        async def work(request: Any) -> Any:
+            return answer_models(self._ready(), request.path_params.get("name"))
+
+        return await self._guarded(request, work)
+
+    async def _health(self, request: Any) -> Any:
+        async def work(request: Any) -> Any:
+            try:
+                await self._ready().client.ask("ping", _HEALTH_TIMEOUT_S)
+            except TimeoutError as error:
+                raise ApiError(str(error), status=503) from None
+            return json_answer({"status": "ok"})
+
+        return await self._guarded(request, work)
+
+    async def _metrics(self, request: Any) -> Any:
+        async def work(request: Any) -> Any:
+            if self.service is None:
+                raise ApiError("the model is being loaded", status=503, retry_after_s=5)
+            values = {}
+            try:
+                found = await self.service.client.ask("stats", _HEALTH_TIMEOUT_S)
+                values = found["values"]
+            except (TimeoutError, EngineDied) as error:
+                _LOG.warning("/metrics without the engine's values: %s", error)
+            kind = "text/plain; version=0.0.4; charset=utf-8"
+            return responses.Response(self.service.metrics.text(values), media_type=kind)
+
+        return await self._guarded(request, work)
+
+    async def _page(self, request: Any) -> Any:
+        headers = {"Content-Security-Policy": _PAGE_POLICY}
+        return responses.HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=headers)
+
+
+async def _no_route(request: Any, error: Any) -> Any:
+    """Answer for an unknown path (404) or method (405)."""
+    reason = "there is no such path" if error.status_code == 404 else "the method does not fit"
+    found = ApiError(f"{request.method} {request.url.path}: {reason}", status=error.status_code)
+    return responses.JSONResponse(found.body, error.status_code, error.headers)
+
+
+async def _unexpected(request: Any, error: Exception) -> Any:
+    found = ApiError("the server made a mistake; its log has the details", status=500)
+    return responses.JSONResponse(found.body, 500)

@@ -1,0 +1,147 @@
+"""The loop of the process that holds the engine: read messages, step, report.
+
+Between two steps it reads the messages that have arrived; an idle engine waits for the next one.
+The end of the socket is the end of the front end: open requests are aborted and the loop ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import selectors
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from megatron.core.config.errors import MegatronError
+from megatron.core.inference.paged_engine.request import (
+    QueueFullError,
+    Request,
+    RequestError,
+    RequestOutput,
+)
+from megatron.inference.server import messages
+from megatron.inference.server.messages import EngineInfo, LineBuffer
+
+_READ_BYTES = 1 << 20
+
+
+class ServedEngine(Protocol):
+    """What the loop calls of an engine."""
+
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> bool: ...
+    def step(self) -> list[RequestOutput]: ...
+    @property
+    def has_unfinished(self) -> bool: ...
+    def stats(self) -> Any: ...  # a dataclass of numbers
+
+
+UpdateWeights = Callable[[str], int]  # path of a checkpoint -> the new weight version
+
+
+class EngineLoop:
+    """Serve the requests that arrive over ``connection`` until its other end is closed.
+
+    An exception of a step ends the loop, after the front end has received its message.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        connection: socket.socket,
+        info: EngineInfo,
+        update_weights: UpdateWeights | None = None,
+    ) -> None:
+        self._engine, self._connection = engine, connection
+        self._info, self._update_weights = info, update_weights
+        self._buffer = LineBuffer()
+        self._open: set[str] = set()
+
+    def run(self) -> None:
+        """Return when the front end has closed the connection."""
+        try:
+            self._connection.sendall(messages.hello(self._info))
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                while self._read(selector):
+                    if self._engine.has_unfinished:
+                        self._step()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the front end ended while this process was writing
+        except Exception as error:
+            self._report_failure(f"{type(error).__name__}: {error}")
+            raise
+        for request_id in self._open:
+            self._engine.abort(request_id)
+
+    def _read(self, selector: selectors.BaseSelector) -> bool:
+        """Handle messages, waiting for one if the engine is idle; False: no more will come."""
+        wait_s = 0 if self._engine.has_unfinished else None
+        if not selector.select(wait_s):
+            return True
+        data = self._connection.recv(_READ_BYTES)
+        for line in self._buffer.add(data):
+            self._handle(messages.decode(line))
+        return bool(data)
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        if not outputs:
+            return
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._open.discard(output.request_id)
+        self._send("outputs", items=[messages.output_to_json(output) for output in outputs])
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "add":
+            self._add(message)
+        elif kind == "abort":
+            if message["id"] in self._open:
+                self._open.discard(message["id"])
+                self._engine.abort(message["id"])
+        elif kind == "stats":
+            found = dataclasses.asdict(self._engine.stats())
+            self._send("stats", call=message["call"], values=found)
+        elif kind == "ping":
+            self._send("pong", call=message["call"])
+        elif kind == "update_weights":
+            self._update(message)
+        else:
+            raise messages.ProtocolError(f"message of the unknown type {kind!r}")
+
+    def _add(self, message: dict[str, Any]) -> None:
+        request_id = message["request"]["request_id"]
+        try:
+            self._engine.add(messages.request_from_json(message["request"]))
+        except QueueFullError as error:
+            self._send("refused", id=request_id, reason="queue_full", message=str(error))
+        except RequestError as error:
+            values = {"reason": "request", "message": str(error), "param": error.param}
+            self._send("refused", id=request_id, **values)
+        except MegatronError as error:
+            self._send("refused", id=request_id, reason="request", message=str(error), param=None)
+        else:
+            self._open.add(request_id)
+            self._send("accepted", id=request_id)
+
+    def _update(self, message: dict[str, Any]) -> None:
+        """Replace the weights; with an error message, the old ones stay."""
+        error, version = "", None
+        if self._update_weights is None:
+            error = "this engine cannot update its weights"
+        else:
+            try:
+                version = self._update_weights(message["load"])
+            except MegatronError as found:
+                error = str(found)
+        self._send("updated", call=message["call"], error=error, version=version)
+
+    def _send(self, kind: str, **content: object) -> None:
+        self._connection.sendall(messages.encode(kind, **content))
+
+    def _report_failure(self, message: str) -> None:
+        with contextlib.suppress(OSError):  # the front end may have ended too
+            self._send("failed", message=message)

@@ -1,0 +1,60 @@
+"""Errors of the HTTP interface, as OpenAI's objects: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.config.errors import ConfigError, MegatronError
+from megatron.core.inference.paged_engine.request import QueueFullError, RequestError
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(MegatronError):
+    """An answer with ``status``; ``param`` names the field of the request to change."""
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        if self.retry_after_s is not None:
+            return {"Retry-After": str(self.retry_after_s)}
+        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+
+
+def as_api_error(error: MegatronError) -> ApiError:
+    """Return the answer for an error of the engine or of a field."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(str(error), status=429, code="queue_full", retry_after_s=1)
+    if isinstance(error, RequestError):
+        return ApiError(str(error), error.param)
+    if isinstance(error, ConfigError):
+        return ApiError(str(error))
+    return ApiError(str(error), status=500)

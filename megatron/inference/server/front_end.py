@@ -1,0 +1,139 @@
+"""The main program of the front end's process.
+
+The engine's process starts it with two open sockets: one to the engine, and the one that listens
+for clients.  It ends when the engine ends, or after SIGTERM when all open requests are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config.errors import ConfigError, MegatronError
+from megatron.core.optional import require
+from megatron.inference.server.app import FrontEnd
+from megatron.inference.server.chat_template import ChatTemplate, read_chat_template
+from megatron.inference.server.endpoint import Service
+from megatron.inference.server.engine_client import EngineClient, EngineDied
+from megatron.inference.server.messages import MAX_BYTES
+from megatron.inference.server.metrics import Metrics
+from megatron.inference.server.model import Model
+from megatron.training.process.user_code import problems_of_imports
+
+uvicorn = require("uvicorn", "the server")
+_UvicornServer: Any = uvicorn.Server
+
+_LOG = logging.getLogger(__name__)
+_LAST_ANSWERS_S = 4  # for answers that are being sent when the server ends
+
+
+@dataclass(frozen=True)
+class FrontEndOptions:
+    """What the engine's process passes, as JSON."""
+
+    engine_fd: int
+    listen_fd: int
+    api_key_file: str | None = None
+    chat_template: str | None = None
+    max_body_bytes: int = 8 << 20
+
+
+def main(options: str) -> str | None:
+    """Serve until the end; return the error message if it is not a drained one."""
+    logging.basicConfig(level=logging.INFO, format="front end: %(message)s")
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of clients that have left
+    try:
+        asyncio.run(serve(FrontEndOptions(**json.loads(options))))
+    except MegatronError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+async def serve(options: FrontEndOptions) -> None:
+    """Connect to the engine and to clients.  Raises EngineDied if the engine ends first."""
+    listener = socket.socket(fileno=options.listen_fd)
+    reader, writer = await asyncio.open_unix_connection(
+        sock=socket.socket(fileno=options.engine_fd), limit=MAX_BYTES
+    )
+    client = EngineClient(reader, writer)
+    front_end = FrontEnd(read_keys(options.api_key_file), options.max_body_bytes)
+    server = _Server(
+        uvicorn.Config(
+            front_end,
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_LAST_ANSWERS_S,
+        )
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    work = asyncio.ensure_future(server.serve(sockets=[listener]))
+    engine = asyncio.ensure_future(_follow_engine(client, front_end, options, listener))
+    drained = asyncio.ensure_future(_drained(stop, front_end))
+    await asyncio.wait({work, engine, drained}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await work
+    if front_end.service is not None and front_end.service.template is not None:
+        front_end.service.template.close()
+    writer.close()
+    if engine.done():
+        raise EngineDied(engine.result())
+
+
+async def _follow_engine(
+    client: EngineClient, front_end: FrontEnd, options: FrontEndOptions, listener: socket.socket
+) -> str:
+    """Serve requests as soon as the engine is ready; return why it ended."""
+    try:
+        info = await client.hello()
+    except EngineDied as error:
+        return str(error)
+    ConfigError.raise_for(problems_of_imports(info.modules))
+    model = await asyncio.to_thread(Model.of, info)
+    source, tokens = read_chat_template(
+        options.chat_template, info.tokenizer.get("tokenizer_model")
+    )
+    template = None if source is None else ChatTemplate(source, tokens)
+    front_end.service = Service(client, model, Metrics(), template)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"serving {info.model} on http://{shown}:{port}", flush=True)
+    return await client.read_until_the_end()
+
+
+async def _drained(stop: asyncio.Event, front_end: FrontEnd) -> None:
+    await stop.wait()
+    await front_end.drain()
+
+
+def read_keys(path: str | None) -> list[str]:
+    """Return the keys of --api-key-file, one a line.  Raises ConfigError."""
+    if path is None:
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            keys = [line.strip() for line in file if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--api-key-file {path}: {error}; give a file of keys") from None
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} holds no key; write one a line")
+    return keys
+
+
+class _Server(_UvicornServer):  # type: ignore[misc]
+    """uvicorn without its handlers of signals: `serve` handles them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,163 @@
+"""Samples of one HTTP request: from prompts to requests of the engine, and their text."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.inference.paged_engine.request import FinishReason, Request, TokenOutput
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference.server.engine_client import Call, EngineClient
+from megatron.inference.server.errors import ApiError
+from megatron.inference.server.metrics import Metrics, RequestTimer
+from megatron.inference.server.model import Model
+from megatron.inference.server.sampling_fields import sample_params
+from megatron.inference.text import PlacedToken, SampleText, TextDelta, TextRules
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an HTTP request asks for: ``num_samples`` texts of each prompt (token ids)."""
+
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    rules: TextRules
+    num_samples: int = 1
+    grammar: tuple[str, str] | None = None
+
+
+@dataclass
+class Sample:
+    """One text: what has arrived of it."""
+
+    generation_id: str
+    index: int
+    prompt: list[int]
+    state: SampleText
+    timer: RequestTimer
+    text: str = ""
+    tokens: list[PlacedToken] = field(default_factory=list)
+    prompt_scores: tuple[TokenOutput, ...] = ()
+    finish_reason: FinishReason | None = None
+    stopped_by: str | int | None = None
+    num_cached: int = 0
+    weight_version: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of generated tokens, with those of a stop string."""
+        return self.state.num_tokens
+
+    @property
+    def mean_log_prob(self) -> float:
+        """Mean log-probability of its tokens."""
+        values = [placed.output.log_prob for placed in self.tokens]
+        return sum(values) / max(len(values), 1)
+
+
+class Generation:
+    """Samples that the engine generates.  `start` it, and always `close` it."""
+
+    def __init__(
+        self, client: EngineClient, model: Model, metrics: Metrics, wanted: Wanted
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self._metrics = metrics
+        self.samples: dict[str, Sample] = {}
+        for prompt in wanted.prompts:
+            check_length(prompt, wanted.params, model)
+        requests = []
+        counter = itertools.count()
+        for prompt in wanted.prompts:
+            for number in range(wanted.num_samples):
+                index = next(counter)
+                request = _request(f"{self.id}-{index}", prompt, wanted, number, model)
+                state = SampleText(model.decode, wanted.rules, request.prompt)
+                self.samples[request.request_id] = Sample(
+                    self.id, index, prompt, state, metrics.timer()
+                )
+                requests.append(request)
+        self._call = Call(client, requests)
+
+    async def start(self) -> None:
+        """Return when the engine has accepted all requests; raises otherwise."""
+        try:
+            await self._call.start()
+        except BaseException:
+            self.close()
+            raise
+        self._metrics.started(len(sample.prompt) for sample in self.samples.values())
+
+    async def deltas(self) -> AsyncIterator[tuple[Sample, TextDelta]]:
+        """Yield what is new, sample by sample, until all have finished."""
+        async for output in self._call.outputs():
+            if output.finish_reason == "error":
+                raise ApiError(output.error or "the engine failed", status=500)
+            sample = self.samples[output.request_id]
+            sample.timer.received(len(output.new))
+            sample.num_cached = max(sample.num_cached, output.num_cached_prompt_tokens)
+            sample.weight_version = output.weight_version
+            sample.prompt_scores += output.prompt_scores
+            delta = sample.state.add(output)
+            sample.text += delta.text
+            sample.tokens += delta.tokens
+            sample.finish_reason = delta.finish_reason
+            sample.stopped_by = delta.stopped_by
+            if delta.finish_reason is not None:
+                self._call.finish(output.request_id)
+                sample.timer.finished(delta.finish_reason)
+            yield sample, delta
+
+    async def finish(self) -> list[Sample]:
+        """Return all samples when they have finished."""
+        async for _ in self.deltas():
+            pass
+        return list(self.samples.values())
+
+    def close(self) -> None:
+        """Abort what has not finished."""
+        for sample in self.samples.values():
+            if sample.finish_reason is None:
+                sample.timer.finished("abort")
+        self._call.close()
+
+
+def check_length(prompt: Sequence[int], params: SamplingParams, model: Model) -> None:
+    """Raise ApiError if the model has too few positions."""
+    longest, num_tokens = model.info.max_sequence_length, params.num_tokens_to_generate
+    if not prompt:
+        raise ApiError("prompt: it is empty; give at least one token", "prompt")
+    num_positions = num_tokens + (0 if model.info.decoder_start is not None else len(prompt))
+    if num_positions > longest or len(prompt) > longest:
+        raise ApiError(
+            f"This model's maximum context length is {longest} tokens; the prompt has "
+            f"{len(prompt)} and {num_tokens} are to be generated: shorten the prompt or reduce "
+            "max_tokens",
+            "prompt" if len(prompt) >= longest else "max_tokens",
+            code="context_length_exceeded",
+        )
+
+
+def usage_of(samples: Sequence[Sample], num_per_prompt: int) -> dict[str, object]:
+    """Return OpenAI's ``usage``: a prompt counts once for all its samples."""
+    num_prompt = sum(len(sample.prompt) for sample in samples[::num_per_prompt])
+    num_new = sum(sample.num_tokens for sample in samples)
+    cached = sum(sample.num_cached for sample in samples[::num_per_prompt])
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _request(
+    request_id: str, prompt: list[int], wanted: Wanted, number: int, model: Model
+) -> Request:
+    params = sample_params(wanted.params, number)
+    start = model.info.decoder_start
+    if start is None:
+        return Request(request_id, list(prompt), params, grammar=wanted.grammar)
+    return Request(request_id, [start], params, source=list(prompt), grammar=wanted.grammar)

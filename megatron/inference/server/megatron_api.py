@@ -1,0 +1,236 @@
+"""PUT /api: the protocol of Megatron-LM's text-generation server.
+
+A wrong field is answered with status 400 and Megatron-LM's text for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference.server.endpoint import Service, json_answer
+from megatron.inference.server.errors import ApiError
+from megatron.inference.server.fields import Body, log_prob_of
+from megatron.inference.server.generation import Sample, Wanted
+from megatron.inference.server.sampling_fields import with_log_probs
+from megatron.inference.text import TextRules
+
+MAX_PROMPTS = 128
+_DEFAULT_TOKENS = 64
+_LONGEST_TEXT = 1 << 20  # characters of a prompt
+
+
+class WrongField(ApiError):
+    """A field that does not fit; the answer is the message, as a JSON string."""
+
+
+@dataclass(frozen=True)
+class LegacyRequest:
+    """The fields of a request, checked."""
+
+    prompts: list[str]
+    num_tokens: int
+    has_log_probs: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    adds_bos: bool
+    stops: tuple[str, ...]
+    seed: int | None
+    beam_width: int | None
+    stop_token: int | None
+    length_penalty: float
+
+
+async def answer_api(service: Service, request: Any, body: Body) -> Any:
+    """Answer one request."""
+    try:
+        asked = read_request(body)
+        return json_answer(await _generate(service, request, asked))
+    except WrongField as error:
+        return json_answer(error.message, 400)
+    except ApiError as error:
+        if error.status != 400:
+            raise
+        return json_answer(error.message, 400)
+
+
+async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dict[str, Any]:
+    model = service.model
+    bos = model.first_token()
+    if asked.adds_bos and not bos:
+        raise WrongField("add_BOS: this tokenizer has no BOS token")
+    prompts = []
+    for text in asked.prompts:
+        ids = await model.tokenize(text, "prompts") if text else []
+        has_bos = ids[:1] == bos  # the tokenizer has added it
+        prompts.append(bos + ids if asked.adds_bos and not has_bos else ids)
+    params = SamplingParams(
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        seed=asked.seed,
+        num_tokens_to_generate=asked.num_tokens,
+        prompt_log_probs_only=asked.num_tokens == 0,
+    )
+    if asked.has_log_probs:
+        params = with_log_probs(params, 0, 0)
+    if asked.beam_width is not None:
+        raise WrongField("beam_width: the engine of this server has no beam search; leave it out")
+    rules = TextRules(model.end_tokens(params), asked.stops, keeps_stop=True)
+    samples = await service.samples(Wanted(prompts, params, rules), request)
+    rows, texts, log_probs = [], [], []
+    for prompt_text, sample in zip(asked.prompts, samples, strict=True):
+        new = _text_ids(sample, rules)
+        rows.append(sample.prompt + new)
+        texts.append(prompt_text + sample.text)
+        log_probs.append(_log_probs(sample, len(new)))
+    return {
+        "text": texts,
+        "segments": [[model.token_text(token) for token in row] for row in rows],
+        "logprobs": log_probs if asked.has_log_probs else None,
+        "tokens": rows,
+    }
+
+
+def _text_ids(sample: Sample, rules: TextRules) -> list[int]:
+    """Return the generated tokens without the one that ended the text."""
+    ids = [placed.output.token for placed in sample.tokens]
+    return ids[:-1] if sample.stopped_by in rules.end_tokens else ids
+
+
+def _log_probs(sample: Sample, num_new: int) -> list[float]:
+    """Return the log-probability of each token after the first."""
+    generated = [placed.output for placed in sample.tokens[:num_new]]
+    return [log_prob_of(score.log_prob) for score in (*sample.prompt_scores, *generated)]
+
+
+def read_request(body: Body) -> LegacyRequest:
+    """Check the fields in Megatron-LM's order.  Raises WrongField."""
+    prompts = _prompts(body)
+    num_tokens = _field(body, "tokens_to_generate", _DEFAULT_TOKENS)
+    _need(_is_int(num_tokens), "tokens_to_generate must be an integer greater than 0")
+    _need(num_tokens >= 0, "tokens_to_generate must be an integer greater than or equal to 0")
+    has_log_probs = _boolean(body, "logprobs")
+    _need(num_tokens > 0 or has_log_probs, "tokens_to_generate=0 implies logprobs should be True")
+    temperature = _field(body, "temperature", 1.0)
+    _need(
+        _is_number(temperature) and 0.0 < temperature <= 100.0,
+        "temperature must be a positive number less than or equal to 100.0",
+    )
+    top_k, top_p = _top_k_and_top_p(body)
+    _refuse_decay(body, top_p)
+    adds_bos = _boolean(body, "add_BOS")
+    _need(all(prompts) or adds_bos, "Empty prompts require add_BOS=true")
+    stops = []
+    if _boolean(body, "stop_on_double_eol"):
+        stops.append("\n\n")
+    if _boolean(body, "stop_on_eol"):
+        stops.append("\n")
+    _need(
+        not _boolean(body, "prevent_newline_after_colon"),
+        "prevent_newline_after_colon is not supported by this server; leave it out",
+    )
+    seed = _field(body, "random_seed", None)
+    _need(seed is None or _is_int(seed), "random_seed must be integer")
+    _need(seed is None or 0 <= seed < 2**63, "random_seed must be a positive integer")
+    _boolean(body, "no_log")  # this server logs no prompts
+    width = _field(body, "beam_width", None)
+    _need(width is None or _is_int(width), "beam_width must be integer")
+    _need(width is None or 1 <= width <= MAX_PROMPTS, "beam_width must be an integer > 1")
+    _need(width is None or len(prompts) == 1, "When doing beam_search, batch size must be 1")
+    stop_token = _field(body, "stop_token", None)
+    _need(stop_token is None or _is_int(stop_token), "stop_token must be an integer")
+    penalty = _field(body, "length_penalty", 1.0)
+    _need(_is_number(penalty), "length_penalty must be a float")
+    return LegacyRequest(
+        prompts,
+        num_tokens,
+        has_log_probs,
+        float(temperature),
+        top_k,
+        float(top_p),
+        adds_bos,
+        tuple(stops),
+        seed,
+        width,
+        stop_token,
+        float(penalty),
+    )
+
+
+def _prompts(body: Body) -> list[str]:
+    _need("prompts" in body, "prompts argument required")
+    renamed = {"max_len": "tokens_to_generate", "sentences": "prompts"}
+    _need("max_len" not in body, "max_len is no longer used.  Replace with tokens_to_generate")
+    _need("sentences" not in body, "sentences is no longer used.  Replace with prompts")
+    unknown = set(body) - _KNOWN - set(renamed)
+    _need(not unknown, f"{min(unknown, default='')[:80]} is no field of this server; leave it out")
+    prompts = body["prompts"]
+    _need(isinstance(prompts, list), "prompts is not a list of strings")
+    _need(bool(prompts), "prompts is empty")
+    _need(len(prompts) <= MAX_PROMPTS, f"Maximum number of prompts is {MAX_PROMPTS}")
+    _need(all(isinstance(p, str) for p in prompts), "prompts is not a list of strings")
+    _need(all(len(p) <= _LONGEST_TEXT for p in prompts), "prompts: one is too long")
+    _need(
+        not any("\ud800" <= c <= "\udfff" for p in prompts for c in p),
+        "prompts: half of a surrogate pair is no character",
+    )
+    return list(prompts)
+
+
+def _top_k_and_top_p(body: Body) -> tuple[int, float]:
+    top_k = _field(body, "top_k", 0)
+    limits = "equal to or greater than 0 and less than or equal to 1000"
+    _need(_is_int(top_k), f"top_k must be an integer {limits}")
+    _need(0 <= top_k <= 1000, f"top_k must be {limits}")
+    top_p = _field(body, "top_p", 0.0)
+    _need(_is_number(top_p), "top_p must be a positive float less than or equal to 1.0")
+    _need(not (top_p > 0.0 and top_k > 0), "cannot set both top-k and top-p samplings.")
+    _need(0 <= top_p <= 1.0, "top_p must be less than or equal to 1.0")
+    return top_k, top_p
+
+
+def _refuse_decay(body: Body, top_p: float) -> None:
+    """Check the fields that lower top_p from token to token, which the engine cannot."""
+    decay = _field(body, "top_p_decay", 0.0)
+    _need(_is_number(decay), "top_p_decay must be a positive float less than or equal to 1.0")
+    _need(top_p != 0.0 or "top_p_decay" not in body, "top_p_decay cannot be set without top_p")
+    _need(0 <= decay <= 1.0, "top_p_decay must be less than or equal to 1.0")
+    bound = _field(body, "top_p_bound", 0.0)
+    _need(_is_number(bound), "top_p_bound must be a positive float less than or equal to top_p")
+    _need(top_p != 0.0 or "top_p_bound" not in body, "top_p_bound cannot be set without top_p")
+    is_bound = "top_p_bound" not in body or 0.0 < bound <= top_p
+    _need(is_bound, "top_p_bound must be greater than 0 and less than top_p")
+    _need(decay == 0, "top_p_decay is not supported by this server; leave it out or give 0")
+
+
+def _field(body: Body, name: str, default: Any) -> Any:
+    return body.get(name, default)
+
+
+def _boolean(body: Body, name: str) -> bool:
+    value = body.get(name, False)
+    _need(isinstance(value, bool), f"{name} must be a boolean value")
+    return bool(value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _need(fits: bool, message: str) -> None:
+    if not fits:
+        raise WrongField(message)
+
+
+_KNOWN = frozenset(
+    "prompts tokens_to_generate logprobs temperature top_k top_p top_p_decay top_p_bound add_BOS "
+    "stop_on_double_eol stop_on_eol prevent_newline_after_colon random_seed no_log beam_width "
+    "length_penalty stop_token".split()
+)

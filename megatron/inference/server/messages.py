@@ -1,0 +1,161 @@
+"""Messages between the front end and the engine: JSON objects, one a line, over a Unix socket.
+
+To the engine: add, abort, stats, ping, update_weights.  From it: hello (first), accepted, refused,
+outputs (one message for each step), stats, pong, updated, failed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron.core.config.errors import MegatronError
+from megatron.core.inference.paged_engine.request import Request, RequestOutput, TokenOutput
+from megatron.core.inference.sampling_params import SamplingParams
+
+VERSION = 1
+MAX_BYTES = 64 << 20  # of one message; a request body is smaller
+_REQUEST_FIELDS = ("request_id", "prompt", "source", "grammar")
+
+
+class ProtocolError(MegatronError):
+    """A message that this version does not understand."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the front end must know of the engine and its model.
+
+    ``tokenizer``: fields of `TokenizerSpec`.  ``modules``: user modules to import, which may
+    register tokenizers.  ``decoder_start``: the first token of a decoder whose encoder reads the
+    prompt.  ``features``: those of "grammar", "beam_search" and "update_weights" that the engine
+    has.
+    """
+
+    model: str
+    tokenizer: dict[str, Any]
+    vocab_size: int
+    max_sequence_length: int
+    eod: int | None
+    decoder_start: int | None = None
+    modules: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+
+
+def encode(kind: str, **content: object) -> bytes:
+    """Return one line.  Raises ProtocolError if it is too long."""
+    line = json.dumps({"type": kind, **content}, separators=(",", ":")).encode() + b"\n"
+    if len(line) > MAX_BYTES:
+        raise ProtocolError(f"a {kind} message has {len(line)} bytes, at most {MAX_BYTES}")
+    return line
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """Return the message of one line.  Raises ProtocolError."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a message is no JSON: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("type"), str):
+        raise ProtocolError("a message is no object with a type")
+    return found
+
+
+@dataclass
+class LineBuffer:
+    """Bytes of a socket, cut into lines."""
+
+    _parts: list[bytes] = field(default_factory=list)
+    _size: int = 0
+
+    def add(self, data: bytes) -> list[bytes]:
+        """Return the lines that ``data`` completes.  Raises ProtocolError for one too long."""
+        if b"\n" not in data:
+            self._keep(data)
+            return []
+        *lines, rest = data.split(b"\n")
+        lines[0] = b"".join([*self._parts, lines[0]])
+        self._parts.clear()
+        self._size = 0
+        self._keep(rest)
+        return lines
+
+    def _keep(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size > MAX_BYTES:
+            raise ProtocolError(f"a message has more than {MAX_BYTES} bytes")
+        self._parts.append(data)
+
+
+def hello(info: EngineInfo) -> bytes:
+    """Return the first message of the engine."""
+    return encode("hello", version=VERSION, info=asdict(info))
+
+
+def read_hello(message: Mapping[str, Any]) -> EngineInfo:
+    """Return what `hello` wrote.  Raises ProtocolError for another version."""
+    if message["type"] != "hello" or message.get("version") != VERSION:
+        raise ProtocolError(
+            f"the engine speaks version {message.get('version')} of the messages, this front end "
+            f"{VERSION}: start both from one installation"
+        )
+    info = dict(message["info"])
+    return EngineInfo(
+        **{**info, "modules": tuple(info["modules"]), "features": tuple(info["features"])}
+    )
+
+
+def request_to_json(request: Request) -> dict[str, Any]:
+    """Return a request as JSON values."""
+    params = dict(vars(request.params))
+    params["logit_bias"] = [[token, bias] for token, bias in request.params.logit_bias.items()]
+    fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
+    return {**fields, "params": params}
+
+
+def request_from_json(found: Mapping[str, Any]) -> Request:
+    """Return the request that `request_to_json` wrote.  Raises ConfigError for bad parameters."""
+    params = dict(found["params"])
+    params["logit_bias"] = {int(token): float(bias) for token, bias in params["logit_bias"]}
+    params["stop_token_ids"] = tuple(params["stop_token_ids"])
+    fields = {name: found[name] for name in _REQUEST_FIELDS}
+    if fields["grammar"] is not None:
+        fields["grammar"] = tuple(fields["grammar"])
+    return Request(**fields, params=SamplingParams(**params))
+
+
+def output_to_json(output: RequestOutput) -> dict[str, Any]:
+    """Return an output as JSON values, without the fields that have their defaults."""
+    found: dict[str, Any] = {"id": output.request_id, "new": _tokens_to_json(output.new)}
+    if output.prompt_scores:
+        found["prompt"] = _tokens_to_json(output.prompt_scores)
+    if output.finish_reason is not None:
+        found["finish"] = output.finish_reason
+    if output.error:
+        found["error"] = output.error
+    found["cached"] = output.num_cached_prompt_tokens
+    found["version"] = output.weight_version
+    return found
+
+
+def output_from_json(found: Mapping[str, Any]) -> RequestOutput:
+    """Return the output that `output_to_json` wrote."""
+    return RequestOutput(
+        request_id=found["id"],
+        new=_tokens_from_json(found["new"]),
+        prompt_scores=_tokens_from_json(found.get("prompt", ())),
+        finish_reason=found.get("finish"),
+        num_cached_prompt_tokens=found["cached"],
+        weight_version=found["version"],
+        error=found.get("error", ""),
+    )
+
+
+def _tokens_to_json(tokens: tuple[TokenOutput, ...]) -> list[list[object]]:
+    return [[int(t.token), float(t.log_prob), [list(pair) for pair in t.top]] for t in tokens]
+
+
+def _tokens_from_json(found: Any) -> tuple[TokenOutput, ...]:
+    return tuple(TokenOutput(t, p, tuple((i, q) for i, q in top)) for t, p, top in found)

@@ -1,0 +1,76 @@
+"""What the front end knows of the model: its tokenizer, its limits and its special tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference.server.errors import ApiError
+from megatron.inference.server.messages import EngineInfo
+from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
+
+_LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The served model."""
+
+    info: EngineInfo
+    tokenizer: MegatronTokenizer = field(repr=False)
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> Model:
+        """Build the tokenizer of the engine's model."""
+        return cls(info, create_tokenizer(TokenizerSpec(**info.tokenizer)))
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ``ids``; ids of the vocabulary's padding have none."""
+        known = self.tokenizer.vocab_size
+        return self.tokenizer.detokenize([i for i in ids if i < known])
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token."""
+        return _token_text(self, token)
+
+    def end_tokens(self, params: SamplingParams) -> frozenset[int]:
+        """Return the tokens that end a text."""
+        eod = () if params.ignore_eos or self.info.eod is None else (self.info.eod,)
+        return frozenset((*eod, *params.stop_token_ids))
+
+    async def tokenize(self, text: str, param: str = "prompt") -> list[int]:
+        """Return the ids of a prompt; an empty one begins with the model's first token.
+
+        Raises ApiError if the tokenizer cannot read it.
+        """
+        try:
+            if len(text) > _LONG_TEXT:
+                ids = await asyncio.to_thread(self.tokenizer.tokenize, text)
+            else:
+                ids = self.tokenizer.tokenize(text)
+        except (ValueError, KeyError) as error:
+            raise ApiError(f"{param}: the tokenizer cannot read it: {error}", param) from None
+        return list(ids)
+
+    def first_token(self) -> list[int]:
+        """Return what an empty prompt is replaced with: BOS, else the end-of-document token."""
+        bos = self.tokenizer.id_of("bos")
+        first = self.info.eod if bos is None else bos
+        return [] if first is None else [first]
+
+    def bare(self, ids: Sequence[int], text: str) -> list[int]:
+        """Return ``ids`` of ``text`` without a BOS that the tokenizer has put in front.
+
+        A chat template writes the BOS itself.
+        """
+        bos = self.tokenizer.id_of("bos")
+        has_two = bos is not None and list(ids[:2]) == [bos, bos]
+        return list(ids[1:] if has_two else ids)
+
+
+@lru_cache(maxsize=1 << 16)
+def _token_text(model: Model, token: int) -> str:
+    return model.decode([token])

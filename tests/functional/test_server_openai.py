@@ -1,0 +1,277 @@
+"""The openai package against a server with an engine whose tokens are known."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server_process import fake_server
+
+openai = pytest.importorskip("openai")
+
+PROMPT = "Hello \U0001f600 world"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    template = folder / "template.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    with fake_server(folder, "--chat-template", str(template)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.mark.feature("Serving: OpenAI's client completes, chats, streams and scores")
+def test_a_completion_has_text_reason_and_usage(client):
+    found = client.completions.create(model="fake", prompt=PROMPT, max_tokens=50)
+    assert found.choices[0].text == PROMPT
+    assert found.choices[0].finish_reason == "stop"
+    assert found.usage.prompt_tokens == 10
+    assert found.usage.completion_tokens == 11  # with the end-of-document token
+    assert found.usage.total_tokens == 21
+    assert found.model == "fake"
+
+
+def test_a_limit_of_tokens_ends_a_completion(client):
+    found = client.completions.create(model="fake", prompt=PROMPT, max_tokens=3)
+    assert (found.choices[0].text, found.choices[0].finish_reason) == ("Hello", "length")
+
+
+def test_a_stream_has_the_text_of_the_completion(client):
+    parts = list(
+        client.completions.create(
+            model="fake",
+            prompt=PROMPT,
+            max_tokens=50,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    texts = [part.choices[0].text for part in parts if part.choices]
+    assert "".join(texts) == PROMPT
+    assert "\U0001f600" in texts  # complete, though its tokens are four
+    assert parts[-2].choices[0].finish_reason == "stop"
+    assert parts[-1].usage.completion_tokens == 11
+
+
+def test_a_stop_string_is_not_in_the_text(client):
+    for is_stream in (False, True):
+        found = client.completions.create(
+            model="fake", prompt=PROMPT, max_tokens=50, stop=["wor", "xyz"], stream=is_stream
+        )
+        parts = list(found) if is_stream else [found]
+        assert "".join(part.choices[0].text for part in parts) == "Hello \U0001f600 "
+        assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_log_probs_have_tokens_offsets_and_likely_tokens(client):
+    found = client.completions.create(model="fake", prompt=PROMPT, max_tokens=3, logprobs=2)
+    table = found.choices[0].logprobs
+    assert table.tokens == ["H", "ell", "o"]
+    assert table.token_logprobs == [-0.25, -0.5, -0.75]
+    assert table.text_offset == [0, 1, 4]
+    assert table.top_logprobs[0] == {"<|endoftext|>": 0.0, "!": -1.0, "H": -0.25}
+
+
+def test_echo_scores_the_prompt(client):
+    found = client.completions.create(
+        model="fake", prompt=PROMPT, max_tokens=0, logprobs=1, echo=True
+    )
+    assert found.choices[0].text == PROMPT
+    table = found.choices[0].logprobs
+    assert table.token_logprobs == [None] + [-1.0] * 9
+    assert len(table.tokens) == len(table.text_offset) == len(table.top_logprobs) == 10
+
+
+def test_echo_streams_the_prompt_first(client):
+    parts = list(
+        client.completions.create(
+            model="fake", prompt="ab", max_tokens=1, logprobs=1, echo=True, stream=True
+        )
+    )
+    assert "".join(part.choices[0].text for part in parts).startswith("ab")
+    tables = [part.choices[0].logprobs for part in parts if part.choices[0].logprobs]
+    values = [value for table in tables for value in table.token_logprobs]
+    assert values[0] is None
+    assert values[-1] == -0.25
+
+
+@pytest.mark.parametrize(
+    "prompt", [["one", "two"], [[40, 413], [79]], [40, 413, 79]], ids=["texts", "rows", "ids"]
+)
+def test_prompts_are_texts_or_ids(client, prompt):
+    found = client.completions.create(model="fake", prompt=prompt, max_tokens=20, n=2)
+    count = 2 if isinstance(prompt[0], str | list) else 1
+    assert [choice.index for choice in found.choices] == list(range(2 * count))
+    assert found.choices[0].text == found.choices[1].text
+    if count == 1:
+        assert found.choices[0].text == "Hello"
+
+
+def test_a_chat_has_role_content_and_reason(client):
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": PROMPT}]
+    found = client.chat.completions.create(model="fake", messages=messages)
+    assert found.choices[0].message.role == "assistant"
+    assert found.choices[0].message.content == PROMPT
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_a_chat_reads_text_parts(client):
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    found = client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": parts}], n=2
+    )
+    assert [choice.message.content for choice in found.choices] == ["one two", "one two"]
+
+
+def test_a_chat_streams_with_log_probs(client):
+    chunks = list(
+        client.chat.completions.create(
+            model="fake",
+            messages=[{"role": "user", "content": PROMPT}],
+            stream=True,
+            logprobs=True,
+            top_logprobs=2,
+            max_completion_tokens=3,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    content = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(content) == "Hello"
+    entries = [
+        entry
+        for c in chunks
+        if c.choices and c.choices[0].logprobs
+        for entry in c.choices[0].logprobs.content
+    ]
+    assert [entry.token for entry in entries] == ["H", "ell", "o"]
+    assert entries[0].bytes == [72]
+    assert [top.logprob for top in entries[0].top_logprobs] == [0.0, -1.0]
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.total_tokens == 13
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_tool_call_of_hermes_form_is_found(client, is_stream):
+    found = client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": "Look. " + CALL}],
+        tools=[WEATHER],
+        stream=is_stream,
+    )
+    if is_stream:
+        deltas = [chunk.choices[0] for chunk in found]
+        content = "".join(d.delta.content or "" for d in deltas)
+        calls = [call for d in deltas for call in d.delta.tool_calls or []]
+        reason = deltas[-1].finish_reason
+    else:
+        message, reason = found.choices[0].message, found.choices[0].finish_reason
+        content, calls = message.content, message.tool_calls
+    assert content.strip() == "Look."
+    assert [call.function.name for call in calls] == ["weather"]
+    assert json.loads(calls[0].function.arguments) == {"city": "Paris"}
+    assert reason == "tool_calls"
+
+
+def test_a_chosen_tool_gets_the_text_as_arguments(client):
+    found = client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": '{"city": "Rome"}'}],
+        tools=[WEATHER],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    )
+    call = found.choices[0].message.tool_calls[0]
+    assert call.function.arguments == '{"city": "Rome"}'
+
+
+def test_tool_choice_none_leaves_the_text(client):
+    found = client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": CALL}],
+        tools=[WEATHER],
+        tool_choice="none",
+    )
+    assert found.choices[0].message.content == CALL
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_a_schema_that_the_engine_refuses_is_an_error_of_the_request(client):
+    with pytest.raises(openai.BadRequestError, match="allows no text") as error:
+        client.chat.completions.create(
+            model="fake",
+            messages=[{"role": "user", "content": "x"}],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"type": "impossible"}},
+            },
+        )
+    assert error.value.param == "response_format"
+
+
+def test_errors_have_the_type_of_the_client(client):
+    with pytest.raises(openai.BadRequestError, match="temperature") as error:
+        client.completions.create(model="fake", prompt="a", temperature=3)
+    assert error.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        client.completions.create(model="gpt-9", prompt="a")
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="fake", prompt="a " * 3000)
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_models_are_listed(client):
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").id == "fake"
+
+
+def test_extensions_of_vllm_are_accepted(client):
+    extra = {"ignore_eos": True, "min_tokens": 2, "top_k": 5, "min_p": 0.1, "prompt_logprobs": 1}
+    found = client.completions.create(
+        model="fake", prompt="abc", max_tokens=9, seed=1, extra_body=extra
+    )
+    assert found.usage.completion_tokens == 9
+    assert found.choices[0].prompt_logprobs[0] is None
+
+
+def test_a_stop_token_ends_the_text(client):
+    ids = [40, 413, 79]
+    found = client.completions.create(
+        model="fake", prompt=ids, max_tokens=9, extra_body={"stop_token_ids": [413]}
+    )
+    assert (found.choices[0].text, found.choices[0].finish_reason) == ("H", "stop")
+    assert found.choices[0].stop_reason == 413
+
+
+def test_a_missing_key_is_refused(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("first\n\nsecond\n")
+    with fake_server(tmp_path / "bpe", "--api-key-file", str(keys)) as server:
+        for key, is_right in (("second", True), ("third", False), ("", False)):
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key or "-") as client:
+                if is_right:
+                    assert client.completions.create(model="fake", prompt="a").choices[0].text
+                else:
+                    with pytest.raises(openai.AuthenticationError):
+                        client.completions.create(model="fake", prompt="a")
+        assert server.ask("GET", "/v1/models")[0] == 401
+        assert server.ask("GET", "/health")[0] == 200
