@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.device import cpu_kernels
+
+_LINES = 64  # heads times rows that share the keys which a thread has loaded
+
 
 @dataclass(frozen=True)
 class PagedBatch:
@@ -57,8 +61,11 @@ def paged_attention(
 ) -> Tensor:
     """Attend causally: query [N, n, d] -> [N, n, dv], contiguous, in the dtype of the query.
 
-    A query sees the keys of its segment up to its own position.
+    A query sees the keys of its segment up to its own position.  With the compiled kernel the bits
+    of a row depend on its query and these keys alone; plain torch does not promise that.
     """
+    if _has_kernel(query, keys, values, batch):
+        return _run(query, keys, values, batch, rule)
     out = query.new_empty(*query.shape[:2], values.shape[-1])
     first_rows, num_keys = batch.first_row.tolist(), batch.num_keys.tolist()
     for i, total in enumerate(num_keys):
@@ -70,6 +77,44 @@ def paged_attention(
         k, v = (_gather(cache, batch.block_table[i], first, total) for cache in (keys, values))
         out[rows] = _attend(query[rows], k, v, rule)
     return out
+
+
+def _has_kernel(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> bool:
+    indices = (batch.first_row, batch.num_keys, batch.block_table)
+    return (
+        query.dtype in (torch.float32, torch.bfloat16)
+        and cpu_kernels.take(query)
+        and cpu_kernels.take(keys, values)
+        and cpu_kernels.has("paged_attention", keys.dtype)
+        and keys.stride(-1) == values.stride(-1) == 1
+        and all(t.dtype == torch.int32 and t.is_contiguous() for t in indices)
+    )
+
+
+def _run(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rule: PagedRule) -> Tensor:
+    num_rows, heads, width = query.shape
+    groups, segments = keys.shape[2], len(batch.num_keys)
+    q = query.float()
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = q.new_empty(num_rows, heads, values.shape[-1])
+    rows_per_task = max(1, _LINES // (heads // groups))
+    groups_per_task = -(-groups // torch.get_num_threads())
+    num_tasks = -(-num_rows // rows_per_task) * -(-groups // groups_per_task)
+    sizes = (num_rows, segments, batch.block_table.shape[1], heads, groups, width)
+    strides = (*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3])
+    caches = (values.shape[-1], keys.shape[1])
+    window = -1 if rule.window is None else rule.window
+    tensors = (batch.first_row, batch.num_keys, batch.block_table)
+    cpu_kernels.run(
+        "paged_attention",
+        [q, keys, values, *tensors, None if rule.sink is None else rule.sink.float(), out],
+        format=keys.dtype,
+        sizes=(*sizes, *caches, *strides, window, rows_per_task, groups_per_task),
+        numbers=(rule.scale, rule.softcap or 0.0),
+        count=num_tasks,
+        grain=1,
+    )
+    return out.to(query.dtype)
 
 
 def _gather(cache: Tensor, pages: Tensor, first: int, stop: int) -> Tensor:

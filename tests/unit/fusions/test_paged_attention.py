@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.device import cpu_kernels
 from megatron.core.fusions.paged_attention import PagedBatch, PagedRule, paged_attention, store
 from tests import tolerances
+from tests.unit.fusions.conftest import kernels_off
+
+each_form = pytest.mark.usefixtures("each_form")
+compiled_only = pytest.mark.skipif(
+    not cpu_kernels.has("paged_attention", torch.float32), reason="not in the installed extension"
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,7 @@ RULES = {
 }
 
 
+@each_form
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("num_rows", [1, 5, 53])
 def test_the_last_rows_of_a_request_see_the_keys_up_to_their_own(rule, num_rows):
@@ -107,6 +115,7 @@ def test_the_last_rows_of_a_request_see_the_keys_up_to_their_own(rule, num_rows)
     torch.testing.assert_close(out, wanted, **tolerances.of(torch.float32))
 
 
+@each_form
 def test_segments_of_a_step_do_not_see_each_other():
     sizes, rule = Sizes(), PagedRule(0.25)
     cache, parts, queries, wanted = Pages(sizes), [], [], []
@@ -119,6 +128,7 @@ def test_segments_of_a_step_do_not_see_each_other():
     torch.testing.assert_close(out, torch.cat(wanted), **tolerances.of(torch.float32))
 
 
+@each_form
 def test_pages_before_the_window_may_belong_to_others():
     sizes, rule = Sizes(), PagedRule(0.25, window=20)
     q, k, v = drawn(sizes, 100)
@@ -136,6 +146,7 @@ def test_pages_before_the_window_may_belong_to_others():
     assert torch.equal(before, after)
 
 
+@each_form
 def test_values_may_be_a_part_of_the_keys():
     sizes, rule = Sizes(groups=1, width=24, value_width=24), PagedRule(0.2)
     q, k, _ = drawn(sizes, 30)
@@ -146,8 +157,144 @@ def test_values_may_be_a_part_of_the_keys():
     torch.testing.assert_close(out, wanted, **tolerances.of(torch.float32))
 
 
+@each_form
 def test_a_step_without_rows_has_no_output():
     cache = Pages(Sizes())
     batch = PagedBatch(*(torch.zeros(shape, dtype=torch.int32) for shape in (1, 0, (0, 1))))
     query = torch.empty(0, 4, 16)
     assert paged_attention(query, cache.keys, cache.values, batch, PagedRule(1)).shape == (0, 4, 16)
+
+
+SHAPES = {
+    "one group per head": Sizes(heads=3, groups=3),
+    "8 heads share keys": Sizes(heads=8, groups=1, width=128, value_width=128),
+    "5 heads share keys": Sizes(heads=10, groups=2, width=20, value_width=20),
+    "width below a vector": Sizes(width=5, value_width=3),
+    "wider keys": Sizes(heads=16, groups=1, width=72, value_width=40),
+    "wide heads": Sizes(width=256, value_width=256),
+    "large pages": Sizes(page=256, num_pages=3, width=64, value_width=64),
+    "odd pages": Sizes(page=7, num_pages=100, width=33, value_width=17),
+}
+
+
+@each_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
+def test_heads_and_pages_have_any_size(sizes, dtype):
+    rule = PagedRule(sizes.width**-0.5)
+    q, k, v = (x.to(dtype) for x in drawn(sizes, 150))
+    cache = Pages(sizes, dtype)
+    batch = batch_of([(150, 150, cache.add(k, v))])
+    out = paged_attention(q, cache.keys, cache.values, batch, rule)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected(q, k, v, rule).to(dtype), **tolerances.of(dtype))
+
+
+@each_form
+def test_a_float32_query_reads_a_bf16_cache():
+    sizes, rule = Sizes(), PagedRule(0.25)
+    q, k, v = drawn(sizes, 40)
+    cache = Pages(sizes, torch.bfloat16)
+    batch = batch_of([(2, 40, cache.add(k, v))])
+    out = paged_attention(q[-2:], cache.keys, cache.values, batch, rule)
+    wanted = expected(q, k.bfloat16(), v.bfloat16(), rule)[-2:].float()
+    torch.testing.assert_close(out, wanted, **tolerances.of(torch.float32))
+
+
+@each_form
+def test_the_query_may_be_a_slice_of_a_larger_tensor():
+    sizes, rule = Sizes(), PagedRule(0.25)
+    q, k, v = drawn(sizes, 40)
+    cache = Pages(sizes)
+    batch = batch_of([(40, 40, cache.add(k, v))])
+    mixed = torch.cat((q, torch.randn(40, 4, 9)), -1)
+    out = paged_attention(mixed[..., :16], cache.keys, cache.values, batch, rule)
+    assert torch.equal(out, paged_attention(q, cache.keys, cache.values, batch, rule))
+
+
+@compiled_only
+@pytest.mark.parametrize("seed", range(30))
+def test_bits_do_not_depend_on_batch_chunks_pages_or_threads(seed):
+    """Alone row by row, and with other requests in random chunks: the same bits."""
+    chance = random.Random(seed)
+    groups = chance.choice([1, 2, 3])
+    width, value_width = chance.choice([(16, 16), (64, 64), (40, 24), (5, 130)])
+    heads = groups * chance.choice([1, 2, 5, 8])
+    sizes = Sizes(heads, groups, width, value_width, page=chance.choice([16, 64, 5]), num_pages=200)
+    window, softcap = chance.choice([None, 0, 30, 100]), chance.choice([None, 5.0])
+    sink = chance.choice([None, torch.randn(heads)])
+    rule = PagedRule(width**-0.5, softcap, window, sink)
+    dtype = chance.choice([torch.float32, torch.bfloat16])
+    lengths = [chance.randint(1, 190) for _ in range(3)]
+    texts = [tuple(x.to(dtype) for x in drawn(sizes, n, i)) for i, n in enumerate(lengths)]
+
+    cache, alone = Pages(sizes, dtype, seed), []
+    for q, k, v in texts:
+        pages = cache.add(k, v)
+        rows = [
+            paged_attention(
+                q[t : t + 1], cache.keys, cache.values, batch_of([(1, t + 1, pages)]), rule
+            )
+            for t in range(len(q))
+        ]
+        alone.append(torch.cat(rows))
+
+    other = Pages(replace(sizes, page=32), dtype, seed + 1)
+    where = [other.add(k, v) for _, k, v in texts]
+    done, before = [0] * len(texts), torch.get_num_threads()
+    found: list[list[Tensor]] = [[] for _ in texts]
+    try:
+        while any(d < n for d, n in zip(done, lengths, strict=True)):
+            torch.set_num_threads(chance.choice([1, 2, 3]))
+            steps = [
+                min(n - d, chance.choice([0, 1, 7, 64, 190]))
+                for d, n in zip(done, lengths, strict=True)
+            ]
+            done = [d + step for d, step in zip(done, steps, strict=True)]
+            query = torch.cat(
+                [q[d - s : d] for (q, _, _), d, s in zip(texts, done, steps, strict=True)]
+            )
+            batch = batch_of(list(zip(steps, done, where, strict=True)))
+            out = paged_attention(query, other.keys, other.values, batch, rule)
+            for rows, part in zip(found, out.split(steps), strict=True):
+                rows.append(part)
+    finally:
+        torch.set_num_threads(before)
+    for rows, wanted in zip(found, alone, strict=True):
+        assert torch.equal(torch.cat(rows), wanted)
+
+
+@compiled_only
+def test_every_instruction_set_gives_the_same_values():
+    sizes = Sizes(heads=6, groups=2, width=40, value_width=24)
+    rule = PagedRule(0.2, 4.0, 70, torch.randn(6))
+    q, k, v = drawn(sizes, 150)
+    kernels = cpu_kernels.compiled()
+    assert kernels is not None
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = Pages(sizes, dtype)
+        batch = batch_of([(150, 150, cache.add(k, v))])
+        with kernels_off():
+            wanted = paged_attention(q, cache.keys, cache.values, batch, rule)
+        sets = kernels.instruction_sets()
+        try:
+            for name in sets:
+                kernels.use(name)
+                out = paged_attention(q, cache.keys, cache.values, batch, rule)
+                torch.testing.assert_close(out, wanted, **tolerances.of(torch.float32))
+        finally:
+            kernels.use(sets[0])
+
+
+@compiled_only
+def test_infinite_and_nan_values_of_later_keys_do_not_reach_a_row():
+    sizes, rule = Sizes(), PagedRule(0.25)
+    q, k, v = drawn(sizes, 60)
+    clean, dirty = Pages(sizes), Pages(sizes)
+    clean_batch = batch_of([(60, 60, clean.add(k, v))])
+    wanted = paged_attention(q, clean.keys, clean.values, clean_batch, rule)
+    k[41:], v[33:] = math.nan, math.inf
+    dirty_batch = batch_of([(60, 60, dirty.add(k, v))])
+    out = paged_attention(q, dirty.keys, dirty.values, dirty_batch, rule)
+    assert torch.equal(out[:33], wanted[:33])
+    assert not out[33:].isfinite().any()

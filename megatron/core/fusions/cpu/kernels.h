@@ -9,6 +9,7 @@ INLINE float at(const bf16* x, int64_t i) { return load(x + i, 1)[0]; }
 #include "rows.h"
 #include "adam.h"
 #include "small_linear.h"
+#include "paged_attention.h"
 
 template <class Act, class T, class Add>
 void add_activation(const std::string& name, Add add) {
@@ -45,6 +46,7 @@ void add_kernels(Kernels& found, const std::string& format) {
     add("sum_of_rows", sum_of_rows<T>);
     add("sums_of_squares", sums_of_squares<T>);
     add("small_linear", small_linear<T>);
+    add("paged_attention", paged_attention<T>);
 }
 
 Kernels kernels() {
