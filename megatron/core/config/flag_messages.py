@@ -27,11 +27,6 @@ RETRO = (
     "retrieval-augmented models are not available in this program; use --model-kind gpt, t5, bert "
     "or mamba, or Megatron-LM for RETRO"
 )
-SERVING = (
-    "dynamic batching is not available in this program; use static batches "
-    "(tools/text_generation_cli.py), or export the model with tools/checkpoint/convert.py and "
-    "serve it with a Hugging Face server"
-)
 MULTIMODAL = (
     "models of images and text are not available in this program; use a text tokenizer and rope "
     "positions, or Megatron-LM for multimodal models"
@@ -73,6 +68,10 @@ KITCHEN = (
 )
 
 # ---- without effect ------------------------------------------------------------------------
+GENERATION = (
+    "training generates no text; tools/run_text_generation_server.py and "
+    "tools/text_generation_cli.py use it"
+)
 NO_KERNEL = "this program chooses its kernels itself; results do not depend on the choice"
 OLD_SPELLING = "Megatron-LM does not use it either"
 ONE_LOGGER = "this program does not report to one logger"

@@ -11,20 +11,21 @@ from megatron.core.config.option import option
 _EMBEDDINGS = "training writes no vectors of texts: tools/bert_embedding.py does"
 
 _inference = partial(option, group="inference")
-_inference_detail = partial(
-    _inference, ignored=flag_messages.only_with("--inference-dynamic-batching")
-)
+_engine = partial(_inference, ignored=flag_messages.GENERATION)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
+    """Flags of the generation engine; training accepts them without effect."""
+
     inference_batch_times_seqlen_threshold: int = _inference(
         -1,
         "Batch times sequence length from which generation is pipelined.",
-        ignored="text is written by one stage",
+        at_least=-1,
+        ignored="pipeline stages always work on different requests at the same time",
     )
-    max_tokens_to_oom: int = _inference_detail(
-        12000, "Tokens of a request and its batch that the text server refuses to exceed."
+    max_tokens_to_oom: int = _engine(
+        12000, "Maximum number of tokens of one call of the server's /api, prompts and answers."
     )
     output_bert_embeddings: bool = _inference(
         False, "Return embeddings of BERT instead of a loss.", ignored=_EMBEDDINGS
@@ -35,31 +36,60 @@ class InferenceConfig:
         choices=("megatron", "huggingface"),
         ignored=_EMBEDDINGS,
     )
-    inference_max_requests: int = _inference_detail(
-        8, "Requests that are generated for at once.", dest="inference_max_batch_size"
+    inference_max_requests: int = _engine(
+        8,
+        "Maximum number of requests that run at the same time; not with "
+        "--inference-dynamic-batching.",
+        dest="inference_max_batch_size",
+        at_least=1,
     )
-    inference_max_seq_length: int = _inference_detail(2560, "Longest prompt and answer in tokens.")
-    inference_dynamic_batching: bool = _inference(
-        False, "Let requests join and leave a running batch.", refused=flag_messages.SERVING
+    inference_max_seq_length: int = _engine(
+        2560, "Maximum number of tokens of a request, prompt and answer.", at_least=1
     )
-    inference_dynamic_batching_buffer_size_gb: float = _inference_detail(
-        40.0, "Gigabytes of the cache of keys and values."
+    inference_dynamic_batching: bool = _engine(
+        False,
+        "Let the size of the KV cache limit the requests that run at the same time, not "
+        "--inference-max-requests.",
     )
-    inference_dynamic_batching_chunk_size: int = _inference_detail(
-        256, "Tokens in one block of the cache."
+    inference_dynamic_batching_buffer_size_gb: float = _engine(
+        40.0, "Maximum size of the KV cache of a rank in GB (2^30 bytes)."
     )
-    inference_dynamic_batching_buffer_guaranteed_fraction: float = _inference_detail(
-        0.2, "Share of the cache kept so that running requests can finish."
+    inference_dynamic_batching_chunk_size: int = _engine(
+        256, "Number of tokens of a page of the KV cache; the default is 16 on a CPU.", at_least=1
     )
-    inference_dynamic_batching_buffer_overflow_factor: float | None = _inference_detail(
-        None, "Requests accepted beyond the cache, as a factor."
+    inference_dynamic_batching_buffer_guaranteed_fraction: float = _engine(
+        0.2, "Fraction of the KV cache that is reserved for running requests when others start."
     )
-    inference_dynamic_batching_max_requests_override: int | None = _inference_detail(
-        None, "Largest number of running requests."
+    inference_dynamic_batching_buffer_overflow_factor: float | None = _engine(
+        None,
+        "Number of requests that run at the same time, relative to the number of requests of "
+        "--inference-max-seq-length tokens that the KV cache holds; default: 1.",
     )
-    inference_dynamic_batching_max_tokens_override: int | None = _inference_detail(
-        None, "Largest number of tokens in one step."
+    inference_dynamic_batching_max_requests_override: int | None = _engine(
+        None, "Maximum number of requests that run at the same time.", at_least=1
     )
-    inference_dynamic_batching_num_cuda_graphs: int = _inference_detail(
-        16, "Batch sizes that CUDA graphs are captured for."
+    inference_dynamic_batching_max_tokens_override: int | None = _engine(
+        None, "Maximum number of tokens of a forward pass; default: 2048.", at_least=1
+    )
+    inference_dynamic_batching_num_cuda_graphs: int = _inference(
+        16,
+        "Number of batch sizes for which decoding is captured as a CUDA graph.",
+        at_least=-1,
+        ignored="decoding is not captured as a CUDA graph in this version",
+    )
+    inference_max_waiting_requests: int = _engine(
+        1024, "Maximum number of requests that wait for their start; the server answers 429 then."
+    )
+    inference_prefix_cache: bool = _engine(
+        True, "Compute the beginning of every prompt, also where a request before had the same one."
+    )
+    inference_num_draft_tokens: int = _engine(
+        0,
+        "Number of tokens that are guessed from earlier text and verified in one forward pass; "
+        "the generated tokens do not depend on it.",
+    )
+    inference_batch_invariant: bool = _engine(
+        False,
+        "Make the bits of tokens and log-probabilities independent of the other requests of a "
+        "forward pass; slower.",
     )

@@ -15,6 +15,8 @@ from itertools import product
 import numpy as np
 import torch
 
+from megatron.core import device
+from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.control import (
     ROOT,
@@ -34,6 +36,8 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepResult,
 )
 
+_MOST_REQUESTS = 256  # that run at the same time, unless more are asked for
+_PAGES_WITHOUT_ATTENTION = 2**20  # of a model whose layers are all recurrent
 _STOP, _PLAN = 0, 1  # first number of a message to the other ranks
 _NOTHING = StepResult(
     np.zeros(0, np.int64),
@@ -45,11 +49,18 @@ _NOTHING = StepResult(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Sizes of an engine.  ``buffer_bytes`` bounds the KV cache of each rank."""
+    """Sizes of an engine.  ``buffer_bytes`` bounds the KV cache of each rank.
+
+    ``max_requests`` run at the same time in a replica; None: ``overflow_factor`` times the number
+    of longest sequences that the cache holds.  ``guaranteed_fraction`` of the pages is reserved for
+    running requests when another one starts.
+    """
 
     buffer_bytes: int = 2**30
-    page_size: int = 16  # tokens
-    max_requests: int = 64  # that run at the same time, per replica
+    page_size: int | None = None  # tokens; None: 256 on a GPU, 16 on a CPU
+    max_requests: int | None = None
+    overflow_factor: float = 1.0
+    guaranteed_fraction: float = 0.0
     max_step_tokens: int = 2048  # rows of one forward pass
     max_sequence_length: int | None = None  # default and maximum: the model's
     max_waiting: int = 1024
@@ -84,13 +95,18 @@ class Engine:
         longest = min(
             options.max_sequence_length or model.max_sequence_length, model.max_sequence_length
         )
-        slots = max(options.max_requests // self._num_lanes, 1) * self._num_lanes
-        most = slots * -(-longest // options.page_size)
-        num_pages, has_recurrent_layers = self._probe(most)
+        self._page_size = options.page_size or (256 if device.is_cuda(model.device) else 16)
+        num_pages, has_recurrent_layers = self._probe()
+        in_sequence = -(-longest // self._page_size)
+        slots = options.max_requests
+        if slots is None:
+            slots = min(int(num_pages // in_sequence * options.overflow_factor), _MOST_REQUESTS)
+        slots = max(slots // self._num_lanes, 1) * self._num_lanes
+        num_pages = min(num_pages, slots * in_sequence)
         self._runner = self._new_runner(num_pages, slots)
         self._idle = _idle_plan(model, num_pages, slots)
         self._limits = EngineLimits(
-            page_size=options.page_size,
+            page_size=self._page_size,
             num_pages=num_pages,
             max_requests=slots,
             max_step_tokens=options.max_step_tokens,
@@ -99,8 +115,9 @@ class Engine:
             has_prefix_cache=options.has_prefix_cache,
             has_recurrent_layers=has_recurrent_layers,
             num_draft_tokens=options.num_draft_tokens,
+            num_reserved_pages=int(num_pages * options.guaranteed_fraction),
         )
-        self._pools = [PagePool(num_pages, options.page_size) for _ in range(num_replicas)]
+        self._pools = [PagePool(num_pages, self._page_size) for _ in range(num_replicas)]
         in_lane = slots // self._num_lanes
         self._schedulers = {
             (replica, lane): Scheduler(
@@ -218,22 +235,29 @@ class Engine:
     # ---- set-up ------------------------------------------------------------------------------
 
     def _new_runner(self, num_pages: int, slots: int) -> ModelRunner:
-        cache = PagedCache(num_pages, self.options.page_size, slots)
+        cache = PagedCache(num_pages, self._page_size, slots)
         return ModelRunner(self.model, cache, row_invariant=self.options.batch_invariant)
 
-    def _probe(self, most: int) -> tuple[int, bool]:
+    def _probe(self) -> tuple[int, bool]:
         """Return how many pages fit into every rank's buffer, and if there are recurrent layers.
 
-        An idle step with a cache of one page shows what the layers store.  At most ``most`` pages.
-        Collective over all ranks.
+        An idle step with a cache of one page shows what the layers store.  Collective over all
+        ranks.  Raises ConfigError if no page fits.
         """
         runner = self._new_runner(1, 1)
         runner.execute(_idle_plan(self.model, 1, 1))
-        fitting = self.options.buffer_bytes // max(runner.cache.bytes_per_page, 1)
-        found = torch.tensor([min(fitting, most), not runner.cache.has_states])
+        cost = runner.cache.bytes_per_page
+        fitting = self.options.buffer_bytes // cost if cost else _PAGES_WITHOUT_ATTENTION
+        found = torch.tensor([fitting, not runner.cache.has_states])
         self._channel.all_reduce_min(found)
         num_pages, is_stateless = found.tolist()
-        return max(num_pages, 1), not is_stateless
+        if num_pages == 0:
+            raise ConfigError(
+                "--inference-dynamic-batching-buffer-size-gb "
+                f"{self.options.buffer_bytes / 2**30:g}: the KV cache holds no page of "
+                f"{self._page_size} tokens, which takes {cost} bytes; give more"
+            )
+        return num_pages, not is_stateless
 
     def _ranks(self, replica: int) -> Iterator[int]:
         tp, pp = self.model.groups.tp.size(), self.model.groups.pp.size()

@@ -20,6 +20,7 @@ class EngineLimits:
     has_prefix_cache: bool = True
     has_recurrent_layers: bool = False  # their state is not in pages: nothing can be shared
     num_draft_tokens: int = 0
+    num_reserved_pages: int = 0  # kept for requests that run: none starts with fewer free
 
 
 def generation_length(request: Request, limits: EngineLimits) -> int:

@@ -170,7 +170,8 @@ class Scheduler:
         num_full = num_tokens // self.pool.page_size
         full = pages[:num_full]
         num_more = self.pool.pages_for(state.goal) - num_full
-        if num_more + self.pool.num_unused(full) > self.pool.num_free:
+        reserved = self.limits.num_reserved_pages if self._running else 0
+        if num_more + self.pool.num_unused(full) + reserved > self.pool.num_free:
             return False
         self.pool.share(full)
         more = self.pool.allocate(num_more)

@@ -1,0 +1,63 @@
+"""Flags of the generation engine and its layout, for tools that generate."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.core.inference.paged_engine.engine import EngineOptions
+from megatron.training.arguments.options import add_options, read_config
+from megatron.training.config.inference import InferenceConfig
+from megatron.training.inference.generation import GenerationLayout
+
+_PAGE_SIZE = InferenceConfig.inference_dynamic_batching_chunk_size
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the engine and of its layout to the parser of a tool."""
+    add_options({"inference": parser.add_argument_group("inference")}, InferenceConfig)
+    layout = parser.add_argument_group("layout")
+    for axis, default, what in (
+        ("tensor", None, "tensor parallelism; default: all ranks that the other sizes leave"),
+        ("pipeline", 1, "pipeline parallelism"),
+        ("expert", 1, "expert parallelism, over replicas of the model"),
+    ):
+        flag = f"--{axis}-model-parallel-size"
+        layout.add_argument(flag, type=int, default=default, metavar="N", help=f"Size of {what}.")
+    layout.add_argument(
+        "--expert-tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="Size of tensor parallelism of experts; default: that of the other layers.",
+    )
+
+
+def layout_of(args: argparse.Namespace) -> GenerationLayout:
+    """Return the layout that a command line asks for."""
+    return GenerationLayout(
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size,
+    )
+
+
+def engine_options(args: argparse.Namespace) -> EngineOptions:
+    """Return the sizes of the engine that a command line asks for."""
+    c: InferenceConfig = read_config(InferenceConfig, args)
+    page_size = c.inference_dynamic_batching_chunk_size
+    max_requests = c.inference_dynamic_batching_max_requests_override
+    if max_requests is None and not c.inference_dynamic_batching:
+        max_requests = c.inference_max_requests
+    return EngineOptions(
+        buffer_bytes=int(c.inference_dynamic_batching_buffer_size_gb * 2**30),
+        page_size=None if page_size == _PAGE_SIZE else page_size,
+        max_requests=max_requests,
+        overflow_factor=c.inference_dynamic_batching_buffer_overflow_factor or 1.0,
+        guaranteed_fraction=c.inference_dynamic_batching_buffer_guaranteed_fraction,
+        max_step_tokens=c.inference_dynamic_batching_max_tokens_override or 2048,
+        max_sequence_length=c.inference_max_seq_length,
+        max_waiting=c.inference_max_waiting_requests,
+        has_prefix_cache=c.inference_prefix_cache,
+        num_draft_tokens=c.inference_num_draft_tokens,
+        batch_invariant=c.inference_batch_invariant,
+    )
