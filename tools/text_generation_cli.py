@@ -18,6 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import ConfigError, MegatronError
+from megatron.training.inference.engine_flags import (
+    add_engine_flags,
+    engine_options,
+    layout_of,
+)
 from megatron.training.process.user_code import parse_tool_args
 
 
@@ -42,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cache-mla-latents", action="store_true", help="latent attention keeps its narrow vectors"
     )
+    add_engine_flags(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt")
     return parser
 
@@ -73,12 +79,18 @@ def main() -> None:
             step=args.ckpt_step,
             device_kind=args.device,
             as_json=args.json,
-            cache_mla_latents=args.cache_mla_latents,
-            spec=args.spec,
+            flags=_model_flags(args),
+            layout=layout_of(args),
+            options=engine_options(args),
         ):
             print(line, flush=True)
     except (MegatronError, OSError, ValueError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
+
+
+def _model_flags(args: argparse.Namespace) -> dict[str, object]:
+    own: dict[str, object] = {"cache_mla_latents": True} if args.cache_mla_latents else {}
+    return own if args.spec is None else {**own, "spec": args.spec}
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:

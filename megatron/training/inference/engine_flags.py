@@ -1,15 +1,28 @@
-"""Flags of the generation engine and its layout, for tools that generate."""
+"""Flags of the generation engine and its layout, for tools that generate.  No torch."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
-from megatron.core.inference.paged_engine.engine import EngineOptions
+from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.training.arguments.options import add_options, read_config
 from megatron.training.config.inference import InferenceConfig
-from megatron.training.inference.generation import GenerationLayout
 
 _PAGE_SIZE = InferenceConfig.inference_dynamic_batching_chunk_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationLayout:
+    """Parallel sizes to generate with.  ``tensor`` None: all ranks that the others leave.
+
+    Ranks beyond tensor x pipeline hold further replicas of the model.
+    """
+
+    tensor: int | None = None
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

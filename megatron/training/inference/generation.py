@@ -7,7 +7,7 @@ tensor, pipeline and expert parallelism and several replicas of the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -17,7 +17,8 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.dist_checkpointing.value_types import Arguments
-from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
+from megatron.core.inference.paged_engine.engine import Engine
+from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import Request, TokenOutput
 from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.config.run import RunConfig
+from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
 from megatron.training.initialize import shut_down, start
 from megatron.training.models.registry import model_kind
 from megatron.training.process.rank_print import is_rank0, world_size
@@ -68,21 +70,9 @@ _OWN = {
 DeviceKind: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationLayout:
-    """Parallel sizes to generate with.  ``tensor`` None: all ranks that the others leave.
-
-    Ranks beyond tensor x pipeline hold further replicas of the model.
-    """
-
-    tensor: int | None = None
-    pipeline: int = 1
-    expert: int = 1
-    expert_tensor: int | None = None
-
-
 ONE_REPLICA = GenerationLayout()
 DEFAULT_OPTIONS = EngineOptions()
+NO_FLAGS: Mapping[str, object] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -135,14 +125,14 @@ def answer(
     step: int | None = None,
     device_kind: DeviceKind = "auto",
     as_json: bool = False,
-    cache_mla_latents: bool = False,
-    spec: Sequence[str] | None = None,
+    flags: Mapping[str, object] = NO_FLAGS,
+    layout: GenerationLayout = ONE_REPLICA,
+    options: EngineOptions = DEFAULT_OPTIONS,
 ) -> Iterator[str]:
     """Yield, on rank 0, the output to print for each prompt.  Collective over all ranks."""
-    own: dict[str, object] = {"cache_mla_latents": True} if cache_mla_latents else {}
-    if spec:
-        own["spec"] = list(spec)
-    writer = open_writer(load, step=step, device_kind=device_kind, flags=own)
+    writer = open_writer(
+        load, step=step, device_kind=device_kind, layout=layout, options=options, flags=flags
+    )
     if not is_rank0():
         writer.engine.follow()
         prompts = ()
@@ -165,7 +155,7 @@ def open_writer(
     device_kind: DeviceKind = "auto",
     layout: GenerationLayout = ONE_REPLICA,
     options: EngineOptions = DEFAULT_OPTIONS,
-    flags: Mapping[str, object] = MappingProxyType({}),
+    flags: Mapping[str, object] = NO_FLAGS,
 ) -> Writer:
     """Build an engine with the checkpoint ``load``.  Collective over all ranks.
 

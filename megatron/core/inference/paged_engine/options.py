@@ -1,0 +1,27 @@
+"""Sizes of a generation engine.  No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes of an engine.  ``buffer_bytes`` bounds the KV cache of each rank.
+
+    ``max_requests`` run at the same time in a replica; None: ``overflow_factor`` times the number
+    of longest sequences that the cache holds.  ``guaranteed_fraction`` of the pages is reserved for
+    running requests when another one starts.
+    """
+
+    buffer_bytes: int = 2**30
+    page_size: int | None = None  # tokens; None: 256 on a GPU, 16 on a CPU
+    max_requests: int | None = None
+    overflow_factor: float = 1.0
+    guaranteed_fraction: float = 0.0
+    max_step_tokens: int = 2048  # rows of one forward pass
+    max_sequence_length: int | None = None  # default and maximum: the model's
+    max_waiting: int = 1024
+    has_prefix_cache: bool = True
+    num_draft_tokens: int = 0
+    batch_invariant: bool = False
