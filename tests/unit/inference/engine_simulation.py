@@ -95,8 +95,10 @@ class Model:
         return StepResult(
             np.array([row[0] for row in rows], dtype=np.int64),
             np.array([row[1][row[0]] for row in rows], dtype=np.float32),
-            np.array([top[:8] for top in tops], dtype=np.int64).reshape(len(rows), 8),
-            np.array([r[1][t[:8]] for r, t in zip(rows, tops, strict=True)]).reshape(len(rows), 8),
+            np.array([top[:12] for top in tops], dtype=np.int64).reshape(len(rows), 12),
+            np.array([r[1][t[:12]] for r, t in zip(rows, tops, strict=True)]).reshape(
+                len(rows), 12
+            ),
         )
 
     def _rows(self, segment: Segment) -> list[tuple[int, np.ndarray]]:

@@ -15,7 +15,7 @@ from megatron.core.inference.paged_engine.request import (
     RequestError,
     RequestStatus,
 )
-from megatron.core.inference.paged_engine.step_plan import SAMPLE
+from megatron.core.inference.paged_engine.step_plan import NO_TOKEN, SAMPLE
 from tests.unit.inference.lanes import LIMITS, UNLIMITED, Lanes, make_request, random_work
 
 
@@ -251,3 +251,18 @@ def test_page_arrays_and_tokens_of_a_plan_are_views() -> None:
     assert not plan.segments[0].pages.flags.owndata
     assert not plan.segments[0].tokens.flags.owndata
     assert plan.segments[0].pages.dtype == np.int64
+
+
+def test_a_row_without_a_token_ends_its_request_with_an_error() -> None:
+    lanes = Lanes()
+    request = lanes.add(make_request("a", 6))
+    lanes.step()
+    lanes.step()
+    plan, result = lanes.results[0].pop()
+    result.tokens[:] = NO_TOKEN
+    (output,) = lanes.schedulers[0].record(plan, result)
+    assert (output.new, output.finish_reason) == ((), "error")
+    assert output.error == "the model gave no finite logits, or none of a token that is allowed"
+    assert len(request.output) == 1
+    assert lanes.pool.num_free == lanes.pool.num_pages
+    assert not lanes.schedulers[0].has_unfinished

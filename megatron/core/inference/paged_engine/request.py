@@ -30,6 +30,18 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True)
+class BeamParams:
+    """Beam search with ``width`` beams.  A score is sum of log-probs / length ** length_penalty.
+
+    ``early_stopping``: end when ``width`` texts have ended, even if an open one may score higher.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence to generate.  The fields after ``params`` belong to the engine.
@@ -37,7 +49,7 @@ class Request:
     ``prompt``: token ids, of the decoder; ``source``: those that an encoder reads.
     ``grammar``: a constraint as its kind ("json_schema", "regex", "lark", "choice") and its text.
     ``fork_of``: id of a request that was added before with the same prompt, whose pages this one
-    shares as soon as they hold the prompt.
+    shares as soon as they hold the prompt.  ``beam``: search instead of sampling.
     """
 
     request_id: str
@@ -46,6 +58,7 @@ class Request:
     source: list[int] = field(default_factory=list)
     grammar: tuple[str, str] | None = None
     fork_of: str | None = None
+    beam: BeamParams | None = None
     status: RequestStatus = RequestStatus.WAITING
     output: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens of prompt + output whose keys are in the cache
@@ -67,11 +80,22 @@ class TokenOutput:
 
 
 @dataclass(frozen=True)
+class Beam:
+    """A text that beam search has found, with the token that ended it, if any."""
+
+    tokens: tuple[TokenOutput, ...]
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """What a step added to a request.
 
     ``prompt_scores``: of the prompt's tokens after its first, if the request asks for them; they
     come with the first token.  ``weight_version``: of the weights that computed the tokens.
+    ``beams``: all texts of a beam search, best first; they and ``new``, the best one's tokens,
+    come when the search has ended.
     """
 
     request_id: str
@@ -81,3 +105,4 @@ class RequestOutput:
     num_cached_prompt_tokens: int = 0  # prompt tokens that the prefix cache had
     weight_version: int = 0
     error: str = ""
+    beams: tuple[Beam, ...] = ()

@@ -7,7 +7,7 @@ token p + 1.  A request is ready to sample when the rows of all its tokens but t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -33,6 +33,13 @@ class GrowingInts:
         self.values: Integers = np.empty(max(16, 2 * self.size), dtype=np.int64)
         self.values[: self.size] = found
 
+    def copy(self) -> GrowingInts:
+        """Return a copy that grows on its own."""
+        other = GrowingInts()
+        other.size = self.size
+        other.values = self.values.copy()
+        return other
+
     def append(self, value: int) -> None:
         """Add one value."""
         if self.size == len(self.values):
@@ -54,6 +61,7 @@ class RequestState:
     request samples or ends.  ``num_kept``: pages at its start that the prefix cache knows.
     ``order``: of arrival; those of a lower one run first and are pre-empted last.
     ``parent``: a request whose pages hold the start of this one, until this one has started.
+    ``is_held``: it waits for other beams, with or without a slot.
     """
 
     request: Request
@@ -83,7 +91,9 @@ class RequestState:
         self.num_cached_prompt_tokens: int | None = None  # None: it has never run
         self.parent: RequestState | None = None
         self.children: list[RequestState] = []  # those that wait until this one has its prompt
+        self.is_beam = self.request.beam is not None and self.generates
         self.is_queued = False
+        self.is_held = False
         self.is_in_flight = False
         self.is_ended = False
 
@@ -104,12 +114,28 @@ class RequestState:
         """Whether the pages hold the prompt but its last token, which a fork computes itself."""
         return self.request.num_cached >= self.num_prompt - 1
 
+    def fork(self, order: tuple[int, int]) -> RequestState:
+        """Return a state that continues the same tokens in pages of its own."""
+        request = replace(self.request, output=[*self.request.output], num_cached=0, slot=None)
+        state = RequestState(request, order, self.max_new, self.seed, self.eod)
+        state.tokens = self.tokens.copy()
+        state.goal = self.goal
+        state.num_scored = self.num_scored
+        state.digests = [*self.digests]
+        state.weight_version = self.weight_version
+        state.parent = self
+        state.num_top = self.num_top
+        state.scores = self.scores
+        state.num_cached_prompt_tokens = self.num_cached_prompt_tokens
+        return state
+
     def admission(self) -> Admission:
         """Return what ranks must know of the request, which has a slot."""
         assert self.request.slot is not None, "a request without a slot is not admitted"
         found = self.request.params
         params: dict[str, object] = {name: getattr(found, name) for name in _PARAMS}
         params["seed"] = self.seed
+        params["top_n_logprobs"] = self.num_top
         params["logit_bias"] = {str(k): v for k, v in found.logit_bias.items()}
         params["stop_token_ids"] = sorted(self.end_tokens)
         has_penalty = found.repetition_penalty != 1 or found.presence_penalty != 0

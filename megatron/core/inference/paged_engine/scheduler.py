@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
+from megatron.core.inference.paged_engine.beam import BeamGroup, check_beam_request
 from megatron.core.inference.paged_engine.limits import EngineLimits as EngineLimits
 from megatron.core.inference.paged_engine.limits import generation_length
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
+    Beam,
     FinishReason,
     QueueFullError,
     Request,
@@ -29,6 +31,7 @@ from megatron.core.inference.paged_engine.request import (
 )
 from megatron.core.inference.paged_engine.request_state import RequestState
 from megatron.core.inference.paged_engine.step_plan import (
+    NO_TOKEN,
     Admission,
     Segment,
     StepPlan,
@@ -48,6 +51,7 @@ class Scheduler:
         self._seeds = random.SystemRandom()
         self._slots = list(reversed(slots))
         self._states: dict[str, RequestState] = {}  # waiting and running
+        self._groups: dict[str, BeamGroup] = {}
         self._queue = WaitingQueue()
         self._num_children = 0  # requests that wait for the prompt of another one
         self._running: list[RequestState] = []  # by order
@@ -74,12 +78,18 @@ class Scheduler:
 
         RequestError: it can never run.  QueueFullError: ``max_waiting`` requests wait already.
         """
+        check_beam_request(request)
         max_new = generation_length(request, self.limits)
-        parent = self._states.get(request.fork_of or "")
+        first = request.fork_of or ""
+        parent = None if first in self._groups else self._states.get(first)
         self._check(request, parent)
         seed = request.params.seed
         seed = self._seeds.getrandbits(63) if seed is None else seed
-        state = RequestState(request, (self._num_added, 0), max_new, seed, self.eod)
+        beam = request.beam if max_new else None
+        own = request if beam is None else replace(request, output=[])
+        state = RequestState(own, (self._num_added, 0), max_new, seed, self.eod)
+        if beam is not None:
+            self._groups[request.request_id] = BeamGroup(request, beam, state)
         self._num_added += 1
         self._states[request.request_id] = state
         if parent is None or self.limits.has_recurrent_layers:
@@ -105,7 +115,7 @@ class Scheduler:
         step = _Step(self.limits.max_step_tokens)
         prompts = []
         for state in list(self._running):
-            if state.is_in_flight or state.request.slot is None:
+            if state.is_in_flight or state.is_held or state.request.slot is None:
                 continue
             if state.num_remaining > 1:
                 prompts.append(state)
@@ -114,11 +124,13 @@ class Scheduler:
         for state in prompts:
             if step.room and state.request.slot is not None:
                 self._add_rows(step, state, min(state.num_remaining, step.room))
-        while step.room and self._slots and self._queue:
-            state = self._queue.first()
-            if not self._start(step, state):
+        self._start_waiting(step)
+        while not step.segments and self._queue and not self._in_flight:
+            held = next((s for s in reversed(self._running) if s.is_held), None)
+            if held is None:
                 break
-            self._add_rows(step, state, min(state.num_remaining, step.room))
+            self._pre_empt(held)  # the beams that it waits for need its slot or pages
+            self._start_waiting(step)
         if not step.segments:
             return None
         plan = StepPlan(tuple(step.segments), tuple(step.admissions), tuple(step.copies))
@@ -163,6 +175,14 @@ class Scheduler:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait, the most that the queue holds: try again later"
             )
+
+    def _start_waiting(self, step: _Step) -> None:
+        """Start requests in the order of their arrival, as long as slots, pages and rows last."""
+        while step.room and self._slots and self._queue:
+            state = self._queue.first()
+            if not self._start(step, state):
+                break
+            self._add_rows(step, state, min(state.num_remaining, step.room))
 
     def _start(self, step: _Step, state: RequestState) -> bool:
         """Give the first waiting request pages and a slot; False if too few pages are free."""
@@ -238,8 +258,9 @@ class Scheduler:
     def _pre_empt(self, state: RequestState) -> None:
         self._free(state)
         state.request.status = RequestStatus.WAITING
-        self._queue.push(state)
         self.num_preemptions += 1
+        if not state.is_held:
+            self._queue.push(state)
 
     def _free(self, state: RequestState) -> None:
         """Take the pages and the slot of a running request."""
@@ -253,16 +274,27 @@ class Scheduler:
         request.num_cached = 0
 
     def _end(self, state: RequestState) -> None:
+        """End a request, with all its beams."""
+        key = state.request.request_id
+        del self._states[key]
+        group = self._groups.pop(key, None)
+        if group is not None:
+            group.request.status = RequestStatus.FINISHED
+        for part in [state] if group is None else group.states:
+            self._drop(part)
+
+    def _drop(self, state: RequestState) -> None:
+        """Take a state out of the scheduler, or let `record` do it if it is in flight."""
         state.is_ended = True
         state.request.status = RequestStatus.FINISHED
-        del self._states[state.request.request_id]
         self._release_children(state)
         if state.is_queued:
             self._queue.remove(state)
-        elif state.request.slot is None:
+        elif state.request.slot is not None:
+            if not state.is_in_flight:
+                self._free(state)
+        elif state.parent is not None:
             self._num_children -= 1
-        elif not state.is_in_flight:
-            self._free(state)
 
     def _release_children(self, state: RequestState) -> None:
         """Queue the requests that have waited for the prompt of this one."""
@@ -279,18 +311,27 @@ class Scheduler:
         request = state.request
         request.num_cached = segment.num_keys
         is_done = request.num_cached == state.goal
-        num_scores = len(segment.targets) - (is_done and state.generates)
-        if num_scores:
-            state.scores += [rows.output(i, state.num_prompt_top) for i in range(num_scores)]
-            state.num_scored += num_scores
+        samples = is_done and state.generates
+        num_scores = len(segment.targets) - samples
+        state.scores += [rows.output(i, state.num_prompt_top) for i in range(num_scores)]
+        state.num_scored += num_scores
         new: tuple[TokenOutput, ...] = ()
         reason: FinishReason | None = None if state.generates else "length"
-        if is_done and state.generates:
-            new = (rows.output(num_scores, state.num_top),)
-            reason = state.accept(new[0].token)
+        beams: tuple[Beam, ...] = ()
         state.keep_full_pages(self.pool)
         if state.children and state.has_prompt:
             self._release_children(state)
+        if samples:
+            last = rows.output(num_scores, state.num_top)
+            if last.token == NO_TOKEN:
+                reason = "error"
+            elif state.is_beam:
+                beams = self._record_beam(state, last.top)
+                if not beams:
+                    return None
+                new, reason = beams[0].tokens, beams[0].finish_reason
+            else:
+                new, reason = (last,), state.accept(last.token)
         if not is_done:
             return None
         if reason is not None:
@@ -304,7 +345,27 @@ class Scheduler:
             reason,
             state.num_cached_prompt_tokens or 0,
             rows.weight_version,
+            _NO_TOKEN_ERROR if reason == "error" else "",
+            beams,
         )
+
+    def _record_beam(
+        self, state: RequestState, top: tuple[tuple[int, float], ...]
+    ) -> tuple[Beam, ...]:
+        """Give a beam its likely tokens; return the texts found if the search has ended."""
+        group = self._groups[state.request.request_id]
+        if not group.record(state, top):
+            return ()
+        for dropped in group.advance():
+            self._drop(dropped)
+        for part in group.states:
+            if part.request.slot is None:
+                self._queue.push(part)
+        if group.states:
+            return ()
+        found = group.search.results()
+        group.request.output += [t.token for t in found[0].tokens]
+        return found
 
 
 @dataclass
@@ -348,4 +409,5 @@ class _Rows:
         return TokenOutput(self._tokens[row], self._log_probs[row], top)
 
 
+_NO_TOKEN_ERROR = "the model gave no finite logits, or none of a token that is allowed"
 _ORDER = attrgetter("order")
