@@ -29,8 +29,8 @@ LOG_PROB_TOLERANCE = 1e-4
 _MARGIN = 1e-3  # least distance of the two best logits, a hundred times the rounding of fp32
 _SPREAD = 4.0  # standard deviation of the logits
 
-_LENGTH = {"max_position_embeddings": 256}
-_WINDOW = {**_LENGTH, "sliding_window": 20}  # crosses a page border
+_SIZE = {"max_position_embeddings": 256, "num_hidden_layers": 2}
+_WINDOW = {**_SIZE, "sliding_window": 20}  # crosses a page border
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,25 @@ class Family:
 
 
 FAMILIES = {
-    "gpt2": Family("gpt2", {"n_positions": 256}, seed=1),
-    "llama3": Family("llama 3, tied", {"tie_word_embeddings": False}),
-    "qwen2": Family("qwen2, windows", {**_WINDOW, "tie_word_embeddings": True}),
-    "qwen3": Family("qwen3", _LENGTH, seed=1),
-    "gemma2": Family("gemma2", {**_WINDOW, "final_logit_softcapping": 30.0}),
-    "phi3": Family("phi3", {**_WINDOW, "original_max_position_embeddings": 128}),
-    "olmo2": Family("olmo2", _LENGTH),
-    "mixtral": Family("mixtral", _WINDOW),
-    "qwen3-moe": Family("qwen3 moe", _LENGTH),
-    "deepseek-v3": Family("deepseek v3", _LENGTH, seed=1),
-    "deepseek-v3, latent cache": Family(
-        "deepseek v3", _LENGTH, seed=1, flags=(("cache_mla_latents", True),)
+    "gpt2": Family("gpt2", {"n_positions": 256, "n_layer": 2}),
+    "llama3": Family(
+        "llama 3, tied", {"num_hidden_layers": 2, "tie_word_embeddings": False}, seed=1
     ),
-    "gpt-oss": Family("gpt-oss", _WINDOW, seed=1),
+    "qwen2": Family("qwen2, windows", {**_WINDOW, "tie_word_embeddings": True}),
+    "qwen3": Family("qwen3", _SIZE, seed=1),
+    "gemma2": Family("gemma2", {**_WINDOW, "final_logit_softcapping": 30.0}),
+    "phi3": Family("phi3", {**_WINDOW, "original_max_position_embeddings": 128}, seed=1),
+    "olmo2": Family("olmo2", _SIZE),
+    "mixtral": Family("mixtral", _WINDOW),
+    "qwen3-moe": Family("qwen3 moe", _SIZE),
+    "deepseek-v3": Family("deepseek v3", _SIZE),
+    "deepseek-v3, latent cache": Family("deepseek v3", _SIZE, flags=(("cache_mla_latents", True),)),
+    "gpt-oss": Family("gpt-oss", _WINDOW),
     "mamba2": Family("mamba2", {}),
-    "nemotron-h": Family("nemotron-h", _LENGTH),
-    "t5": Family("t5 1.1", {"num_layers": 3, "num_decoder_layers": 2, "eos_token_id": None}),
+    "nemotron-h": Family(
+        "nemotron-h", {"max_position_embeddings": 256, "hybrid_override_pattern": "M*M-"}, seed=1
+    ),
+    "t5": Family("t5 1.1", {"num_layers": 4, "num_decoder_layers": 4, "eos_token_id": None}),
 }
 
 Tokens: TypeAlias = list[int]
@@ -75,6 +77,7 @@ class Reference:
 
     family: Family
     folder: Path
+    has_experts: bool
     prompts: list[Tokens]
     tokens: list[Tokens]
     log_probs: list[list[float]]
@@ -102,7 +105,8 @@ class Reference:
         tokens, log_probs = zip(*answers, strict=True)
         variety = sum(len(set(text)) for text in tokens) / len(tokens)
         assert variety > 8, f"degenerate texts, {variety} different tokens: choose another seed"
-        return Reference(family, ours, prompts, list(tokens), list(log_probs))
+        has_experts = any("experts" in key for key, _ in model.named_parameters())
+        return Reference(family, ours, has_experts, prompts, list(tokens), list(log_probs))
 
     def assert_equal(self, found: Sequence[tuple[Tokens, list[float]]]) -> None:
         """Compare the ``found`` tokens and log-probs of each prompt."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.inference.sampling_params import SamplingParams
-from megatron.training.inference.generation import open_writer
+from megatron.training.inference.generation import GenerationLayout
+from tests.functional.generation_ranks import generate
 from tests.ranks import run_ranks
 
 families = pytest.importorskip("tests.functional.generation_families", reason="needs transformers")
@@ -21,26 +21,35 @@ def reference(
     return families.Reference.generate(request.param, folder)
 
 
-def generate(
-    rank: int, world_size: int, load: str, prompts: list[list[int]], flags: dict[str, object]
-) -> list[tuple[list[int], list[float]]]:
-    """Return the tokens and log-probs that follow each prompt."""
-    writer = open_writer(load, device_kind="cpu", flags=flags)
-    params = SamplingParams(
-        num_tokens_to_generate=families.NUM_TOKENS, top_k=1, ignore_eos=True, return_log_probs=True
+LAYOUTS = {
+    "1 rank": (1, GenerationLayout()),
+    "tp2": (2, GenerationLayout(tensor=2)),
+    "pp2": (2, GenerationLayout(pipeline=2)),
+    "tp2 pp2": (4, GenerationLayout(pipeline=2)),
+    "ep2": (2, GenerationLayout(tensor=1, expert=2)),
+    "2 replicas": (2, GenerationLayout(tensor=1)),
+}
+
+
+@pytest.mark.feature(
+    "Inference: 14 families give the tokens and log-probs of transformers in every layout"
+)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_greedy_tokens_equal_those_of_transformers(
+    reference: families.Reference, name: str
+) -> None:
+    world_size, layout = LAYOUTS[name]
+    if layout.pipeline > 1 and reference.family.case.startswith("t5"):
+        pytest.skip("an encoder and a decoder in stages of their own do not generate")
+    if layout.expert > 1 and not reference.has_experts:
+        pytest.skip("a model without experts has no expert parallelism")
+    found, *_ = run_ranks(
+        generate,
+        world_size,
+        str(reference.folder),
+        reference.prompts,
+        families.NUM_TOKENS,
+        layout,
+        dict(reference.family.flags),
     )
-    if rank:
-        writer.engine.follow()
-        return []
-    answers = writer.engine.generate(
-        writer.request(str(i), prompt, params) for i, prompt in enumerate(prompts)
-    ).values()
-    writer.engine.close()
-    return [([t.token for t in text], [t.log_prob for t in text]) for text in answers]
-
-
-@pytest.mark.feature("Inference: 14 families give the tokens and log-probs of transformers")
-def test_greedy_tokens_equal_those_of_transformers(reference: families.Reference) -> None:
-    load, flags = str(reference.folder), dict(reference.family.flags)
-    (found,) = run_ranks(generate, 1, load, reference.prompts, flags)
     reference.assert_equal(found)

@@ -55,7 +55,7 @@ _LEFT_OUT = frozenset(
     "microbatch_group_size_per_vp_stage account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split overlap_moe_expert_parallel_comm tp_comm_overlap "
     "recompute_granularity recompute_method recompute_num_layers recompute_modules "
-    "enable_cuda_graph external_cuda_graph moe_expert_capacity_factor "
+    "enable_cuda_graph external_cuda_graph moe_enable_deepep moe_expert_capacity_factor "
     "moe_pad_expert_input_to_capacity".split()
 )
 # Values set for every generation run.
@@ -226,6 +226,8 @@ def generation_config(
         "pipeline_model_parallel_size": layout.pipeline,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
+        # Replicas have different numbers of rows in a step; all-gather needs equal ones.
+        "moe_token_dispatcher_type": "alltoall",
         "micro_batch_size": 1,
         "global_batch_size": max(ranks // (tensor * layout.pipeline), 1),
         "distributed_backend": None,
