@@ -14,6 +14,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -24,6 +25,9 @@ from megatron.training.inference.engine_flags import (
     layout_of,
 )
 from megatron.training.process.user_code import parse_tool_args
+
+if TYPE_CHECKING:
+    from megatron.inference.llm import LLM, Answer
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,7 +67,7 @@ def main() -> None:
             return
         # Torch takes a second to import: only where it is used.
         from megatron.core.inference.sampling_params import SamplingParams
-        from megatron.training.inference.generation import answer
+        from megatron.inference import LLM
 
         params = SamplingParams(
             temperature=args.temperature,
@@ -71,21 +75,31 @@ def main() -> None:
             top_p=args.top_p,
             num_tokens_to_generate=args.num_tokens,
             seed=args.seed,
+            return_log_probs=args.json,
         )
-        for line in answer(
-            _prompts(args),
+        llm = LLM.load(
             args.load,
-            params,
             step=args.ckpt_step,
             device_kind=args.device,
-            as_json=args.json,
             flags=_model_flags(args),
             layout=layout_of(args),
             options=engine_options(args),
-        ):
-            print(line, flush=True)
+        )
+        for answer in llm.answers(_prompts(args), params):
+            print(_shown(answer, args.json, llm), flush=True)
+        llm.shut_down()
     except (MegatronError, OSError, ValueError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
+
+
+def _shown(answer: Answer, as_json: bool, llm: LLM) -> str:
+    """Return the line to print."""
+    if not as_json:
+        is_read_apart = llm.engine.model.decoder_start is not None
+        return answer.text if is_read_apart else f"{answer.prompt}{answer.text}"
+    ids, log_probs = [t.token for t in answer.tokens], [t.log_prob for t in answer.tokens]
+    found = {"prompt": answer.prompt, "text": answer.text, "tokens": ids, "log_probs": log_probs}
+    return json.dumps(found)
 
 
 def _model_flags(args: argparse.Namespace) -> dict[str, object]:

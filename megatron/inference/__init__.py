@@ -1,1 +1,12 @@
-"""Serving: the text of requests, and the server that answers them over HTTP."""
+"""Serving: generation from Python, the text of requests, and the server that answers over HTTP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from megatron.inference.llm import LLM as LLM
+
+__getattr__ = lazy_exports(__name__, {"LLM": "megatron.inference.llm"})

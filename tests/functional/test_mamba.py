@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference import LLM
 from megatron.training.inference.generation import open_writer
 from tests.functional.runs import losses, run_gpt
 from tests.ranks import run_ranks
@@ -26,13 +27,13 @@ LAYOUTS = [
 
 def write(rank: int, world_size: int, load: str) -> list[int]:
     writer = open_writer(load, device_kind="cpu")
-    if rank:
-        writer.engine.follow()
-        return []
     prompt = "5 7 11 13"
-    _, tokens = writer.write(prompt, SamplingParams(num_tokens_to_generate=8, top_k=1))
+    llm = LLM(writer.engine, writer.tokenizer)
+    answers = llm.generate(prompt, SamplingParams(num_tokens_to_generate=8, top_k=1))
+    if not answers:
+        return []
+    tokens = answers[0].tokens
     ids = [int(word) for word in prompt.split()]
-    writer.engine.close()
     model = writer.engine.model
     for item in tokens if world_size == 1 else ():  # each is the most likely one of a full pass
         with torch.no_grad():

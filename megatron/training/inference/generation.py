@@ -6,8 +6,7 @@ tensor, pipeline and expert parallelism and several replicas of the model.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -19,9 +18,7 @@ from megatron.core.config.option import dest_of, options_of
 from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.core.inference.paged_engine.request import Request, TokenOutput
 from megatron.core.inference.paged_engine.runner import GenerationModel
-from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.checkpointing.checkpoint_args import (
@@ -35,9 +32,9 @@ from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
-from megatron.training.initialize import shut_down, start
+from megatron.training.initialize import start
 from megatron.training.models.registry import model_kind
-from megatron.training.process.rank_print import is_rank0, world_size
+from megatron.training.process.rank_print import world_size
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
 from megatron.training.tokenizer import MegatronTokenizer
@@ -81,71 +78,6 @@ class Writer:
 
     engine: Engine
     tokenizer: MegatronTokenizer
-
-    def write(
-        self,
-        prompt: str,
-        params: SamplingParams,
-        on_token: Callable[[TokenOutput], None] | None = None,
-    ) -> tuple[str, list[TokenOutput]]:
-        """Return the text that follows ``prompt``, and its tokens, on rank 0.
-
-        An encoder-decoder reads the prompt in its encoder; the text is then the decoder's.  The
-        other ranks call ``engine.follow()`` meanwhile.
-        """
-        tokens = self.tokenizer.tokenize(prompt)
-        model = self.engine.model
-        self.engine.add(self.request("prompt", tokens, replace(params, return_log_probs=True)))
-        out: list[TokenOutput] = []
-        while self.engine.has_unfinished:
-            for output in self.engine.step():
-                out += output.new
-                if on_token is not None:
-                    for token in output.new:
-                        on_token(token)
-        ids = [item.token for item in out if item.token != model.eod]
-        if model.decoder_start is not None:
-            return self.tokenizer.detokenize(ids), out
-        whole = self.tokenizer.detokenize([*tokens, *ids])
-        return whole.removeprefix(self.tokenizer.detokenize(tokens)), out
-
-    def request(self, request_id: str, prompt: list[int], params: SamplingParams) -> Request:
-        """Return a request that continues ``prompt``, which an encoder-decoder reads apart."""
-        start = self.engine.model.decoder_start
-        if start is None:
-            return Request(request_id, prompt, params)
-        return Request(request_id, [start], params, source=prompt)
-
-
-def answer(
-    prompts: Iterable[str],
-    load: str,
-    params: SamplingParams,
-    *,
-    step: int | None = None,
-    device_kind: DeviceKind = "auto",
-    as_json: bool = False,
-    flags: Mapping[str, object] = NO_FLAGS,
-    layout: GenerationLayout = ONE_REPLICA,
-    options: EngineOptions = DEFAULT_OPTIONS,
-) -> Iterator[str]:
-    """Yield, on rank 0, the output to print for each prompt.  Collective over all ranks."""
-    writer = open_writer(
-        load, step=step, device_kind=device_kind, layout=layout, options=options, flags=flags
-    )
-    if not is_rank0():
-        writer.engine.follow()
-        prompts = ()
-    for prompt in prompts:
-        text, tokens = writer.write(prompt, params)
-        if not as_json:
-            yield text if writer.engine.model.decoder_start is not None else prompt + text
-            continue
-        ids, log_probs = [t.token for t in tokens], [t.log_prob for t in tokens]
-        yield json.dumps({"prompt": prompt, "text": text, "tokens": ids, "log_probs": log_probs})
-    if is_rank0():
-        writer.engine.close()
-    shut_down()
 
 
 def open_writer(

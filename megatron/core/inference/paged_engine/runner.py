@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.paged_engine.step_plan import Admission, StepPlan, StepResult
 from megatron.core.inference.sampling.sampler import Sampler
+from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
@@ -40,6 +42,12 @@ class GenerationModel:
     max_sequence_length: int
     eod: int | None
     decoder_start: int | None = None
+
+    def request(self, request_id: str, prompt: list[int], params: SamplingParams) -> Request:
+        """Return a request that continues ``prompt``, which an encoder reads if there is one."""
+        if self.decoder_start is None:
+            return Request(request_id, prompt, params)
+        return Request(request_id, [self.decoder_start], params, source=prompt)
 
     @property
     def is_first_stage(self) -> bool:

@@ -1,0 +1,165 @@
+"""Generate text from Python:
+
+    from megatron.inference import LLM
+    llm = LLM.load("checkpoints/run1")
+    for answer in llm.generate(["def main(", "import "]):
+        print(answer.text)
+
+Under torchrun every rank runs the same script; rank 0 gets the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeAlias, cast
+
+from megatron.core.inference.paged_engine.engine import Engine
+from megatron.core.inference.paged_engine.request import FinishReason, TokenOutput
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference.text import SampleText, TextDelta, TextRules
+from megatron.training.inference.generation import open_writer
+from megatron.training.initialize import shut_down
+from megatron.training.process.rank_print import is_rank0
+from megatron.training.tokenizer import MegatronTokenizer
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+@dataclass
+class Answer:
+    """What follows a prompt.
+
+    ``tokens`` have the log-probabilities that the parameters ask for.  ``finish_reason``: "stop"
+    (an end token or a stop string) or "length".  ``prompt_scores``: of the prompt's tokens after
+    the first, if the parameters ask for them.
+    """
+
+    prompt: Prompt
+    text: str = ""
+    tokens: list[TokenOutput] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    prompt_scores: tuple[TokenOutput, ...] = ()
+
+
+class LLM:
+    """A language model with its tokenizer, ready to generate.
+
+    `load` and `generate` are collective over all ranks.  Only rank 0 gets answers.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: MegatronTokenizer) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self._ids = count()
+
+    @classmethod
+    def load(cls, path: str, **options: Any) -> LLM:
+        """Load the checkpoint directory ``path``, saved in any layout.
+
+        ``options``: those of `open_writer` (layout, engine sizes, device).  Raises CheckpointError
+        if there is no checkpoint, ConfigError if the model generates no text.
+        """
+        writer = open_writer(path, **options)
+        return cls(writer.engine, writer.tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> list[Answer]:
+        """Return the answer to each prompt, a text or its token ids, in their order.
+
+        A text ends before the first string of ``stop``.  Raises RequestError for a prompt that is
+        empty or too long.
+        """
+        answers = [Answer(prompt) for prompt in _listed(prompts)]
+        with self._leading() as leads:
+            for _ in self._complete(answers, params, stop) if leads else ():
+                pass
+        return answers if leads else []
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> Iterator[str]:
+        """Yield the text that follows ``prompt`` in pieces, on rank 0.  Collective."""
+        with self._leading() as leads:
+            for delta in self._complete([Answer(prompt)], params, stop) if leads else ():
+                yield delta.text
+
+    def answers(
+        self, prompts: Iterable[Prompt], params: SamplingParams | None = None
+    ) -> Iterator[Answer]:
+        """Yield the answer to each prompt before the next one is read, on rank 0.  Collective."""
+        with self._leading() as leads:
+            for prompt in prompts if leads else ():
+                answer = Answer(prompt)
+                for _ in self._complete([answer], params, ()):
+                    pass
+                yield answer
+
+    def shut_down(self) -> None:
+        """Leave the process groups.  Collective."""
+        shut_down()
+
+    @contextmanager
+    def _leading(self) -> Iterator[bool]:
+        """Yield True on rank 0; the other ranks execute its steps until it leaves the block."""
+        if not is_rank0():
+            self.engine.follow()
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self.engine.close()
+
+    def _complete(
+        self, answers: list[Answer], params: SamplingParams | None, stop: Sequence[str]
+    ) -> Iterator[TextDelta]:
+        """Complete ``answers`` on rank 0, yielding what is new."""
+        engine, params = self.engine, params or SamplingParams()
+        unfinished: dict[str, tuple[Answer, SampleText]] = {}
+        try:
+            for answer in answers:
+                request_id = str(next(self._ids))
+                unfinished[request_id] = answer, self._add(request_id, answer.prompt, params, stop)
+            while unfinished:
+                for output in engine.step():
+                    answer, text = unfinished[output.request_id]
+                    delta = text.add(output)
+                    answer.text += delta.text
+                    answer.tokens += [placed.output for placed in delta.tokens]
+                    answer.prompt_scores += output.prompt_scores
+                    answer.finish_reason = delta.finish_reason
+                    if delta.finish_reason is not None:
+                        engine.abort(output.request_id)  # at a stop string it still runs
+                        del unfinished[output.request_id]
+                    yield delta
+        finally:  # also after an error, and when the caller does not want the rest
+            for request_id in unfinished:
+                engine.abort(request_id)
+
+    def _add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, stop: Sequence[str]
+    ) -> SampleText:
+        """Queue a request; return its text."""
+        ids = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        model = self.engine.model
+        request = model.request(request_id, ids, params)
+        self.engine.add(request)
+        ends = {*params.stop_token_ids} | ({model.eod} if model.eod is not None else set())
+        rules = TextRules(frozenset(ends), tuple(stop), params.min_tokens)
+        return SampleText(self.tokenizer.detokenize, rules, [] if request.source else ids)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return cast(Sequence[Prompt], [prompts] if is_one else prompts)
