@@ -23,7 +23,7 @@ from megatron.core.inference.paged_engine.request import (
     TokenOutput,
 )
 from megatron.inference.server.messages import EngineInfo
-from tools.run_text_generation_server import FrontEndProcess, add_server_flags
+from tools.front_end_process import FrontEndProcess, add_front_end_flags
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class FakeEngine:
 
 
 def main() -> None:
-    parser = add_server_flags(argparse.ArgumentParser())
+    parser = argparse.ArgumentParser()
+    add_front_end_flags(parser)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--eod", type=int, required=True)

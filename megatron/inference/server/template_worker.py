@@ -26,19 +26,21 @@ def serve(connection: Connection, source: str) -> None:
     The answers are JSON lists: whether it succeeded, and the text or the reason.
     """
     template, problem, errors = None, "", _errors_of_templates()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end ends this process
+    _limit_memory()
+    # The default action of SIGALRM ends the process, also in code that runs for long in C.
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)  # jinja2 computes constants here
     try:
         template = compile_template(source)
     except errors as error:
         problem = _reason(error)
     connection.send_bytes(json.dumps([not problem, problem]).encode())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end ends this process
-    _limit_memory()
+    signal.setitimer(signal.ITIMER_REAL, 0)
     while template is not None:
         try:
             variables = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        # The default action of SIGALRM ends the process, also in code that runs for long in C.
         signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
         try:
             text = template.render(**variables)

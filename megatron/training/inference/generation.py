@@ -37,7 +37,7 @@ from megatron.training.models.registry import model_kind
 from megatron.training.process.rank_print import world_size
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
-from megatron.training.tokenizer import MegatronTokenizer
+from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec
 
 # Sections of the saved flags that generation uses: those of model and tokenizer.  The others
 # (saving, data, logging, layout, optimizer) are for training, and may name files and programs.
@@ -74,10 +74,11 @@ NO_FLAGS: Mapping[str, object] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Writer:
-    """An engine with its tokenizer."""
+    """An engine with its tokenizer, which another process can build from ``tokenizer_spec``."""
 
     engine: Engine
     tokenizer: MegatronTokenizer
+    tokenizer_spec: TokenizerSpec
 
 
 def open_writer(
@@ -115,7 +116,7 @@ def open_writer(
         eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
         decoder_start=_start_of_decoder(run.tokenizer) if kind.has_encoder else None,
     )
-    return Writer(Engine(model, options), run.tokenizer)
+    return Writer(Engine(model, options), run.tokenizer, TokenizerSpec.of(run.config.tokenizer))
 
 
 def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:

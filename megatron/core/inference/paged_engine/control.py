@@ -8,6 +8,7 @@ plans, since gloo keeps the order of messages between two ranks.
 from __future__ import annotations
 
 from collections import deque
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from megatron.core.inference.paged_engine.step_plan import Integers, StepResult
 
 _FIRST = 512  # numbers in the first message; longer ones need a second message
 _MOST_PENDING = 256  # messages; each is received within a round of steps
+# Ranks wait for the next plan as long as a server is idle; the death of rank 0 ends the wait.
+_LONGEST_IDLE = timedelta(days=3650)
 ROOT = 0
 
 
@@ -33,7 +36,9 @@ class ControlChannel:
         # Tensors must live until gloo has sent them.
         self._pending: deque[tuple[dist.Work, torch.Tensor]] = deque()
         if world_size > 1:
-            self._group = dist.new_group(backend="gloo", group_desc="generation control")
+            self._group = dist.new_group(
+                backend="gloo", timeout=_LONGEST_IDLE, group_desc="generation control"
+            )
 
     def send(self, array: Integers, rank: int) -> None:
         """Send to global ``rank`` without waiting: it may be sending to this rank itself."""

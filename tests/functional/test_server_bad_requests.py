@@ -1,0 +1,269 @@
+"""Bad requests: each gets a 4xx with OpenAI's error object, and the next answer is right."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+
+from tests.server_process import fake_server
+
+C, H, A = "/v1/completions", "/v1/chat/completions", "/api"
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def completion(**fields):
+    return {"prompt": "abc", **fields}
+
+
+def chat(**fields):
+    return {"messages": HI, **fields}
+
+
+# path, body, status, param
+BAD = [
+    (C, b"", 400, None),
+    (C, b"{", 400, None),
+    (C, b"[]", 400, None),
+    (C, b"null", 400, None),
+    (C, b'"text"', 400, None),
+    (C, b'{"prompt": "a", "temperature": NaN}', 400, None),
+    (C, b'{"prompt": "a", "temperature": Infinity}', 400, None),
+    (C, b'{"prompt": "a", "temperature": 1e999}', 400, "temperature"),
+    (C, b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", 400, None),
+    (C, b'{"prompt": "\xff\xfe"}', 400, None),
+    (C, '{"prompt": "a"}'.encode("utf-16"), 400, None),
+    (C, b'{"prompt": "\\ud800"}', 400, "prompt"),
+    (C, b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None),
+    (C, b'{"a":' * 50_000 + b"1" + b"}" * 50_000, 400, None),
+    (C, {}, 400, "prompt"),
+    (C, {"prompt": 5}, 400, "prompt"),
+    (C, {"prompt": []}, 400, "prompt"),
+    (C, {"prompt": [[]]}, 400, "prompt"),
+    (C, {"prompt": ["a", 5]}, 400, "prompt"),
+    (C, {"prompt": [1, "a"]}, 400, "prompt"),
+    (C, {"prompt": [1, 600]}, 400, "prompt"),
+    (C, {"prompt": [-1]}, 400, "prompt"),
+    (C, {"prompt": [1.5]}, 400, "prompt"),
+    (C, {"prompt": [True]}, 400, "prompt"),
+    (C, {"prompt": [2**70]}, 400, "prompt"),
+    (C, {"prompt": ["a"] * 3000}, 400, "prompt"),
+    (C, {"prompt": "a " * 2000}, 400, "prompt"),
+    (C, completion(max_tokens=0), 400, "max_tokens"),
+    (C, completion(max_tokens=-1), 400, "max_tokens"),
+    (C, completion(max_tokens=1.5), 400, "max_tokens"),
+    (C, completion(max_tokens="5"), 400, "max_tokens"),
+    (C, completion(max_tokens=1000), 400, "max_tokens"),
+    (C, completion(max_tokens=10**12), 400, "max_tokens"),
+    (C, completion(temperature=-1), 400, "temperature"),
+    (C, completion(temperature=2.1), 400, "temperature"),
+    (C, completion(temperature="hot"), 400, "temperature"),
+    (C, completion(temperature=True), 400, "temperature"),
+    (C, completion(top_p=0), 400, "top_p"),
+    (C, completion(top_p=1.1), 400, "top_p"),
+    (C, completion(top_k=-2), 400, "top_k"),
+    (C, completion(min_p=2), 400, "min_p"),
+    (C, completion(n=0), 400, "n"),
+    (C, completion(n=129), 400, "n"),
+    (C, completion(n="2"), 400, "n"),
+    (C, completion(best_of=0), 400, "best_of"),
+    (C, completion(n=2, best_of=1), 400, "best_of"),
+    (C, completion(best_of=2, stream=True), 400, "best_of"),
+    (C, completion(prompt=["a"] * 100, n=100), 400, "n"),
+    (C, completion(logprobs=21), 400, "logprobs"),
+    (C, completion(logprobs=True), 400, "logprobs"),
+    (C, completion(prompt_logprobs=-1), 400, "prompt_logprobs"),
+    (C, completion(echo="yes"), 400, "echo"),
+    (C, completion(stream=1), 400, "stream"),
+    (C, completion(stream_options={"include_usage": True}), 400, "stream_options"),
+    (
+        C,
+        completion(stream=True, stream_options={"usage": True}),
+        400,
+        "stream_options.usage",
+    ),
+    (C, completion(stop=5), 400, "stop"),
+    (C, completion(stop=[5]), 400, "stop"),
+    (C, completion(stop=""), 400, "stop"),
+    (C, completion(stop=["a"] * 17), 400, "stop"),
+    (C, completion(stop="a" * 257), 400, "stop"),
+    (C, completion(seed=1.5), 400, "seed"),
+    (C, completion(seed=2**64), 400, "seed"),
+    (C, completion(presence_penalty=2.5), 400, "presence_penalty"),
+    (C, completion(frequency_penalty=-2.5), 400, "frequency_penalty"),
+    (C, completion(repetition_penalty=0), 400, "repetition_penalty"),
+    (C, completion(logit_bias=[1]), 400, "logit_bias"),
+    (C, completion(logit_bias={"x": 1}), 400, "logit_bias"),
+    (C, completion(logit_bias={"600": 1}), 400, "logit_bias"),
+    (C, completion(logit_bias={"5": 101}), 400, "logit_bias.5"),
+    (C, completion(min_tokens=17), 400, "min_tokens"),
+    (C, completion(stop_token_ids=[600]), 400, "stop_token_ids"),
+    (C, completion(suffix="b"), 400, "suffix"),
+    (C, completion(max_token=5), 400, "max_token"),
+    (C, completion(model="other"), 404, "model"),
+    (C, completion(model=5), 400, "model"),
+    (H, {}, 400, "messages"),
+    (H, {"messages": []}, 400, "messages"),
+    (H, {"messages": "hi"}, 400, "messages"),
+    (H, {"messages": ["hi"]}, 400, "messages"),
+    (H, {"messages": [{"role": "king", "content": "a"}]}, 400, "messages.role"),
+    (H, {"messages": [{"role": "user"}]}, 400, "messages.content"),
+    (H, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.content"),
+    (H, {"messages": [{"role": "user", "content": "a", "x": 1}]}, 400, "messages.x"),
+    (
+        H,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages",
+    ),
+    (H, chat(top_logprobs=2), 400, "top_logprobs"),
+    (H, chat(logprobs=2), 400, "logprobs"),
+    (H, chat(max_tokens=0), 400, "max_tokens"),
+    (H, chat(tools=[{"type": "web"}]), 400, "tools"),
+    (H, chat(tools={}), 400, "tools"),
+    (H, chat(tool_choice="auto"), 400, "tool_choice"),
+    (H, chat(tools=[TOOL], tool_choice="always"), 400, "tool_choice"),
+    (H, chat(tools=[TOOL], tool_choice={"function": {"name": "g"}}), 400, "tool_choice"),
+    (H, chat(response_format={"type": "xml"}), 400, "response_format.type"),
+    (H, chat(response_format={"type": "json_schema"}), 400, "response_format"),
+    (H, chat(response_format={"type": "regex"}), 400, "response_format"),
+    (H, chat(prompt="a"), 400, "prompt"),
+    ("/tokenize", {}, 400, "prompt"),
+    ("/detokenize", {}, 400, "tokens"),
+    ("/detokenize", {"tokens": [600]}, 400, "tokens"),
+    ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
+    ("/nothing", {}, 404, None),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    template = folder / "template.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    with fake_server(folder, "--chat-template", str(template)) as found:
+        yield found
+
+
+def _is_error(found, param):
+    error = found["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"].endswith("error")
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_a_bad_request_is_refused_and_the_next_one_answered(server, number):
+    path, body, status, param = BAD[number]
+    found_status, found = server.ask("POST", path, body)
+    assert (found_status, found["error"]["param"]) == (status, param), found
+    _is_error(found, param)
+    status, found = server.ask("POST", C, {"prompt": "abc", "max_tokens": 99})
+    assert (status, found["choices"][0]["text"]) == (200, "abc")
+
+
+def test_no_request_of_them_is_open(server):
+    assert server.metric("megatron_engine_num_running") == 0
+    assert server.metric("megatron_open_samples") == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("GET", C, {}, 405),
+        ("POST", A, {}, 405),
+        ("DELETE", "/v1/models", {}, 405),
+        ("POST", C, {"Content-Type": "image/png"}, 415),
+        ("POST", C, {"Content-Type": "text/plain"}, 415),
+        (
+            "POST",
+            C,
+            {"Content-Type": "application/x-www-form-urlencoded", "Origin": "http://evil"},
+            415,
+        ),
+        ("GET", "/v1/models/other", {}, 404),
+        ("GET", "/../etc/passwd", {}, 404),
+    ],
+)
+def test_wrong_methods_types_and_paths(server, method, path, headers, status):
+    body = None if method in ("GET", "DELETE") else {"prompt": "a"}
+    found_status, found = server.ask(method, path, body, headers)
+    assert found_status == status
+    assert found["error"]["message"]
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_read(server):
+    connection = server.connect()
+    connection.putrequest("POST", C)
+    connection.putheader("Content-Length", str(100 << 20))
+    connection.endheaders()
+    answer = connection.getresponse()  # nothing of the body has been sent
+    assert answer.status == 413
+    _is_error(json.loads(answer.read()), None)
+
+
+def test_a_long_body_without_a_length_is_refused(server):
+    connection = server.connect()
+    parts = (b"a" * (1 << 20) for _ in range(100))
+    with contextlib.suppress(OSError):  # the server has answered and closed
+        connection.request("POST", C, parts, {"Content-Type": "application/json"})
+    assert connection.getresponse().status == 413
+
+
+def test_a_client_that_is_curl_is_understood(server):
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    status, found = server.ask("POST", C, {"prompt": "abc", "max_tokens": 9}, kind)
+    assert (status, found["choices"][0]["text"]) == (200, "abc")
+
+
+def test_grammars_need_an_engine_that_has_them(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("x")
+    words = ("--features", "none", "--chat-template", str(template))
+    with fake_server(tmp_path / "bpe", *words) as server:
+        for body, param in (
+            (chat(response_format={"type": "json_object"}), "response_format"),
+            (chat(tools=[TOOL], tool_choice="required"), "tool_choice"),
+        ):
+            status, found = server.ask("POST", H, body)
+            assert (status, found["error"]["param"]) == (400, param)
+        status, found = server.ask("POST", "/update_weights", {"load": "x"})
+        assert status == 501
+
+
+def test_a_chat_without_a_template_is_refused(tmp_path):
+    with fake_server(tmp_path / "bpe") as server:
+        status, found = server.ask("POST", H, chat())
+        assert (status, found["error"]["code"]) == (400, "no_chat_template")
+        assert "--chat-template" in found["error"]["message"]
+
+
+HOSTILE = {
+    "endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}",
+    "much memory of variables": "{{ messages[0].content * 10**10 }}",
+    "much memory": "{{ 'a' * 10**10 }}",
+    "wide format": "{{ '%999999999d' % 1 }}",
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__.x }}",
+    "syntax": "{% for %}",
+    "missing name": "{{ nothing.at.all }}",
+    "file": "{% include '/etc/passwd' %}",
+    "its own error": "{{ raise_exception('roles must alternate') }}",
+    "division": "{{ 1 / 0 }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_harms_nobody(tmp_path, name):
+    template = tmp_path / "template.jinja"
+    template.write_text(HOSTILE[name])
+    with fake_server(tmp_path / "bpe", "--chat-template", str(template)) as server:
+        for _ in range(2):
+            status, found = server.ask("POST", H, chat())
+            assert status == 400
+            _is_error(found, "messages")
+        assert server.ask("POST", C, {"prompt": "abc"})[0] == 200

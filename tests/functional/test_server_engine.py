@@ -1,0 +1,124 @@
+"""The server of a checkpoint: the tokens of its engine, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.training.inference.generation import open_writer
+from tests.functional.runs import TINY, run_gpt
+from tests.ranks import run_ranks
+from tests.server_process import ROOT, TIMEOUT_S, started
+from tests.tokenizer_files import write_bpe
+
+PROMPTS = ("def main(", "Hello", "The \U0001f600 of it", "x" * 40)
+NUM_TOKENS = 12
+TOOL = str(ROOT / "tools" / "run_text_generation_server.py")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a GPT with a byte-level BPE, and 64 positions."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = write_bpe(tmp_path_factory.mktemp("tokenizer"))
+    flags = "--tokenizer-type HuggingFaceTokenizer --max-position-embeddings 64 --save-interval 6"
+    words = [*flags.split(), "--tokenizer-model", str(tokenizer), "--save", str(folder / "ck")]
+    run_gpt(folder / "run", *words, base=TINY)
+    return folder / "ck"
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[str]:
+    """The greedy texts that the engine writes without a server."""
+    found: list[list[str]] = run_ranks(_texts, 1, str(checkpoint))
+    return found[0]
+
+
+def _texts(rank: int, world_size: int, folder: str) -> list[str]:
+    writer = open_writer(folder, device_kind="cpu")
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=NUM_TOKENS)
+    return [writer.write(prompt, params)[0] for prompt in PROMPTS]
+
+
+def _completions(server, prompt: str) -> str:
+    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    status, found = server.ask("POST", "/v1/completions", body)
+    assert status == 200, found
+    return found["choices"][0]["text"]
+
+
+@pytest.mark.feature("Serving: one command serves a checkpoint with the tokens of its engine")
+def test_clients_at_the_same_time_get_the_text_of_the_engine(checkpoint, expected):
+    command = [sys.executable, TOOL, "--load", str(checkpoint), "--device", "cpu", "--port", "0"]
+    with started([*command, "--num-layers", "9", "--top_k", "5"]) as server:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda p: _completions(server, p), PROMPTS)) == expected
+        output = "".join(server.lines)
+        assert "--top_k: without effect, each request has its own values" in output
+        assert "--num-layers: without effect, model and tokenizer are those of the" in output
+        assert server.ask("GET", "/v1/models")[1]["data"][0]["id"] == "ck"
+        assert server.metric("megatron_engine_num_running") == 0
+        sampled = {"prompt": "ab", "max_tokens": 8, "seed": 7, "n": 2}
+        first = server.ask("POST", "/v1/completions", sampled)[1]
+        second = server.ask("POST", "/v1/completions", sampled)[1]
+        assert first["choices"] == second["choices"]
+        assert first["choices"][0]["text"] != first["choices"][1]["text"]
+        status, found = server.ask("POST", "/v1/completions", {"prompt": "a b " * 40})
+        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+        scored = {"prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 1}
+        table = server.ask("POST", "/v1/completions", scored)[1]["choices"][0]["logprobs"]
+        assert table["token_logprobs"][0] is None
+        assert all(value < 0 for value in table["token_logprobs"][1:])
+        assert server.end() == 0
+
+
+def test_two_ranks_give_the_same_text_and_end_together(checkpoint, expected):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", TOOL, "--load", str(checkpoint), "--device", "cpu"]
+    with started([*command, "--tensor-model-parallel-size", "2", "--port", "0"]) as server:
+        assert [_completions(server, prompt) for prompt in PROMPTS] == expected
+        connection = server.connect()
+        body = {"prompt": "ab", "max_tokens": 50, "ignore_eos": True, "n": 60, "stream": True}
+        kind = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), kind)
+        answer = connection.getresponse()
+        answer.read(10)
+        os.kill(_pid_of_rank(server.process.pid, 1), signal.SIGKILL)
+        assert '"type":"server_error"' in answer.read().decode()
+        assert server.process.wait(TIMEOUT_S) != 0
+
+
+def _pid_of_rank(launcher: int, rank: int) -> int:
+    """Return the process of a rank."""
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended
+        if parent == launcher and f"RANK={rank}".encode() in words:
+            return int(process.name)
+    raise AssertionError(f"rank {rank} has no process")
+
+
+def test_a_missing_checkpoint_is_reported(tmp_path):
+    command = [sys.executable, TOOL, "--device", "cpu", "--port", "0"]
+    for words, message in (
+        (["--load", str(tmp_path)], "CheckpointError"),
+        ([], "--load is missing"),
+        (["--load", str(tmp_path), "--inference-max-requests", "0"], "give a number above 0"),
+    ):
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode != 0
+        assert message in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr

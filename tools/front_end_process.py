@@ -1,0 +1,102 @@
+"""Start the HTTP front end of a server as a process of its own.
+
+The process that calls this holds the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.core.config.errors import LaunchError
+from megatron.inference.server.engine_process import EngineLoop, ServedEngine, UpdateWeights
+from megatron.inference.server.messages import EngineInfo
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+_FRONT_END = """
+import sys
+sys.path[0] = sys.argv.pop(1)
+from megatron.inference.server.front_end import main
+sys.exit(main(sys.argv[1]))
+"""
+_END_TIMEOUT_S = 10.0  # for a front end whose connection to the engine has ended
+
+
+def add_front_end_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the front end."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--port", type=int, default=5000, help="port to listen on; 0: any free one")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all networks"
+    )
+    group.add_argument(
+        "--api-key-file", help="file with the keys that clients may send, one a line"
+    )
+    group.add_argument("--chat-template", help="file with a jinja template of chat messages")
+    group.add_argument("--served-model-name", help="name of the model in the API")
+
+
+class FrontEndProcess:
+    """The HTTP front end: a process, and the socket that connects it to the engine.
+
+    Both processes notice the end of the other at the end of the socket.
+    """
+
+    def __init__(self, host: str, port: int, **options: object) -> None:
+        listener = listen(host, port)
+        self.connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        numbers = {"engine_fd": other.fileno(), "listen_fd": listener.fileno()}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _FRONT_END, ROOT, json.dumps({**numbers, **options})],
+            pass_fds=tuple(numbers.values()),
+        )
+        other.close()
+        listener.close()
+
+    def serve(
+        self, engine: ServedEngine, info: EngineInfo, update_weights: UpdateWeights | None = None
+    ) -> int:
+        """Serve until SIGTERM or SIGINT; return the front end's exit status.
+
+        The front end receives the signal, answers its open requests and closes the connection.
+        """
+        with self._forwarded_signals():
+            EngineLoop(engine, self.connection, info, update_weights).run()
+            return self.close()
+
+    def close(self) -> int:
+        """Close the connection; return the exit status of the process."""
+        self.connection.close()
+        try:
+            return self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    @contextmanager
+    def _forwarded_signals(self) -> Iterator[None]:
+        def forward(number: int, frame: object) -> None:
+            self._process.send_signal(signal.SIGTERM)
+
+        old = {n: signal.signal(n, forward) for n in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.  Raises LaunchError if the address cannot be used."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise LaunchError(f"--host {host} --port {port}: {error}; choose another") from None
