@@ -22,6 +22,7 @@ from megatron.core.inference.paged_engine.step_plan import SAMPLE, Admission, Se
 from megatron.core.inference.sampling.sampler import Sampler
 
 _SHAPES = [(64, 50304), (1, 131072)]
+_TEXT = tuple(range(1000))  # what penalties look at
 _CASES: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "greedy, log-prob": {"temperature": 0.0, "return_log_probs": True},
@@ -67,8 +68,8 @@ def _ours(logits: Tensor, params: dict[str, float]) -> Callable[[], object]:
     segments = []
     nothing = np.zeros(0, np.int64)
     for slot in range(len(logits)):
-        sampler.admit(Admission(slot, {**params, "seed": slot}, (1, 2, 3), 3))
-        segments.append(Segment(slot, 3, nothing[:0], nothing, np.array([SAMPLE])))
+        sampler.admit(Admission(slot, {**params, "seed": slot}, _TEXT, len(_TEXT)))
+        segments.append(Segment(slot, len(_TEXT), nothing, nothing, np.array([SAMPLE])))
     plan = StepPlan(tuple(segments))
     return lambda: sampler.sample(logits, plan).to_result()
 
@@ -84,7 +85,7 @@ def _theirs(logits: Tensor, params: dict[str, float]) -> Callable[[], object]:
         processors.append(transformers.TopPLogitsWarper(params["top_p"]))
     if "min_p" in params:
         processors.append(transformers.MinPLogitsWarper(params["min_p"]))
-    texts = torch.tensor([[1, 2, 3]]).expand(len(logits), 3)
+    texts = torch.tensor([_TEXT]).expand(len(logits), -1)
 
     def run() -> Tensor:
         scores = processors(texts, logits)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,12 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepPlan,
     StepResult,
 )
+from megatron.core.inference.sampling.log_probs import log_probs
 from megatron.core.inference.sampling.sampler import Sampler
+from megatron.core.inference.sampling.slots import problems
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tests.unit.one_process import one_rank
 
 CPU = torch.device("cpu")
 EOD = 0
@@ -207,3 +214,90 @@ def test_extreme_parameters(params: dict[str, object], expected: set[int]) -> No
     sampler = sampler_of(4, {"seed": 4, **params})
     found = {step(sampler, logits, [segment(0, p, SAMPLE)]).tokens.item() for p in range(3, 80)}
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "param", "text"),
+    [
+        ({"logit_bias": {50: 1.0}}, "logit_bias", "logit_bias of token 50: .* are 0 to 49"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias", "logit_bias of token -1: "),
+        ({"logit_bias": {3: 101.0}}, "logit_bias", "token 3 is 101.0: .* from -100 to 100"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias", "token 3 is nan: "),
+        ({"stop_token_ids": (2, 50)}, "stop_token_ids", "has 50: .* are 0 to 49"),
+    ],
+)
+def test_what_does_not_fit_the_vocabulary_is_refused(
+    params: dict[str, Any], param: str, text: str
+) -> None:
+    (problem,) = problems(SamplingParams(**params), 50)
+    assert problem.param == param
+    assert re.search(text, str(problem))
+
+
+def test_largest_biases_fit_and_decide() -> None:
+    bias = {0: -100.0, 49: 100.0}
+    assert problems(SamplingParams(logit_bias=bias, stop_token_ids=(0, 49)), 50) == []
+    sampler = sampler_of(50, {"logit_bias": {str(token): b for token, b in bias.items()}})
+    logits = torch.zeros(1, 50)
+    logits[0, 0] = 90
+    assert step(sampler, logits, [segment(0, 3, SAMPLE)]).tokens.tolist() == [49]
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+def test_log_probabilities_have_the_bits_of_the_training_loss(number: int) -> None:
+    logits = torch.randn(7, 5003, generator=torch.Generator().manual_seed(0)) * 3
+    targets = torch.arange(7) * 700
+    loss = vocab_parallel_cross_entropy(logits, targets, tp_group=one_rank())
+    sampler = sampler_of(5003, {"return_prompt_log_probs": True})
+    result = step(sampler, logits[:number], [segment(0, 30, *targets[:number].tolist())])
+    assert torch.equal(torch.from_numpy(result.log_probs), -loss[:number])
+
+
+def test_tokens_and_log_probabilities_of_a_row_do_not_depend_on_other_rows() -> None:
+    logits = torch.randn(9, 2003, generator=torch.Generator().manual_seed(3))
+    sampler = sampler_of(2003, *[{"seed": n, "top_n_logprobs": n} for n in range(9)])
+    together = step(sampler, logits, [segment(slot, 3, SAMPLE) for slot in range(9)])
+    for slot in range(9):
+        alone = step(sampler, logits[slot : slot + 1], [segment(slot, 3, SAMPLE)])
+        assert alone.tokens[0] == together.tokens[slot]
+        assert alone.log_probs[0] == together.log_probs[slot]
+        assert alone.top_tokens[0].tolist() == together.top_tokens[slot, :slot].tolist()
+        assert alone.top_log_probs[0].tolist() == together.top_log_probs[slot, :slot].tolist()
+
+
+def test_two_threads_add_one_row_as_they_add_several() -> None:
+    logits = torch.randn(20, 131072, generator=torch.Generator().manual_seed(3))
+    logits[:, 0] = 12  # a small logarithm of the sum does not round its last bits away
+    targets = torch.zeros(20, 1, dtype=torch.int64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = log_probs(logits, targets)
+        alone = [log_probs(logits[n : n + 1], targets[n : n + 1]) for n in range(20)]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.cat(alone), together)
+
+
+def test_columns_that_no_block_fills_are_searched() -> None:
+    """33 columns are a block of 32 and one more."""
+    sampler = sampler_of(33, {"temperature": 0.0, "top_n_logprobs": 33}, {"top_k": 2, "seed": 1})
+    for best in (0, 31, 32):
+        logits = torch.zeros(2, 33)
+        logits[:, best] = 50
+        result = step(sampler, logits, [segment(0, 3, SAMPLE), segment(1, 3, SAMPLE)])
+        assert result.tokens.tolist() == [best, best]
+        rest = [token for token in range(33) if token != best]
+        assert result.top_tokens[0].tolist() == [best, *rest]
+
+
+def test_penalties_refuse_drafted_rows() -> None:
+    sampler = sampler_of(5, {"presence_penalty": 1.0})
+    with pytest.raises(AssertionError, match="penalties with drafted rows"):
+        step(sampler, torch.zeros(2, 5), [segment(0, 4, SAMPLE, SAMPLE)])
+
+
+def test_end_of_document_is_not_hidden_if_it_does_not_end_the_text() -> None:
+    sampler = sampler_of(4, {"temperature": 0.0, "min_tokens": 9, "ignore_eos": True})
+    logits = torch.tensor([[5.0, 1.0, 4.0, 3.0]])
+    assert step(sampler, logits, [segment(0, 3, SAMPLE)]).tokens.tolist() == [EOD]

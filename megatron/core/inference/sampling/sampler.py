@@ -96,7 +96,10 @@ class Sampler:
                 at = self._upload(drawn)
                 tokens.index_copy_(0, at, self._draw(blocks.take(at), rows.take(drawn)))
         tokens = tokens.where(blocks.maxima.amax(-1).isfinite(), NO_TOKEN)
-        self._count(tokens, rows)
+        penalised = np.flatnonzero(self._slots.has_penalty[rows.slots])
+        if len(penalised):
+            part, chosen = rows.take(penalised), tokens[self._upload(penalised)]
+            self._slots.penalties.record(part.slots, part.positions, chosen)
         return tokens
 
     def _apply_rules(self, logits: Tensor, rows: _Rows, plan: StepPlan) -> Tensor:
@@ -110,33 +113,23 @@ class Sampler:
             return logits
         logits = logits.to(torch.float32, copy=True)
         if len(biased):
-            where = self._upload(slots.bias.indices(rows.slots[biased]))
-            logits.index_add_(0, self._upload(biased), slots.bias.data[where])
+            where = slots.bias.rows(rows.slots[biased].tolist())
+            bias = slots.bias.data.index_select(0, self._upload(where))
+            logits.index_add_(0, self._upload(biased), bias)
         if len(penalised):
-            part, values = rows.slots[penalised], slots.values[rows.slots[penalised], 4:]
-            assert len(set(part.tolist())) == len(part), "penalties with speculative rows"
-            at, counts, in_prompt = (
-                self._upload(a)
-                for a in (penalised, slots.counts.indices(part), slots.in_prompt.indices(part))
-            )
-            lowered = logits[at]
-            rules.penalise(
-                lowered,
-                slots.counts.data[counts],
-                slots.in_prompt.data[in_prompt],
-                self._upload(values),
-            )
-            logits[at] = lowered
+            part = rows.take(penalised)
+            assert len(set(part.slots.tolist())) == len(part.slots), "penalties with drafted rows"
+            values = self._upload(slots.values[part.slots, 4:])
+            at, size = self._upload(penalised), int(part.positions.max())
+            slots.penalties.apply(logits, at, part.slots, values, size)
         if hidden:
-            logits.index_put_(tuple(self._upload(hidden).T), logits.new_tensor(float("-inf")))
+            logits.index_put_(tuple(self._upload(hidden).T), logits.new_full((), float("-inf")))
         if len(masked):
-            words = self._upload(
-                np.stack([plan.masks[slot] for slot in rows.slots[masked].tolist()])
-            )
+            words = [plan.masks[slot] for slot in rows.slots[masked].tolist()]
             at = self._upload(masked)
-            allowed = logits[at]
-            rules.keep_allowed(allowed, words)
-            logits[at] = allowed
+            allowed = logits.index_select(0, at)
+            rules.keep_allowed(allowed, self._upload(np.stack(words)))
+            logits.index_copy_(0, at, allowed)
         return logits
 
     def _hidden(self, rows: _Rows) -> list[tuple[int, int]]:
@@ -145,8 +138,9 @@ class Sampler:
         num_generated = rows.positions - slots.num_prompt[rows.slots]
         hidden = []
         for row in np.flatnonzero(num_generated < slots.min_tokens[rows.slots]).tolist():
-            stop = slots.params[rows.slots[row]].stop_token_ids
-            ends = stop if self._eod is None else (*stop, self._eod)
+            params = slots.params[rows.slots[row]]
+            ends_at_eod = self._eod is not None and not params.ignore_eos
+            ends = (*params.stop_token_ids, self._eod) if ends_at_eod else params.stop_token_ids
             hidden += [(row, token) for token in ends]
         return hidden
 
@@ -161,16 +155,6 @@ class Sampler:
         assert None not in seeds, "an admission has the seed of its request"
         keys = self._upload(noise.row_keys([s or 0 for s in seeds], rows.positions))
         return noise.choose(logits, scale, keys)[0]
-
-    def _count(self, tokens: Tensor, rows: _Rows) -> None:
-        """Note the chosen tokens of requests that have penalties."""
-        counts = self._slots.counts
-        penalised = np.flatnonzero(self._slots.has_penalty[rows.slots])
-        if len(penalised):
-            where = self._upload(counts.indices(rows.slots[penalised]))
-            chosen = tokens[self._upload(penalised)]
-            added = (chosen >= 0).to(counts.data.dtype)
-            counts.data.index_put_((where, chosen.clamp(min=0)), added, accumulate=True)
 
     def _with_log_probs(self, logits: Tensor, tokens: Tensor, rows: _Rows) -> SampledRows:
         """Return ``tokens`` [r] with the log-probabilities that requests of the step ask for."""

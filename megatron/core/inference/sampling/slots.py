@@ -1,4 +1,4 @@
-"""What the sampler knows of the request in each slot: parameters on the host, counts on the device.
+"""What the sampler knows of the request in each slot: parameters on the host, texts on the device.
 
 Parameters are plain numbers of the host: a step uploads those of its rows at once.  Only slots
 whose requests have penalties or a logit bias hold rows of the vocabulary's size on the device.
@@ -10,39 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from megatron.core.inference.paged_engine.request import RequestError
 from megatron.core.inference.paged_engine.step_plan import Admission
+from megatron.core.inference.sampling.rules import Penalties, SlotRows
 from megatron.core.inference.sampling_params import SamplingParams
 
-
-class SlotRows:
-    """Rows [v] on the device for those slots that need one; grows by doubling."""
-
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.data = torch.zeros(0, width, dtype=dtype, device=device)
-        self._row: dict[int, int] = {}
-        self._free: list[int] = []
-
-    def put(self, slot: int, values: npt.NDArray[Any]) -> None:
-        """Give ``slot`` a row of ``values`` [v]."""
-        if not self._free:
-            size = len(self.data)
-            self.data = torch.cat([self.data, self.data.new_zeros(max(size, 1), self.data.size(1))])
-            self._free = list(range(len(self.data) - 1, size - 1, -1))
-        self._row[slot] = self._free.pop()
-        self.data[self._row[slot]] = torch.from_numpy(values).to(self.data)
-
-    def free(self, slot: int) -> None:
-        """Free the row of ``slot``, if it has one."""
-        row = self._row.pop(slot, None)
-        if row is not None:
-            self._free.append(row)
-
-    def indices(self, slots: npt.NDArray[np.int64]) -> list[int]:
-        """Return the rows of ``slots`` in `data`."""
-        return [self._row[slot] for slot in slots.tolist()]
+_LARGEST_BIAS = 100.0  # of OpenAI's API
 
 
 class Slots:
@@ -59,8 +34,7 @@ class Slots:
         self.has_bias = np.zeros(max_requests, dtype=bool)
         # temperature, top_k (v: no limit), top_p, min_p, repetition, presence, frequency
         self.values = np.zeros((max_requests, 7), dtype=np.float32)
-        self.counts = SlotRows(vocab_size, torch.int32, device)  # how often a token was generated
-        self.in_prompt = SlotRows(vocab_size, torch.bool, device)
+        self.penalties = Penalties(vocab_size, device)
         self.bias = SlotRows(vocab_size, torch.float32, device)
 
     def admit(self, admission: Admission) -> None:
@@ -77,17 +51,14 @@ class Slots:
         self.values[slot] = filters + penalties
         self.has_bias[slot] = bool(params.logit_bias)
         self.has_penalty[slot] = penalties != (1, 0, 0)
-        for rows in (self.counts, self.in_prompt, self.bias):
-            rows.free(slot)
+        self.bias.free(slot)
         if params.logit_bias:
             bias = np.zeros(self._vocab_size, dtype=np.float32)
             bias[list(params.logit_bias)] = list(params.logit_bias.values())
             self.bias.put(slot, bias)
+        self.penalties.free(slot)
         if self.has_penalty[slot]:
-            history = np.array(admission.history, dtype=np.int64)
-            prompt, output = np.split(history, [admission.num_prompt])
-            self.in_prompt.put(slot, np.bincount(prompt, minlength=self._vocab_size) > 0)
-            self.counts.put(slot, np.bincount(output, minlength=self._vocab_size))
+            self.penalties.admit(admission)
 
 
 def params_of(values: Mapping[str, Any]) -> SamplingParams:
@@ -95,3 +66,23 @@ def params_of(values: Mapping[str, Any]) -> SamplingParams:
     bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
     stop = tuple(values.get("stop_token_ids", ()))
     return SamplingParams(**{**values, "logit_bias": bias, "stop_token_ids": stop})
+
+
+def problems(params: SamplingParams, vocab_size: int) -> list[RequestError]:
+    """Return an error for each value of ``params`` that does not fit the vocabulary."""
+    found = []
+    last = vocab_size - 1
+    outside = [t for t in params.logit_bias if not 0 <= t <= last]
+    if outside:
+        text = f"logit_bias of token {outside[0]}: token ids of this model are 0 to {last}"
+        found.append(RequestError(text, "logit_bias"))
+    for token, bias in params.logit_bias.items():
+        if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:  # also NaN
+            text = f"logit_bias of token {token} is {bias}: give a number from -100 to 100"
+            found.append(RequestError(text, "logit_bias"))
+            break
+    outside = [t for t in params.stop_token_ids if not 0 <= t <= last]
+    if outside:
+        text = f"stop_token_ids has {outside[0]}: token ids of this model are 0 to {last}"
+        found.append(RequestError(text, "stop_token_ids"))
+    return found
