@@ -72,3 +72,9 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is always chosen."""
         return self.top_k == 1 or self.temperature == 0
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the choice of a token depends on how often tokens came before."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1, 0, 0)

@@ -38,10 +38,33 @@ def log_probs_of(entries: np.ndarray) -> np.ndarray:
     return -np.array([_hash(value, t) % 1_000_003 for t in range(VOCABULARY)], dtype=np.float32)
 
 
-def sample(entries: np.ndarray, seed: int, last: int) -> int:
-    """The next token: often the same one after ``last``, so that texts repeat themselves."""
+def sample(entries: np.ndarray, seed: int, last: int, mask: int = -1) -> int:
+    """The next token: often the same one after ``last``, so that texts repeat themselves.
+
+    ``mask``: bits of the allowed tokens.
+    """
     value = _hash(entries, seed)
-    return value // 6 % VOCABULARY if value % 6 == 0 else 1 + (3 * last + 1) % (VOCABULARY - 1)
+    token = value // 6 % VOCABULARY if value % 6 == 0 else 1 + (3 * last + 1) % (VOCABULARY - 1)
+    while not mask >> token & 1:
+        token = (token + 1) % VOCABULARY
+    return token
+
+
+class CountingMatcher:
+    """Allows three tokens, which depend on those before, and the end after five tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def allowed(self) -> np.ndarray:
+        found = {1 + _hash(i, *self.tokens) % (VOCABULARY - 1) for i in range(3)}
+        if len(self.tokens) >= 5:
+            found.add(EOD)
+        return np.array([sum(1 << token for token in found)], dtype=np.int32)
+
+    def accept(self, token: int) -> None:
+        assert self.allowed()[0] >> token & 1
+        self.tokens.append(token)
 
 
 class PoisonedPool(PagePool):
@@ -89,7 +112,7 @@ class Model:
             self.cache[to] = values
         slots = [s.slot for s in plan.segments]
         assert len({*slots}) == len(slots), "a slot is planned twice"
-        rows = [row for s in plan.segments for row in self._rows(s)]
+        rows = [row for s in plan.segments for row in self._rows(s, plan.masks)]
         self.num_rows += plan.num_rows
         tops = [np.argsort(-row[1], kind="stable") for row in rows]
         return StepResult(
@@ -101,8 +124,11 @@ class Model:
             ),
         )
 
-    def _rows(self, segment: Segment) -> list[tuple[int, np.ndarray]]:
+    def _rows(self, segment: Segment, masks: dict[int, np.ndarray]) -> list[tuple[int, np.ndarray]]:
         size = self.pool.page_size
+        params = self.slots[segment.slot]
+        if segment.slot in masks or params["repetition_penalty"] != 1:
+            assert (segment.targets == SAMPLE).sum() <= 1, "drafts of rows that depend on others"
         assert len(segment.pages) == self.pool.pages_for(segment.num_keys)
         out = []
         for i, token in enumerate(segment.tokens.tolist()):
@@ -115,9 +141,10 @@ class Model:
                 entries = self.cache[segment.pages].ravel()[: at + 1]
                 target = int(segment.targets[row])
                 if target == SAMPLE:
-                    seed = self.slots[segment.slot]["seed"]
+                    seed = params["seed"]
                     assert isinstance(seed, int)
-                    target = sample(entries, seed, token)
+                    mask = masks.get(segment.slot, np.array([-1]))
+                    target = sample(entries, seed, token, int(mask[0]))
                 out.append((target, log_probs_of(entries)))
         return out
 
@@ -141,7 +168,8 @@ def run_alone(request: Request, max_sequence_length: int) -> Expected:
     limit = 0 if params.prompt_log_probs_only else params.num_tokens_to_generate
     limit = min(limit, max_sequence_length - len(tokens))
     wants = params.return_prompt_log_probs or params.prompt_log_probs_only
-    ends = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOD})
+    matcher = CountingMatcher() if request.matcher else None
+    ends = {*params.stop_token_ids} | (set() if params.ignore_eos and not matcher else {EOD})
     assert params.seed is not None
     while True:
         entries = np.append(entries, entry_of(entries, tokens[at], request.source))
@@ -153,13 +181,16 @@ def run_alone(request: Request, max_sequence_length: int) -> Expected:
             continue
         if not limit:
             return Expected(new, scores, "length")
-        token = sample(entries, params.seed, tokens[-1])
+        mask = int(matcher.allowed()[0]) if matcher else -1
+        token = sample(entries, params.seed, tokens[-1], mask)
         tokens.append(token)
         new.append(_output(log_probs, token, params.top_n_logprobs))
         if token in ends and len(new) > params.min_tokens:
             return Expected(new, scores, "stop")
         if len(new) == limit:
             return Expected(new, scores, "length")
+        if matcher:
+            matcher.accept(token)
 
 
 def _output(log_probs: np.ndarray, token: int, num_top: int) -> TokenOutput:

@@ -11,7 +11,14 @@ from megatron.core.inference.paged_engine.request import Request, RequestOutput,
 from megatron.core.inference.paged_engine.scheduler import EngineLimits, Scheduler
 from megatron.core.inference.paged_engine.step_plan import StepPlan, StepResult
 from megatron.core.inference.sampling_params import SamplingParams
-from tests.unit.inference.engine_simulation import EOD, VOCABULARY, Model, PoisonedPool, check
+from tests.unit.inference.engine_simulation import (
+    EOD,
+    VOCABULARY,
+    CountingMatcher,
+    Model,
+    PoisonedPool,
+    check,
+)
 
 LIMITS = EngineLimits(
     page_size=4,
@@ -121,6 +128,9 @@ def random_request(name: str, rng: random.Random) -> Request:
     if rng.random() < 0.6:  # the same start as other prompts
         common = [1 + i % (VOCABULARY - 1) for i in range(rng.choice([4, 8, 9, 16, 24]))]
         request.prompt = (common + request.prompt)[:50]
+    if kind == 3:
+        request.matcher = CountingMatcher()
+        request.params.min_tokens = 0
     if rng.random() < 0.15:
         request.source = [rng.randrange(3)]
     return request

@@ -161,5 +161,5 @@ def check_beam_request(request: Request) -> None:
             )
     if params.logit_bias:
         raise RequestError("logit_bias has no effect on beam search: leave it out", "logit_bias")
-    if request.grammar is not None:
+    if request.grammar is not None or request.matcher is not None:
         raise RequestError("beam search does not support a grammar: leave one out", "grammar")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.inference.sampling_params import SamplingParams
@@ -30,6 +33,16 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+class Matcher(Protocol):
+    """The state of a grammar for one request."""
+
+    def allowed(self) -> npt.NDArray[np.int32]:
+        """Return which tokens may follow: token t is bit t % 32 of word t // 32."""
+
+    def accept(self, token: int) -> None:
+        """Advance by an allowed token, which does not end the text."""
+
+
 @dataclass(frozen=True)
 class BeamParams:
     """Beam search with ``width`` beams.  A score is sum of log-probs / length ** length_penalty.
@@ -47,7 +60,8 @@ class Request:
     """One sequence to generate.  The fields after ``params`` belong to the engine.
 
     ``prompt``: token ids, of the decoder; ``source``: those that an encoder reads.
-    ``grammar``: a constraint as its kind ("json_schema", "regex", "lark", "choice") and its text.
+    ``grammar``: a constraint as its kind ("json_schema", "regex", "lark", "choice") and its text;
+    ``matcher`` is what follows it.
     ``fork_of``: id of a request that was added before with the same prompt, whose pages this one
     shares as soon as they hold the prompt.  ``beam``: search instead of sampling.
     """
@@ -59,6 +73,7 @@ class Request:
     grammar: tuple[str, str] | None = None
     fork_of: str | None = None
     beam: BeamParams | None = None
+    matcher: Matcher | None = None
     status: RequestStatus = RequestStatus.WAITING
     output: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens of prompt + output whose keys are in the cache

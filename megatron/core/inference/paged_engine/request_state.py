@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron.core.inference.paged_engine.pages import PagePool, page_digest
 from megatron.core.inference.paged_engine.request import FinishReason, Request, TokenOutput
+from megatron.core.inference.paged_engine.speculation import Speculation
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Admission, Integers
 from megatron.core.inference.sampling_params import SamplingParams
 
@@ -82,7 +83,8 @@ class RequestState:
         self.scores: list[TokenOutput] = []
         self.num_top = params.top_n_logprobs
         self.num_prompt_top = self.num_top if params.return_prompt_top_n_logprobs else 0
-        ends = () if self.eod is None or params.ignore_eos else (self.eod,)
+        ignores_eod = params.ignore_eos and self.request.matcher is None
+        ends = () if self.eod is None or ignores_eod else (self.eod,)
         self.end_tokens = frozenset((*params.stop_token_ids, *ends))
         self.pages = GrowingInts()
         self.num_kept = 0
@@ -91,6 +93,7 @@ class RequestState:
         self.num_cached_prompt_tokens: int | None = None  # None: it has never run
         self.parent: RequestState | None = None
         self.children: list[RequestState] = []  # those that wait until this one has its prompt
+        self.speculation: Speculation | None = None
         self.is_beam = self.request.beam is not None and self.generates
         self.is_queued = False
         self.is_held = False
@@ -138,9 +141,7 @@ class RequestState:
         params["top_n_logprobs"] = self.num_top
         params["logit_bias"] = {str(k): v for k, v in found.logit_bias.items()}
         params["stop_token_ids"] = sorted(self.end_tokens)
-        has_penalty = found.repetition_penalty != 1 or found.presence_penalty != 0
-        has_penalty = has_penalty or found.frequency_penalty != 0
-        history = tuple(self.tokens.to_list()) if has_penalty else ()
+        history = tuple(self.tokens.to_list()) if found.has_penalty else ()
         source = tuple(self.request.source)
         return Admission(self.request.slot, params, history, self.num_prompt, source)
 
@@ -153,6 +154,13 @@ class RequestState:
         scored = self.tokens.values[first + 1 : min(end + 1, self.num_prompt)]
         return np.concatenate([scored, _SAMPLE_ONLY]) if samples else scored
 
+    def draft(self, limit: int) -> list[int]:
+        """Return at most ``limit`` drafts for the rows after the last token."""
+        num_new = len(self.request.output)
+        if self.speculation is None or num_new < self.request.params.min_tokens:
+            return []
+        return self.speculation.draft(min(limit, self.max_new - num_new - 1))
+
     def accept(self, token: int) -> FinishReason | None:
         """Add a generated token; return why the request ends with it, or None."""
         self.tokens.append(token)
@@ -161,6 +169,8 @@ class RequestState:
         output.append(token)
         if token in self.end_tokens and len(output) > self.request.params.min_tokens:
             return "stop"
+        if self.request.matcher is not None:
+            self.request.matcher.accept(token)
         return "length" if len(output) >= self.max_new else None
 
     def find_digests(self, count: int, pool: PagePool) -> list[bytes]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from megatron.core.inference.paged_engine.beam import BeamGroup, check_beam_request
 from megatron.core.inference.paged_engine.limits import EngineLimits as EngineLimits
-from megatron.core.inference.paged_engine.limits import generation_length
+from megatron.core.inference.paged_engine.limits import check_grammar, generation_length
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
     Beam,
@@ -30,24 +31,39 @@ from megatron.core.inference.paged_engine.request import (
     TokenOutput,
 )
 from megatron.core.inference.paged_engine.request_state import RequestState
+from megatron.core.inference.paged_engine.speculation import (
+    MakeDrafter,
+    NgramDrafter,
+    new_speculation,
+)
 from megatron.core.inference.paged_engine.step_plan import (
     NO_TOKEN,
-    Admission,
     Segment,
     StepPlan,
     StepResult,
 )
+from megatron.core.inference.paged_engine.step_rows import ResultRows, StepBuilder, StepInFlight
 from megatron.core.inference.paged_engine.waiting_queue import WaitingQueue
 
 
 class Scheduler:
     """Requests of one lane.  Lanes share ``pool``; this one owns ``slots``."""
 
-    def __init__(self, limits: EngineLimits, pool: PagePool, slots: range, eod: int | None) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        pool: PagePool,
+        slots: range,
+        eod: int | None,
+        make_drafter: MakeDrafter | None = None,
+    ) -> None:
         self.limits = limits
         self.pool = pool
         self.eod = eod
         self.num_preemptions = 0
+        self.num_drafts = 0
+        self.num_accepted_drafts = 0
+        self._make_drafter = make_drafter or (lambda request: NgramDrafter())
         self._seeds = random.SystemRandom()
         self._slots = list(reversed(slots))
         self._states: dict[str, RequestState] = {}  # waiting and running
@@ -56,7 +72,7 @@ class Scheduler:
         self._num_children = 0  # requests that wait for the prompt of another one
         self._running: list[RequestState] = []  # by order
         self._num_added = 0
-        self._in_flight: dict[int, _InFlight] = {}  # by id of the plan
+        self._in_flight: dict[int, StepInFlight] = {}  # by id of the plan
 
     @property
     def num_running(self) -> int:
@@ -79,6 +95,7 @@ class Scheduler:
         RequestError: it can never run.  QueueFullError: ``max_waiting`` requests wait already.
         """
         check_beam_request(request)
+        check_grammar(request)
         max_new = generation_length(request, self.limits)
         first = request.fork_of or ""
         parent = None if first in self._groups else self._states.get(first)
@@ -88,6 +105,8 @@ class Scheduler:
         beam = request.beam if max_new else None
         own = request if beam is None else replace(request, output=[])
         state = RequestState(own, (self._num_added, 0), max_new, seed, self.eod)
+        max_drafts = 0 if self.limits.has_recurrent_layers else self.limits.num_draft_tokens
+        state.speculation = new_speculation(request, max_drafts, self._make_drafter)
         if beam is not None:
             self._groups[request.request_id] = BeamGroup(request, beam, state)
         self._num_added += 1
@@ -112,15 +131,13 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if no request can advance."""
-        step = _Step(self.limits.max_step_tokens)
-        prompts = []
-        for state in list(self._running):
-            if state.is_in_flight or state.is_held or state.request.slot is None:
-                continue
-            if state.num_remaining > 1:
-                prompts.append(state)
-            elif step.room:
-                self._add_rows(step, state, 1)
+        step = StepBuilder(self.limits.max_step_tokens)
+        ready = [s for s in self._running if not s.is_in_flight and not s.is_held]
+        prompts = [s for s in ready if s.num_remaining > 1]
+        spare = step.room - sum(s.num_remaining for s in ready)  # for drafts
+        for state in ready:
+            if state.num_remaining == 1 and step.room and state.request.slot is not None:
+                spare -= self._add_rows(step, state, 1, state.draft(spare))
         for state in prompts:
             if step.room and state.request.slot is not None:
                 self._add_rows(step, state, min(state.num_remaining, step.room))
@@ -133,14 +150,14 @@ class Scheduler:
             self._start_waiting(step)
         if not step.segments:
             return None
-        plan = StepPlan(tuple(step.segments), tuple(step.admissions), tuple(step.copies))
-        self._in_flight[id(plan)] = _InFlight(plan, step.states, self.pool.weight_version)
+        plan = step.plan()
+        self._in_flight[id(plan)] = StepInFlight(plan, step.states, self.pool.weight_version)
         return plan
 
     def record(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take what a plan of `plan` gave; return what it added to its requests."""
         planned = self._in_flight.pop(id(plan))
-        rows = _Rows(result, planned.weight_version)
+        rows = ResultRows(result, planned.weight_version)
         outputs = []
         for state, segment in zip(planned.states, plan.segments, strict=True):
             state.is_in_flight = False
@@ -176,7 +193,7 @@ class Scheduler:
                 f"{self.num_waiting} requests wait, the most that the queue holds: try again later"
             )
 
-    def _start_waiting(self, step: _Step) -> None:
+    def _start_waiting(self, step: StepBuilder) -> None:
         """Start requests in the order of their arrival, as long as slots, pages and rows last."""
         while step.room and self._slots and self._queue:
             state = self._queue.first()
@@ -184,7 +201,7 @@ class Scheduler:
                 break
             self._add_rows(step, state, min(state.num_remaining, step.room))
 
-    def _start(self, step: _Step, state: RequestState) -> bool:
+    def _start(self, step: StepBuilder, state: RequestState) -> bool:
         """Give the first waiting request pages and a slot; False if too few pages are free."""
         pages, num_tokens = self._reusable_pages(state)
         num_full = num_tokens // self.pool.page_size
@@ -229,21 +246,23 @@ class Scheduler:
         found: list[int] = parent.pages.values[: self.pool.pages_for(num_tokens)].tolist()
         return found, num_tokens
 
-    def _add_rows(self, step: _Step, state: RequestState, count: int) -> None:
-        """Add the next ``count`` rows of a running request, if it gets a page for them."""
-        request = state.request
-        start = request.num_cached
-        end = start + count
-        num_pages = self.pool.pages_for(end)
-        if num_pages > state.pages.size and not self._add_page(state):
-            return
-        assert request.slot is not None, "a request without a slot does not run"
-        tokens = state.tokens.values[start:end]
-        pages = state.pages.values[:num_pages]
-        step.segments.append(Segment(request.slot, start, tokens, pages, state.targets(end)))
-        step.states.append(state)
-        step.room -= count
-        state.is_in_flight = True
+    def _add_rows(
+        self, step: StepBuilder, state: RequestState, count: int, drafts: Sequence[int] = ()
+    ) -> int:
+        """Add the next rows of a running request and drafts; return the number of drafts added.
+
+        The rows may need a page, for which requests are pre-empted; for drafts none is.
+        """
+        end = state.request.num_cached + count
+        if self.pool.pages_for(end) > state.pages.size and not self._add_page(state):
+            return 0
+        if drafts:
+            num_more = self.pool.pages_for(end + len(drafts)) - state.pages.size
+            for page in self.pool.allocate(max(num_more, 0)) or ():
+                state.pages.append(page)
+            drafts = drafts[: state.pages.size * self.pool.page_size - end]
+        step.add(state, count, drafts, self.pool.pages_for(end + len(drafts)))
+        return len(drafts)
 
     def _add_page(self, state: RequestState) -> bool:
         """Add a page to a request; False if the request itself had to be pre-empted for it."""
@@ -305,14 +324,15 @@ class Scheduler:
         state.children = []
 
     def _record_rows(
-        self, state: RequestState, segment: Segment, rows: _Rows
+        self, state: RequestState, segment: Segment, rows: ResultRows
     ) -> RequestOutput | None:
         """Add the rows of one segment to its request; return what it reports, if anything."""
         request = state.request
-        request.num_cached = segment.num_keys
+        request.num_cached = min(segment.num_keys, state.goal)
+        num_drafts = segment.num_keys - request.num_cached
         is_done = request.num_cached == state.goal
         samples = is_done and state.generates
-        num_scores = len(segment.targets) - samples
+        num_scores = len(segment.targets) - samples - num_drafts
         state.scores += [rows.output(i, state.num_prompt_top) for i in range(num_scores)]
         state.num_scored += num_scores
         new: tuple[TokenOutput, ...] = ()
@@ -322,16 +342,15 @@ class Scheduler:
         if state.children and state.has_prompt:
             self._release_children(state)
         if samples:
-            last = rows.output(num_scores, state.num_top)
-            if last.token == NO_TOKEN:
+            drafts: list[int] = segment.tokens[-num_drafts:].tolist() if num_drafts else []
+            if not state.is_beam:
+                new, reason = self._accept(state, rows, num_scores, drafts)
+            elif (last := rows.output(num_scores, state.num_top)).token == NO_TOKEN:
                 reason = "error"
-            elif state.is_beam:
-                beams = self._record_beam(state, last.top)
-                if not beams:
-                    return None
+            elif beams := self._record_beam(state, last.top):
                 new, reason = beams[0].tokens, beams[0].finish_reason
             else:
-                new, reason = (last,), state.accept(last.token)
+                return None
         if not is_done:
             return None
         if reason is not None:
@@ -348,6 +367,27 @@ class Scheduler:
             _NO_TOKEN_ERROR if reason == "error" else "",
             beams,
         )
+
+    def _accept(
+        self, state: RequestState, rows: ResultRows, first: int, drafts: list[int]
+    ) -> tuple[tuple[TokenOutput, ...], FinishReason | None]:
+        """Add the token of row ``first``, and those after it while they follow their drafts."""
+        new: list[TokenOutput] = []
+        reason: FinishReason | None = None
+        for i, draft in enumerate((*drafts, NO_TOKEN)):
+            found = rows.output(first + i, state.num_top)
+            if found.token == NO_TOKEN:
+                return tuple(new), "error"
+            new.append(found)
+            reason = state.accept(found.token)
+            if reason is not None or found.token != draft:
+                break
+        state.request.num_cached = state.goal - 1  # rows of rejected drafts are computed again
+        if state.speculation is not None:
+            state.speculation.record(len(drafts), [t.token for t in new])
+            self.num_drafts += len(drafts)
+            self.num_accepted_drafts += len(new) - 1
+        return tuple(new), reason
 
     def _record_beam(
         self, state: RequestState, top: tuple[tuple[int, float], ...]
@@ -366,47 +406,6 @@ class Scheduler:
         found = group.search.results()
         group.request.output += [t.token for t in found[0].tokens]
         return found
-
-
-@dataclass
-class _Step:
-    """A plan in the making; ``room``: rows that it may still get."""
-
-    room: int
-    states: list[RequestState] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A plan, the states of its segments, and the version of the weights that execute it."""
-
-    plan: StepPlan
-    states: list[RequestState]
-    weight_version: int
-
-
-class _Rows:
-    """Output rows of a step; ``at``: the first row of the current segment."""
-
-    def __init__(self, result: StepResult, weight_version: int) -> None:
-        self.at = 0
-        self.weight_version = weight_version
-        self._result = result
-        self._tokens = result.tokens.tolist()
-        self._log_probs = result.log_probs.tolist()
-
-    def output(self, row: int, num_top: int) -> TokenOutput:
-        """Return row ``row`` of the segment with its ``num_top`` most likely tokens."""
-        row += self.at
-        top: tuple[tuple[int, float], ...] = ()
-        if num_top:
-            tokens = self._result.top_tokens[row, :num_top].tolist()
-            log_probs = self._result.top_log_probs[row, :num_top].tolist()
-            top = tuple(zip(tokens, log_probs, strict=True))
-        return TokenOutput(self._tokens[row], self._log_probs[row], top)
 
 
 _NO_TOKEN_ERROR = "the model gave no finite logits, or none of a token that is allowed"

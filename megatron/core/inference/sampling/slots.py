@@ -50,7 +50,7 @@ class Slots:
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.values[slot] = filters + penalties
         self.has_bias[slot] = bool(params.logit_bias)
-        self.has_penalty[slot] = penalties != (1, 0, 0)
+        self.has_penalty[slot] = params.has_penalty
         self.bias.free(slot)
         if params.logit_bias:
             bias = np.zeros(self._vocab_size, dtype=np.float32)

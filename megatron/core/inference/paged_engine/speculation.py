@@ -1,0 +1,89 @@
+"""Draft tokens: guesses of the next tokens, verified by one step of the model.
+
+A step processes the last token of a request and its drafts, and samples after each of them.  The
+noise of a sample depends on seed, position and token only, so the samples up to the first that
+differs from its draft are the tokens that steps without drafts give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+from megatron.core.inference.paged_engine.request import Request
+
+_LONGEST, _SHORTEST = 3, 2  # n-grams that are looked up
+
+
+class Drafter(Protocol):
+    """Guesses tokens of one request."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Note tokens that the request has got: first its prompt, then those generated."""
+
+    def draft(self, limit: int) -> list[int]:
+        """Return at most ``limit`` tokens that may follow."""
+
+
+MakeDrafter: TypeAlias = Callable[[Request], Drafter]
+
+
+class NgramDrafter:
+    """Guesses that the last tokens are followed by what followed them before (prompt lookup)."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Note tokens, in constant time for each."""
+        known = self._tokens
+        for token in tokens:
+            for n in range(_SHORTEST, min(_LONGEST, len(known)) + 1):
+                self._next[tuple(known[-n:])] = len(known)
+            known.append(token)
+
+    def draft(self, limit: int) -> list[int]:
+        """Return the tokens after the last occurrence of the longest n-gram that was seen before.
+
+        If that is less than ``limit`` tokens ago, the text repeats itself: so does the draft.
+        """
+        known = self._tokens
+        for n in range(_LONGEST, _SHORTEST - 1, -1):
+            at = self._next.get(tuple(known[-n:]))
+            if at is not None and len(known) >= n:
+                period = known[at : at + limit]
+                return [period[i % len(period)] for i in range(limit)]
+        return []
+
+
+class Speculation:
+    """Drafts of one request, as many as its last ones let expect, at most ``max_tokens``."""
+
+    def __init__(self, drafter: Drafter, max_tokens: int, prompt: Sequence[int]) -> None:
+        self._drafter = drafter
+        self._max_tokens = max_tokens
+        self._num_tokens = max_tokens
+        drafter.extend(prompt)
+
+    def draft(self, limit: int) -> list[int]:
+        """Return at most ``limit`` drafts."""
+        limit = min(limit, self._num_tokens)
+        return self._drafter.draft(limit) if limit > 0 else []
+
+    def record(self, num_drafts: int, new: Sequence[int]) -> None:
+        """Note generated tokens, which a step with ``num_drafts`` drafts gave."""
+        self._drafter.extend(new)
+        if num_drafts and len(new) > num_drafts:
+            self._num_tokens = min(2 * self._num_tokens, self._max_tokens)
+        elif num_drafts:
+            self._num_tokens = len(new)
+
+
+def new_speculation(
+    request: Request, max_tokens: int, make_drafter: MakeDrafter
+) -> Speculation | None:
+    """Return the drafts of a request, or None if its samples depend on more than the tokens."""
+    if not max_tokens or request.params.has_penalty or request.matcher or request.beam:
+        return None
+    return Speculation(make_drafter(request), max_tokens, request.prompt)
