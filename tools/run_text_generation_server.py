@@ -19,26 +19,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from megatron.core.inference.paged_engine.engine import EngineOptions
 from megatron.inference.server.messages import EngineInfo
 from megatron.training.arguments.parser import parse_args
-from megatron.training.inference.generation import GenerationLayout, Writer, open_writer
+from megatron.training.inference.engine_flags import engine_options, layout_of
+from megatron.training.inference.generation import Writer, open_writer
 from megatron.training.initialize import shut_down
 from megatron.training.process.launcher_watch import end_with_launcher
 from megatron.training.process.rank_print import is_rank0
 from tools.front_end_process import FrontEndProcess, add_front_end_flags
 
-# Flag -> field of `EngineOptions`, and the factor of the flag's unit.  A later row wins.
-_SIZES = {
-    "--inference-max-requests": ("max_requests", 1),
-    "--max-batch-size": ("max_requests", 1),
-    "--inference-dynamic-batching-max-requests-override": ("max_requests", 1),
-    "--inference-dynamic-batching-max-tokens-override": ("max_step_tokens", 1),
-    "--inference-dynamic-batching-chunk-size": ("page_size", 1),
-    "--inference-dynamic-batching-buffer-size-gb": ("buffer_bytes", 2**30),
-    "--inference-max-seq-length": ("max_sequence_length", 1),
-}
-_DESTS = {"--inference-max-requests": "inference_max_batch_size"}  # where it is not the flag's name
 # Flags of the server of Megatron-LM that each request sets for itself.
 _OF_REQUESTS = (
     "--temperature",
@@ -61,16 +50,15 @@ _READ = (
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
     "--use-checkpoint-args",
-    "--inference-dynamic-batching",
     "--yaml-cfg",
-)
-_OWN = (
+    "--max-tokens-to-oom",
+    "--no-inference-prefix-cache",
     "--port",
     "--host",
     "--api-key-file",
     "--chat-template",
     "--served-model-name",
-    "--inference-batch-invariant",
+    "--max-batch-size",
 )
 
 
@@ -81,7 +69,7 @@ def main() -> None:
         if args.load is None:
             raise ConfigError("--load is missing: give the directory that training saved to")
         end_with_launcher()
-        status = serve(args, sys.argv[1:]) if is_rank0() else follow(args, sys.argv[1:])
+        status = serve(args, sys.argv[1:]) if is_rank0() else follow(args)
     except (MegatronError, OSError, ValueError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     sys.exit(status)
@@ -92,10 +80,14 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> int:
     for warning in warnings_of(words):
         print(f"WARNING: {warning}", flush=True)
     front_end = FrontEndProcess(
-        args.host, args.port, api_key_file=args.api_key_file, chat_template=args.chat_template
+        args.host,
+        args.port,
+        api_key_file=args.api_key_file,
+        chat_template=args.chat_template,
+        max_api_tokens=args.max_tokens_to_oom,
     )
     try:
-        writer = open_engine(args, words)
+        writer = open_engine(args)
         status = front_end.serve(writer.engine, engine_info(args, writer))
     finally:
         front_end.close()
@@ -104,9 +96,9 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> int:
     return status
 
 
-def follow(args: argparse.Namespace, words: Sequence[str]) -> int:
+def follow(args: argparse.Namespace) -> int:
     """Execute the steps that rank 0 plans, until it ends."""
-    writer = open_engine(args, words)
+    writer = open_engine(args)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 first answers its open requests
     writer.engine.follow()
@@ -114,39 +106,20 @@ def follow(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def open_engine(args: argparse.Namespace, words: Sequence[str]) -> Writer:
+def open_engine(args: argparse.Namespace) -> Writer:
     """Build the engine of the checkpoint.  Collective over all ranks."""
     given = vars(args)
+    options = engine_options(args)
+    if args.max_batch_size is not None:
+        options = dataclasses.replace(options, max_requests=args.max_batch_size)
     return open_writer(
         args.load,
         step=args.ckpt_step,
         device_kind=args.device,
-        layout=GenerationLayout(
-            tensor=args.tensor_model_parallel_size,
-            pipeline=args.pipeline_model_parallel_size,
-            expert=args.expert_model_parallel_size,
-            expert_tensor=args.expert_tensor_parallel_size,
-        ),
-        options=engine_options(args, words),
+        layout=layout_of(args),
+        options=options,
         flags={name: given[name] for name in ("cache_mla_latents", "spec") if given[name]},
     )
-
-
-def engine_options(args: argparse.Namespace, words: Sequence[str]) -> EngineOptions:
-    """Return the sizes that the command line sets; the others have the engine's defaults.
-
-    Raises ConfigError for a size below 1.
-    """
-    given = flags_of(words)
-    sizes: dict[str, int] = {}
-    for flag, (field, factor) in _SIZES.items():
-        if flag in given:
-            dest = _DESTS.get(flag, flag[2:].replace("-", "_"))
-            value = int(vars(args)[dest] * factor)
-            if value < 1:
-                raise ConfigError(f"{flag} {vars(args)[dest]}: give a number above 0")
-            sizes[field] = value
-    return EngineOptions(**sizes, batch_invariant=args.inference_batch_invariant)
 
 
 def engine_info(args: argparse.Namespace, writer: Writer) -> EngineInfo:
@@ -163,20 +136,15 @@ def engine_info(args: argparse.Namespace, writer: Writer) -> EngineInfo:
     )
 
 
-def flags_of(words: Sequence[str]) -> list[str]:
-    """Return the flags on a command line."""
-    return [word.partition("=")[0] for word in words if word.startswith("--")]
-
-
 def warnings_of(words: Sequence[str]) -> list[str]:
     """Return a message for each kind of flag on the command line that has no effect here."""
-    flags = flags_of(words)
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     out = []
     of_requests = sorted({*flags} & {*_OF_REQUESTS})
     if of_requests:
         out.append(f"{', '.join(of_requests)}: without effect, each request has its own values")
-    known = {*_OF_REQUESTS, *_READ, *_OWN, *_SIZES}
-    others = sorted({*flags} - known)
+    flags = [flag for flag in flags if not flag.startswith("--inference-")]
+    others = sorted({*flags} - {*_OF_REQUESTS, *_READ})
     if others:
         out.append(
             f"{', '.join(others)}: without effect, model and tokenizer are those of the checkpoint"
@@ -188,11 +156,6 @@ def add_server_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     """Add the flags of the server to those of the model."""
     add_front_end_flags(parser)
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--inference-batch-invariant",
-        action="store_true",
-        help="same bits of tokens and log-probabilities in every batch",
-    )
     group.add_argument("--max-batch-size", type=int, help="requests that run at the same time")
     ignored = parser.add_argument_group("ignored: each request sets these")
     ignored.add_argument("--temperature", type=float)

@@ -138,6 +138,7 @@ def test_what_cannot_be_done_is_refused(server):
         ({"prevent_newline_after_colon": True}, "prevent_newline_after_colon is not supported"),
         ({"unheard_of": 1}, "unheard_of is no field"),
         ({"tokens_to_generate": 5000}, "maximum context length"),
+        ({"tokens_to_generate": 12000}, "Too many tokens.  12001 is greater than 12000"),
     ):
         status, found = put(server, prompts=["a"], **fields)
         assert status == 400

@@ -33,6 +33,7 @@ class Service:
     model: Model
     metrics: Metrics
     template: ChatTemplate | None = None
+    max_api_tokens: int = 12000
     announced: set[str] = field(default_factory=set)
 
     def generation(self, wanted: Wanted) -> Generation:

@@ -43,6 +43,7 @@ class FrontEndOptions:
     api_key_file: str | None = None
     chat_template: str | None = None
     max_body_bytes: int = 8 << 20
+    max_api_tokens: int = 12000  # of prompts and answers of one PUT /api
 
 
 def main(options: str) -> str | None:
@@ -105,7 +106,7 @@ async def _follow_engine(
         options.chat_template, info.tokenizer.get("tokenizer_model")
     )
     template = None if source is None else ChatTemplate(source, tokens)
-    front_end.service = Service(client, model, Metrics(), template)
+    front_end.service = Service(client, model, Metrics(), template, options.max_api_tokens)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {info.model} on http://{shown}:{port}", flush=True)

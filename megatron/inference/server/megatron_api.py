@@ -66,6 +66,11 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
         ids = await model.tokenize(text, "prompts") if text else []
         has_bos = ids[:1] == bos  # the tokenizer has added it
         prompts.append(bos + ids if asked.adds_bos and not has_bos else ids)
+    num_tokens = sum(len(ids) + asked.num_tokens for ids in prompts)
+    _need(
+        num_tokens <= service.max_api_tokens,
+        f"Too many tokens.  {num_tokens} is greater than {service.max_api_tokens}",
+    )
     params = SamplingParams(
         temperature=asked.temperature,
         top_k=asked.top_k,
