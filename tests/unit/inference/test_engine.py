@@ -141,3 +141,26 @@ def test_every_layout_gives_the_tokens_of_one_process(name: str) -> None:
 )
 def test_limits_of_the_engine_change_no_token(options: dict[str, Any]) -> None:
     assert_equal(generated(0, 1, {}, {}, options), alone({}))
+
+
+def routed(rank: int, world: int) -> list[int]:
+    """Return how many prompt tokens each request found in pages."""
+    made = engine(EngineOptions(page_size=4, max_requests=8), world, {})
+    if rank:
+        made.follow()
+        return []
+    params = SamplingParams(num_tokens_to_generate=2, seed=1)
+    prompts = [[5] * 12, [9] * 12]
+    made.generate(Request(f"first {i}", prompt, params) for i, prompt in enumerate(prompts))
+    cached: dict[str, int] = {}
+    for i in range(6):
+        made.add(Request(str(i), [*prompts[i % 2], i], params))
+    while made.has_unfinished:
+        for output in made.step():
+            cached.setdefault(output.request_id, output.num_cached_prompt_tokens)
+    made.close()
+    return [cached[str(i)] for i in range(6)]
+
+
+def test_a_request_goes_to_the_replica_that_knows_its_prompt() -> None:
+    assert run_ranks(routed, 2)[0] == [12] * 6

@@ -8,7 +8,7 @@ without work then computes an idle row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -26,7 +26,12 @@ from megatron.core.inference.paged_engine.control import (
 )
 from megatron.core.inference.paged_engine.options import EngineOptions as EngineOptions
 from megatron.core.inference.paged_engine.pages import PagePool
-from megatron.core.inference.paged_engine.request import Request, RequestOutput, TokenOutput
+from megatron.core.inference.paged_engine.request import (
+    Matcher,
+    Request,
+    RequestOutput,
+    TokenOutput,
+)
 from megatron.core.inference.paged_engine.runner import GenerationModel, ModelRunner
 from megatron.core.inference.paged_engine.scheduler import EngineLimits, Scheduler
 from megatron.core.inference.paged_engine.step_plan import (
@@ -39,6 +44,7 @@ from megatron.core.inference.paged_engine.step_plan import (
 
 _MOST_REQUESTS = 256  # that run at the same time, unless more are asked for
 _PAGES_WITHOUT_ATTENTION = 2**20  # of a model whose layers are all recurrent
+_IMBALANCE = 4
 _STOP, _PLAN = 0, 1  # first number of a message to the other ranks
 _NOTHING = StepResult(
     np.zeros(0, np.int64),
@@ -106,6 +112,8 @@ class Engine:
             for lane in range(self._num_lanes)
         }
         self._home: dict[str, Scheduler] = {}
+        # Kind and text of a grammar -> its matcher; None: this engine has no grammars.
+        self.make_matcher: Callable[[str, str], Matcher] | None = None
         self._lane = 0
         self._flights: dict[tuple[int, int], tuple[StepPlan, StepResult | None]] = {}
 
@@ -113,9 +121,24 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError: it can never run; QueueFullError: many wait."""
-        scheduler = min(self._schedulers.values(), key=lambda s: s.num_running + s.num_waiting)
+        if request.grammar is not None and request.matcher is None and self.make_matcher:
+            request.matcher = self.make_matcher(*request.grammar)
+        scheduler = self._home.get(request.fork_of or "") or self._route(request)
         scheduler.add(request)
         self._home[request.request_id] = scheduler
+
+    def _route(self, request: Request) -> Scheduler:
+        """Return a scheduler of the replica whose pages hold most of the prompt already.
+
+        Schedulers with `_IMBALANCE` requests more than the least are left out.
+        """
+        loads = {key: s.num_running + s.num_waiting for key, s in self._schedulers.items()}
+        least = min(loads.values())
+        known = [0] * len(self._pools)
+        if len(self._pools) > 1 and self._limits.has_prefix_cache:
+            known = [p.num_known_tokens(request.prompt, request.source) for p in self._pools]
+        free = [key for key, load in loads.items() if load <= least + _IMBALANCE]
+        return self._schedulers[min(free, key=lambda key: (-known[key[0]], loads[key]))]
 
     def abort(self, request_id: str) -> bool:
         """End a request without further output; return whether it was there."""

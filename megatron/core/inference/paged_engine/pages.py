@@ -91,6 +91,15 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def num_known_tokens(self, prompt: Sequence[int], source: Sequence[int] = ()) -> int:
+        """Return how many tokens at the start of a prompt are in pages with digests."""
+        tokens, digest, size = np.array(prompt, dtype=np.int64), self.root(source), self.page_size
+        for start in range(0, len(tokens) - size + 1, size):
+            digest = page_digest(digest, tokens[start : start + size])
+            if digest not in self._page_of:
+                return start
+        return len(tokens) // size * size
+
     def num_unused(self, pages: Iterable[int]) -> int:
         """Return how many of ``pages`` are free: `share` would take them from `num_free`."""
         return sum(not self._num_users[page] for page in pages)
