@@ -1,0 +1,189 @@
+"""Text that a grammar constrains: what a sampler writes always parses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.inference.grammar import GrammarMatcher, Grammars
+from megatron.core.inference.paged_engine.request import RequestError
+from megatron.core.inference.paged_engine.step_plan import (
+    NO_TOKEN,
+    SAMPLE,
+    Admission,
+    Segment,
+    StepPlan,
+)
+from megatron.core.inference.sampling.sampler import Sampler
+from tests.unit.inference.test_sampler import CPU
+
+pytest.importorskip("llguidance")
+
+EOD = 5
+PIECES = [
+    b"true",
+    b'{"',
+    b'":',
+    b'"}',
+    b"12",
+    b", ",
+    b"\xf0\x9f",
+    b"\x98\x80",
+    b"yes",
+    b"",
+    b"ab",
+    b"aaaa",
+]
+TOKENS = [*(bytes([i]) for i in range(256)), None, *PIECES]
+TOKENS[EOD] = None
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(TOKENS, EOD)
+
+
+def written(matcher: GrammarMatcher, seed: int, longest: int = 2000) -> bytes:
+    """Return the text that a model without knowledge writes under ``matcher``."""
+    sampler = Sampler(1, len(TOKENS), CPU, EOD)
+    sampler.admit(Admission(0, {"seed": seed, "temperature": 1.5}, num_prompt=1))
+    generator = torch.Generator().manual_seed(seed)
+    text = b""
+    nothing = np.zeros(0, dtype=np.int64)
+    for position in range(1, longest):
+        row = Segment(0, position - 1, np.array([0]), nothing, np.array([SAMPLE]))
+        plan = StepPlan((row,), masks={0: matcher.allowed().astype(np.int64)})
+        logits = torch.randn(1, len(TOKENS), generator=generator) * 2
+        token = int(sampler.sample(logits, plan).tokens)
+        assert token != NO_TOKEN, (matcher.error, text)
+        if token == EOD:
+            return text
+        matcher.accept(token)
+        text += TOKENS[token] or b""
+    raise AssertionError(f"no end: {text!r}")
+
+
+def is_person(text: str) -> bool:
+    found = json.loads(text)
+    return (
+        found.keys() == {"name", "age", "tags"}
+        and len(found["name"]) <= 6
+        and found["age"] in range(130)
+        and set(found["tags"]) <= {"a", "b"}
+    )
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 129},
+        "tags": {"type": "array", "maxItems": 3, "items": {"enum": ["a", "b"]}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+CHOICES = ["yes", "yes.*", 'a "b"', "\U0001f600", "line\nbreak", "ye"]
+DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
+SUM = 'start: NUMBER ("+" NUMBER){1,4}\nNUMBER: /[0-9]{1,3}/'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "fits"),
+    [
+        ("json_schema", json.dumps(PERSON), is_person),
+        ("json_schema", '{"type": "boolean"}', lambda t: isinstance(json.loads(t), bool)),
+        ("regex", DATE, lambda t: re.fullmatch(DATE, t)),
+        ("lark", SUM, lambda t: re.fullmatch(r"\d{1,3}(\+\d{1,3}){1,4}", t)),
+        ("choice", json.dumps(CHOICES), lambda t: t in CHOICES),
+    ],
+)
+def test_what_is_sampled_always_fits_the_grammar(
+    grammars: Grammars, kind: str, text: str, fits: Callable[[str], Any]
+) -> None:
+    found = {written(grammars.matcher(kind, text), seed) for seed in range(25)}
+    assert all(fits(text.decode()) for text in found)
+    assert len(found) > 1
+
+
+def test_every_choice_can_be_written(grammars: Grammars) -> None:
+    text = json.dumps(CHOICES)
+    for choice in CHOICES:
+        matcher = grammars.matcher("choice", text)
+        for byte in choice.encode():
+            assert tokens_of(matcher) >= {byte}
+            matcher.accept(byte)
+        assert EOD in tokens_of(matcher)
+
+
+def tokens_of(matcher: GrammarMatcher) -> set[int]:
+    words = matcher.allowed()
+    return {t for t in range(32 * len(words)) if words[t // 32] >> (t % 32) & 1}
+
+
+def test_tokens_of_several_bytes_are_allowed_and_special_ones_are_not(grammars: Grammars) -> None:
+    matcher = grammars.matcher("regex", "(true|\U0001f600|\x05)")
+    pieces = {TOKENS.index(b"true"), ord("t"), TOKENS.index(b"\xf0\x9f"), 0xF0}
+    assert tokens_of(matcher) == pieces  # token 5 is the end of a document, not byte 5
+    matcher.accept(ord("x"))
+    assert tokens_of(matcher) == set()
+    assert matcher.error
+
+
+def test_requests_with_one_grammar_do_not_share_their_texts(grammars: Grammars) -> None:
+    first, second = (grammars.matcher("regex", "ab?") for _ in range(2))
+    first.accept(ord("a"))
+    second.accept(ord("a"))
+    first.accept(ord("b"))
+    assert tokens_of(first) == {EOD}
+    assert tokens_of(second) == {EOD, ord("b")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("json_schema", '{"type": "strng"}', "json_schema grammar: Invalid type: strng"),
+        ("json_schema", "{", "json_schema grammar: EOF while parsing"),
+        ("json_schema", "[1]", "schema must be an object or boolean"),
+        ("json_schema", "false", "Unsatisfiable schema"),
+        ("json_schema", '{"minimum": 3, "maximum": 2, "type": "integer"}', "Unsatisfiable schema"),
+        ("json_schema", '{"$ref": "http://example.com/a"}', "does not fetch"),
+        ("json_schema", '{"$ref": "file:///etc/passwd"}', "does not fetch"),
+        ("json_schema", '{"a":' + "[" * 9000 + "]" * 9000 + "}", "recursion limit"),
+        ("json_schema", " " * 70000, "of 70000 characters: at most 65536"),
+        ("regex", "(", "unclosed group"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", "a{100000}", "more than 8192 bytes"),
+        ("regex", r"[^\x00-\x{10ffff}]", "no text of this vocabulary fits"),
+        ("regex", "\ud800", "surrogates"),
+        ("lark", "", "Empty grammar"),
+        ("lark", "start: start", "no text of this vocabulary fits"),
+        ("lark", "start: missing", "missing"),
+        ("choice", '["a", 3]', "give a JSON list of strings"),
+        ("choice", "[]", "give at least one string"),
+        ("choice", "[" * 60000, "recursion"),
+        ("yaml", "", "grammar of kind 'yaml': give json_schema, regex, lark or choice"),
+    ],
+)
+def test_a_grammar_that_no_text_fits_or_that_is_hostile_is_refused(
+    grammars: Grammars, kind: str, text: str, reason: str
+) -> None:
+    with pytest.raises(RequestError) as error:
+        grammars.matcher(kind, text)
+    assert reason in str(error.value)
+    assert error.value.param == "grammar"
+    assert len(str(error.value)) < 400
+
+
+def test_a_grammar_that_needs_too_much_work_later_allows_no_token(grammars: Grammars) -> None:
+    matcher = grammars.matcher("regex", "b|a{9000}")
+    assert tokens_of(matcher) == {ord("b"), ord("a"), TOKENS.index(b"aaaa")}
+    matcher.accept(ord("a"))
+    assert tokens_of(matcher) == set()
+    assert "more than 8192 bytes" in matcher.error
