@@ -171,7 +171,7 @@ class ColumnParallelLinear(_ShardedLinear):
             is_own=is_own,
             group=self._grad_group,
             sequence_parallel=self.sequence_parallel,
-            quantizer=self.quantizer if is_own else None,
+            quantizer=self.quantizer if is_own or self.weight is None else None,
         )
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:

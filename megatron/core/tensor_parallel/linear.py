@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.weight_gradient import (
     may_be_deferred,
 )
 
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # like F.linear
 Quantizer = Callable[[Tensor, Tensor, Tensor | None, ProcessGroup | None, bool], Tensor]
 
 

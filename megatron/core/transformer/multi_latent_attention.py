@@ -46,8 +46,16 @@ class MLASelfAttentionSubmodules:
     kv_layernorm: Slot | None = None
 
 
+def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head with its own matrix: [s, b, n, i], [n, o, i] -> [s, b, n, o]."""
+    return torch.einsum("sbni,noi->sbno", x, weight)
+
+
 class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
     """Multi-latent self attention."""
+
+    # Of absorbed weights.  Generation may set another one on an instance.
+    multiply_heads: Callable[[Tensor, Tensor], Tensor] = staticmethod(multiply_heads)
 
     @property
     def query_width(self) -> int:
@@ -138,12 +146,12 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         c = self.config
         raising = self.linear_kv_up_proj.weight.unflatten(0, (self.local_heads, -1))
         raises_key, raises_value = raising.split([c.qk_head_dim, c.v_head_dim], 1)
-        lowered = torch.einsum("sbnd,ndl->sbnl", query[0], raises_key)
+        lowered = self.multiply_heads(query[0], raises_key.transpose(1, 2))
         context = attend(
             torch.cat([lowered, query[1]], -1), latents, latents[..., :0], self.core_attention
         )
         context = context.unflatten(-1, (self.local_heads, -1))[..., : c.kv_lora_rank]
-        return self.linear_proj(torch.einsum("sbnl,nvl->sbnv", context, raises_value).flatten(2))
+        return self.linear_proj(self.multiply_heads(context, raises_value).flatten(2))
 
     def queries_keys_values(
         self, hidden_states: Tensor, rotary: RotaryTable | None

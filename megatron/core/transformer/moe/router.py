@@ -25,6 +25,7 @@ from megatron.core.config.errors import NonFiniteError
 from megatron.core.parallel.context_parallel_partition import held_tokens
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
+from megatron.core.tensor_parallel.linear import Multiply
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens
 from megatron.core.transformer.module import MegatronModule
@@ -38,6 +39,8 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 class TopKRouter(MegatronModule):
     """Chooses ``--moe-router-topk`` experts for each token."""
+
+    multiply: Multiply = staticmethod(F.linear)  # generation may set another one on an instance
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *, pg_collection: ProcessGroupCollection
@@ -106,7 +109,7 @@ class TopKRouter(MegatronModule):
         """
         dtype = self.dtype or hidden.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
+        logits = self.multiply(hidden.to(dtype), self.weight.to(dtype), bias)
         is_sound = ~logits.isnan().any()
         rank = self.groups.world.rank()
         message = f"rank {rank}: the router of layer {self.layer_number} computes NaN for a token"

@@ -10,6 +10,7 @@ Sources: arXiv 2101.03961 (balance loss), 2202.08906 (z-loss), 2405.04434 (group
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +49,7 @@ class Choice:
     group_topk: int | None = None  # groups per token
     group_score_topk: int | None = None  # scores that sum to a group's score; None: k / group_topk
     scaling_factor: float | None = None
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
 
 
 def tally(numbers: Tensor, size: int) -> Tensor:
@@ -88,7 +90,7 @@ def weights_of(logits: Tensor, experts: Tensor, choice: Choice) -> Tensor:
 def scores_of(logits: Tensor, choice: Choice) -> Tensor:
     """Return the score of every expert: [n, E]."""
     if choice.score_function == "sigmoid":
-        return torch.sigmoid(_at_least_fp32(logits)).to(logits.dtype)
+        return choice.sigmoid(_at_least_fp32(logits)).to(logits.dtype)
     return _softmax(logits)
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.params.param_init import new_parameter, param_info_for
+from megatron.core.tensor_parallel.linear import Multiply
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SharedExpertMLP(MLP):
     """MLP of the shared experts; --moe-shared-expert-gate adds a learned sigmoid gate per token."""
+
+    # Generation may set others on an instance.
+    multiply: Multiply = staticmethod(F.linear)
+    sigmoid: Callable[[Tensor], Tensor] = staticmethod(torch.sigmoid)
 
     def __init__(
         self, config: TransformerConfig, submodules: MLPSubmodules, *, tp_group: ProcessGroup
@@ -38,4 +45,4 @@ class SharedExpertMLP(MLP):
         y = y if bias is None else y + bias
         if self.gate_weight is None:
             return y
-        return y * torch.sigmoid(F.linear(hidden_states, self.gate_weight))
+        return y * self.sigmoid(self.multiply(hidden_states, self.gate_weight, None))
