@@ -1,0 +1,90 @@
+"""The commands of docs/serving.md run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+from unittest import mock
+
+import pytest
+
+from megatron.training.arguments.parser import build_parser
+from tests.server_process import ROOT, fake_server
+from tools import text_generation_cli
+from tools.run_text_generation_server import add_server_flags, warnings_of
+
+PAGE = (ROOT / "docs" / "serving.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    shlex.split(line)
+    for kind, text in BLOCKS
+    if kind == ""
+    for line in text.replace("\\\n", " ").splitlines()
+    if line.startswith(("python ", "torchrun ", "curl "))
+]
+HERE = "localhost:5000"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    template = folder / "template.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    with fake_server(folder, "--chat-template", str(template)) as found:
+        yield found
+
+
+def test_commands_of_the_server_have_known_flags():
+    starts = [c for c in COMMANDS if "tools/run_text_generation_server.py" in c]
+    assert len(starts) == 2
+    for words in starts:
+        words = words[words.index("tools/run_text_generation_server.py") + 1 :]
+        args = build_parser(add_server_flags).parse_args(words)
+        assert (args.load, args.port) == ("checkpoints", 5000)
+        assert warnings_of(words) == []
+
+
+def test_flags_of_the_page_exist():
+    parser = build_parser(add_server_flags)
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    named = re.findall(r"`(--[\w-]+)", PAGE)
+    assert named
+    assert set(named) <= known
+
+
+def test_requests_of_curl_are_answered(server):
+    requests = [words for words in COMMANDS if words[0] == "curl"]
+    assert len(requests) == 5
+    for words in requests:
+        url = next(word for word in words if word.startswith(HERE))
+        body = words[words.index("-d") + 1].encode() if "-d" in words else None
+        method = "PUT" if "PUT" in words else "POST" if body else "GET"
+        kind = {"Content-Type": "application/x-www-form-urlencoded"} if body else {}
+        status, _, content = server.ask_raw(method, url.removeprefix(HERE), body, kind)
+        assert (status, bool(content)) == (200, True), words
+
+
+def test_the_command_line_client_runs(server):
+    (words,) = [c for c in COMMANDS if "tools/text_generation_cli.py" in c]
+    address = server.url.removeprefix("http://")
+    argv = [address if word == HERE else word for word in words[1:]]
+    with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(io.StringIO()) as said:
+        text_generation_cli.main()
+    assert "def main(def main(" in said.getvalue()
+
+
+def test_the_program_for_openai_runs(server):
+    pytest.importorskip("openai")
+    (program,) = [text for kind, text in BLOCKS if kind == "python"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(program.replace(f"http://{HERE}", server.url), {})
+    assert said.getvalue() == "def main(\n"
+
+
+def test_every_path_of_the_page_exists(server):
+    for method, path in re.findall(r"`(GET|POST|PUT) (/[\w/]*)`", PAGE):
+        status, _, content = server.ask_raw(method, path, None if method == "GET" else {})
+        assert status not in (404, 405), (method, path)
