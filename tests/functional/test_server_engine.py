@@ -77,6 +77,19 @@ def test_clients_at_the_same_time_get_the_text_of_the_engine(checkpoint, expecte
         table = server.ask("POST", "/v1/completions", scored)[1]["choices"][0]["logprobs"]
         assert table["token_logprobs"][0] is None
         assert all(value < 0 for value in table["token_logprobs"][1:])
+        both = server.ask("POST", "/v1/completions", {**scored, "n": 2, "max_tokens": 2})[1]
+        for choice in both["choices"]:
+            values = choice["logprobs"]["token_logprobs"]
+            assert values[: len(table["tokens"])] == pytest.approx(
+                table["token_logprobs"], rel=1e-4, nan_ok=True
+            )
+        body = {"prompts": [PROMPTS[1]], "tokens_to_generate": 5, "beam_width": 3}
+        status, beams = server.ask("PUT", "/api", body)
+        assert (status, len(beams["text"]), len(beams["segments"])) == (200, 3, 3)
+        assert beams["scores"] == sorted(beams["scores"], reverse=True)
+        assert all(text.startswith(PROMPTS[1]) for text in beams["text"])
+        status, found = server.ask("PUT", "/api", {**body, "stop_on_eol": True})
+        assert (status, found.split()[0]) == (400, "beam_width")
         assert server.end() == 0
 
 

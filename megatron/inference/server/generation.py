@@ -7,7 +7,13 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.inference.paged_engine.request import FinishReason, Request, TokenOutput
+from megatron.core.inference.paged_engine.request import (
+    Beam,
+    BeamParams,
+    FinishReason,
+    Request,
+    TokenOutput,
+)
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.engine_client import Call, EngineClient
 from megatron.inference.server.errors import ApiError
@@ -26,6 +32,7 @@ class Wanted:
     rules: TextRules
     num_samples: int = 1
     grammar: tuple[str, str] | None = None
+    beam: BeamParams | None = None
 
 
 @dataclass
@@ -44,6 +51,7 @@ class Sample:
     stopped_by: str | int | None = None
     num_cached: int = 0
     weight_version: int = 0
+    beams: tuple[Beam, ...] = ()  # of a beam search, best first
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +82,8 @@ class Generation:
             for number in range(wanted.num_samples):
                 index = next(counter)
                 request = _request(f"{self.id}-{index}", prompt, wanted, number, model)
+                if number > 0:  # the samples of a prompt share its pages
+                    request.fork_of = f"{self.id}-{index - number}"
                 state = SampleText(model.decode, wanted.rules, request.prompt)
                 self.samples[request.request_id] = Sample(
                     self.id, index, prompt, state, metrics.timer()
@@ -100,6 +110,7 @@ class Generation:
             sample.num_cached = max(sample.num_cached, output.num_cached_prompt_tokens)
             sample.weight_version = output.weight_version
             sample.prompt_scores += output.prompt_scores
+            sample.beams = output.beams
             delta = sample.state.add(output)
             sample.text += delta.text
             sample.tokens += delta.tokens
@@ -158,6 +169,5 @@ def _request(
 ) -> Request:
     params = sample_params(wanted.params, number)
     start = model.info.decoder_start
-    if start is None:
-        return Request(request_id, list(prompt), params, grammar=wanted.grammar)
-    return Request(request_id, [start], params, source=list(prompt), grammar=wanted.grammar)
+    ids, source = (list(prompt), []) if start is None else ([start], list(prompt))
+    return Request(request_id, ids, params, source=source, grammar=wanted.grammar, beam=wanted.beam)

@@ -5,9 +5,10 @@ A wrong field is answered with status 400 and Megatron-LM's text for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.core.inference.paged_engine.request import BeamParams
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.endpoint import Service, json_answer
 from megatron.inference.server.errors import ApiError
@@ -82,7 +83,7 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
     if asked.has_log_probs:
         params = with_log_probs(params, 0, 0)
     if asked.beam_width is not None:
-        raise WrongField("beam_width: the engine of this server has no beam search; leave it out")
+        return await _search(service, request, asked, prompts[0], params)
     rules = TextRules(model.end_tokens(params), asked.stops, keeps_stop=True)
     samples = await service.samples(Wanted(prompts, params, rules), request)
     rows, texts, log_probs = [], [], []
@@ -96,6 +97,33 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
         "segments": [[model.token_text(token) for token in row] for row in rows],
         "logprobs": log_probs if asked.has_log_probs else None,
         "tokens": rows,
+    }
+
+
+async def _search(
+    service: Service,
+    request: Any,
+    asked: LegacyRequest,
+    prompt: list[int],
+    params: SamplingParams,
+) -> dict[str, Any]:
+    """Answer with the beams of one prompt, best first."""
+    model = service.model
+    if asked.stops:
+        raise WrongField("beam_width does not go with stop_on_eol and stop_on_double_eol")
+    if asked.stop_token is not None and asked.stop_token != model.info.eod:
+        if not 0 <= asked.stop_token < model.info.vocab_size:
+            raise WrongField(f"stop_token must be below {model.info.vocab_size}")
+        params = replace(params, ignore_eos=True, stop_token_ids=(asked.stop_token,))
+    assert asked.beam_width is not None, "the caller has checked it"
+    beam = BeamParams(asked.beam_width, asked.length_penalty)
+    (sample,) = await service.samples(Wanted([prompt], params, TextRules(), beam=beam), request)
+    ends = model.end_tokens(params)
+    rows = [[t.token for t in beam.tokens if t.token not in ends] for beam in sample.beams]
+    return {
+        "text": [asked.prompts[0] + model.decode(row) for row in rows],
+        "segments": [[model.token_text(token) for token in prompt + row] for row in rows],
+        "scores": [beam.score for beam in sample.beams],
     }
 
 

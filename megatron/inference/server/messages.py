@@ -12,12 +12,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron.core.config.errors import MegatronError
-from megatron.core.inference.paged_engine.request import Request, RequestOutput, TokenOutput
+from megatron.core.inference.paged_engine.request import (
+    Beam,
+    BeamParams,
+    Request,
+    RequestOutput,
+    TokenOutput,
+)
 from megatron.core.inference.sampling_params import SamplingParams
 
 VERSION = 1
 MAX_BYTES = 64 << 20  # of one message; a request body is smaller
-_REQUEST_FIELDS = ("request_id", "prompt", "source", "grammar")
+_REQUEST_FIELDS = ("request_id", "prompt", "source", "grammar", "fork_of")
 
 
 class ProtocolError(MegatronError):
@@ -30,8 +36,7 @@ class EngineInfo:
 
     ``tokenizer``: fields of `TokenizerSpec`.  ``modules``: user modules to import, which may
     register tokenizers.  ``decoder_start``: the first token of a decoder whose encoder reads the
-    prompt.  ``features``: those of "grammar", "beam_search" and "update_weights" that the engine
-    has.
+    prompt.  ``features``: those of "grammar" and "update_weights" that the engine has.
     """
 
     model: str
@@ -112,7 +117,7 @@ def request_to_json(request: Request) -> dict[str, Any]:
     params = dict(vars(request.params))
     params["logit_bias"] = [[token, bias] for token, bias in request.params.logit_bias.items()]
     fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
-    return {**fields, "params": params}
+    return {**fields, "params": params, "beam": request.beam and asdict(request.beam)}
 
 
 def request_from_json(found: Mapping[str, Any]) -> Request:
@@ -123,7 +128,8 @@ def request_from_json(found: Mapping[str, Any]) -> Request:
     fields = {name: found[name] for name in _REQUEST_FIELDS}
     if fields["grammar"] is not None:
         fields["grammar"] = tuple(fields["grammar"])
-    return Request(**fields, params=SamplingParams(**params))
+    beam = found["beam"] and BeamParams(**found["beam"])
+    return Request(**fields, params=SamplingParams(**params), beam=beam)
 
 
 def output_to_json(output: RequestOutput) -> dict[str, Any]:
@@ -135,6 +141,10 @@ def output_to_json(output: RequestOutput) -> dict[str, Any]:
         found["finish"] = output.finish_reason
     if output.error:
         found["error"] = output.error
+    if output.beams:
+        found["beams"] = [
+            [_tokens_to_json(b.tokens), b.score, b.finish_reason] for b in output.beams
+        ]
     found["cached"] = output.num_cached_prompt_tokens
     found["version"] = output.weight_version
     return found
@@ -150,6 +160,10 @@ def output_from_json(found: Mapping[str, Any]) -> RequestOutput:
         num_cached_prompt_tokens=found["cached"],
         weight_version=found["version"],
         error=found.get("error", ""),
+        beams=tuple(
+            Beam(_tokens_from_json(tokens), score, reason)
+            for tokens, score, reason in found.get("beams", ())
+        ),
     )
 
 
