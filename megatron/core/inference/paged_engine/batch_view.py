@@ -38,30 +38,29 @@ class BatchView:
     ) -> None:
         self._cache, self._segments, self._sources = cache, plan.segments, sources
         self._row_invariant = row_invariant
-        lengths = np.array([len(s.tokens) for s in self._segments])
+        segments = self._segments
+        starts = np.array([s.start for s in segments])
+        lengths = np.array([len(s.tokens) for s in segments])
+        num_outputs = np.array([len(s.targets) for s in segments])
         first_row = np.concatenate([[0], lengths.cumsum()])
-        self._rows = [slice(a, b) for a, b in zip(first_row[:-1], first_row[1:], strict=True)]
-        positions = np.concatenate([np.arange(s.start, s.num_keys) for s in self._segments])
-        table = np.zeros((len(lengths), max(len(s.pages) for s in self._segments)), np.int64)
-        for row, segment in zip(table, self._segments, strict=True):
-            row[: len(segment.pages)] = segment.pages
+        self._rows = list(map(slice, first_row[:-1].tolist(), first_row[1:].tolist()))
         of_row = np.arange(len(lengths)).repeat(lengths)
+        positions = _count_up(starts, lengths)
+        table = np.zeros((len(lengths), max(len(s.pages) for s in segments)), np.int64)
+        for row, segment in zip(table, segments, strict=True):
+            row[: len(segment.pages)] = segment.pages
         pages, offsets = np.divmod(positions, cache.page_size)
         at = table[of_row, pages] * cache.page_size + offsets
-        contexts = np.maximum(positions + 1, num_prompt[[s.slot for s in self._segments]][of_row])
-        outputs = [
-            np.arange(rows.stop - len(s.targets), rows.stop)
-            for rows, s in zip(self._rows, self._segments, strict=True)
-        ]
+        contexts = np.maximum(positions + 1, num_prompt[[s.slot for s in segments]][of_row])
 
         def put(array: Integers, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.from_numpy(array).to(device=device, dtype=dtype)
 
-        self.token_ids = put(np.concatenate([s.tokens for s in self._segments]))
+        self.token_ids = put(np.concatenate([s.tokens for s in segments]))
         self._positions, self._contexts, self._at = put(positions), put(contexts), put(at)
-        self._outputs = put(np.concatenate(outputs))
-        num_keys = np.array([s.num_keys for s in self._segments])
-        self._batch = PagedBatch(*(put(x, torch.int32) for x in (first_row, num_keys, table)))
+        self._outputs = put(_count_up(first_row[1:] - num_outputs, num_outputs))
+        numbers = first_row, starts + lengths, table
+        self._batch = PagedBatch(*(put(x, torch.int32) for x in numbers))
 
     def positions(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return the positions and context lengths of the rows: 2 x [N]."""
@@ -153,3 +152,9 @@ class BatchView:
         """Copy the tokens of a segment's request out of the pages: [t, 1, g, d]."""
         own = torch.from_numpy(segment.pages).to(pages.device)
         return pages[own].flatten(0, 1)[: segment.num_keys].unsqueeze(1)
+
+
+def _count_up(starts: Integers, lengths: Integers) -> Integers:
+    """Return the ranges of ``lengths`` numbers from ``starts`` on, behind each other."""
+    before = lengths.cumsum() - lengths
+    return (starts - before).repeat(lengths) + np.arange(lengths.sum())

@@ -200,10 +200,11 @@ class Engine:
     def _run(self, plans: dict[int, StepPlan], lane: int) -> None:
         """Send the plans to the ranks of their replicas; execute that of this rank's replica."""
         for replica, plan in plans.items():
-            message = np.concatenate([[_PLAN], plan.to_array()])
-            for rank in self._ranks(replica):
-                if rank != ROOT:
-                    self._channel.send(message, rank)
+            others = [rank for rank in self._ranks(replica) if rank != ROOT]
+            if others:
+                message = np.concatenate([[_PLAN], plan.to_array()])
+            for rank in others:
+                self._channel.send(message, rank)
             self._flights[replica, lane] = plan, None
         if 0 in plans:
             self._flights[0, lane] = plans[0], self._runner.execute(plans[0])
