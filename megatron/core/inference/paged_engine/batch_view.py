@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.device import host_array
 from megatron.core.fusions.paged_attention import PagedBatch, paged_attention, store
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.step_plan import Integers, Segment, StepPlan
@@ -53,14 +54,24 @@ class BatchView:
         at = table[of_row, pages] * cache.page_size + offsets
         contexts = np.maximum(positions + 1, num_prompt[[s.slot for s in segments]][of_row])
 
-        def put(array: Integers, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.from_numpy(array).to(device=device, dtype=dtype)
-
-        self.token_ids = put(np.concatenate([s.tokens for s in segments]))
-        self._positions, self._contexts, self._at = put(positions), put(contexts), put(at)
-        self._outputs = put(_count_up(first_row[1:] - num_outputs, num_outputs))
-        numbers = first_row, starts + lengths, table
-        self._batch = PagedBatch(*(put(x, torch.int32) for x in numbers))
+        outputs = _count_up(first_row[1:] - num_outputs, num_outputs)
+        token_ids = np.concatenate([s.tokens for s in segments])
+        rows = (
+            token_ids,
+            positions,
+            contexts,
+            at,
+            outputs,
+            first_row,
+            starts + lengths,
+            table.ravel(),
+        )
+        # One copy to the device, which the host does not wait for.
+        whole = host_array(torch.from_numpy(np.concatenate(rows)), device)
+        uploaded = whole.to(device, non_blocking=True).split([len(x) for x in rows])
+        self.token_ids, self._positions, self._contexts, self._at, self._outputs = uploaded[:5]
+        first, num_keys, pages_of = (x.int() for x in uploaded[5:])
+        self._batch = PagedBatch(first, num_keys, pages_of.view(table.shape))
 
     def positions(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return the positions and context lengths of the rows: 2 x [N]."""
