@@ -9,7 +9,8 @@ import torch
 
 from megatron.core import device
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
-from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.paged_engine.limits import check_tokens
+from megatron.core.inference.paged_engine.request import Request, RequestError
 from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -164,3 +165,36 @@ def routed(rank: int, world: int) -> list[int]:
 
 def test_a_request_goes_to_the_replica_that_knows_its_prompt() -> None:
     assert run_ranks(routed, 2)[0] == [12] * 6
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param", "text"),
+    [
+        ([2, VOCABULARY], {}, "prompt", "prompt has token 64: .* are 0 to 63"),
+        ([-1, 3], {}, "prompt", "prompt has token -1: "),
+        ([2], {"logit_bias": {64: 1.0}}, "logit_bias", "logit_bias has token 64: "),
+        ([2], {"logit_bias": {-1: 1.0}}, "logit_bias", "logit_bias has token -1: "),
+        ([2], {"logit_bias": {3: 101.0}}, "logit_bias", "token 3 is 101.0: .* from -100 to 100"),
+        ([2], {"logit_bias": {3: float("nan")}}, "logit_bias", "token 3 is nan: "),
+        ([2], {"stop_token_ids": (2, 64)}, "stop_token_ids", "stop_token_ids has token 64: "),
+    ],
+)
+def test_tokens_that_the_model_does_not_have_are_refused(
+    prompt: list[int], params: dict[str, Any], param: str, text: str
+) -> None:
+    request = Request("a", prompt, SamplingParams(**params))
+    with pytest.raises(RequestError, match=text) as error:
+        check_tokens(request, VOCABULARY)
+    assert error.value.param == param
+
+
+def test_a_request_with_an_unknown_token_does_not_disturb_others() -> None:
+    serving = engine(EngineOptions(max_step_tokens=16), 1, {})
+    good, *_ = requests()
+    serving.add(good)
+    with pytest.raises(RequestError, match="prompt has token 64"):
+        serving.add(Request("bad", [VOCABULARY], SamplingParams()))
+    ends = []
+    while serving.has_unfinished:
+        ends += [out.finish_reason for out in serving.step() if out.finish_reason]
+    assert ends == ["length"]

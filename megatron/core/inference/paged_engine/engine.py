@@ -24,6 +24,7 @@ from megatron.core.inference.paged_engine.control import (
     pack_result,
     unpack_result,
 )
+from megatron.core.inference.paged_engine.limits import check_tokens
 from megatron.core.inference.paged_engine.options import EngineOptions as EngineOptions
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
@@ -121,6 +122,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError: it can never run; QueueFullError: many wait."""
+        check_tokens(request, self.model.vocab_size)
         if request.grammar is not None and request.matcher is None and self.make_matcher:
             request.matcher = self.make_matcher(*request.grammar)
         scheduler = self._home.get(request.fork_of or "") or self._route(request)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megatron.core.inference.paged_engine.request import Request, RequestError
 
+_LARGEST_BIAS = 100.0  # of a token's logit, as in OpenAI's API
+
 
 @dataclass(frozen=True)
 class EngineLimits:
@@ -58,3 +60,24 @@ def check_grammar(request: Request) -> None:
             "where the text ends: leave one out",
             "min_tokens",
         )
+
+
+def check_tokens(request: Request, vocab_size: int) -> None:
+    """Raise RequestError if a token id of a request is not one of the model's."""
+    last = vocab_size - 1
+    params = request.params
+    ids = {
+        "prompt": request.prompt,
+        "source": request.source,
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for param, tokens in ids.items():
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token <= last:
+                text = f"{param} has token {token}: token ids of this model are 0 to {last}"
+                raise RequestError(text, param)
+    for token, bias in params.logit_bias.items():
+        if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:  # also NaN
+            text = f"logit_bias of token {token} is {bias}: give a number from -100 to 100"
+            raise RequestError(text, "logit_bias")

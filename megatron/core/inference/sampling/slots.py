@@ -12,12 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core.inference.paged_engine.request import RequestError
 from megatron.core.inference.paged_engine.step_plan import Admission
 from megatron.core.inference.sampling.rules import Penalties, SlotRows
 from megatron.core.inference.sampling_params import SamplingParams
-
-_LARGEST_BIAS = 100.0  # of OpenAI's API
 
 
 class Slots:
@@ -66,23 +63,3 @@ def params_of(values: Mapping[str, Any]) -> SamplingParams:
     bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
     stop = tuple(values.get("stop_token_ids", ()))
     return SamplingParams(**{**values, "logit_bias": bias, "stop_token_ids": stop})
-
-
-def problems(params: SamplingParams, vocab_size: int) -> list[RequestError]:
-    """Return an error for each value of ``params`` that does not fit the vocabulary."""
-    found = []
-    last = vocab_size - 1
-    outside = [t for t in params.logit_bias if not 0 <= t <= last]
-    if outside:
-        text = f"logit_bias of token {outside[0]}: token ids of this model are 0 to {last}"
-        found.append(RequestError(text, "logit_bias"))
-    for token, bias in params.logit_bias.items():
-        if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:  # also NaN
-            text = f"logit_bias of token {token} is {bias}: give a number from -100 to 100"
-            found.append(RequestError(text, "logit_bias"))
-            break
-    outside = [t for t in params.stop_token_ids if not 0 <= t <= last]
-    if outside:
-        text = f"stop_token_ids has {outside[0]}: token ids of this model are 0 to {last}"
-        found.append(RequestError(text, "stop_token_ids"))
-    return found
