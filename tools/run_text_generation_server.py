@@ -19,6 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import ConfigError, MegatronError
+from megatron.core.inference.grammar import Grammars
+from megatron.core.optional import available
 from megatron.inference.server.messages import EngineInfo
 from megatron.training.arguments.parser import parse_args
 from megatron.training.inference.engine_flags import engine_options, layout_of
@@ -26,6 +28,7 @@ from megatron.training.inference.generation import Writer, open_writer
 from megatron.training.initialize import shut_down
 from megatron.training.process.launcher_watch import end_with_launcher
 from megatron.training.process.rank_print import is_rank0
+from megatron.training.tokenizer.token_bytes import token_bytes
 from tools.front_end_process import FrontEndProcess, add_front_end_flags
 
 # Flags of the server of Megatron-LM that each request sets for itself.
@@ -88,7 +91,8 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> int:
     )
     try:
         writer = open_engine(args)
-        status = front_end.serve(writer.engine, engine_info(args, writer))
+        features = ("grammar",) if add_grammars(writer) else ()
+        status = front_end.serve(writer.engine, engine_info(args, writer, features))
     finally:
         front_end.close()
     writer.engine.close()
@@ -122,7 +126,19 @@ def open_engine(args: argparse.Namespace) -> Writer:
     )
 
 
-def engine_info(args: argparse.Namespace, writer: Writer) -> EngineInfo:
+def add_grammars(writer: Writer) -> bool:
+    """Let the engine follow grammars; return whether it can.
+
+    It cannot without llguidance, or if the texts of the tokenizer are not its tokens' bytes.
+    """
+    tokens, eod = token_bytes(writer.tokenizer), writer.engine.model.eod
+    if tokens is None or eod is None or not available("llguidance"):
+        return False
+    writer.engine.make_matcher = Grammars(tokens, eod).matcher
+    return True
+
+
+def engine_info(args: argparse.Namespace, writer: Writer, features: tuple[str, ...]) -> EngineInfo:
     """Return what the front end must know of the engine."""
     model, longest = writer.engine.model, writer.engine.options.max_sequence_length
     return EngineInfo(
@@ -133,6 +149,7 @@ def engine_info(args: argparse.Namespace, writer: Writer) -> EngineInfo:
         eod=model.eod,
         decoder_start=model.decoder_start,
         modules=tuple(args.import_module or ()),
+        features=features,
     )
 
 

@@ -58,7 +58,10 @@ def _completions(server, prompt: str) -> str:
 @pytest.mark.feature("Serving: one command serves a checkpoint with the tokens of its engine")
 def test_clients_at_the_same_time_get_the_text_of_the_engine(checkpoint, expected):
     command = [sys.executable, TOOL, "--load", str(checkpoint), "--device", "cpu", "--port", "0"]
-    with started([*command, "--num-layers", "9", "--top_k", "5"]) as server:
+    template = checkpoint.parent / "template.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    command += ["--chat-template", str(template), "--num-layers", "9", "--top_k", "5"]
+    with started(command) as server:
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(lambda p: _completions(server, p), PROMPTS)) == expected
         output = "".join(server.lines)
@@ -80,9 +83,8 @@ def test_clients_at_the_same_time_get_the_text_of_the_engine(checkpoint, expecte
         both = server.ask("POST", "/v1/completions", {**scored, "n": 2, "max_tokens": 2})[1]
         for choice in both["choices"]:
             values = choice["logprobs"]["token_logprobs"]
-            assert values[: len(table["tokens"])] == pytest.approx(
-                table["token_logprobs"], rel=1e-4, nan_ok=True
-            )
+            expected_values = table["token_logprobs"][1:]
+            assert values[1 : len(table["tokens"])] == pytest.approx(expected_values, rel=1e-4)
         body = {"prompts": [PROMPTS[1]], "tokens_to_generate": 5, "beam_width": 3}
         status, beams = server.ask("PUT", "/api", body)
         assert (status, len(beams["text"]), len(beams["segments"])) == (200, 3, 3)
@@ -90,7 +92,21 @@ def test_clients_at_the_same_time_get_the_text_of_the_engine(checkpoint, expecte
         assert all(text.startswith(PROMPTS[1]) for text in beams["text"])
         status, found = server.ask("PUT", "/api", {**body, "stop_on_eol": True})
         assert (status, found.split()[0]) == (400, "beam_width")
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        schema["additionalProperties"] = False
+        for kind, is_right in (({"schema": schema}, True), ({"schema": {"enum": []}}, False)):
+            status, found = server.ask("POST", "/v1/chat/completions", _with_schema(kind))
+            if is_right:
+                assert json.loads(found["choices"][0]["message"]["content"])["a"] in (True, False)
+            else:
+                assert (status, found["error"]["param"]) == (400, "response_format")
         assert server.end() == 0
+
+
+def _with_schema(kind: dict[str, object]) -> dict[str, object]:
+    form = {"type": "json_schema", "json_schema": kind}
+    messages = [{"role": "user", "content": "ab"}]
+    return {"messages": messages, "response_format": form, "seed": 1, "max_tokens": 50}
 
 
 def test_two_ranks_give_the_same_text_and_end_together(checkpoint, expected):

@@ -54,7 +54,8 @@ def as_api_error(error: MegatronError) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(str(error), status=429, code="queue_full", retry_after_s=1)
     if isinstance(error, RequestError):
-        return ApiError(str(error), error.param)
+        param = "response_format" if error.param == "grammar" else error.param
+        return ApiError(str(error), param)
     if isinstance(error, ConfigError):
         return ApiError(str(error))
     return ApiError(str(error), status=500)

@@ -89,7 +89,7 @@ class CustomTikTokenizer(MegatronTokenizer):
         return TokenBatch(batch.ids + self._shift, batch.lengths)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return b"".join(map(self._bytes_of, ids)).decode(errors="replace")
+        return b"".join(map(self.bytes_of, ids)).decode(errors="replace")
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
         if any(index < self._shift for index in ids):
@@ -124,7 +124,8 @@ class CustomTikTokenizer(MegatronTokenizer):
             return super()._special(role)
         return self._specials.index(token)
 
-    def _bytes_of(self, index: int) -> bytes:
+    def bytes_of(self, index: int) -> bytes:
+        """Return the bytes of a token."""
         if index < self._shift:
             return self._specials[index].encode()
         found: bytes = self._encoding.decode_single_token_bytes(index - self._shift)
