@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, TypeAlias
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
+WeightFormat: TypeAlias = Literal["saved", "bf16", "int8"]
 _EMBEDDINGS = "training writes no vectors of texts: tools/bert_embedding.py does"
 
 _inference = partial(option, group="inference")
@@ -87,6 +89,13 @@ class InferenceConfig:
         0,
         "Number of tokens that are guessed from earlier text and verified in one forward pass; "
         "the generated tokens do not depend on it.",
+    )
+    inference_weights: WeightFormat = _engine(
+        "saved",
+        "Format in which linear layers read their weights on a CPU: that of the checkpoint, or a "
+        "copy in bf16 or int8 (one scale for each 128 values of a row).",
+        choices=("saved", "bf16", "int8"),
+        parse=str,
     )
     inference_batch_invariant: bool = _engine(
         False,

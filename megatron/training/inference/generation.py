@@ -16,6 +16,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.dist_checkpointing.value_types import Arguments
+from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.runner import GenerationModel
@@ -106,6 +107,9 @@ def open_writer(
     config = generation_config(asked, load, step=step, device_kind=device_kind, layout=layout)
     run, longest = load_model(config, parallel_output=False)
     assert run.tokenizer is not None, "setup_tokenizer() builds it"
+    if not device.is_cuda() or options.batch_invariant or options.weights != "saved":
+        weights = "fp32" if options.weights == "saved" else options.weights
+        use_fast_linears(run.model_chunks[0], weights, batch_invariant=options.batch_invariant)
     model = GenerationModel(
         module=run.model_chunks[0],
         config=run.config.model,

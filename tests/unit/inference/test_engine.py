@@ -33,7 +33,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 }
 
 
-def engine(options: EngineOptions, world: int, sizes: dict[str, int], **changes: Any) -> Engine:
+def engine(
+    options: EngineOptions,
+    world: int,
+    sizes: dict[str, int],
+    dtype: torch.dtype = torch.float64,
+    **changes: Any,
+) -> Engine:
     torch.manual_seed(7)
     groups = one_process_groups()
     if world > 1:
@@ -41,10 +47,10 @@ def engine(options: EngineOptions, world: int, sizes: dict[str, int], **changes:
     config = tiny_config(
         num_layers=4,
         init_method_std=0.3,
-        params_dtype=torch.float64,
+        params_dtype=dtype,
         tensor_model_parallel_size=sizes.get("tp", 1),
         pipeline_model_parallel_size=sizes.get("pp", 1),
-        pipeline_dtype=torch.float64,
+        pipeline_dtype=dtype,
         expert_model_parallel_size=sizes.get("ep", 1),
         **changes,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +12,8 @@ class EngineOptions:
 
     ``max_requests`` run at the same time in a replica; None: ``overflow_factor`` times the number
     of longest sequences that the cache holds.  ``guaranteed_fraction`` of the pages is reserved for
-    running requests when another one starts.
+    running requests when another one starts.  ``weights`` and ``batch_invariant`` are properties of
+    the model too: see `use_fast_linears`.
     """
 
     buffer_bytes: int = 2**30
@@ -24,4 +26,5 @@ class EngineOptions:
     max_waiting: int = 1024
     has_prefix_cache: bool = True
     num_draft_tokens: int = 0
+    weights: Literal["saved", "bf16", "int8"] = "saved"
     batch_invariant: bool = False

@@ -1,0 +1,91 @@
+"""--inference-batch-invariant: bits of a request do not depend on what else the engine does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.inference.fast_linear import use_fast_linears
+from megatron.core.inference.paged_engine.engine import Engine
+from megatron.core.inference.paged_engine.options import EngineOptions
+from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.sampling_params import SamplingParams
+from tests.unit.inference.test_engine import LENGTH, engine
+
+NUM_REQUESTS = 12
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "experts": {"num_moe_experts": 4, "moe_router_topk": 2},
+}
+LIMITS: list[dict[str, Any]] = [
+    *({"max_step_tokens": n} for n in (1, 7, 16, 64)),
+    {"max_requests": 3},
+    {"buffer_bytes": 11 * 4 * 4 * 2 * 32 * 4},  # 11 pages: requests are pre-empted
+    {"has_prefix_cache": False},
+]
+
+
+def requests() -> list[Request]:
+    out = []
+    for i in range(NUM_REQUESTS):
+        prompt = [(11 * (i // 3) + 5 * j) % 60 + 2 for j in range(3 + 2 * i)]  # shared beginnings
+        params = SamplingParams(
+            temperature=0.0 if i % 2 else 1.0,
+            seed=i,
+            num_tokens_to_generate=min(10, LENGTH - len(prompt)),
+            ignore_eos=True,
+            return_log_probs=True,
+            return_prompt_log_probs=i % 4 == 0,
+        )
+        out.append(Request(str(i), prompt, params))
+    return out
+
+
+def made(changes: dict[str, Any], **options: Any) -> Engine:
+    out = engine(
+        EngineOptions(page_size=4, batch_invariant=True, **options),
+        1,
+        {},
+        torch.float32,
+        **changes,
+    )
+    use_fast_linears(out.model.module, batch_invariant=True)
+    return out
+
+
+def bits(running: Engine, asked: list[Request], seed: int) -> dict[str, list[float]]:
+    """Token ids and log-probs of each request; requests arrive at random steps in random order."""
+    rng = random.Random(seed)
+    waiting = rng.sample(asked, len(asked))
+    out: dict[str, list[float]] = {request.request_id: [] for request in asked}
+    while waiting or running.has_unfinished:
+        for _ in range(rng.choice([0, 1, 3])):
+            if waiting:
+                running.add(waiting.pop())
+        for output in running.step():
+            for token in (*output.prompt_scores, *output.new):
+                out[output.request_id] += [token.token, token.log_prob]
+    return out
+
+
+def alone(changes: dict[str, Any]) -> dict[str, list[float]]:
+    out: dict[str, list[float]] = {}
+    running = made(changes, max_requests=1, has_prefix_cache=False)
+    for request in requests():
+        out |= bits(running, [request], 0)
+    return out
+
+
+@pytest.mark.feature(
+    "Generation: bits that do not depend on the batch (--inference-batch-invariant)"
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_are_those_of_a_request_alone(family: str) -> None:
+    wanted = alone(FAMILIES[family])
+    for number, limits in enumerate(LIMITS):
+        running = made(FAMILIES[family], **limits)
+        for seed in range(7):
+            assert bits(running, requests(), 10 * number + seed) == wanted, (limits, seed)
