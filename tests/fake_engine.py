@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--max-requests", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=1000)
     parser.add_argument("--features", nargs="*", default=["grammar"])
+    parser.add_argument("--decoder-start", type=int)
     parser.add_argument("--gate", type=Path)
     args = parser.parse_args()
     front_end = FrontEndProcess(
@@ -111,6 +112,7 @@ def main() -> None:
         vocab_size=args.vocab_size,
         max_sequence_length=args.max_length,
         eod=args.eod,
+        decoder_start=args.decoder_start,
         features=tuple(args.features),
     )
     engine = FakeEngine(info, args.max_requests, args.gate)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,16 +121,30 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
 
 def _ask_server(args: argparse.Namespace) -> None:
     for prompt in _prompts(args):
-        body = {"prompts": [prompt], "tokens_to_generate": args.num_tokens}
+        body = _fields_of_api(args, prompt)
         request = urllib.request.Request(
             f"http://{args.address}/api",
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
             method="PUT",
         )
-        with urllib.request.urlopen(request) as answer:
-            print("Megatron Response: ")
-            print(json.load(answer)["text"][0], flush=True)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                print("Megatron Response: ")
+                print(json.load(answer)["text"][0], flush=True)
+        except urllib.error.HTTPError as error:
+            message = error.read(10_000).decode(errors="replace")
+            raise ConfigError(f"{args.address} answers {error.code}: {message}") from None
+
+
+def _fields_of_api(args: argparse.Namespace, prompt: str) -> dict[str, object]:
+    """Return the body of PUT /api; greedy is top_k 1 there."""
+    body: dict[str, object] = {"prompts": [prompt], "tokens_to_generate": args.num_tokens}
+    if args.temperature == 0:
+        return {**body, "top_k": 1}
+    sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    seed = {} if args.seed is None else {"random_seed": args.seed}
+    return {**body, **sampling, **seed}
 
 
 if __name__ == "__main__":

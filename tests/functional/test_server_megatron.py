@@ -150,7 +150,16 @@ def test_post_completions_is_openai_s(server):
     assert (status, found["choices"][0]["text"]) == (200, "ab")
 
 
-@pytest.mark.parametrize("flags", [[], ["--num-tokens", "1"]])
+def test_the_command_line_client_reports_an_error(server):
+    argv = ["text_generation_cli.py", server.url.removeprefix("http://"), "--prompt", "a"]
+    with (
+        mock.patch.object(sys, "argv", [*argv, "--top-k", "5", "--top-p", "0.5"]),
+        pytest.raises(SystemExit, match="400.*cannot set both top-k and top-p"),
+    ):
+        text_generation_cli.main()
+
+
+@pytest.mark.parametrize("flags", [[], ["--num-tokens", "1", "--temperature", "0"]])
 def test_the_command_line_client_prints_the_text(server, flags):
     argv = ["text_generation_cli.py", server.url.removeprefix("http://"), *flags]
     with (

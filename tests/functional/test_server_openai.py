@@ -262,6 +262,15 @@ def test_a_stop_token_ends_the_text(client):
     assert found.choices[0].stop_reason == 413
 
 
+def test_an_encoder_reads_the_prompt(tmp_path):
+    with fake_server(tmp_path / "bpe", "--decoder-start", "5") as server:
+        status, found = server.ask("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 50})
+        assert (status, found["choices"][0]["text"]) == (200, PROMPT)
+        assert found["usage"]["prompt_tokens"] == 10
+        status, found = server.ask("PUT", "/api", {"prompts": ["Hello"], "tokens_to_generate": 9})
+        assert (status, found["text"]) == (200, ["HelloHello"])
+
+
 def test_a_missing_key_is_refused(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("first\n\nsecond\n")

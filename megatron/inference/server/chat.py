@@ -143,6 +143,7 @@ def _choice(model: Model, asked: ChatRequest, sample: Sample) -> dict[str, Any]:
         "logprobs": _log_probs(model, asked, sample.tokens),
         "finish_reason": _reason(sample.finish_reason, bool(calls)),
         "stop_reason": sample.stopped_by,
+        "weight_version": sample.weight_version,
     }
 
 
@@ -208,6 +209,7 @@ def _chunk(
         "delta": delta,
         "logprobs": log_probs,
         "finish_reason": reason,
+        "weight_version": sample.weight_version,
     }
 
 

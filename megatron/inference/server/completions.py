@@ -166,6 +166,7 @@ def choice_of(
         "logprobs": table.columns() if table.tokens else None,
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stopped_by,
+        "weight_version": sample.weight_version,
     }
     if asked.num_prompt_log_probs is not None and is_first:
         choice["prompt_logprobs"] = _prompt_table(model, sample, asked.num_prompt_log_probs)
