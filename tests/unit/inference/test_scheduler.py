@@ -29,7 +29,12 @@ def test_random_work_gives_the_tokens_of_each_request_alone(
     num_preemptions = 0
     for seed in range(3):
         rng = random.Random(f"{budget} {num_pages} {num_lanes} {seed}")
-        limits = replace(limits, has_prefix_cache=seed > 0, num_draft_tokens=[2, 0, 5][seed])
+        limits = replace(
+            limits,
+            has_prefix_cache=seed > 0,
+            num_draft_tokens=[2, 0, 5][seed],
+            num_reserved_pages=[0, 4, 0][seed],
+        )
         lanes = Lanes(limits, num_lanes)
         random_work(lanes, rng, 40)
         num_preemptions += sum(s.num_preemptions for s in lanes.schedulers)

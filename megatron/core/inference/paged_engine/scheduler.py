@@ -134,10 +134,12 @@ class Scheduler:
         step = StepBuilder(self.limits.max_step_tokens)
         ready = [s for s in self._running if not s.is_in_flight and not s.is_held]
         prompts = [s for s in ready if s.num_remaining > 1]
-        spare = step.room - sum(s.num_remaining for s in ready)  # for drafts
+        spare = step.room - len(ready)  # for drafts
+        spare -= sum(s.num_remaining - 1 for s in prompts)
         for state in ready:
-            if state.num_remaining == 1 and step.room and state.request.slot is not None:
-                spare -= self._add_rows(step, state, 1, state.draft(spare))
+            if step.room and state.num_remaining == 1 and state.request.slot is not None:
+                drafts = state.draft(spare) if state.speculation is not None else ()
+                spare -= self._add_rows(step, state, 1, drafts)
         for state in prompts:
             if step.room and state.request.slot is not None:
                 self._add_rows(step, state, min(state.num_remaining, step.room))
@@ -333,8 +335,9 @@ class Scheduler:
         is_done = request.num_cached == state.goal
         samples = is_done and state.generates
         num_scores = len(segment.targets) - samples - num_drafts
-        state.scores += [rows.output(i, state.num_prompt_top) for i in range(num_scores)]
-        state.num_scored += num_scores
+        if num_scores:
+            state.scores += [rows.output(i, state.num_prompt_top) for i in range(num_scores)]
+            state.num_scored += num_scores
         new: tuple[TokenOutput, ...] = ()
         reason: FinishReason | None = None if state.generates else "length"
         beams: tuple[Beam, ...] = ()
@@ -355,8 +358,10 @@ class Scheduler:
             return None
         if reason is not None:
             self._end(state)
-        scores = tuple(state.scores)
-        state.scores = []
+        scores: tuple[TokenOutput, ...] = ()
+        if state.scores:
+            scores = tuple(state.scores)
+            state.scores = []
         return RequestOutput(
             request.request_id,
             new,
@@ -374,13 +379,13 @@ class Scheduler:
         """Add the token of row ``first``, and those after it while they follow their drafts."""
         new: list[TokenOutput] = []
         reason: FinishReason | None = None
-        for i, draft in enumerate((*drafts, NO_TOKEN)):
-            found = rows.output(first + i, state.num_top)
+        for row in range(first, first + len(drafts) + 1):
+            found = rows.output(row, state.num_top)
             if found.token == NO_TOKEN:
                 return tuple(new), "error"
             new.append(found)
             reason = state.accept(found.token)
-            if reason is not None or found.token != draft:
+            if reason is not None or len(new) > len(drafts) or found.token != drafts[row - first]:
                 break
         state.request.num_cached = state.goal - 1  # rows of rejected drafts are computed again
         if state.speculation is not None:

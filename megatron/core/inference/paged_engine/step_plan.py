@@ -85,14 +85,17 @@ class StepPlan:
         """Return the plan as one array of int64."""
         text = json.dumps([vars(a) for a in self.admissions]).encode() if self.admissions else b""
         head = [len(self.segments), len(self.copies), len(self.masks), len(text)]
-        parts = [np.array(head), np.array(self.copies, dtype=np.int64).ravel()]
+        for copy in self.copies:
+            head += copy
         for s in self.segments:
-            parts.append(np.array([s.slot, s.start, len(s.tokens), len(s.pages), len(s.targets)]))
-            parts += [s.tokens, s.pages, s.targets]
+            head += (s.slot, s.start, len(s.tokens), len(s.pages), len(s.targets))
+        parts = [np.array(head, dtype=np.int64)]
+        for s in self.segments:
+            parts += (s.tokens, s.pages, s.targets)
         for slot, words in self.masks.items():
-            parts += [np.array([slot, len(words)]), words]
-        parts.append(np.frombuffer(text, dtype=np.uint8))
-        return np.concatenate([p.astype(np.int64, copy=False) for p in parts])
+            parts += (np.array([slot, len(words)]), words)
+        parts.append(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
+        return np.concatenate(parts)
 
     @staticmethod
     def from_array(array: Integers) -> StepPlan:
@@ -107,8 +110,7 @@ class StepPlan:
         num_segments, num_copies, num_masks, num_bytes = take(4).tolist()
         copies = tuple((int(a), int(b)) for a, b in take(2 * num_copies).reshape(-1, 2))
         segments = []
-        for _ in range(num_segments):
-            slot, start, *lengths = take(5).tolist()
+        for slot, start, *lengths in take(5 * num_segments).reshape(-1, 5).tolist():
             segments.append(Segment(slot, start, *(take(n) for n in lengths)))
         masks = {}
         for _ in range(num_masks):
