@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
+import torch
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
@@ -29,6 +30,7 @@ from megatron.core.dist_checkpointing.local_load import LocalContent, find_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import (
     OPTIMIZER_PREFIX,
+    LazyPiece,
     ShardedTensor,
     replica_groups,
 )
@@ -85,9 +87,13 @@ class _Source(TypedDict):
 T = TypeVar("T")
 
 
-def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
+def load_run(
+    config: CheckpointConfig, parts: RunParts, *, verify_first: bool = False
+) -> Loaded | None:
     """Load model, optimizer, scheduler and random states.  Collective over all ranks.
 
+    With ``verify_first`` all tensors are read twice: an error then leaves them unchanged, unless
+    the files change meanwhile, which is a RuntimeError.
     Returns None if there is nothing to load: without ``--load`` and ``--pretrained-checkpoint``, or
     if ``--load`` names the directory that this run saves to and nothing was saved yet.  Raises the
     same error on every rank: CheckpointError, or CheckpointDamaged if a published checkpoint has
@@ -110,7 +116,7 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     folders = source["folders"]
     for position, folder in enumerate(folders):
         try:
-            return _load_folder(config, parts, source, Path(folder))
+            return _load_folder(config, parts, source, Path(folder), verify_first)
         except CheckpointDamaged as error:
             may_go_on = config.load_newest_valid or position < source["num_transient"]
             if not may_go_on or len(folders) == 1:
@@ -268,7 +274,7 @@ def _source(
 
 
 def _load_folder(
-    config: CheckpointConfig, parts: RunParts, source: _Source, folder: Path
+    config: CheckpointConfig, parts: RunParts, source: _Source, folder: Path, verify_first: bool
 ) -> Loaded:
     """Load one folder completely, or raise the same error on all ranks.  Collective."""
     world = parts.groups.world
@@ -278,7 +284,16 @@ def _load_folder(
     kind = f" {RELEASE}" if folder.name == RELEASE else ""
     print_rank_0(f" loading{kind} distributed checkpoint from {source['root']}{at}")
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
-    _load_tensors(config, parts, folder, explanation)
+    if verify_first:
+        _load_tensors(config, parts, folder, explanation, is_trial=True)
+    try:
+        _load_tensors(config, parts, folder, explanation)
+    except CheckpointError as error:
+        if verify_first:
+            raise RuntimeError(
+                f"{folder} has changed while it was read, and some weights were replaced: {error}"
+            ) from error
+        raise
     if config.moe_use_upcycling:
         finish_upcycling(
             parts.model_chunks,
@@ -301,13 +316,22 @@ def _load_folder(
 
 
 def _load_tensors(
-    config: CheckpointConfig, parts: RunParts, folder: Path, explanation: str
+    config: CheckpointConfig,
+    parts: RunParts,
+    folder: Path,
+    explanation: str,
+    *,
+    is_trial: bool = False,
 ) -> None:
-    """Load the tensors; the error that they do not fit ends with ``explanation``.  Collective."""
+    """Load the tensors; the error that they do not fit ends with ``explanation``.  Collective.
+
+    A trial reads and verifies the same bytes and changes no tensor.
+    """
+    wanted = _wanted_tensors(config, parts)
     try:
         load(
             folder,
-            _wanted_tensors(config, parts),
+            [_into_nothing(tensor) for tensor in wanted] if is_trial else wanted,
             parts.groups.world,
             strictness=config.dist_ckpt_strictness,
             leave_out=() if _loads_optimizer(config, parts) else (OPTIMIZER_PREFIX,),
@@ -320,6 +344,20 @@ def _load_tensors(
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}{explanation}") from None
+
+
+def _into_nothing(tensor: ShardedTensor) -> ShardedTensor:
+    """Return a record of the same pieces whose values are dropped once they are read."""
+    pieces = [
+        LazyPiece(
+            piece.offset,
+            piece.shape,
+            partial(torch.empty, piece.shape, dtype=tensor.dtype),
+            lambda values: None,
+        )
+        for piece in tensor.pieces
+    ]
+    return replace(tensor, pieces=tuple(pieces))
 
 
 def _check_model(parts: RunParts, common: RunContent, folder: Path, *, is_finetuning: bool) -> str:

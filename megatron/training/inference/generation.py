@@ -6,7 +6,7 @@ tensor, pipeline and expert parallelism and several replicas of the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -31,10 +31,11 @@ from megatron.training.checkpointing.checkpoint_args import (
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
 from megatron.training.initialize import start
-from megatron.training.models.registry import model_kind
+from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.process.rank_print import world_size
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
@@ -58,9 +59,8 @@ _LEFT_OUT = frozenset(
 )
 # Values set for every generation run.
 _OWN = {
-    **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng", "skip_train"), True),
+    **dict.fromkeys(("no_load_optim", "no_load_rng", "skip_train"), True),
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
-    "exit_on_missing_checkpoint": True,
     "load_main_params_from_ckpt": True,  # weights of another precision are converted
 }
 
@@ -105,21 +105,10 @@ def open_writer(
         )
     asked = {**without_code_and_paths(content.asked, flags), **flags}
     config = generation_config(asked, load, step=step, device_kind=device_kind, layout=layout)
-    run, longest = load_model(config, parallel_output=False)
+    run, _ = load_model(config, parallel_output=False)
     assert run.tokenizer is not None, "setup_tokenizer() builds it"
-    if not device.is_cuda() or options.batch_invariant or options.weights != "saved":
-        weights = "fp32" if options.weights == "saved" else options.weights
-        use_fast_linears(run.model_chunks[0], weights, batch_invariant=options.batch_invariant)
-    model = GenerationModel(
-        module=run.model_chunks[0],
-        config=run.config.model,
-        groups=run.groups,
-        device=device.current(),
-        vocab_size=run.tokenizer.vocab_size,
-        max_sequence_length=longest,
-        eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
-        decoder_start=_start_of_decoder(run.tokenizer) if kind.has_encoder else None,
-    )
+    load_weights = partial(_replace_weights, config.checkpoint, model_parts(run))
+    model = generation_model(run, options, load_weights)
     return Writer(Engine(model, options), run.tokenizer, TokenizerSpec.of(run.config.tokenizer))
 
 
@@ -131,19 +120,52 @@ def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:
     run = start(config)
     setup_tokenizer(run)
     build_model_chunks(run, partial(build_stage, run, **of_stage), wrap=False)
-    load_run(
-        config.checkpoint,
-        RunParts(model_chunks=run.model_chunks, groups=run.groups, asked=config.asked),
-    )
+    load_run(config.checkpoint, model_parts(run))
     run.model_chunks[0].eval()
-    longest = config.language_model.max_position_embeddings
+    return run, _longest(run)
+
+
+def model_parts(run: Runtime) -> RunParts:
+    """Return what a checkpoint is loaded into: the model without an optimizer."""
+    return RunParts(model_chunks=run.model_chunks, groups=run.groups, asked=run.config.asked)
+
+
+def generation_model(
+    run: Runtime, options: EngineOptions, load_weights: Callable[[str], object] | None = None
+) -> GenerationModel:
+    """Describe the model of ``run``, which has a tokenizer, for an engine; bind fast matmuls."""
+    if not device.is_cuda() or options.batch_invariant or options.weights != "saved":
+        weights = "fp32" if options.weights == "saved" else options.weights
+        use_fast_linears(run.model_chunks[0], weights, batch_invariant=options.batch_invariant)
+    kind = model_kind_of(run.config)
+    assert run.tokenizer is not None, "setup_tokenizer() builds it"
+    return GenerationModel(
+        module=run.model_chunks[0],
+        config=run.config.model,
+        groups=run.groups,
+        device=device.current(),
+        vocab_size=run.tokenizer.vocab_size,
+        max_sequence_length=_longest(run),
+        eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
+        decoder_start=_start_of_decoder(run.tokenizer) if kind.has_encoder else None,
+        load_weights=load_weights,
+    )
+
+
+def _longest(run: Runtime) -> int:
+    longest = run.config.language_model.max_position_embeddings
     assert longest is not None, "resolve() has checked it"
-    return run, longest
+    return longest
+
+
+def _replace_weights(config: CheckpointConfig, parts: RunParts, directory: str) -> None:
+    """Load the newest checkpoint of ``directory``, see `GenerationModel`."""
+    load_run(replace(config, load=directory, ckpt_step=None), parts, verify_first=True)
 
 
 def generation_config(
     asked: Arguments,
-    load: str,
+    load: str | None,
     *,
     step: int | None,
     device_kind: DeviceKind,
@@ -157,6 +179,8 @@ def generation_config(
     tensor = layout.tensor or max(ranks // layout.pipeline, 1)
     own = {
         "load": load,
+        "finetune": load is not None,
+        "exit_on_missing_checkpoint": load is not None,
         "ckpt_step": step,
         "device": device_kind,
         "tensor_model_parallel_size": tensor,

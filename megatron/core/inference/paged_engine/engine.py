@@ -9,6 +9,7 @@ without work then computes an idle row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron.core import device
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.control import (
     ROOT,
@@ -42,11 +43,12 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepPlan,
     StepResult,
 )
+from megatron.core.inference.refit import Refit
 
 _MOST_REQUESTS = 256  # that run at the same time, unless more are asked for
 _PAGES_WITHOUT_ATTENTION = 2**20  # of a model whose layers are all recurrent
 _IMBALANCE = 4
-_STOP, _PLAN = 0, 1  # first number of a message to the other ranks
+_STOP, _PLAN, _UPDATE = 0, 1, 2  # first number of a message to the other ranks
 _NOTHING = StepResult(
     np.zeros(0, np.int64),
     np.zeros(0, np.float32),
@@ -116,6 +118,7 @@ class Engine:
         # Kind and text of a grammar -> its matcher; None: this engine has no grammars.
         self.make_matcher: Callable[[str, str], Matcher] | None = None
         self._lane = 0
+        self._held: list[RequestOutput] = []  # that the next `step` returns
         self._flights: dict[tuple[int, int], tuple[StepPlan, StepResult | None]] = {}
 
     # ---- rank 0 ------------------------------------------------------------------------------
@@ -150,7 +153,9 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
-        return bool(self._flights) or any(s.has_unfinished for s in self._schedulers.values())
+        return bool(self._flights or self._held) or any(
+            s.has_unfinished for s in self._schedulers.values()
+        )
 
     def stats(self) -> EngineStats:
         """Count requests and pages."""
@@ -164,7 +169,8 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run the next step of one lane of each replica; return what it added to requests."""
-        lane, outputs = self._lane, []
+        lane, outputs = self._lane, self._held
+        self._held = []
         self._lane = (lane + 1) % self._num_lanes
         if self._num_lanes > 1:  # sent one round ago: the other stages have worked meanwhile
             outputs += self._collected(lane)
@@ -177,10 +183,29 @@ class Engine:
             )
         if self._num_lanes == 1:
             outputs += self._collected(lane)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._home.pop(output.request_id, None)
         return outputs
+
+    @property
+    def weight_version(self) -> int:
+        """Number of times that the weights were replaced."""
+        return self._pools[0].weight_version
+
+    def update_weights(self, checkpoint: str, *, drain: bool = False) -> int:
+        """Replace the weights by those of a checkpoint directory, while the other ranks follow.
+
+        Returns the new weight version.  Running requests go on: the new weights compute the keys
+        of their tokens again.  With ``drain`` they end first, by the old weights.
+        CheckpointError: the checkpoint is damaged or of another model, and the old weights stay.
+        """
+        assert self.model.load_weights is not None, "the model has no checkpoint to load"
+        self._finish_steps(drain=drain)
+        message = np.array([_UPDATE, *checkpoint.encode()])
+        for rank in range(1, self.model.groups.world.size()):
+            self._channel.send(message, rank)
+        self.model.load_weights(checkpoint)
+        self._note_new_weights()
+        self._start_anew()
+        return self.weight_version
 
     def generate(self, requests: Iterable[Request]) -> dict[str, list[TokenOutput]]:
         """Run requests to their end; return the tokens of each by its id."""
@@ -222,7 +247,57 @@ class Engine:
                 result = unpack_result(self._channel.receive(self._sampling_rank(replica)))
             if plan is not self._idle:
                 outputs += self._schedulers[replica, lane].record(plan, result or _NOTHING)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._home.pop(output.request_id, None)
         return outputs
+
+    def _finish_steps(self, *, drain: bool) -> None:
+        """Wait for all steps in flight; with ``drain`` for the end of requests that have begun."""
+        schedulers = self._schedulers.values()
+        outputs: list[RequestOutput] = []
+        for scheduler in schedulers:
+            scheduler.admits = not drain
+        while drain and any(s.has_started for s in schedulers):
+            outputs += self.step()
+        for i in range(self._num_lanes):
+            outputs += self._collected((self._lane + i) % self._num_lanes)
+        for scheduler in schedulers:
+            scheduler.admits = True
+        self._held += outputs
+
+    def _start_anew(self) -> None:
+        """Raise the weight version: nothing that the cache holds can be used."""
+        version = self.weight_version + 1
+        for scheduler in self._schedulers.values():
+            scheduler.pre_empt_all()
+        for scheduler in self._schedulers.values():
+            scheduler.invalidate(version)
+
+    # ---- all ranks ---------------------------------------------------------------------------
+
+    def refit(self, weights: Refit, *, drain: bool = False) -> None:
+        """Copy weights from the model in training.  Collective over all ranks; none follows.
+
+        Running requests go on or, with ``drain``, end first: see `update_weights`.
+        """
+        if self.model.groups.world.rank() != ROOT:
+            self.follow()
+        else:
+            self._finish_steps(drain=drain)
+            self.close()
+        weights.copy()
+        self._note_new_weights()
+        if self.model.groups.world.rank() == ROOT:
+            self._start_anew()
+
+    def _note_new_weights(self) -> None:
+        """Let layers see that their weights have changed, which they may hold a copy of.
+
+        Neither a read from a file into a tensor's memory nor an optimizer step on shared memory
+        raises the tensor's version.
+        """
+        torch.autograd.graph.increment_version(list(self.model.module.parameters()))
 
     # ---- the other ranks ---------------------------------------------------------------------
 
@@ -233,6 +308,12 @@ class Engine:
             if message[0] == _STOP:
                 self._channel.flush()
                 return
+            if message[0] == _UPDATE:
+                assert self.model.load_weights is not None, "rank 0 has checked it"
+                with suppress(CheckpointError):  # rank 0 reports it
+                    self.model.load_weights(message[1:].astype(np.uint8).tobytes().decode())
+                    self._note_new_weights()
+                continue
             result = self._runner.execute(StepPlan.from_array(message[1:]))
             if result is not None and len(result.tokens):
                 self._channel.send(pack_result(result), ROOT)

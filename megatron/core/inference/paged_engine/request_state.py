@@ -173,6 +173,11 @@ class RequestState:
             self.request.matcher.accept(token)
         return "length" if len(output) >= self.max_new else None
 
+    def forget_scores(self) -> None:
+        """Drop the log-probabilities of prompt tokens that have not been reported yet."""
+        self.num_scored -= len(self.scores)
+        self.scores = []
+
     def find_digests(self, count: int, pool: PagePool) -> list[bytes]:
         """Return the digests of the first ``count`` pages, which have all their tokens."""
         if self.weight_version != pool.weight_version:

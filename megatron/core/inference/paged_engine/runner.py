@@ -7,6 +7,7 @@ replica executes the same plans in the same order.  A stage receives the hidden 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,9 @@ class GenerationModel:
 
     ``vocab_size``: ids beyond it are padding and are never chosen.  ``eod``: the token that ends a
     text.  An encoder-decoder has a ``decoder_start``: its encoder reads the prompt, and the decoder
-    continues from that token.
+    continues from that token.  ``load_weights(directory)``: replace the weights by those of a
+    checkpoint; collective over all ranks.  If it raises CheckpointError, it does so on all ranks
+    and the weights are unchanged.
     """
 
     module: nn.Module
@@ -42,6 +45,7 @@ class GenerationModel:
     max_sequence_length: int
     eod: int | None
     decoder_start: int | None = None
+    load_weights: Callable[[str], object] | None = None
 
     def request(self, request_id: str, prompt: list[int], params: SamplingParams) -> Request:
         """Return a request that continues ``prompt``, which an encoder reads if there is one."""

@@ -64,6 +64,7 @@ class Scheduler:
         self.num_drafts = 0
         self.num_accepted_drafts = 0
         self._make_drafter = make_drafter or (lambda request: NgramDrafter())
+        self.admits = True  # False: requests that have not run yet wait
         self._seeds = random.SystemRandom()
         self._slots = list(reversed(slots))
         self._states: dict[str, RequestState] = {}  # waiting and running
@@ -88,6 +89,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._running or self._states)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a request has begun to run, and has not ended."""
+        return bool(self._running) or (bool(self._queue) and _has_begun(self._queue.first()))
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -176,6 +182,13 @@ class Scheduler:
         """Note that the weights have changed: kept pages cannot be used by later requests."""
         self.pool.invalidate(weight_version)
 
+    def pre_empt_all(self) -> None:
+        """Pre-empt all running requests, which go on with keys of new weights; none in flight."""
+        for state in list(self._running):
+            assert not state.is_in_flight, "its keys are still being computed"
+            state.forget_scores()
+            self._pre_empt(state)
+
     def _check(self, request: Request, parent: RequestState | None) -> None:
         """Raise QueueFullError, or RequestError if the request does not agree with others."""
         if request.request_id in self._states:
@@ -199,7 +212,7 @@ class Scheduler:
         """Start requests in the order of their arrival, as long as slots, pages and rows last."""
         while step.room and self._slots and self._queue:
             state = self._queue.first()
-            if not self._start(step, state):
+            if not (self.admits or _has_begun(state)) or not self._start(step, state):
                 break
             self._add_rows(step, state, min(state.num_remaining, step.room))
 
@@ -414,4 +427,11 @@ class Scheduler:
 
 
 _NO_TOKEN_ERROR = "the model gave no finite logits, or none of a token that is allowed"
+
+
+def _has_begun(state: RequestState) -> bool:
+    """Return whether a request has run before, or shares the prompt of one that has."""
+    return state.num_cached_prompt_tokens is not None or state.parent is not None
+
+
 _ORDER = attrgetter("order")
