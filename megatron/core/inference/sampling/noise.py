@@ -12,6 +12,7 @@ the last bit.  Shapes: ``r`` rows, ``v`` token ids, ``n`` blocks, ``m`` of them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -46,51 +47,68 @@ def choose(logits: Blocks, scale: Scale, keys: Tensor, first: int = 0) -> tuple[
     shards of a vocabulary, the one with the largest noisy logit has the token.
     """
     assert first % BLOCK == 0, "a part of the vocabulary begins at a multiple of 32 tokens"
-    keys, first_block = keys.to(torch.int32), first // BLOCK
-    if launches_kernels(keys.device):
-        every = torch.arange(logits.maxima.size(1), device=keys.device).expand_as(logits.maxima)
-        best, place = _noisy(logits, scale, keys, every, first_block)
+    keys = keys.to(torch.int32)
+    count = logits.maxima.size(1)
+    numbers = torch.arange(count, dtype=torch.int32, device=keys.device)[None] + first // BLOCK
+    least, place = _least(numbers, keys[..., None])
+    search = _Search(logits, scale, keys, numbers.expand_as(least), least, place)
+    if launches_kernels(keys.device) or count <= _FIRST_BLOCKS:
+        score, token = search.best_of(torch.arange(count, device=keys.device).expand_as(least))
     else:
-        best, place = _choose_of_few(logits, scale, keys, first_block)
-    block = best.argmax(-1, keepdim=True)
-    token = block * BLOCK + place.gather(-1, block)
-    return token[:, 0] + first, best.gather(-1, block)[:, 0]
-
-
-def _choose_of_few(
-    logits: Blocks, scale: Scale, keys: Tensor, first_block: int
-) -> tuple[Tensor, Tensor]:
-    """Return what `_noisy` returns of all blocks, -inf where a block cannot have the maximum.
-
-    The host waits for the number of other blocks, about 32 in a row, which is free on a CPU.
-    """
-    numbers = torch.arange(logits.maxima.size(1), dtype=torch.int32)[None] + first_block
-    bound = scale(logits.maxima) - _least(numbers, keys[..., None])[0].log_()
-    likely = bound.topk(min(_FIRST_BLOCKS, bound.size(1))).indices
-    reached = _noisy(logits, scale, keys, likely, first_block)[0].amax(-1, keepdim=True)
-    rows, blocks = (bound >= reached - _ROUNDING).nonzero(as_tuple=True)
-    part = logits.take(rows), scale.take(rows), keys[rows]
-    of_blocks, places = _noisy(*part, blocks[:, None], first_block)
-    best = torch.full_like(bound, float("-inf"))
-    best[rows, blocks] = of_blocks[:, 0]
-    place = torch.zeros_like(bound, dtype=torch.int64)
-    place[rows, blocks] = places[:, 0]
-    return best, place
-
-
-def _noisy(
-    logits: Blocks, scale: Scale, keys: Tensor, blocks: Tensor, first_block: int
-) -> tuple[Tensor, Tensor]:
-    """Return the largest noisy logit of each of ``blocks`` [r, m], and its place in the block."""
-    numbers = (blocks + first_block).to(torch.int32)
-    noisy = scale(logits.values(blocks)).sub_(exponentials(keys, numbers).log_())
-    place = noisy.argmax(-1)
-    return noisy.gather(-1, place[..., None])[..., 0], place
+        score, token = _best_of_few(search)
+    return token + first, score
 
 
 def exponentials(keys: Tensor, blocks: Tensor) -> Tensor:
     """Return Exp(1) numbers [r, m, 32] of the tokens of ``blocks`` [r, m]; all integers int32."""
-    least, place = _least(blocks, keys[..., None])
+    return _in_blocks(keys, blocks, *_least(blocks, keys[..., None]))
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Rows in which a token is searched; of all blocks: number, least exponential, its place."""
+
+    logits: Blocks
+    scale: Scale
+    keys: Tensor
+    numbers: Tensor
+    least: Tensor
+    place: Tensor
+
+    def take(self, rows: Tensor) -> _Search:
+        """Return the search of ``rows``."""
+        of_blocks = (t[rows] for t in (self.numbers, self.least, self.place))
+        return _Search(self.logits.take(rows), self.scale.take(rows), self.keys[rows], *of_blocks)
+
+    def best_of(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest noisy logit of ``blocks`` [r, m], in ascending order; its column."""
+        of_blocks = (t.gather(1, blocks) for t in (self.numbers, self.least, self.place))
+        noise = _in_blocks(self.keys, *of_blocks).log_()
+        noisy = self.scale(self.logits.values(blocks)).sub_(noise).flatten(1)
+        at = noisy.argmax(-1, keepdim=True)
+        token = blocks.gather(1, at // BLOCK) * BLOCK + at % BLOCK
+        return noisy.gather(1, at)[:, 0], token[:, 0]
+
+
+def _best_of_few(search: _Search) -> tuple[Tensor, Tensor]:
+    """Return what `_Search.best_of` returns of all blocks, from those that can have the token.
+
+    The host waits for the number of these blocks, which is free on a CPU.
+    """
+    bound = search.scale(search.logits.maxima).sub_(search.least.log())
+    likely = bound.topk(_FIRST_BLOCKS + 1)
+    score, token = search.best_of(likely.indices[:, :-1].sort().values)
+    unsure = (likely.values[:, -1] >= score - _ROUNDING).nonzero()[:, 0]
+    if len(unsure):
+        bound, reached = bound[unsure], score[unsure, None] - _ROUNDING
+        count = int((bound >= reached).sum(-1).max())
+        blocks = bound.topk(count).indices.sort().values
+        score[unsure], token[unsure] = search.take(unsure).best_of(blocks)
+    return score, token
+
+
+def _in_blocks(keys: Tensor, blocks: Tensor, least: Tensor, place: Tensor) -> Tensor:
+    """Return the numbers of `exponentials` of blocks whose least number and its place are known."""
     lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device)
     tokens = blocks[..., None] * BLOCK + lanes
     excess = _unit_exponential(_hash(tokens, keys[..., None, None]))
