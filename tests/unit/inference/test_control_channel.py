@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 
+from megatron.core.config.errors import LaunchError
 from megatron.core.inference.paged_engine.control import ControlChannel
 from tests.ranks import run_ranks
 
@@ -19,3 +20,20 @@ def _timeout(rank: int, world_size: int) -> timedelta:
 
 def test_ranks_of_an_idle_server_wait_without_an_end() -> None:
     assert all(found > timedelta(days=365) for found in run_ranks(_timeout, 2))
+
+
+def _silent_rank(rank: int, world_size: int) -> str:
+    """Rank 0 waits for a result that rank 1 does not send; that closes their connection."""
+    channel = ControlChannel(world_size)
+    channel.longest_step = timedelta(milliseconds=100)
+    try:
+        channel.receive(1 - rank)
+    except LaunchError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    of_rank_0, of_rank_1 = run_ranks(_silent_rank, 2)
+    assert "rank 1 has not sent the result of a step: " in of_rank_0
+    assert "rank 0 has not sent plans: " in of_rank_1

@@ -72,3 +72,11 @@ def test_an_error_of_the_user_is_one_line_and_exit_code_1(tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: --input /none: no such file")
     assert "Traceback" not in done.stderr
+
+
+def test_the_front_end_of_a_server_needs_no_torch():
+    pytest.importorskip("uvicorn")
+    program = BLOCKED.rpartition("sys.argv = ")[0]
+    program += f"sys.path.insert(0, {str(ROOT)!r})\nimport megatron.inference.server.front_end"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.config.errors import LaunchError
 from megatron.core.inference.paged_engine.step_plan import Integers, StepResult
 
 _FIRST = 512  # numbers in the first message; longer ones need a second message
@@ -30,6 +31,8 @@ class ControlChannel:
     Construction is collective over all ranks.  The group is apart from those of the model, whose
     collectives may be in flight at the same time.
     """
+
+    longest_step = timedelta(minutes=10)  # that rank 0 waits for a result
 
     def __init__(self, world_size: int) -> None:
         self._group: ProcessGroup | None = None
@@ -65,13 +68,30 @@ class ControlChannel:
     def receive(self, rank: int) -> Integers:
         """Wait for the next message of global ``rank``."""
         first = torch.empty(_FIRST, dtype=torch.int64)
-        dist.recv(first, rank, group=self._group)
+        self._receive(first, rank)
         length = int(first[0])
         if length < _FIRST:
             return first[1 : 1 + length].numpy()
         rest = torch.empty(length - _FIRST + 1, dtype=torch.int64)
-        dist.recv(rest, rank, group=self._group)
+        self._receive(rest, rank)
         return torch.cat([first[1:], rest]).numpy()
+
+    def _receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill ``tensor``.  Raises LaunchError if ``rank`` ends, or takes too long for a step."""
+        work = dist.irecv(tensor, rank, group=self._group)
+        assert work is not None, "this rank is in the group"
+        try:
+            if rank == ROOT:
+                work.wait()
+            else:
+                work.wait(self.longest_step)
+        except RuntimeError as error:
+            reason = str(error).partition(". This")[0]  # before gloo's advice
+            what = "plans" if rank == ROOT else "the result of a step"
+            raise LaunchError(
+                f"rank {rank} has not sent {what}: {reason}; look for its last message, and start "
+                "all ranks again"
+            ) from error
 
     def all_reduce_min(self, numbers: torch.Tensor) -> None:
         """Replace ``numbers`` by their minima over all ranks.  Collective."""
