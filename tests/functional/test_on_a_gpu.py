@@ -103,3 +103,41 @@ def test_kernels_in_triton_are_launched_by_a_run(tmp_path: Path, compiled: Path)
     found = on_the_device(tmp_path / "gpu", compiled, 1, flags, TRITON_INTERPRET="1")
     wanted = losses(run_gpt(tmp_path / "cpu", *flags))
     assert found == pytest.approx(wanted, rel=tolerances.LAYOUT[torch.float32]["loss"])
+
+
+GENERATED = {
+    "GPT on TP2 and experts": (
+        2,
+        f"--tensor-model-parallel-size 2 --sequence-parallel {EXPERTS} {LLAMA}",
+        "--tensor-model-parallel-size 2",
+    ),
+    "MLA on two stages": (
+        2,
+        "--multi-latent-attention --position-embedding-type rope",
+        "--pipeline-model-parallel-size 2 --cache-mla-latents",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_text_of_the_device_is_that_of_a_cpu(name: str, tmp_path: Path, compiled: Path) -> None:
+    world_size, of_model, of_engine = GENERATED[name]
+    save = str(tmp_path / "ck")
+    run_gpt(tmp_path, *of_model.split(), "--save", save, world_size=world_size)
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    tool = ["tools/text_generation_cli.py", "--load", save, "--prompt", "5 7 9", "--seed", "1"]
+    texts = {}
+    for device, start in (("cpu", []), ("cuda", ["-m", "tests.host_gpu"])):
+        asked = ["--num-tokens", "12", "--device", device, *of_engine.split()]
+        ended = subprocess.run(
+            [sys.executable, *launch, *start, *tool, *asked],
+            cwd=ROOT,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+        texts[device] = ended.stdout.strip().splitlines()[-1]
+    assert texts["cuda"] == texts["cpu"]
+    assert texts["cpu"].startswith("5 7 9 ")
