@@ -253,6 +253,11 @@ def test_extensions_of_vllm_are_accepted(client):
     assert found.choices[0].prompt_logprobs[0] is None
 
 
+def test_the_best_of_several_samples_are_returned(client):
+    found = client.completions.create(model="fake", prompt="abc", max_tokens=9, n=2, best_of=4)
+    assert [(choice.index, choice.text) for choice in found.choices] == [(0, "abc"), (1, "abc")]
+
+
 def test_a_stop_token_ends_the_text(client):
     ids = [40, 413, 79]
     found = client.completions.create(

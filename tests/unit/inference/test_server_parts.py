@@ -1,0 +1,204 @@
+"""Parts of the server: messages, the engine's loop, calls of tools, the body of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.inference.paged_engine.request import (
+    Beam,
+    BeamParams,
+    Request,
+    RequestOutput,
+    TokenOutput,
+)
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference.server import messages
+from megatron.inference.server.engine_process import EngineLoop
+from megatron.inference.server.messages import EngineInfo, LineBuffer, ProtocolError
+from megatron.inference.server.tool_calls import ToolCallParser
+from tests.fake_engine import FakeEngine
+
+INFO = EngineInfo("m", {"tokenizer_type": "NullTokenizer"}, 100, 50, 0, modules=("a",))
+PARAMS = SamplingParams(
+    temperature=0.5, logit_bias={3: -1.5}, stop_token_ids=(1, 2), num_tokens_to_generate=2
+)
+REQUEST = Request(
+    "r1", [5, 6], PARAMS, source=[7], grammar=("regex", "a+"), fork_of="r0", beam=BeamParams(3)
+)
+
+
+def test_a_request_is_the_same_on_the_other_side():
+    line = messages.encode("add", request=messages.request_to_json(REQUEST))
+    found = messages.request_from_json(messages.decode(line)["request"])
+    assert vars(found) == vars(REQUEST)
+
+
+def test_an_output_is_the_same_on_the_other_side():
+    token = TokenOutput(3, -0.5, ((3, -0.5), (4, -1.0)))
+    beam = Beam((token,), -0.25, "stop")
+    for output in (
+        RequestOutput("a", (token,), (token, token), "stop", 5, 2, "why", (beam,)),
+        RequestOutput("b"),
+    ):
+        line = messages.encode("outputs", items=[messages.output_to_json(output)])
+        assert messages.output_from_json(messages.decode(line)["items"][0]) == output
+
+
+def test_another_version_is_refused():
+    hello = messages.decode(messages.hello(INFO))
+    assert messages.read_hello(hello) == INFO
+    with pytest.raises(ProtocolError, match="version 99"):
+        messages.read_hello({**hello, "version": 99})
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_lines_are_found_in_parts_of_any_size(size):
+    data = b"one\n\ntwo\nthree"
+    buffer = LineBuffer()
+    lines = [line for at in range(0, len(data), size) for line in buffer.add(data[at : at + size])]
+    assert lines == [b"one", b"", b"two"]
+
+
+def test_a_message_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(messages, "MAX_BYTES", 100)
+    buffer = LineBuffer()
+    buffer.add(b"a" * 90)
+    with pytest.raises(ProtocolError, match="more than 100"):
+        buffer.add(b"a" * 20)
+    with pytest.raises(ProtocolError, match="at most 100"):
+        messages.encode("add", text="a" * 200)
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"{}", b'{"type": 5}', b"[" * 100_000, b"\xff"])
+def test_a_line_that_is_no_message_is_refused(line):
+    with pytest.raises(ProtocolError):
+        messages.decode(line)
+
+
+def _run(lines: list[bytes], **options) -> tuple[list[dict], FakeEngine]:
+    """Give a loop some messages and the end of the socket; return what it sends."""
+    ours, its = socket.socketpair()
+    engine = FakeEngine(INFO)
+    with ours, its:
+        ours.sendall(b"".join(lines))
+        ours.shutdown(socket.SHUT_WR)
+        try:
+            EngineLoop(engine, its, INFO, **options).run()
+        finally:
+            its.shutdown(socket.SHUT_WR)
+            received = b"".join(iter(lambda: ours.recv(1 << 16), b""))
+    return [json.loads(line) for line in received.splitlines()], engine
+
+
+def test_the_loop_answers_each_message():
+    plain = Request("r1", [5, 6], PARAMS)
+    found, engine = _run(
+        [
+            messages.encode("ping", call=1),
+            messages.encode("add", request=messages.request_to_json(plain)),
+            messages.encode("stats", call=2),
+            messages.encode("abort", id="unknown"),
+        ]
+    )
+    assert [message["type"] for message in found[:4]] == ["hello", "pong", "accepted", "stats"]
+    assert found[3]["values"]["num_running"] == 1
+    assert not engine.open  # the front end has ended
+
+
+def test_wrong_parameters_are_refused():
+    bad = messages.request_to_json(Request("r1", [5], PARAMS))
+    bad["params"]["temperature"] = -1
+    found, engine = _run([messages.encode("add", request=bad)])
+    assert (found[1]["type"], found[1]["reason"]) == ("refused", "request")
+    assert engine.num_added == 0
+
+
+def test_a_message_that_is_none_ends_the_loop_with_its_reason():
+    with pytest.raises(ProtocolError):
+        _run([b"nonsense\n"])
+
+
+def test_a_failed_update_keeps_the_engine():
+    def update(load: str) -> int:
+        if load == "bad":
+            raise ConfigError("bad weights")
+        return 3
+
+    lines = [messages.encode("update_weights", call=i, load=w) for i, w in enumerate(["bad", "x"])]
+    found, _ = _run(lines, update_weights=update)
+    assert [(m["error"], m["version"]) for m in found[1:]] == [("bad weights", None), ("", 3)]
+    found, _ = _run(lines[:1])
+    assert "cannot" in found[1]["error"]
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        ("no call", "no call", []),
+        (f"before {CALL} between {CALL}after", "before  between after", ["f", "f"]),
+        (CALL.removesuffix("</tool_call>"), "", ["f"]),
+        ("<tool_call>text</tool_call>!", "<tool_call>text</tool_call>!", []),
+        ("<tool_call>[1]", "<tool_call>[1]", []),
+        ("a <tool_c", "a <tool_c", []),
+        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+    ],
+)
+def test_calls_are_found_in_parts_of_any_size(text, content, names, size):
+    parser, shown, calls = ToolCallParser(), "", []
+    for at in range(0, len(text), size):
+        part = parser.add(text[at : at + size], is_last=at + size >= len(text))
+        shown += part[0]
+        calls += part[1]
+    assert (shown, [call["function"]["name"] for call in calls]) == (content, names)
+
+
+class _SlowRequest:
+    headers: dict[str, str] = {}
+
+    async def receive(self) -> dict[str, object]:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing arrives")
+
+
+def test_a_body_that_does_not_arrive_is_given_up(monkeypatch):
+    pytest.importorskip("starlette")
+    from megatron.inference.server import http
+    from megatron.inference.server.errors import ApiError
+
+    monkeypatch.setattr(http, "_BODY_TIMEOUT_S", 0.01)
+    with pytest.raises(ApiError, match="did not arrive") as error:
+        asyncio.run(http.read_json(_SlowRequest(), 100))
+    assert error.value.status == 408
+
+
+def test_a_template_is_found_in_the_folder_of_the_tokenizer(tmp_path: Path):
+    from megatron.inference.server.chat_template import read_chat_template
+
+    folder = str(tmp_path)
+    assert read_chat_template(None, None) == (None, {})
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
+    named = [{"name": "default", "template": "A"}, {"name": "rag", "template": "B"}]
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**config, "chat_template": named}))
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert read_chat_template(None, folder) == ("A", tokens)
+    (tmp_path / "chat_template.jinja").write_text("C")
+    assert read_chat_template(None, str(tmp_path / "tokenizer.json")) == ("C", tokens)
+    own = tmp_path / "own"
+    own.write_text("D")
+    assert read_chat_template(str(own), folder) == ("D", tokens)
+    with pytest.raises(ConfigError, match="--chat-template"):
+        read_chat_template(str(tmp_path / "none"), folder)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="no JSON"):
+        read_chat_template(None, folder)
