@@ -110,3 +110,14 @@ def test_tokens_are_chosen_with_their_probabilities() -> None:
     statistic = ((seen - expected) ** 2 / expected)[often].sum().item()
     free = int(often.sum()) - 1
     assert abs(statistic - free) < 4.5 * math.sqrt(2 * free)
+
+
+def test_likely_tokens_in_many_blocks_are_all_searched() -> None:
+    """With one likely token in a block, the bounds of the blocks decide little."""
+    logits = torch.full((300, 200 * 32), -30.0)
+    logits[:, 7::32] = 0
+    rows = keys(list(range(300)), [5] * 300)
+    noisy = logits + noise_of(rows, 0, 200)
+    token, score = sampled(logits, rows)
+    assert torch.equal(token, noisy.argmax(-1))
+    assert torch.equal(score, noisy.amax(-1))

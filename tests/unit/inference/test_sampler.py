@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepResult,
 )
 from megatron.core.inference.sampling.log_probs import log_probs
+from megatron.core.inference.sampling.noise import exponentials, row_keys
 from megatron.core.inference.sampling.sampler import Sampler
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.unit.one_process import one_rank
@@ -277,3 +281,47 @@ def test_end_of_document_is_not_hidden_if_it_does_not_end_the_text() -> None:
     sampler = sampler_of(4, {"temperature": 0.0, "min_tokens": 9, "ignore_eos": True})
     logits = torch.tensor([[5.0, 1.0, 4.0, 3.0]])
     assert step(sampler, logits, [segment(0, 3, SAMPLE)]).tokens.tolist() == [EOD]
+
+
+def plainly_sampled(logits: Tensor, params: dict[str, Any], position: int) -> int:
+    """Return the token of one row [v] by sorting and by the noise of the whole vocabulary."""
+    logits = logits.clone()
+    for token, bias in params.get("logit_bias", {}).items():
+        logits[int(token)] += bias
+    if params["temperature"] == 0:
+        return int(logits.argmax())
+    scaled = (logits - logits.max()) / params["temperature"]
+    kept = scaled.sort(descending=True).values[: params["top_k"] or None]
+    weights = kept.double().exp()
+    before = weights.cumsum(-1) - weights
+    kept = kept[before < params["top_p"] * weights.sum()] if params["top_p"] else kept
+    kept = kept[kept >= math.log(params["min_p"])] if params["min_p"] else kept
+    scaled[scaled < kept[-1]] = float("-inf")
+    keys = torch.from_numpy(row_keys([params["seed"]], np.array([position]))).int()
+    blocks = torch.arange(-(-len(logits) // 32), dtype=torch.int32)[None]
+    noise = exponentials(keys, blocks).flatten()[: len(logits)].log()
+    return int((scaled - noise).argmax())
+
+
+@pytest.mark.parametrize("vocab", [70, 3001])
+def test_a_mixed_batch_gets_the_tokens_of_the_plain_definition(vocab: int) -> None:
+    """3,001 tokens are 94 blocks: few of them are searched."""
+    choose = random.Random(vocab)
+    requests: list[dict[str, Any]] = [
+        {
+            "seed": choose.randrange(2**63),
+            "temperature": choose.choice([0.0, 0.2, 0.7, 1.0, 1.0, 3.0]),
+            "top_k": choose.choice([0, 0, 0, 1, 5, 40, 2000]),
+            "top_p": choose.choice([0.0, 0.0, 0.01, 0.6, 0.95, 1.0]),
+            "min_p": choose.choice([0.0, 0.0, 0.001, 0.2]),
+            "logit_bias": choose.choice([{}, {}, {"3": 4.0, "69": -3.0}]),
+        }
+        for _ in range(400)
+    ]
+    sampler = sampler_of(vocab, *requests)
+    logits = torch.randn(400, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits *= torch.tensor([0.3, 1.0, 2.0, 6.0]).repeat(100)[:, None]
+    for position in (3, 77):
+        result = step(sampler, logits, [segment(slot, position, SAMPLE) for slot in range(400)])
+        expected = [plainly_sampled(*row, position) for row in zip(logits, requests, strict=True)]
+        assert result.tokens.tolist() == expected

@@ -36,7 +36,7 @@ class Blocks:
 
     def take(self, index: Tensor) -> Blocks:
         """Return the rows of ``index``; does not copy logits."""
-        return Blocks(self.logits, self.rows[index], self.maxima[index])
+        return Blocks(self.logits, self.rows[index], self.maxima.index_select(0, index))
 
     def tokens(self, blocks: Tensor) -> Tensor:
         """Return the columns [r, m, 32] of ``blocks`` [r, m]; in the last block up to v or more."""
@@ -59,7 +59,7 @@ class Blocks:
         if count < self.maxima.size(1) // 2:
             candidates = self.values(self.maxima.topk(count).indices).flatten(1)
             return candidates.topk(count).values
-        logits = self.logits[self.rows]
+        logits = self.logits.index_select(0, self.rows)
         if launches_kernels(logits.device):
             return logits.topk(count).values
         # numpy sorts values without their places, with vector instructions: 30 times as fast

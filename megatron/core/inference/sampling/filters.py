@@ -14,7 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.core.device import launches_kernels
 from megatron.core.inference.sampling.blocks import Blocks
+
+_ROWS_IN_CACHE = 2  # of a vocabulary, that a CPU sorts and sums together
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,10 @@ def scale_of(logits: Blocks, filters: Filters, upload: Callable[[npt.ArrayLike],
     least = None
     if is_limited.any() or (filters.top_p < 1).any():
         least = torch.full_like(scale.highest, float("-inf"))
-        for group in (is_limited, ~is_limited & (filters.top_p < 1)):
-            index = np.flatnonzero(group)
+        ordered = np.flatnonzero(~is_limited & (filters.top_p < 1))
+        size = max(len(ordered), 1) if launches_kernels(least.device) else _ROWS_IN_CACHE
+        parts = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+        for index in (np.flatnonzero(is_limited), *parts):
             if len(index):
                 at = upload(index)
                 top_k, top_p = upload(filters.top_k[index]), upload(filters.top_p[index])
@@ -80,9 +85,10 @@ def scale_of(logits: Blocks, filters: Filters, upload: Callable[[npt.ArrayLike],
 def _last_of_top_p(best: Tensor, last: Tensor, top_p: Tensor) -> Tensor:
     """Return how many tokens follow the first in the smallest set with probability ``top_p``.
 
-    ``best`` [r, k]: scaled logits in descending order; those after ``last`` [r] do not count.
+    ``best`` [r, k]: scaled logits in descending order, overwritten; those after ``last`` [r] do
+    not count.
     Nucleus sampling, Holtzman et al. 2020.
     """
-    sums = best.exp().cumsum(-1, dtype=torch.float64)
+    sums = best.exp_().cumsum(-1, dtype=torch.float64)
     enough = sums.gather(-1, last[:, None]) * top_p[:, None]
-    return torch.where(top_p < 1, (sums < enough).sum(-1).clamp(max=last), last)
+    return torch.where(top_p < 1, torch.searchsorted(sums, enough)[:, 0].clamp(max=last), last)
