@@ -63,6 +63,7 @@ _READ = (
     "--served-model-name",
     "--max-batch-size",
 )
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def main() -> None:
@@ -91,8 +92,11 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> int:
     )
     try:
         writer = open_engine(args)
-        features = ("grammar",) if add_grammars(writer) else ()
-        status = front_end.serve(writer.engine, engine_info(args, writer, features))
+        features = ["grammar"] if add_grammars(writer) else []
+        if args.api_key_file is not None or args.host in _LOOPBACK:
+            features.append("update_weights")  # a client names a directory to read
+        info = engine_info(args, writer, tuple(features))
+        status = front_end.serve(writer.engine, info, writer.engine.update_weights)
     finally:
         front_end.close()
     writer.engine.close()

@@ -27,10 +27,21 @@ TOOL = str(ROOT / "tools" / "run_text_generation_server.py")
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a GPT with a byte-level BPE, and 64 positions."""
+    return _trained(tmp_path_factory, "1234")
+
+
+@pytest.fixture(scope="module")
+def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the same model with other weights."""
+    return _trained(tmp_path_factory, "5")
+
+
+def _trained(tmp_path_factory: pytest.TempPathFactory, seed: str) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer = write_bpe(tmp_path_factory.mktemp("tokenizer"))
     flags = "--tokenizer-type HuggingFaceTokenizer --max-position-embeddings 64 --save-interval 6"
     words = [*flags.split(), "--tokenizer-model", str(tokenizer), "--save", str(folder / "ck")]
+    words += ["--seed", seed]
     run_gpt(folder / "run", *words, base=TINY)
     return folder / "ck"
 
@@ -48,10 +59,11 @@ def _texts(rank: int, world_size: int, folder: str) -> list[str]:
     return [answer.text for answer in llm.generate(PROMPTS, params)]
 
 
-def _completions(server, prompt: str) -> str:
+def _completions(server, prompt: str, weight_version: int = 0) -> str:
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
     status, found = server.ask("POST", "/v1/completions", body)
     assert status == 200, found
+    assert found["choices"][0]["weight_version"] == weight_version
     return found["choices"][0]["text"]
 
 
@@ -109,11 +121,18 @@ def _with_schema(kind: dict[str, object]) -> dict[str, object]:
     return {"messages": messages, "response_format": form, "seed": 1, "max_tokens": 50}
 
 
-def test_two_ranks_give_the_same_text_and_end_together(checkpoint, expected):
+def test_two_ranks_give_the_same_text_and_end_together(checkpoint, other_checkpoint, expected):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--standalone", TOOL, "--load", str(checkpoint), "--device", "cpu"]
     with started([*command, "--tensor-model-parallel-size", "2", "--port", "0"]) as server:
         assert [_completions(server, prompt) for prompt in PROMPTS] == expected
+        status, found = server.ask("POST", "/update_weights", {"load": "/nowhere"})
+        assert (status, found["error"]["param"]) == (400, "load")
+        assert _completions(server, PROMPTS[0]) == expected[0]  # the old weights stay
+        status, found = server.ask("POST", "/update_weights", {"load": str(other_checkpoint)})
+        assert (status, found) == (200, {"weight_version": 1})
+        (texts,) = run_ranks(_texts, 1, str(other_checkpoint))
+        assert [_completions(server, prompt, 1) for prompt in PROMPTS] == texts != expected
         connection = server.connect()
         body = {"prompt": "ab", "max_tokens": 50, "ignore_eos": True, "n": 60, "stream": True}
         kind = {"Content-Type": "application/json"}
