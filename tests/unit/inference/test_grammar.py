@@ -94,6 +94,9 @@ DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 SUM = 'start: NUMBER ("+" NUMBER){1,4}\nNUMBER: /[0-9]{1,3}/'
 
 
+@pytest.mark.feature(
+    "Generation: text follows a JSON schema, regex, Lark grammar or list of choices"
+)
 @pytest.mark.parametrize(
     ("kind", "text", "fits"),
     [

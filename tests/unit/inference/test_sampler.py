@@ -61,6 +61,7 @@ def test_greedy_takes_the_likeliest_and_the_smallest_id_of_a_tie() -> None:
     assert result.top_tokens.shape == (2, 0)
 
 
+@pytest.mark.feature("Generation: a seed gives the same tokens in any batch")
 def test_a_token_depends_on_seed_and_position_not_on_the_batch() -> None:
     requests = [
         {"seed": 5},

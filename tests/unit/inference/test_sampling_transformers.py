@@ -80,6 +80,9 @@ def counts_of(logits: Tensor, params: dict[str, float], number: int) -> Tensor:
     return seen
 
 
+@pytest.mark.feature(
+    "Generation: sampled tokens have the probabilities of transformers' processors"
+)
 @pytest.mark.parametrize(
     "params",
     [
