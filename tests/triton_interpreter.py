@@ -1,13 +1,16 @@
-"""Triton's interpreter, as far as its release 3.6 has to be mended for NumPy 2.4."""
+"""Triton's interpreter, with repairs: scalars of NumPy 2.4, and matmuls in bfloat16."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 
 def mend() -> None:
-    """Let scalars be numbers: they are arrays of one, which NumPy takes for no index."""
+    """Let scalars be indices: they are arrays of one.  Convert bfloat16 before matmuls."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang_tensor
 
@@ -16,3 +19,20 @@ def mend() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_and_mend
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def multiply_values(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        wide = [
+            interpreter.TensorHandle(_as_float(x.data), interpreter.tl.float32)
+            if x.data.dtype == np.uint16
+            else x
+            for x in (a, b)
+        ]
+        return multiply(self, *wide, *args)
+
+    interpreter.InterpreterBuilder.create_dot = multiply_values
+
+
+def _as_float(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """Return the values of bfloat16 numbers, which the interpreter stores as their bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import cpu_kernels
+from megatron.core.fusions import kernels
 
 _LINES = 64  # heads times rows that share the keys which a thread has loaded
 
@@ -61,11 +62,24 @@ def paged_attention(
 ) -> Tensor:
     """Attend causally: query [N, n, d] -> [N, n, dv], contiguous, in the dtype of the query.
 
-    A query sees the keys of its segment up to its own position.  With the compiled kernel the bits
-    of a row depend on its query and these keys alone; plain torch does not promise that.
+    A query sees the keys of its segment up to its own position.  With the kernel of a CPU the bits
+    of a row depend on its query and these keys alone, and that of a GPU sums in an order that
+    depends on them alone; plain torch promises neither.
     """
     if _has_kernel(query, keys, values, batch):
         return _run(query, keys, values, batch, rule)
+    if fused := kernels.find("paged_attention", query, keys, values):
+        y: Tensor = fused.attend(
+            query if query.stride(-1) == 1 else query.contiguous(),
+            keys,
+            values,
+            (batch.first_row, batch.num_keys, batch.block_table),
+            scale=rule.scale,
+            softcap=rule.softcap,
+            window=rule.window,
+            sink=rule.sink,
+        )
+        return y
     out = query.new_empty(*query.shape[:2], values.shape[-1])
     first_rows, num_keys = batch.first_row.tolist(), batch.num_keys.tolist()
     for i, total in enumerate(num_keys):
