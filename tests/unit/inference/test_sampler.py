@@ -133,7 +133,7 @@ def test_end_tokens_are_hidden_until_min_tokens() -> None:
     assert found == [3, 3, EOD]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 5.0])
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 5.0, 1e300])
 def test_only_tokens_of_the_mask_are_chosen(temperature: float) -> None:
     sampler = sampler_of(70, {"temperature": temperature}, {"temperature": temperature, "seed": 3})
     words = np.array([1 << 9, -(2**31), 0], dtype=np.int64)
@@ -191,6 +191,15 @@ def test_penalties_follow_the_tokens_that_were_sampled() -> None:
             sampler.admit(Admission(2, {**params, "seed": 1}, tuple(text), 3))
 
 
+@pytest.mark.parametrize(("penalty", "token"), [(1e300, 3), (1e-300, 2)])
+def test_extreme_repetition_penalties_decide(penalty: float, token: int) -> None:
+    sampler = Sampler(1, 4, CPU, EOD)
+    params = {"temperature": 0.0, "seed": 1, "repetition_penalty": penalty}
+    sampler.admit(Admission(0, params, (0, 1, 2), 3))
+    logits = torch.tensor([[0.0, 1.0, 2.0, 1.5]])
+    assert step(sampler, logits, [segment(0, 3, SAMPLE)]).tokens.tolist() == [token]
+
+
 def test_a_slot_forgets_the_request_before() -> None:
     sampler = sampler_of(4, {"temperature": 0.0, "logit_bias": {"1": 9.0}, "min_tokens": 90})
     logits = torch.tensor([[4.0, 0.0, 1.0, 0.0]])
@@ -204,6 +213,10 @@ def test_a_slot_forgets_the_request_before() -> None:
     [
         ({"temperature": 1e-8}, {2}),
         ({"temperature": 1e-38}, {2}),
+        ({"temperature": 1e-300}, {2}),
+        ({"temperature": 1e300, "logit_bias": {"1": -50.0}}, {0, 1, 2, 3}),
+        ({"temperature": 1e300, "top_k": 2}, {1, 2}),
+        ({"frequency_penalty": 1e300, "min_p": 1.0}, {0, 1, 2, 3}),
         ({"top_p": 1e-9}, {2}),
         ({"min_p": 1.0}, {2}),
         ({"top_k": 5000, "temperature": 1e30}, {0, 1, 2, 3}),

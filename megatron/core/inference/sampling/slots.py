@@ -16,6 +16,10 @@ from megatron.core.inference.paged_engine.step_plan import Admission
 from megatron.core.inference.sampling.rules import Penalties, SlotRows
 from megatron.core.inference.sampling_params import SamplingParams
 
+# Beyond these, fp32 gives 0 / 0 and infinity / infinity, and tokens that are not allowed.
+_LEAST_DIVISOR = 1e-30
+_LARGEST_VALUE = 1e30
+
 
 class Slots:
     """Requests by slot.  Arrays are indexed by slot and live on the host."""
@@ -43,9 +47,11 @@ class Slots:
         self.is_greedy[slot] = params.is_greedy
         self.wants_log_probs[slot] = params.return_log_probs or params.top_n_logprobs > 0
         top_k = min(params.top_k or self._vocab_size, self._vocab_size)
-        filters = (params.temperature, top_k, params.top_p or 1.0, params.min_p)
-        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        self.values[slot] = filters + penalties
+        temperature = max(params.temperature, _LEAST_DIVISOR)
+        filters = (temperature, top_k, params.top_p or 1.0, params.min_p)
+        repetition = max(params.repetition_penalty, _LEAST_DIVISOR)
+        penalties = (repetition, params.presence_penalty, params.frequency_penalty)
+        self.values[slot] = np.clip(filters + penalties, -_LARGEST_VALUE, _LARGEST_VALUE)
         self.has_bias[slot] = bool(params.logit_bias)
         self.has_penalty[slot] = params.has_penalty
         self.bias.free(slot)
