@@ -121,7 +121,7 @@ async def _prompt(
         "tools": tools.given or None,
     }
     text = await service.template.render(variables)
-    return service.model.bare(await service.model.tokenize(text, "messages"), text)
+    return service.model.with_one_bos(await service.model.tokenize(text, "messages"))
 
 
 def _with_end_of_turn(params: SamplingParams, model: Model) -> SamplingParams:

@@ -53,12 +53,15 @@ async def answer_completion(service: Service, request: Any, body: Body) -> Any:
         for index, choice in enumerate(choices):
             choice["index"] = index
         usage = usage_of(samples, asked.num_returned)
-        return json_answer(_answer(model, samples_id(samples), started_at, choices, usage=usage))
+        return json_answer(
+            _answer(model, samples[0].generation_id, started_at, choices, usage=usage)
+        )
     generation = service.generation(asked.wanted)
-    progress = {sample.index: Progress() for sample in generation.samples.values()}
+    begun: set[int] = set()  # samples whose prompt has been sent
 
     def to_events(sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
-        choice = choice_of(model, asked, sample, delta, progress[sample.index])
+        choice = choice_of(model, asked, sample, delta, is_first=sample.index not in begun)
+        begun.add(sample.index)
         if not (delta.text or delta.finish_reason or choice["text"] or choice["logprobs"]):
             return []
         return [_answer(model, generation.id, started_at, [choice])]
@@ -135,25 +138,16 @@ async def read_prompts(fields: Fields, model: Model) -> tuple[list[list[int]], l
     return prompts, texts
 
 
-@dataclass
-class Progress:
-    """What a stream has sent of a sample."""
-
-    has_prompt: bool = False
-
-
 def choice_of(
     model: Model,
     asked: CompletionRequest,
     sample: Sample,
     delta: TextDelta,
-    progress: Progress | None = None,
+    *,
+    is_first: bool = True,
 ) -> dict[str, Any]:
     """Return the choice for what is new of a sample; the prompt comes with the first."""
     prompt_text = asked.texts[sample.index // asked.wanted.num_samples]
-    is_first = progress is None or not progress.has_prompt
-    if progress is not None:
-        progress.has_prompt = True
     has_prompt = asked.has_echo and is_first
     table = LogProbTable(model, asked.num_log_probs or 0)
     if asked.num_log_probs is not None:
@@ -234,11 +228,6 @@ def _prompt_table(model: Model, sample: Sample, num_top: int) -> list[dict[str, 
             }
         )
     return table
-
-
-def samples_id(samples: Sequence[Sample]) -> str:
-    """Return the id that the requests of ``samples`` share."""
-    return samples[0].generation_id
 
 
 def _all_of(sample: Sample) -> TextDelta:

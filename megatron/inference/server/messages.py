@@ -145,8 +145,10 @@ def output_to_json(output: RequestOutput) -> dict[str, Any]:
         found["beams"] = [
             [_tokens_to_json(b.tokens), b.score, b.finish_reason] for b in output.beams
         ]
-    found["cached"] = output.num_cached_prompt_tokens
-    found["version"] = output.weight_version
+    if output.num_cached_prompt_tokens:
+        found["cached"] = output.num_cached_prompt_tokens
+    if output.weight_version:
+        found["version"] = output.weight_version
     return found
 
 
@@ -157,8 +159,8 @@ def output_from_json(found: Mapping[str, Any]) -> RequestOutput:
         new=_tokens_from_json(found["new"]),
         prompt_scores=_tokens_from_json(found.get("prompt", ())),
         finish_reason=found.get("finish"),
-        num_cached_prompt_tokens=found["cached"],
-        weight_version=found["version"],
+        num_cached_prompt_tokens=found.get("cached", 0),
+        weight_version=found.get("version", 0),
         error=found.get("error", ""),
         beams=tuple(
             Beam(_tokens_from_json(tokens), score, reason)

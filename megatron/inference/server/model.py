@@ -61,11 +61,8 @@ class Model:
         first = self.info.eod if bos is None else bos
         return [] if first is None else [first]
 
-    def bare(self, ids: Sequence[int], text: str) -> list[int]:
-        """Return ``ids`` of ``text`` without a BOS that the tokenizer has put in front.
-
-        A chat template writes the BOS itself.
-        """
+    def with_one_bos(self, ids: Sequence[int]) -> list[int]:
+        """Return ``ids`` without the BOS of the tokenizer before that of a chat template."""
         bos = self.tokenizer.id_of("bos")
         has_two = bos is not None and list(ids[:2]) == [bos, bos]
         return list(ids[1:] if has_two else ids)
