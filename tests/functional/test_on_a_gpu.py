@@ -65,6 +65,12 @@ CASES = {
         f"--context-parallel-size 2 {SHARDED} --async-save --save-interval 2",
         torch.float32,
     ),
+    "ring in 16 bits": (
+        2,
+        "--bf16 --context-parallel-size 2 --num-attention-heads 4 --hidden-size 64 "
+        "--group-query-attention --num-query-groups 2",
+        torch.bfloat16,
+    ),
     "TP, SP and experts": (
         2,
         f"--tensor-model-parallel-size 2 --sequence-parallel {EXPERTS} "

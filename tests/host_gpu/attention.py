@@ -33,8 +33,7 @@ def _flash(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    if q.dtype not in _HALF:
-        raise RuntimeError("flash attention only supports fp16 and bf16")
+    _check_flash(q, k, v)
     out, lse = _forward(q, k, v, dropout_p, is_causal, scale)
     seed = torch.zeros(2, dtype=torch.int64, device=q.device)
     none = q.new_empty(0)
@@ -59,8 +58,21 @@ def _flash_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
+    _check_flash(grad, q, k, v, out)
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
+    # The kernel reads its memory as packed rows [b, n, q], whatever the strides say.
+    assert lse.dtype == torch.float32, "a GPU's flash kernel keeps its logarithms in fp32"
+    assert lse.is_contiguous(), "flash attention's backward pass reads a packed log-sum-exp"
     return _backward(grad, q, k, v, out, lse, dropout_p, is_causal, scale)
+
+
+def _check_flash(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype not in _HALF:
+            raise RuntimeError("flash attention only supports fp16 and bf16")
+        assert tensor.stride(-1) == 1, "flash attention reads heads of adjacent values"
+        assert tensor.shape[-1] % 8 == 0, "torch pads heads to a multiple of 8 before the kernel"
+        assert tensor.shape[-1] <= 256, "flash attention has heads of at most 256"
 
 
 def _efficient(

@@ -158,7 +158,8 @@ def _flash_backward(
     call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _aten._scaled_dot_product_flash_attention_backward
-    inputs = (grad, call.q, call.k, call.v, out, lse)
+    # The kernel ignores the strides of the log-sum-exp, here rows of a longer tensor.
+    inputs = (grad, call.q, call.k, call.v, out, lse.contiguous())
     drawn = (call.rule.dropout, call.is_causal, *kept[4:])
     dq, dk, dv = kernel(*inputs, *kept[:4], *drawn, scale=call.rule.scale)
     return dq, dk, dv
