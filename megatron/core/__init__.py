@@ -9,6 +9,7 @@ __getattr__ = lazy_exports(
         "parallel_state": "megatron.core.parallel.parallel_state",
         "tensor_parallel": "megatron.core.tensor_parallel",
         "dist_checkpointing": "megatron.core.dist_checkpointing",
+        "InferenceParams": "megatron.core.inference.contexts.inference_params",
         "ModelParallelConfig": "megatron.core.model_parallel_config",
         "Timers": "megatron.core.diagnostics.timers",
     },

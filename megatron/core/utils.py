@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch.distributed import ProcessGroup
 from megatron.core.diagnostics.straggler import StragglerDetector as StragglerDetector
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
+
+T = TypeVar("T")
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -71,6 +74,16 @@ def get_attr_wrapped_model(
 def get_model_config(model: nn.Module) -> Any:
     """Return the configuration of a model, which wrappers may enclose."""
     return get_attr_wrapped_model(model, "config", allow_none=False)
+
+
+def deprecate_inference_params(inference_context: T | None, inference_params: T | None) -> T | None:
+    """Return the context, or ``inference_params``, its former name, with a warning."""
+    if inference_context is None and inference_params is not None:
+        warnings.warn(
+            "inference_params is now called inference_context", DeprecationWarning, stacklevel=3
+        )
+        return inference_params
+    return inference_context
 
 
 def get_batch_on_this_cp_rank(

@@ -92,6 +92,8 @@ COMPATIBILITY_API = {
         "megatron/core/tensor_parallel/default_group_api.py",
         "megatron/core/utils.py",  # get_batch_on_this_cp_rank for scripts
         "megatron/core/tensor_parallel/random.py",
+        # Exchange between stages: scripts with a forward pass of their own give no group.
+        "megatron/core/inference/communication_utils.py",
         "megatron/training/initialize.py",  # installs it
         "megatron/training/compat/utils.py",  # Megatron-LM's helpers for scripts
     },

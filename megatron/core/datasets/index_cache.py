@@ -20,12 +20,12 @@ import time
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import BinaryIO, TypeVar
 
 import numpy as np
 
 from megatron.core.config.errors import DataError
+from megatron.core.diagnostics.log_once import warn_once as warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -308,9 +308,3 @@ def load_array(path: str) -> np.ndarray | None:
     except _UNREADABLE_ARRAY as error:
         warn_once(f"{path} is damaged and is built again: {error}")
         return None
-
-
-@cache
-def warn_once(message: str, level: int = logging.WARNING) -> None:
-    """Log a message at its first call only: a waiting process checks the files repeatedly."""
-    logger.log(level, message)

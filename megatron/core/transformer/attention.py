@@ -31,6 +31,9 @@ from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.norms import l2_norm
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import (
+    deprecate_inference_params as deprecate_inference_params,
+)  # for scripts
 
 
 @dataclass

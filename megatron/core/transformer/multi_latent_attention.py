@@ -33,6 +33,9 @@ from megatron.core.transformer.kv_cache import KVCache, PositionBias
 from megatron.core.transformer.module import WithBias
 from megatron.core.transformer.rope import yarn_mscale
 from megatron.core.transformer.spec_utils import Slot, build_module
+from megatron.core.utils import (
+    deprecate_inference_params as deprecate_inference_params,
+)  # for scripts
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from megatron.core.config.errors import LaunchError
 from megatron.core.inference.paged_engine.control import ControlChannel
@@ -12,7 +13,8 @@ from tests.ranks import run_ranks
 
 
 def _timeout(rank: int, world_size: int) -> timedelta:
-    group = ControlChannel(world_size)._group
+    assert dist.group.WORLD is not None
+    group = ControlChannel(dist.group.WORLD)._group
     assert group is not None
     found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return found
@@ -24,7 +26,8 @@ def test_ranks_of_an_idle_server_wait_without_an_end() -> None:
 
 def _silent_rank(rank: int, world_size: int) -> str:
     """Rank 0 waits for a result that rank 1 does not send; that closes their connection."""
-    channel = ControlChannel(world_size)
+    assert dist.group.WORLD is not None
+    channel = ControlChannel(dist.group.WORLD)
     channel.longest_step = timedelta(milliseconds=100)
     try:
         channel.receive(1 - rank)

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.inference.contexts.base_context import BaseInferenceContext
+from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import (
+    InferenceWrapperConfig,
+)
 from megatron.core.transformer.kv_cache import Core, PositionBias, State
 
 
-class StaticInferenceContext:
+class StaticInferenceContext(BaseInferenceContext):
     """Keys and values of ``max_batch_size`` sequences of up to ``max_sequence_length`` tokens.
 
     The memory of a layer is allocated at its first `append`, in the width of those tensors.  All
@@ -19,22 +23,53 @@ class StaticInferenceContext:
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
+        super().__init__(materialize_only_last_token_logits=True)
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._other: dict[int, tuple[Tensor, Tensor]] = {}
         self._states: dict[int, State] = {}
-        self._num_tokens = 0
+        self._is_decoding = False
+
+    @classmethod
+    def from_config(cls, config: InferenceWrapperConfig) -> StaticInferenceContext:
+        """Return a context of the sizes in ``config``."""
+        return cls(config.inference_max_requests, config.inference_max_seq_length)
 
     @property
     def num_tokens(self) -> int:
         """Number of cached tokens per sequence."""
-        return self._num_tokens
+        return self.sequence_len_offset
+
+    def is_static_batching(self) -> bool:
+        """Return True: all sequences grow together."""
+        return True
+
+    def enable_prefill_mode(self) -> None:
+        """Note that the next passes process prompts."""
+        self._is_decoding = False
+
+    def enable_decode_mode(self) -> None:
+        """Note that the next passes process one token a sequence."""
+        self._is_decoding = True
+
+    def is_decode_only(self) -> bool:
+        """Return whether passes process one token a sequence."""
+        return self._is_decoding
+
+    def swap_key_value_dict(self, batch_idx: Tensor | list[int]) -> None:
+        """Put the sequences of the batch into the order ``batch_idx``, as beam search does."""
+        order = torch.as_tensor(batch_idx, device=device.current())
+        for keys, values in (*self._layers.values(), *self._other.values()):
+            keys[:, : len(order)] = keys[:, order]
+            values[:, : len(order)] = values[:, order]
+        for layer, state in self._states.items():
+            self._states[layer] = tuple(part[order] for part in state)
 
     def positions(self, num_tokens: int) -> tuple[Tensor, int]:
         """Return the positions [s] of the next tokens, and the context length after them."""
-        stop = self._num_tokens + num_tokens
-        return torch.arange(self._num_tokens, stop, device=device.current()), stop
+        stop = self.sequence_len_offset + num_tokens
+        return torch.arange(self.sequence_len_offset, stop, device=device.current()), stop
 
     def attend(
         self,
@@ -49,7 +84,7 @@ class StaticInferenceContext:
     ) -> Tensor:
         """Append [s, b, g, d] to a layer and attend to all its tokens; see `KVCache`."""
         keys, values = self._append(layer_index, key, value)
-        table = None if bias is None else bias(self._num_tokens, len(query), len(keys))
+        table = None if bias is None else bias(self.sequence_len_offset, len(query), len(keys))
         return core(query, keys, values if values.shape[-1] else keys, mask, attention_bias=table)
 
     def attend_to_other(
@@ -82,7 +117,7 @@ class StaticInferenceContext:
 
     def advance(self, num_new_tokens: int) -> None:
         """Count the tokens of a finished forward pass: the caller's duty after each."""
-        self._num_tokens += num_new_tokens
+        self.increment_sequence_len_offset(num_new_tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +127,8 @@ class StaticInferenceContext:
 
     def reset(self) -> None:
         """Remove all tokens but keep the memory of the growing sequence."""
-        self._num_tokens = 0
+        self.sequence_len_offset = 0
+        self.enable_prefill_mode()
         self._other.clear()
         self._states.clear()
 
@@ -101,14 +137,14 @@ class StaticInferenceContext:
         if layer_index not in self._layers:
             self._layers[layer_index] = (self._memory(key), self._memory(value))
         keys, values = self._layers[layer_index]
-        stop = self._num_tokens + key.size(0)
+        stop = self.sequence_len_offset + key.size(0)
         if stop > self.max_sequence_length:
             raise ValueError(
                 f"{stop} tokens do not fit into a cache of {self.max_sequence_length} a sequence"
             )
         batch = key.size(1)
-        keys[self._num_tokens : stop, :batch] = key
-        values[self._num_tokens : stop, :batch] = value
+        keys[self.sequence_len_offset : stop, :batch] = key
+        values[self.sequence_len_offset : stop, :batch] = value
         return keys[:stop, :batch], values[:stop, :batch]
 
     def _memory(self, like: Tensor) -> Tensor:

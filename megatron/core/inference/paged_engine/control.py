@@ -8,6 +8,7 @@ plans, since gloo keeps the order of messages between two ranks.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -20,28 +21,41 @@ from megatron.core.inference.paged_engine.step_plan import Integers, StepResult
 
 _FIRST = 512  # numbers in the first message; longer ones need a second message
 _MOST_PENDING = 256  # messages; each is received within a round of steps
-# Ranks wait for the next plan as long as a server is idle; the death of rank 0 ends the wait.
+# Ranks wait for the next plan as long as a server is idle; the death of the root ends the wait.
 _LONGEST_IDLE = timedelta(days=3650)
-ROOT = 0
 
 
 class ControlChannel:
-    """Sends and receives arrays between rank 0 and the others.
+    """Sends and receives arrays between the first rank of ``world``, the root, and the others.
 
-    Construction is collective over all ranks.  The group is apart from those of the model, whose
-    collectives may be in flight at the same time.
+    Construction is collective over all ranks.  ``peers``: ranks of every channel that they
+    construct at the same time, in the same order on all of them; default: ``world`` alone.  The
+    group is apart from those of the model, whose collectives may be in flight at the same time.
     """
 
-    longest_step = timedelta(minutes=10)  # that rank 0 waits for a result
+    longest_step = timedelta(minutes=10)  # that the root waits for a result
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world: ProcessGroup, peers: Sequence[Sequence[int]] | None = None) -> None:
+        self.ranks = [0]  # global ranks, the root first; unused with one rank
         self._group: ProcessGroup | None = None
         # Tensors must live until gloo has sent them.
         self._pending: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        if world_size > 1:
-            self._group = dist.new_group(
-                backend="gloo", timeout=_LONGEST_IDLE, group_desc="generation control"
+        if world.size() == 1:
+            return
+        self.ranks = dist.get_process_group_ranks(world)
+        for ranks in peers or [self.ranks]:
+            # Not use_local_synchronization: its name of a group is wrong on ranks that belong to
+            # different numbers of groups.
+            group = dist.new_group(
+                list(ranks), timeout=_LONGEST_IDLE, backend="gloo", group_desc="generation control"
             )
+            if list(ranks) == self.ranks:
+                self._group = group
+
+    @property
+    def root(self) -> int:
+        """Global rank of the process that plans."""
+        return self.ranks[0]
 
     def send(self, array: Integers, rank: int) -> None:
         """Send to global ``rank`` without waiting: it may be sending to this rank itself."""
@@ -81,13 +95,13 @@ class ControlChannel:
         work = dist.irecv(tensor, rank, group=self._group)
         assert work is not None, "this rank is in the group"
         try:
-            if rank == ROOT:
+            if rank == self.root:
                 work.wait()
             else:
                 work.wait(self.longest_step)
         except RuntimeError as error:
             reason = str(error).partition(". This")[0]  # before gloo's advice
-            what = "plans" if rank == ROOT else "the result of a step"
+            what = "plans" if rank == self.root else "the result of a step"
             raise LaunchError(
                 f"rank {rank} has not sent {what}: {reason}; look for its last message, and start "
                 "all ranks again"

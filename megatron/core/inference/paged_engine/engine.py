@@ -1,5 +1,7 @@
 """The generation engine: rank 0 schedules the requests of all replicas, all ranks compute.
 
+Rank 0 is the first rank of the group ``world`` of the model: the ranks of the engine.
+
 A replica is one copy of the model: tp x pp ranks.  It has one scheduler for each pipeline stage
 (lane): while one lane's step is in a stage, the other stages work on the steps of other lanes.
 With expert parallelism the replicas communicate in a forward pass, so they step together; one
@@ -8,7 +10,7 @@ without work then computes an idle row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -20,12 +22,16 @@ from megatron.core import device
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.control import (
-    ROOT,
     ControlChannel,
     pack_result,
     unpack_result,
 )
-from megatron.core.inference.paged_engine.limits import check_tokens
+from megatron.core.inference.paged_engine.limits import (
+    EngineLimits,
+    check_grammar,
+    check_tokens,
+    generation_length,
+)
 from megatron.core.inference.paged_engine.options import EngineOptions as EngineOptions
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
@@ -35,7 +41,7 @@ from megatron.core.inference.paged_engine.request import (
     TokenOutput,
 )
 from megatron.core.inference.paged_engine.runner import GenerationModel, ModelRunner
-from megatron.core.inference.paged_engine.scheduler import EngineLimits, Scheduler
+from megatron.core.inference.paged_engine.scheduler import Scheduler
 from megatron.core.inference.paged_engine.step_plan import (
     Admission,
     Integers,
@@ -74,10 +80,16 @@ class Engine:
     `close`; the other ranks call `follow`, which returns after `close`.
     """
 
-    def __init__(self, model: GenerationModel, options: EngineOptions) -> None:
+    def __init__(
+        self,
+        model: GenerationModel,
+        options: EngineOptions,
+        peers: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """``peers``: ranks of all engines that are constructed at the same time; default: one."""
         groups = model.groups
         self.model, self.options = model, options
-        self._channel = ControlChannel(groups.world.size())
+        self._channel = ControlChannel(groups.world, peers)
         self._num_lanes, num_replicas = groups.pp.size(), groups.dp.size()
         self._in_lockstep = groups.ep.size() > 1
         longest = min(
@@ -131,6 +143,12 @@ class Engine:
         scheduler = self._home.get(request.fork_of or "") or self._route(request)
         scheduler.add(request)
         self._home[request.request_id] = scheduler
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError if a request can never run; other ranks can call it too."""
+        check_tokens(request, self.model.vocab_size)
+        check_grammar(request)
+        generation_length(request, self._limits)
 
     def _route(self, request: Request) -> Scheduler:
         """Return a scheduler of the replica whose pages hold most of the prompt already.
@@ -200,7 +218,7 @@ class Engine:
         assert self.model.load_weights is not None, "the model has no checkpoint to load"
         self._finish_steps(drain=drain)
         message = np.array([_UPDATE, *checkpoint.encode()])
-        for rank in range(1, self.model.groups.world.size()):
+        for rank in self._channel.ranks[1:]:
             self._channel.send(message, rank)
         self.model.load_weights(checkpoint)
         self._note_new_weights()
@@ -220,14 +238,14 @@ class Engine:
 
     def close(self) -> None:
         """Let the other ranks return from `follow`."""
-        for rank in range(1, self.model.groups.world.size()):
+        for rank in self._channel.ranks[1:]:
             self._channel.send(np.array([_STOP]), rank)
         self._channel.flush()
 
     def _run(self, plans: dict[int, StepPlan], lane: int) -> None:
         """Send the plans to the ranks of their replicas; execute that of this rank's replica."""
         for replica, plan in plans.items():
-            others = [rank for rank in self._ranks(replica) if rank != ROOT]
+            others = [rank for rank in self._ranks(replica) if rank != self._channel.root]
             if others:
                 message = np.concatenate([[_PLAN], plan.to_array()])
             for rank in others:
@@ -281,14 +299,14 @@ class Engine:
 
         Running requests go on or, with ``drain``, end first: see `update_weights`.
         """
-        if self.model.groups.world.rank() != ROOT:
+        if self.model.groups.world.rank() != 0:
             self.follow()
         else:
             self._finish_steps(drain=drain)
             self.close()
         weights.copy()
         self._note_new_weights()
-        if self.model.groups.world.rank() == ROOT:
+        if self.model.groups.world.rank() == 0:
             self._start_anew()
 
     def _note_new_weights(self) -> None:
@@ -304,7 +322,7 @@ class Engine:
     def follow(self) -> None:
         """Execute the plans of rank 0 until it closes the engine."""
         while True:
-            message = self._channel.receive(ROOT)
+            message = self._channel.receive(self._channel.root)
             if message[0] == _STOP:
                 self._channel.flush()
                 return
@@ -316,7 +334,7 @@ class Engine:
                 continue
             result = self._runner.execute(StepPlan.from_array(message[1:]))
             if result is not None and len(result.tokens):
-                self._channel.send(pack_result(result), ROOT)
+                self._channel.send(pack_result(result), self._channel.root)
 
     # ---- set-up ------------------------------------------------------------------------------
 
@@ -355,7 +373,9 @@ class Engine:
 
     def _rank(self, **coordinate: int) -> int:
         grid = self.model.groups.dense_grid
-        return grid.rank(**{axis: coordinate.get(axis, 0) for axis in grid.sizes})
+        return self._channel.ranks[
+            grid.rank(**{axis: coordinate.get(axis, 0) for axis in grid.sizes})
+        ]
 
 
 def _idle_plan(model: GenerationModel, num_pages: int, slots: int) -> StepPlan:

@@ -1,0 +1,1 @@
+"""Wrappers that tell an engine how to run a model."""

@@ -1,0 +1,1 @@
+"""The wrapper of decoder-only models."""

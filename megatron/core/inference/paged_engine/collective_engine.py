@@ -1,0 +1,163 @@
+"""An engine whose ranks all make the same calls, as scripts written for Megatron-LM do.
+
+Every rank of a replica adds the same requests and calls `advance` as often as the others; its first
+rank schedules, and all ranks return the same outputs.  Replicas are independent of each other,
+unless experts are distributed over them: then the ranks of all replicas make the same calls.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
+from megatron.core.inference.paged_engine.request import (
+    Beam,
+    Request,
+    RequestOutput,
+    TokenOutput,
+)
+from megatron.core.inference.paged_engine.runner import GenerationModel
+from megatron.core.inference.paged_engine.step_plan import Integers
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.rank_grid import RankGrid
+
+
+@dataclass(frozen=True)
+class TimedOutput:
+    """What a step added to a request, and how long the step took."""
+
+    output: RequestOutput
+    elapsed_s: float
+
+
+class CollectiveEngine(Engine):
+    """An `Engine` with `add`, `abort` and `advance` on every rank.
+
+    Construction is collective over the ranks of all replicas.
+    """
+
+    def __init__(self, model: GenerationModel, options: EngineOptions) -> None:
+        groups = _groups_of_replica(model.groups)
+        peers = None
+        if groups is not model.groups and groups.world.size() < model.groups.world.size():
+            peers = model.groups.dense_grid.groups("tp", "pp")
+        super().__init__(replace(model, groups=groups), options, peers)
+        self._is_root = self.model.groups.world.rank() == 0
+        self._unfinished: set[str] = set()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._unfinished)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that wait or run."""
+        return len(self._unfinished)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.  Raises RequestError on every rank if it can never run."""
+        self.check(request)
+        if self._is_root:
+            super().add(request)
+        self._unfinished.add(request.request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without further output; return whether it was there."""
+        if self._is_root:
+            super().abort(request_id)
+        was_there = request_id in self._unfinished
+        self._unfinished.discard(request_id)
+        return was_there
+
+    def advance(self, *, to_end: bool) -> list[TimedOutput]:
+        """Run one step of each lane, or all requests ``to_end``; return what it added to requests.
+
+        Collective over the ranks of the engine.
+        """
+        self.model.module.eval()
+        if self._is_root:
+            found: list[TimedOutput] = []
+            while super().has_unfinished:
+                found += self._timed_steps(1 if to_end else self._num_lanes)
+                if not to_end:
+                    break
+            self.close()
+            message = _pack(found)
+            for rank in self._channel.ranks[1:]:
+                self._channel.send(message, rank)
+            self._channel.flush()
+        else:
+            self.follow()
+            found = _unpack(self._channel.receive(self._channel.root))
+        ended = {f.output.request_id for f in found if f.output.finish_reason is not None}
+        self._unfinished -= ended
+        return found
+
+    def _timed_steps(self, count: int) -> list[TimedOutput]:
+        """Run ``count`` steps; if it is one for each lane, wait for all of them."""
+        start = time.perf_counter()
+        outputs = [output for _ in range(count) for output in self.step()]
+        if count == self._num_lanes:
+            self._finish_steps(drain=False)
+            outputs += self._held
+            self._held = []
+        elapsed = time.perf_counter() - start
+        return [TimedOutput(output, elapsed) for output in outputs]
+
+
+def _groups_of_replica(groups: ProcessGroupCollection) -> ProcessGroupCollection:
+    """Return the groups of this rank's copy of the model alone; all groups with expert parallelism.
+
+    Creates no group.
+    """
+    if groups.ep.size() > 1:
+        return groups
+    grid = RankGrid({"tp": groups.tp.size(), "dp": 1, "pp": groups.pp.size()})
+    alone = groups.ep
+    return ProcessGroupCollection(
+        tp=groups.tp,
+        pp=groups.pp,
+        cp=groups.cp,
+        ep=alone,
+        dp=alone,
+        mp=groups.mp,
+        world=groups.mp,
+        dense_grid=grid,
+        expert_grid=grid,
+        _alone=alone,
+    )
+
+
+def _pack(found: list[TimedOutput]) -> Integers:
+    """Return outputs as one array: their JSON text."""
+
+    def tokens(items: tuple[TokenOutput, ...]) -> list[object]:
+        return [[t.token, t.log_prob, t.top] for t in items]
+
+    items = []
+    for timed in found:
+        fields = vars(timed.output)
+        lists = {name: tokens(fields[name]) for name in ("new", "prompt_scores")}
+        beams = [[tokens(b.tokens), b.score, b.finish_reason] for b in timed.output.beams]
+        items.append([timed.elapsed_s, {**fields, **lists, "beams": beams}])
+    return np.frombuffer(json.dumps(items).encode(), dtype=np.uint8).astype(np.int64)
+
+
+def _unpack(array: Integers) -> list[TimedOutput]:
+    """Return the outputs that `_pack` packed."""
+
+    def tokens(items: list[tuple[int, float, list[tuple[int, float]]]]) -> tuple[TokenOutput, ...]:
+        return tuple(TokenOutput(t, p, tuple((a, b) for a, b in top)) for t, p, top in items)
+
+    found = []
+    for elapsed, fields in json.loads(array.astype(np.uint8).tobytes()):
+        lists = {name: tokens(fields[name]) for name in ("new", "prompt_scores")}
+        beams = tuple(Beam(tokens(t), score, reason) for t, score, reason in fields["beams"])
+        output = RequestOutput(**{**fields, **lists, "beams": beams})
+        found.append(TimedOutput(output, elapsed))
+    return found

@@ -1,0 +1,1 @@
+"""Controllers of Megatron-LM's engines: text in, text out."""

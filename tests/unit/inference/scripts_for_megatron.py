@@ -1,0 +1,161 @@
+"""Scripts in the style of those written for Megatron Core; each rank runs the same one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.inference.contexts import DynamicInferenceContext, StaticInferenceContext
+from megatron.core.inference.engines import DynamicInferenceEngine, StaticInferenceEngine
+from megatron.core.inference.inference_request import InferenceRequest
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import (
+    InferenceWrapperConfig,
+)
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from tests.unit.one_process import one_process_groups, tiny_config
+
+VOCABULARY, LENGTH = 64, 64
+PROMPTS = ["hello", "wo", "paged attention over many pages", "a", "tensor"]
+
+
+class Letters:
+    """A tokenizer of the letters a to z, with the attributes that controllers use."""
+
+    vocab_size = VOCABULARY
+    eod, bos, pad = 1, 2, 0
+
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(letter) % 56 + 8 for letter in text]
+
+    def detokenize(self, ids: list[int]) -> str:
+        return "".join(chr(token + 56) for token in ids)
+
+
+def model_of(world: int, sizes: dict[str, int], **changes: Any) -> GPTModel:
+    """Return this rank's stage of a model with the same weights in every layout."""
+    groups: ProcessGroupCollection | None = one_process_groups()
+    if world > 1:
+        if not parallel_state.is_initialized():
+            parallel_state.initialize_model_parallel(sizes.get("tp", 1), sizes.get("pp", 1))
+        groups = None
+    torch.manual_seed(7)
+    config = tiny_config(
+        num_layers=6,
+        init_method_std=0.3,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        tensor_model_parallel_size=sizes.get("tp", 1),
+        pipeline_model_parallel_size=sizes.get("pp", 1),
+        **changes,
+    )
+    is_one = world == 1
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(config=config),
+        VOCABULARY,
+        LENGTH,
+        pre_process=is_one or parallel_state.is_pipeline_first_stage(),
+        post_process=is_one or parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        pg_collection=groups,
+    )
+
+
+def controller_of(model: GPTModel, **sizes: Any) -> TextGenerationController:
+    config = InferenceWrapperConfig(
+        hidden_size=32,
+        params_dtype=torch.float64,
+        inference_batch_times_seqlen_threshold=-1,
+        padded_vocab_size=VOCABULARY,
+        **{"inference_max_requests": 4, "inference_max_seq_length": LENGTH, **sizes},
+    )
+    wrapped = GPTInferenceWrapper(model, config, StaticInferenceContext.from_config(config))
+    return TextGenerationController(wrapped, Letters())
+
+
+def context_of(**sizes: Any) -> DynamicInferenceContext:
+    found = {
+        "params_dtype": torch.float64,
+        "num_layers": 6,
+        "kv_channels": 8,
+        "num_attention_heads": 4,
+        "max_sequence_length": LENGTH,
+        "buffer_size_gb": 0.01,
+        "buffer_guaranteed_fraction": 0.1,
+        "chunk_size_tokens": 8,
+    }
+    return DynamicInferenceContext(**{**found, **sizes})
+
+
+def facts_of(request: InferenceRequest) -> dict[str, Any]:
+    """Return the fields of an answer as plain values, without times."""
+    out = {}
+    for field in dataclasses.fields(request):
+        value = getattr(request, field.name)
+        out[field.name] = value.tolist() if isinstance(value, Tensor) else value
+    for name in ("arrival_time", "sampling_params", "inference_parameters"):
+        del out[name]
+    out["tpot"] = len(request.tpot or [])
+    return out
+
+
+def static_script(rank: int, world: int, sizes: dict[str, int], twice: bool) -> list[Any]:
+    """Generate twice with one engine: greedy with everything that can be asked, then sampled."""
+    engine = StaticInferenceEngine(
+        controller_of(model_of(world, sizes)), max_batch_size=3, random_seed=11
+    )
+    every = SamplingParams(
+        top_k=1,
+        num_tokens_to_generate=9,
+        return_log_probs=True,
+        return_segments=True,
+        top_n_logprobs=2,
+        return_prompt_top_n_logprobs=True,
+    )
+    out = engine.generate(prompts=PROMPTS, sampling_params=every)
+    if twice:
+        sampled = SamplingParams(temperature=0.8, top_p=0.9, num_tokens_to_generate=6)
+        out += engine.generate(PROMPTS, False, None, sampled)
+    return [facts_of(request) for request in out]
+
+
+def dynamic_script(rank: int, world: int, sizes: dict[str, int]) -> list[Any]:
+    """Add requests while others are generated."""
+    engine = DynamicInferenceEngine(
+        controller_of(model_of(world, sizes)), context_of(), None, False, random_seed=5
+    )
+    params = SamplingParams(top_k=1, return_log_probs=True)
+    arrivals, finished, num_steps = list(enumerate(PROMPTS)), [], 0
+    while arrivals or engine.has_unfinished_requests():
+        if arrivals and num_steps % 2 == 0:
+            number, prompt = arrivals.pop(0)
+            engine.add_request(number, prompt, num_tokens_to_generate=9)
+        finished += engine.step(params)[1]
+        num_steps += 1
+    assert not engine.context.has_unfinished_requests()
+    return [facts_of(request) for request in sorted(finished, key=lambda r: r.request_id)]
+
+
+def replicas_script(rank: int, world: int, sizes: dict[str, int]) -> list[str]:
+    """Each of two replicas generates for prompts of its own, the second one more often."""
+    engine = StaticInferenceEngine(controller_of(model_of(world, sizes)))
+    replica = parallel_state.get_data_parallel_rank()
+    params = SamplingParams(top_k=1, num_tokens_to_generate=5)
+    texts = []
+    for prompt in PROMPTS[replica : 2 * replica + 1]:
+        (answer,) = engine.generate([prompt], sampling_params=params)
+        texts.append(answer.generated_text)
+    return texts
