@@ -3,7 +3,8 @@
 Source: arXiv 2412.19437, section 2.2.  Depth k (from 1) concatenates the hidden state of depth
 k - 1 (depth 0 is the decoder) with the embedding of the token k positions ahead, projects both to
 h, and applies a transformer layer; the model's output layer then predicts the token k + 1 positions
-ahead.  MTP runs in training only and does not change the decoder's logits and loss.
+ahead.  MTP does not change the decoder's logits and loss.  It runs in training, and in generation
+where it drafts tokens.
 
 Parameter names, for depth i from 0, are the same in every layout and in Megatron-LM's checkpoints:
 

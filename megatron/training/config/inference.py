@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
+DraftKind: TypeAlias = Literal["ngram", "mtp"]
 WeightFormat: TypeAlias = Literal["saved", "bf16", "int8"]
 _EMBEDDINGS = "training writes no vectors of texts: tools/bert_embedding.py does"
 
@@ -87,8 +88,16 @@ class InferenceConfig:
     )
     inference_num_draft_tokens: int = _engine(
         0,
-        "Number of tokens that are guessed from earlier text and verified in one forward pass; "
-        "the generated tokens do not depend on it.",
+        "Number of tokens that are guessed and verified in one forward pass; the generated tokens "
+        "do not depend on it.",
+    )
+    inference_draft_model: DraftKind = _engine(
+        "ngram",
+        "Where the tokens of --inference-num-draft-tokens come from: what followed the same tokens "
+        "in earlier text (ngram), or the model's layers for multi-token prediction (mtp; see "
+        "--mtp-num-layers).",
+        choices=("ngram", "mtp"),
+        parse=str,
     )
     inference_weights: WeightFormat = _engine(
         "saved",

@@ -72,6 +72,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         max_waiting=c.inference_max_waiting_requests,
         has_prefix_cache=c.inference_prefix_cache,
         num_draft_tokens=c.inference_num_draft_tokens,
+        draft_model=c.inference_draft_model,
         weights=c.inference_weights,
         batch_invariant=c.inference_batch_invariant,
     )

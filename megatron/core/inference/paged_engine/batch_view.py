@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ class BatchView:
     ) -> None:
         self._cache, self._segments, self._sources = cache, plan.segments, sources
         self._row_invariant = row_invariant
+        self._depth = 0
+        self.hidden: Tensor | None = None  # of all rows, after the last layer [N, 1, h]
         segments = self._segments
         starts = np.array([s.start for s in segments])
         lengths = np.array([len(s.tokens) for s in segments])
@@ -73,6 +76,15 @@ class BatchView:
         first, num_keys, pages_of = (x.int() for x in uploaded[5:])
         self._batch = PagedBatch(first, num_keys, pages_of.view(table.shape))
 
+    def at_depth(self, depth: int) -> BatchView:
+        """Return these rows for the MTP layer of ``depth``, from 1, which has entries of its own.
+
+        MTP layers have the layer index of the last layer.
+        """
+        view = copy(self)
+        view._depth = depth
+        return view
+
     def positions(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return the positions and context lengths of the rows: 2 x [N]."""
         assert num_tokens == len(self._positions), "a pass has the rows of its plan"
@@ -91,7 +103,7 @@ class BatchView:
     ) -> Tensor:
         """Store keys and values in pages and attend causally within each request."""
         assert mask is None, "requests are causal"
-        keys, values = self._cache.layer(layer_index, key, value)
+        keys, values = self._cache.layer(layer_index + self._depth, key, value)
         store(keys, values, key[:, 0], value[:, 0], self._at)
         if not value.shape[-1]:
             values = keys
@@ -157,6 +169,7 @@ class BatchView:
 
     def output_rows(self, hidden: Tensor) -> Tensor:
         """Return the rows that the plan has targets for: [N, 1, h] -> [r, 1, h]."""
+        self.hidden = hidden
         return hidden.index_select(0, self._outputs)
 
     def _gathered(self, pages: Tensor, segment: Segment) -> Tensor:

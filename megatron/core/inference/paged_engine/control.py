@@ -117,15 +117,16 @@ def pack_result(result: StepResult) -> Integers:
     """Return a result as one array; log-probabilities as the bits of float64."""
     log_probs = result.log_probs.astype(np.float64).view(np.int64)
     tops = result.top_log_probs.astype(np.float64).ravel().view(np.int64)
-    shape = np.array(result.top_tokens.shape, dtype=np.int64)
-    return np.concatenate([shape, result.tokens, log_probs, result.top_tokens.ravel(), tops])
+    shape = np.array([*result.top_tokens.shape, *result.drafts.shape], dtype=np.int64)
+    likely, drafts = result.top_tokens.ravel(), result.drafts.ravel()
+    return np.concatenate([shape, result.tokens, log_probs, likely, tops, drafts])
 
 
 def unpack_result(array: Integers) -> StepResult:
     """Return the result that `pack_result` packed."""
-    rows, tops = array[:2].tolist()
-    tokens, log_probs, top_tokens, top_log_probs = np.split(
-        array[2:], np.cumsum([rows, rows, rows * tops])
+    rows, tops, segments, length = array[:4].tolist()
+    tokens, log_probs, top_tokens, top_log_probs, drafts = np.split(
+        array[4:], np.cumsum([rows, rows, rows * tops, rows * tops])
     )
 
     def floats(bits: Integers) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -136,4 +137,5 @@ def unpack_result(array: Integers) -> StepResult:
         floats(log_probs),
         top_tokens.reshape(rows, tops),
         floats(top_log_probs).reshape(rows, tops),
+        drafts.reshape(segments, length),
     )

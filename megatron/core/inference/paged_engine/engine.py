@@ -65,12 +65,14 @@ _NOTHING = StepResult(
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Requests and pages of all replicas at this moment."""
+    """Requests and pages of all replicas at this moment, and drafts of all steps so far."""
 
     num_running: int
     num_waiting: int
     num_free_pages: int
     num_pages: int
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 class Engine:
@@ -95,6 +97,7 @@ class Engine:
         longest = min(
             options.max_sequence_length or model.max_sequence_length, model.max_sequence_length
         )
+        self._num_draft_layers = _num_draft_layers(model, options)
         self._page_size = options.page_size or (256 if device.is_cuda(model.device) else 16)
         num_pages, has_recurrent_layers = self._probe()
         in_sequence = -(-longest // self._page_size)
@@ -115,9 +118,13 @@ class Engine:
             has_prefix_cache=options.has_prefix_cache,
             has_recurrent_layers=has_recurrent_layers,
             num_draft_tokens=options.num_draft_tokens,
+            num_draft_layers=self._num_draft_layers,
             num_reserved_pages=int(num_pages * options.guaranteed_fraction),
         )
-        self._pools = [PagePool(num_pages, self._page_size) for _ in range(num_replicas)]
+        self._pools = [
+            PagePool(num_pages, self._page_size, self._num_draft_layers)
+            for _ in range(num_replicas)
+        ]
         in_lane = slots // self._num_lanes
         self._schedulers = {
             (replica, lane): Scheduler(
@@ -183,6 +190,8 @@ class Engine:
             sum(s.num_waiting for s in schedulers),
             sum(pool.num_free for pool in self._pools),
             self._limits.num_pages * len(self._pools),
+            sum(s.num_drafts for s in schedulers),
+            sum(s.num_accepted_drafts for s in schedulers),
         )
 
     def step(self) -> list[RequestOutput]:
@@ -340,7 +349,13 @@ class Engine:
 
     def _new_runner(self, num_pages: int, slots: int) -> ModelRunner:
         cache = PagedCache(num_pages, self._page_size, slots)
-        return ModelRunner(self.model, cache, row_invariant=self.options.batch_invariant)
+        return ModelRunner(
+            self.model,
+            cache,
+            row_invariant=self.options.batch_invariant,
+            num_draft_layers=self._num_draft_layers,
+            num_draft_tokens=self.options.num_draft_tokens,
+        )
 
     def _probe(self) -> tuple[int, bool]:
         """Return how many pages fit into every rank's buffer, and if there are recurrent layers.
@@ -376,6 +391,24 @@ class Engine:
         return self._channel.ranks[
             grid.rank(**{axis: coordinate.get(axis, 0) for axis in grid.sizes})
         ]
+
+
+def _num_draft_layers(model: GenerationModel, options: EngineOptions) -> int:
+    """Return how many MTP layers draft.  Raises ConfigError if they should and cannot."""
+    if options.draft_model != "mtp":
+        return 0
+    num_layers = model.config.mtp_num_layers or 0
+    if not num_layers:
+        raise ConfigError(
+            "--inference-draft-model mtp: the model has no layers for multi-token prediction; "
+            "train it with --mtp-num-layers, or use --inference-draft-model ngram"
+        )
+    if not options.num_draft_tokens:
+        raise ConfigError(
+            "--inference-draft-model mtp has no effect with --inference-num-draft-tokens 0: "
+            "ask for 1 draft token or more"
+        )
+    return min(num_layers, options.num_draft_tokens)
 
 
 def _idle_plan(model: GenerationModel, num_pages: int, slots: int) -> StepPlan:

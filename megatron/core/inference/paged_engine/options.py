@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
+
+DraftKind: TypeAlias = Literal["ngram", "mtp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +15,8 @@ class EngineOptions:
     ``max_requests`` run at the same time in a replica; None: ``overflow_factor`` times the number
     of longest sequences that the cache holds.  ``guaranteed_fraction`` of the pages is reserved for
     running requests when another one starts.  ``weights`` and ``batch_invariant`` are properties of
-    the model too: see `use_fast_linears`.
+    the model too: see `use_fast_linears`.  ``draft_model``: what gives the ``num_draft_tokens``:
+    earlier text, or the model's layers for multi-token prediction.
     """
 
     buffer_bytes: int = 2**30
@@ -26,5 +29,6 @@ class EngineOptions:
     max_waiting: int = 1024
     has_prefix_cache: bool = True
     num_draft_tokens: int = 0
+    draft_model: DraftKind = "ngram"
     weights: Literal["saved", "bf16", "int8"] = "saved"
     batch_invariant: bool = False

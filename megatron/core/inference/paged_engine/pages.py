@@ -21,11 +21,13 @@ class PagePool:
     """Reference counts of all pages, and the digests of those that have known content.
 
     Lanes share one pool.  Digests belong to ``weight_version``, the version of the weights.
+    ``num_ahead``: the content of a page depends on so many tokens after its last one.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_ahead: int = 0) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.num_ahead = num_ahead
         self.weight_version = 0
         self._num_users = [0] * num_pages
         self._empty = list(range(num_pages - 1, -1, -1))  # free, without a digest
@@ -93,12 +95,22 @@ class PagePool:
 
     def num_known_tokens(self, prompt: Sequence[int], source: Sequence[int] = ()) -> int:
         """Return how many tokens at the start of a prompt are in pages with digests."""
-        tokens, digest, size = np.array(prompt, dtype=np.int64), self.root(source), self.page_size
-        for start in range(0, len(tokens) - size + 1, size):
-            digest = page_digest(digest, tokens[start : start + size])
+        tokens, digest = np.array(prompt, dtype=np.int64), self.root(source)
+        count = self.num_full(len(tokens))
+        for page in range(count):
+            digest = self.digest(digest, tokens, page)
             if digest not in self._page_of:
-                return start
-        return len(tokens) // size * size
+                return page * self.page_size
+        return count * self.page_size
+
+    def num_full(self, num_tokens: int) -> int:
+        """Return how many pages have their content if the first ``num_tokens`` are known."""
+        return max(num_tokens - self.num_ahead, 0) // self.page_size
+
+    def digest(self, previous: bytes, tokens: Integers, page: int) -> bytes:
+        """Return the digest of the ``page``-th page of ``tokens``, after that of ``previous``."""
+        start, size = page * self.page_size, self.page_size + self.num_ahead
+        return page_digest(previous, tokens[start : start + size])
 
     def num_unused(self, pages: Iterable[int]) -> int:
         """Return how many of ``pages`` are free: `share` would take them from `num_free`."""
@@ -119,5 +131,5 @@ class PagePool:
 
 
 def page_digest(previous: bytes, tokens: Integers) -> bytes:
-    """Return the digest of a full page of ``tokens`` that follows the page of ``previous``."""
+    """Return the digest of a page whose content depends on ``tokens``, after ``previous``."""
     return blake2b(previous + tokens.tobytes(), digest_size=16).digest()

@@ -11,14 +11,18 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from megatron.core.inference.paged_engine.pages import PagePool, page_digest
+from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import FinishReason, Request, TokenOutput
 from megatron.core.inference.paged_engine.speculation import Speculation
-from megatron.core.inference.paged_engine.step_plan import SAMPLE, Admission, Integers
+from megatron.core.inference.paged_engine.step_plan import (
+    NO_INTEGERS,
+    SAMPLE,
+    Admission,
+    Integers,
+)
 from megatron.core.inference.sampling_params import SamplingParams
 
 _SAMPLE_ONLY: Integers = np.array([SAMPLE], dtype=np.int64)
-_NO_TARGETS: Integers = np.empty(0, dtype=np.int64)
 _PARAMS = tuple(f.name for f in fields(SamplingParams))
 
 
@@ -150,7 +154,7 @@ class RequestState:
         first = max(self.request.num_cached, self.num_scored)
         samples = self.generates and end == self.goal
         if first >= min(end, self.num_prompt - 1):
-            return _SAMPLE_ONLY if samples else _NO_TARGETS
+            return _SAMPLE_ONLY if samples else NO_INTEGERS
         scored = self.tokens.values[first + 1 : min(end + 1, self.num_prompt)]
         return np.concatenate([scored, _SAMPLE_ONLY]) if samples else scored
 
@@ -160,6 +164,14 @@ class RequestState:
         if self.speculation is None or num_new < self.request.params.min_tokens:
             return []
         return self.speculation.draft(min(limit, self.max_new - num_new - 1))
+
+    @property
+    def num_wanted_drafts(self) -> int:
+        """Number of drafts that the step which samples next should give for the one after it."""
+        num_new = len(self.request.output) + 1
+        if self.speculation is None or num_new < self.request.params.min_tokens:
+            return 0
+        return max(0, min(self.speculation.num_next, self.max_new - num_new - 1))
 
     def accept(self, token: int) -> FinishReason | None:
         """Add a generated token; return why the request ends with it, or None."""
@@ -183,17 +195,15 @@ class RequestState:
         if self.weight_version != pool.weight_version:
             self.weight_version = pool.weight_version
             self.digests = []
-        size = pool.page_size
         for i in range(len(self.digests), count):
             previous = self.digests[-1] if i else pool.root(self.request.source)
-            self.digests.append(
-                page_digest(previous, self.tokens.values[i * size : (i + 1) * size])
-            )
+            self.digests.append(pool.digest(previous, self.tokens.values, i))
         return self.digests[:count]
 
     def keep_full_pages(self, pool: PagePool) -> None:
         """Make the pages that have become full findable, unless older weights computed some."""
-        count = self.request.num_cached // pool.page_size
+        num_cached = self.request.num_cached
+        count = min(num_cached // pool.page_size, pool.num_full(self.tokens.size))
         if count > self.num_kept and self.weight_version == pool.weight_version:
             digests = self.find_digests(count, pool)
             for i in range(self.num_kept, count):

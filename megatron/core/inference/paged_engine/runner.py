@@ -8,7 +8,7 @@ replica executes the same plans in the same order.  A stage receives the hidden 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.draft_model import DraftModel
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.paged_engine.step_plan import Admission, StepPlan, StepResult
 from megatron.core.inference.sampling.sampler import Sampler
@@ -59,17 +60,30 @@ class GenerationModel:
         return self.groups.pp.rank() == 0
 
     @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
+
+    @property
     def samples(self) -> bool:
         """Whether this rank samples the tokens of its replica."""
-        pp, tp = self.groups.pp, self.groups.tp
-        return pp.rank() == pp.size() - 1 and tp.rank() == 0
+        return self.is_last_stage and self.groups.tp.rank() == 0
 
 
 class ModelRunner:
-    """Executes plans with a model, a cache and a sampler of ``cache.max_requests`` slots."""
+    """Executes plans with a model, a cache and a sampler of ``cache.max_requests`` slots.
+
+    ``num_draft_layers`` MTP layers draft at most ``num_draft_tokens`` tokens after each step.
+    """
 
     def __init__(
-        self, model: GenerationModel, cache: PagedCache, *, row_invariant: bool = False
+        self,
+        model: GenerationModel,
+        cache: PagedCache,
+        *,
+        row_invariant: bool = False,
+        num_draft_layers: int = 0,
+        num_draft_tokens: int = 0,
     ) -> None:
         self.model, self.cache, self._row_invariant = model, cache, row_invariant
         slots = cache.max_requests + 1
@@ -77,6 +91,16 @@ class ModelRunner:
         self._sampler: Sampler | None = None
         if model.samples:
             self._sampler = Sampler(slots, model.vocab_size, model.device, eod=model.eod)
+        self._draft_model: DraftModel | None = None
+        if num_draft_layers and model.is_last_stage:
+            self._draft_model = DraftModel(
+                model.module,
+                model.groups,
+                cache,
+                self._sampler,
+                num_layers=num_draft_layers,
+                num_tokens=num_draft_tokens,
+            )
         self._sent: tuple[dist.Work, Tensor] | None = None  # the tensor lives until it is sent
         c = model.config
         self._sent_dtype = torch.float32 if c.fp32_residual_connection else c.params_dtype
@@ -104,9 +128,15 @@ class ModelRunner:
             row_invariant=self._row_invariant,
         )
         out = self._forward(view, sources)
-        if self._sampler is None:
-            return None
-        return self._sampler.sample(out[0, :, : self.model.vocab_size], plan).to_result()
+        rows = None
+        if self._sampler is not None:
+            rows = self._sampler.sample(out[0, :, : self.model.vocab_size], plan)
+        result = None if rows is None else rows.to_result()
+        if self._draft_model is not None:
+            sampled = None if rows is None else rows.tokens
+            drafts = self._draft_model.draft(plan, view, sampled, self._num_prompt)
+            result = None if result is None else replace(result, drafts=drafts)
+        return result
 
     def _forward(self, view: BatchView, sources: list[Admission]) -> Tensor:
         """Return logits [1, r, v] on the last stage; send hidden states on from the others."""

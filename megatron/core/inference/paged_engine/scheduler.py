@@ -34,6 +34,7 @@ from megatron.core.inference.paged_engine.request_state import RequestState
 from megatron.core.inference.paged_engine.speculation import (
     MakeDrafter,
     NgramDrafter,
+    OfferedDrafter,
     new_speculation,
 )
 from megatron.core.inference.paged_engine.step_plan import (
@@ -63,7 +64,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_drafts = 0
         self.num_accepted_drafts = 0
-        self._make_drafter = make_drafter or (lambda request: NgramDrafter())
+        kind = OfferedDrafter if limits.num_draft_layers else NgramDrafter
+        self._make_drafter = make_drafter or (lambda request: kind())
         self.admits = True  # False: requests that have not run yet wait
         self._seeds = random.SystemRandom()
         self._slots = list(reversed(slots))
@@ -137,7 +139,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if no request can advance."""
-        step = StepBuilder(self.limits.max_step_tokens)
+        step = StepBuilder(self.limits.max_step_tokens, self.limits.num_draft_layers)
         ready = [s for s in self._running if not s.is_in_flight and not s.is_held]
         prompts = [s for s in ready if s.num_remaining > 1]
         spare = step.room - len(ready)  # for drafts
@@ -175,7 +177,7 @@ class Scheduler:
                 output = self._record_rows(state, segment, rows)
                 if output is not None:
                     outputs.append(output)
-            rows.at += len(segment.targets)
+            rows.advance(len(segment.targets))
         return outputs
 
     def invalidate(self, weight_version: int) -> None:
@@ -252,7 +254,8 @@ class Scheduler:
         size = self.pool.page_size
         pages = []
         if self.limits.has_prefix_cache:
-            pages = self.pool.find(state.find_digests(state.num_reusable // size, self.pool))
+            num_full = min(state.num_reusable // size, self.pool.num_full(state.tokens.size))
+            pages = self.pool.find(state.find_digests(num_full, self.pool))
         parent = state.parent
         if parent is None or parent.request.num_cached <= len(pages) * size:
             return pages, len(pages) * size
@@ -266,17 +269,22 @@ class Scheduler:
     ) -> int:
         """Add the next rows of a running request and drafts; return the number of drafts added.
 
-        The rows may need a page, for which requests are pre-empted; for drafts none is.
+        The rows may need a page, for which requests are pre-empted; for drafts none is.  Drafts of
+        MTP layers beyond their number take entries behind the rows.
         """
         end = state.request.num_cached + count
         if self.pool.pages_for(end) > state.pages.size and not self._add_page(state):
             return 0
-        if drafts:
-            num_more = self.pool.pages_for(end + len(drafts)) - state.pages.size
-            for page in self.pool.allocate(max(num_more, 0)) or ():
-                state.pages.append(page)
-            drafts = drafts[: state.pages.size * self.pool.page_size - end]
-        step.add(state, count, drafts, self.pool.pages_for(end + len(drafts)))
+        layers = self.limits.num_draft_layers
+        samples = end == state.goal and state.generates
+        num_wanted = state.num_wanted_drafts if layers and samples else 0
+        num_behind = max(num_wanted - layers, 0)
+        num_more = self.pool.pages_for(end + len(drafts) + num_behind) - state.pages.size
+        for page in self.pool.allocate(max(num_more, 0)) or ():
+            state.pages.append(page)
+        drafts = drafts[: state.pages.size * self.pool.page_size - end]
+        num_pages = self.pool.pages_for(end + len(drafts) + num_behind)
+        step.add(state, count, drafts, min(num_pages, state.pages.size), num_wanted)
         return len(drafts)
 
     def _add_page(self, state: RequestState) -> bool:
@@ -402,7 +410,7 @@ class Scheduler:
                 break
         state.request.num_cached = state.goal - 1  # rows of rejected drafts are computed again
         if state.speculation is not None:
-            state.speculation.record(len(drafts), [t.token for t in new])
+            state.speculation.record(len(drafts), [t.token for t in new], rows.drafts())
             self.num_drafts += len(drafts)
             self.num_accepted_drafts += len(new) - 1
         return tuple(new), reason

@@ -1,16 +1,20 @@
 """Draft tokens: guesses of the next tokens, verified by one step of the model.
 
-A step processes the last token of a request and its drafts, and samples after each of them.  The
-noise of a sample depends on seed, position and token only, so the samples up to the first that
-differs from its draft are the tokens that steps without drafts give.
+Drafts come from earlier text, or from the model's layers for multi-token prediction (MTP), which
+give them together with the token before.  A step processes the last token of a request and its
+drafts, and samples after each of them.  The noise of a sample depends on seed, position and token
+only, so the samples up to the first that differs from its draft are the tokens that steps without
+drafts give.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Protocol, TypeAlias
 
 from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.paged_engine.step_plan import NO_TOKEN
 
 _LONGEST, _SHORTEST = 3, 2  # n-grams that are looked up
 
@@ -23,6 +27,9 @@ class Drafter(Protocol):
 
     def draft(self, limit: int) -> list[int]:
         """Return at most ``limit`` tokens that may follow."""
+
+    def offer(self, drafts: Sequence[int]) -> None:
+        """Note what MTP layers expect after the last token."""
 
 
 MakeDrafter: TypeAlias = Callable[[Request], Drafter]
@@ -56,6 +63,28 @@ class NgramDrafter:
                 return [period[i % len(period)] for i in range(limit)]
         return []
 
+    def offer(self, drafts: Sequence[int]) -> None:
+        """Do nothing: such drafts are not asked for."""
+
+
+class OfferedDrafter:
+    """Guesses what MTP layers have offered."""
+
+    def __init__(self) -> None:
+        self._drafts: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Drop the drafts, which stood for these tokens."""
+        self._drafts = []
+
+    def draft(self, limit: int) -> list[int]:
+        """Return the first ``limit`` offered drafts."""
+        return self._drafts[:limit]
+
+    def offer(self, drafts: Sequence[int]) -> None:
+        """Note drafts, up to the first `NO_TOKEN`."""
+        self._drafts = list(takewhile(lambda token: token != NO_TOKEN, drafts))
+
 
 class Speculation:
     """Drafts of one request, as many as its last ones let expect, at most ``max_tokens``."""
@@ -71,11 +100,20 @@ class Speculation:
         limit = min(limit, self._num_tokens)
         return self._drafter.draft(limit) if limit > 0 else []
 
-    def record(self, num_drafts: int, new: Sequence[int]) -> None:
-        """Note generated tokens, which a step with ``num_drafts`` drafts gave."""
+    @property
+    def num_next(self) -> int:
+        """Largest number of drafts that the step after the next one may have."""
+        return min(2 * self._num_tokens, self._max_tokens)
+
+    def record(self, num_drafts: int, new: Sequence[int], offered: Sequence[int] = ()) -> None:
+        """Note generated tokens, which a step with ``num_drafts`` drafts gave.
+
+        ``offered``: what MTP layers expect after them.
+        """
         self._drafter.extend(new)
+        self._drafter.offer(offered)
         if num_drafts and len(new) > num_drafts:
-            self._num_tokens = min(2 * self._num_tokens, self._max_tokens)
+            self._num_tokens = self.num_next
         elif num_drafts:
             self._num_tokens = len(new)
 

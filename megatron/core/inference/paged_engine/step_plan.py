@@ -17,6 +17,7 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 
 SAMPLE = -1  # target of an output row whose next token is to be sampled
 NO_TOKEN = -1  # result of an output row without finite logits, or without an allowed token
+NO_INTEGERS: Integers = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,11 @@ class Segment:
     """Rows of one request: ``tokens`` [n] at positions ``start`` to ``start + n - 1``.
 
     ``slot``: index of the request in the state of every rank, below --inference-max-requests.
-    ``pages``: the pages that hold positions 0 to start + n - 1, in order.
+    ``pages``: the pages that hold positions 0 to start + n - 1, in order, or a few more.
     ``targets`` [m]: one for each of the last m rows, whose logits are computed: the token that
     follows, whose log-probability is wanted, or `SAMPLE`.  Empty: a part of a prompt.
+    ``ahead``: known tokens after the last row, as many as MTP layers read.  ``num_drafts``: drafts
+    that MTP layers should give of the tokens after the sampled one.
     """
 
     slot: int
@@ -34,6 +37,8 @@ class Segment:
     tokens: Integers
     pages: Integers
     targets: Integers
+    ahead: Integers = field(default_factory=lambda: NO_INTEGERS)
+    num_drafts: int = 0
 
     @property
     def num_keys(self) -> int:
@@ -88,10 +93,11 @@ class StepPlan:
         for copy in self.copies:
             head += copy
         for s in self.segments:
-            head += (s.slot, s.start, len(s.tokens), len(s.pages), len(s.targets))
+            lengths = len(s.tokens), len(s.pages), len(s.targets), len(s.ahead)
+            head += (s.slot, s.start, s.num_drafts, *lengths)
         parts = [np.array(head, dtype=np.int64)]
         for s in self.segments:
-            parts += (s.tokens, s.pages, s.targets)
+            parts += (s.tokens, s.pages, s.targets, s.ahead)
         for slot, words in self.masks.items():
             parts += (np.array([slot, len(words)]), words)
         parts.append(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
@@ -110,8 +116,9 @@ class StepPlan:
         num_segments, num_copies, num_masks, num_bytes = take(4).tolist()
         copies = tuple((int(a), int(b)) for a, b in take(2 * num_copies).reshape(-1, 2))
         segments = []
-        for slot, start, *lengths in take(5 * num_segments).reshape(-1, 5).tolist():
-            segments.append(Segment(slot, start, *(take(n) for n in lengths)))
+        for slot, start, num_drafts, *lengths in take(7 * num_segments).reshape(-1, 7).tolist():
+            tokens, pages, targets, ahead = map(take, lengths)
+            segments.append(Segment(slot, start, tokens, pages, targets, ahead, num_drafts))
         masks = {}
         for _ in range(num_masks):
             slot, words = take(2).tolist()
@@ -133,10 +140,12 @@ class StepResult:
     ``tokens`` [r]: the sampled token, or the row's target, or `NO_TOKEN`: the request cannot go
     on.  ``log_probs`` [r]: its log-probability; 0 where the request does not ask for it.
     ``top_tokens`` and ``top_log_probs`` [r, n]: the most likely tokens, best first; n is the
-    largest number that a request of the step asks for.
+    largest number that a request of the step asks for.  ``drafts`` [segments, d]: what MTP layers
+    expect after the sampled token of a segment; `NO_TOKEN` behind its last draft.
     """
 
     tokens: Integers
     log_probs: npt.NDArray[np.float32]
     top_tokens: Integers
     top_log_probs: npt.NDArray[np.float32]
+    drafts: Integers = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))

@@ -21,17 +21,31 @@ from megatron.core.inference.paged_engine.step_plan import (
 
 @dataclass
 class StepBuilder:
-    """Collects the segments of a plan; ``room``: rows that it may still get."""
+    """Collects the segments of a plan; ``room``: rows that it may still get.
+
+    ``num_ahead``: number of tokens after a row that MTP layers read.
+    """
 
     room: int
+    num_ahead: int = 0
     states: list[RequestState] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     masks: dict[int, Integers] = field(default_factory=dict)
 
-    def add(self, state: RequestState, count: int, drafts: Sequence[int], num_pages: int) -> None:
-        """Add the next ``count`` rows of a running request, then one for each of its drafts."""
+    def add(
+        self,
+        state: RequestState,
+        count: int,
+        drafts: Sequence[int],
+        num_pages: int,
+        num_wanted: int = 0,
+    ) -> None:
+        """Add the next ``count`` rows of a running request, then one for each of its drafts.
+
+        ``num_wanted``: drafts that MTP layers should give.
+        """
         request = state.request
         slot = request.slot
         assert slot is not None, "a request without a slot does not run"
@@ -45,7 +59,8 @@ class StepBuilder:
         if request.matcher is not None and end == state.goal:
             self.masks[slot] = request.matcher.allowed().astype(np.int64)
         pages = state.pages.values[:num_pages]
-        self.segments.append(Segment(slot, start, tokens, pages, targets))
+        ahead = state.tokens.values[end : min(end + self.num_ahead, state.tokens.size)]
+        self.segments.append(Segment(slot, start, tokens, pages, targets, ahead, num_wanted))
         self.states.append(state)
         self.room -= len(tokens)
         state.is_in_flight = True
@@ -67,14 +82,26 @@ class StepInFlight:
 
 
 class ResultRows:
-    """Output rows of a step; ``at``: the first row of the current segment."""
+    """Output rows of a step; ``at``: the first row of the current segment, ``segment``."""
 
     def __init__(self, result: StepResult, weight_version: int) -> None:
-        self.at = 0
+        self.at = self.segment = 0
         self.weight_version = weight_version
         self._result = result
         self._tokens = result.tokens.tolist()
         self._log_probs = result.log_probs.tolist()
+
+    def drafts(self) -> list[int]:
+        """Return what MTP layers expect after the tokens of the segment."""
+        if not len(self._result.drafts):
+            return []
+        found: list[int] = self._result.drafts[self.segment].tolist()
+        return found
+
+    def advance(self, num_rows: int) -> None:
+        """Go on to the next segment; the current one has ``num_rows`` output rows."""
+        self.at += num_rows
+        self.segment += 1
 
     def output(self, row: int, num_top: int) -> TokenOutput:
         """Return row ``row`` of the segment with its ``num_top`` most likely tokens."""

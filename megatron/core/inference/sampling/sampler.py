@@ -84,6 +84,10 @@ class Sampler:
                 tokens = tokens.index_copy(0, self._upload(sampled), chosen)
         return self._with_log_probs(logits, tokens, rows)
 
+    def draft(self, logits: Tensor, plan: StepPlan) -> Tensor:
+        """Return the tokens that `sample` would choose from ``logits`` [r, v]."""
+        return self._choose(logits[:, : self._vocab_size], _Rows.of(plan), plan)
+
     def _choose(self, logits: Tensor, rows: _Rows, plan: StepPlan) -> Tensor:
         """Return tokens [s] from ``logits`` [s, v]."""
         blocks = Blocks.of(self._apply_rules(logits, rows, plan).float())

@@ -174,6 +174,23 @@ class GPTModel(LanguageModule):
         gather = runtime_gather_output
         return self.logits(hidden, gather=not self.parallel_output if gather is None else gather)
 
+    def predict_ahead(self, hidden: Tensor, tokens: Tensor, depth: int, cache: KVCache) -> Tensor:
+        """Return the hidden states [N, 1, h] of MTP ``depth`` (from 0) in generation.
+
+        ``hidden``: those of the depth before it.  ``tokens`` [N]: ``depth`` + 1 positions ahead.
+        """
+        assert self.mtp is not None, "the model has no MTP layers"
+        num_tokens = len(tokens)
+        out: Tensor = self.mtp.layers[depth](
+            hidden,
+            self.embedding(tokens.unsqueeze(0), None),
+            None,
+            inference_context=cache,
+            rotary_pos_emb=self.rotary_table(num_tokens, None, cache),
+            attention_bias=self.attention_bias(num_tokens, None, cache),
+        )
+        return out
+
     def _with_predictions(
         self,
         hidden: Tensor,

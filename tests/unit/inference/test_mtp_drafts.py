@@ -1,0 +1,281 @@
+"""Drafts by multi-token-prediction layers change no token and save steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core import device
+from megatron.core.config.errors import ConfigError
+from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
+from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.paged_engine.runner import GenerationModel
+from megatron.core.inference.paged_engine.speculation import OfferedDrafter
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from tests.ranks import run_ranks
+from tests.unit.one_process import one_process_groups, tiny_config
+
+VOCABULARY, LENGTH = 64, 48
+PAGE = 4 * 5 * 2 * 32 * 8  # bytes: tokens, layers, keys and values, hidden size, fp64
+MLA = {
+    "multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 8, "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "rotary_scaling_factor": 4.0,
+    "cache_mla_latents": True,
+}  # fmt: skip
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+Sizes = dict[str, int]
+Tokens = dict[str, list[int]]
+
+
+def gpt(world: int, sizes: Sizes, **changes: Any) -> GPTModel:
+    torch.manual_seed(7)
+    groups = one_process_groups()
+    if world > 1:
+        groups = create_process_groups(*make_grids(world, **sizes))
+    values: dict[str, Any] = {
+        "num_layers": 4,
+        "init_method_std": 0.3,
+        "params_dtype": torch.float64,
+        "pipeline_dtype": torch.float64,
+        "mtp_num_layers": 1,
+        "add_bias_linear": False,
+        "tensor_model_parallel_size": sizes.get("tp", 1),
+        "pipeline_model_parallel_size": sizes.get("pp", 1),
+        "expert_model_parallel_size": sizes.get("ep", 1),
+    }
+    config = tiny_config(**values | changes)
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, config=config)
+    pp = groups.pp
+    return GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        LENGTH,
+        pre_process=pp.rank() == 0,
+        post_process=pp.rank() == pp.size() - 1,
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec),
+        pg_collection=groups,
+    )
+
+
+def engine(model: GPTModel, num_drafts: int, **options: Any) -> Engine:
+    if num_drafts:
+        options |= {"num_draft_tokens": num_drafts, "draft_model": "mtp"}
+    place = GenerationModel(
+        module=model.eval(),
+        config=model.config,
+        groups=model.pg_collection,
+        device=device.current(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        eod=1,
+    )
+    return Engine(place, EngineOptions(page_size=4, **options))
+
+
+def requests() -> list[Request]:
+    out = []
+    for i in range(9):
+        prompt = [(7 * i + 3 * j) % 60 + 2 for j in range(1 + 3 * i)]
+        params = SamplingParams(
+            temperature=0.0 if i % 2 else 0.9,
+            top_k=0 if i % 3 else 20,
+            seed=i,
+            num_tokens_to_generate=5 + i,
+            return_prompt_log_probs=i == 6,
+            min_tokens=4 if i == 5 else 0,
+            repetition_penalty=1.3 if i == 4 else 1.0,
+        )
+        out.append(Request(str(i), prompt, params))
+    return out
+
+
+def generated(
+    rank: int,
+    world: int,
+    sizes: Sizes,
+    changes: dict[str, Any],
+    num_drafts: int,
+    options: dict[str, Any],
+) -> tuple[Tokens, int]:
+    """Return the tokens, and how many drafts were accepted."""
+    made = engine(gpt(world, sizes, **changes), num_drafts, **options)
+    if rank:
+        made.follow()
+        return {}, 0
+    tokens: Tokens = {}
+    for _ in range(2):  # the second time prompts are in the prefix cache
+        found = made.generate(requests())
+        again = {k: [t.token for t in row] for k, row in found.items()}
+        assert tokens in ({}, again)
+        tokens = again
+    made.close()
+    num_preemptions = sum(s.num_preemptions for s in made._schedulers.values())
+    assert num_preemptions or "buffer_bytes" not in options
+    stats = made.stats()
+    assert (stats.num_running, stats.num_free_pages) == (0, stats.num_pages)
+    return tokens, stats.num_accepted_drafts
+
+
+@pytest.mark.parametrize("changes", [{}, MLA, {"mtp_num_layers": 2}], ids=["gqa", "mla", "depths"])
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_drafts_change_no_token(changes: dict[str, Any], num_drafts: int) -> None:
+    wanted, _ = generated(0, 1, {}, changes, 0, {})
+    assert generated(0, 1, {}, changes, num_drafts, {})[0] == wanted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_step_tokens": 1, "max_requests": 3},
+        {"max_step_tokens": 7},
+        {"max_requests": 2},
+        {"has_prefix_cache": False},
+        {"buffer_bytes": 13 * PAGE, "max_requests": 4},  # requests are pre-empted
+    ],
+)
+def test_limits_change_no_token_with_drafts(options: dict[str, Any]) -> None:
+    wanted, _ = generated(0, 1, {}, {}, 0, {})
+    assert generated(0, 1, {}, {}, 3, options)[0] == wanted
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "changes"),
+    [
+        (2, {"tp": 2}, {}),
+        (2, {"pp": 2}, {}),
+        (4, {"tp": 2, "pp": 2}, {"mtp_num_layers": 2}),
+        (2, {"ep": 2}, MOE),
+    ],
+    ids=["tp2", "pp2", "tp2 pp2", "ep2"],
+)
+def test_layouts_change_no_token_with_drafts(
+    world: int, sizes: Sizes, changes: dict[str, Any]
+) -> None:
+    wanted, _ = generated(0, 1, {}, changes, 0, {})
+    options = {"max_requests": 6}
+    found = run_ranks(generated, world, sizes, changes, 3, options)
+    assert found[0][0] == wanted
+
+
+class RecordingDrafter(OfferedDrafter):
+    """Notes the tokens and the draft offered after them, in ``log``."""
+
+    def __init__(self, log: list[tuple[list[int], int]]) -> None:
+        super().__init__()
+        self._log = log
+        self._tokens: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        super().extend(tokens)
+        self._tokens += tokens
+
+    def offer(self, drafts: Sequence[int]) -> None:
+        super().offer(drafts)
+        self._log += [([*self._tokens], token) for token in self._drafts[:1]]
+
+
+def drafted_in_training(model: GPTModel, tokens: list[int]) -> int:
+    """Return the token after the next that the MTP layer expects, without a cache."""
+    assert model.mtp is not None
+    ids = torch.tensor([tokens])
+    length = len(tokens) - 1
+    shared = {"rotary_pos_emb": model.rotary_table(length)}
+    hidden = model.decoder(model.embedding(ids[:, :-1], None), None, **shared)
+    state = model.mtp.layers[0](hidden, model.embedding(ids[:, 1:], None), None, **shared)
+    return int(model.logits(state, gather=True)[0, -1].argmax())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_step_tokens": 7},
+        {"max_step_tokens": 3, "has_prefix_cache": False},
+        {"buffer_bytes": 9 * PAGE, "max_requests": 4},  # requests are pre-empted
+    ],
+)
+@pytest.mark.parametrize("changes", [{}, MLA], ids=["gqa", "mla"])
+def test_drafts_are_those_of_a_forward_pass_over_the_text(
+    options: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    model = gpt(1, {}, **changes)
+    made = engine(model, 1, **options)
+    log: list[tuple[list[int], int]] = []
+    for scheduler in made._schedulers.values():
+        scheduler._make_drafter = lambda request: RecordingDrafter(log)
+    common = [5, 9, 2, 8, 7, 7, 3, 4]  # two pages; what follows them differs
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=9, ignore_eos=True)
+    for end in ([], [11], [12, 6], [11, 30, 31, 32, 33], [12, 6, 40]):
+        made.add(Request(str(end), [*common, *end], params))
+        made.step()
+    while made.has_unfinished:
+        made.step()
+    assert len(log) > 20
+    if "buffer_bytes" in options and not changes:
+        assert sum(s.num_preemptions for s in made._schedulers.values())
+    with torch.no_grad():
+        assert [token for _, token in log] == [drafted_in_training(model, t) for t, _ in log]
+
+
+def successor_model(num_depths: int) -> GPTModel:
+    """A model in which each token has a likely successor, which its MTP layers know too."""
+    changes = {"hidden_size": VOCABULARY, "normalization": "RMSNorm", "num_layers": 1}
+    model = gpt(1, {}, mtp_num_layers=num_depths, **changes)
+    assert model.mtp is not None
+    identity = torch.eye(VOCABULARY, dtype=torch.float64)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+                weight.zero_()  # residual stream alone
+            elif name.endswith("eh_proj.weight"):
+                weight.copy_(torch.cat([identity, 0 * identity], 1))
+        model.embedding.word_embeddings.weight.copy_(identity)
+        model.output_layer.weight.copy_(identity.roll(3, 0))  # token + 3
+    return model
+
+
+@pytest.mark.feature("Generation: drafts by multi-token prediction (--inference-draft-model mtp)")
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize(("num_depths", "num_drafts"), [(1, 1), (1, 3), (2, 2), (2, 5)])
+def test_good_drafts_save_steps(temperature: float, num_depths: int, num_drafts: int) -> None:
+    model = successor_model(num_depths)
+    params = SamplingParams(
+        temperature=temperature, num_tokens_to_generate=37, ignore_eos=True, seed=4
+    )
+    found = []
+    for number in (0, num_drafts):
+        made = engine(model, number)
+        made.add(Request("a", [4, 9, 6], params))
+        tokens: list[int] = []
+        num_steps = 0
+        while made.has_unfinished:
+            num_steps += 1
+            for output in made.step():
+                tokens += [t.token for t in output.new]
+        found.append((tokens, num_steps, made.stats()))
+    (plain, num_plain, _), (drafted, num_drafted, stats) = found
+    assert drafted == plain
+    assert num_plain == 37
+    assert stats.num_accepted_drafts == stats.num_drafts
+    assert num_drafted == 1 + -(-36 // (1 + num_drafts))
+    successors = [(t + 3) % VOCABULARY for t in plain[:-1]]
+    assert (plain[1:] == successors) == (temperature == 0)
+
+
+def test_a_model_without_mtp_layers_cannot_draft_with_them() -> None:
+    model = gpt(1, {}, mtp_num_layers=None)
+    with pytest.raises(ConfigError, match="mtp: the model has no layers for multi-token.*use --"):
+        engine(model, 1)
+    with pytest.raises(ConfigError, match="mtp has no effect with --inference-num-draft-tokens 0"):
+        engine(gpt(1, {}), 0, draft_model="mtp")
