@@ -63,6 +63,14 @@ _READ = (
     "--served-model-name",
     "--max-batch-size",
 )
+_OWN_TOKENIZER = "--no-use-tokenizer-model-from-checkpoint-args"
+_TOKENIZER = (
+    _OWN_TOKENIZER,
+    "--tokenizer-type",
+    "--tokenizer-model",
+    "--vocab-file",
+    "--merge-file",
+)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -116,7 +124,6 @@ def follow(args: argparse.Namespace) -> int:
 
 def open_engine(args: argparse.Namespace) -> Writer:
     """Build the engine of the checkpoint.  Collective over all ranks."""
-    given = vars(args)
     options = engine_options(args)
     if args.max_batch_size is not None:
         options = dataclasses.replace(options, max_requests=args.max_batch_size)
@@ -126,8 +133,20 @@ def open_engine(args: argparse.Namespace) -> Writer:
         device_kind=args.device,
         layout=layout_of(args),
         options=options,
-        flags={name: given[name] for name in ("cache_mla_latents", "spec") if given[name]},
+        flags=model_flags(args),
     )
+
+
+def model_flags(args: argparse.Namespace) -> dict[str, object]:
+    """Return the flags, dest -> value, that replace those of the checkpoint.
+
+    With --no-use-tokenizer-model-from-checkpoint-args these are those of the tokenizer, whose files
+    may be at another place now.
+    """
+    names = ["cache_mla_latents", "spec"]
+    if not args.use_tokenizer_model_from_checkpoint_args:
+        names += ["tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"]
+    return {name: vars(args)[name] for name in names if vars(args)[name]}
 
 
 def add_grammars(writer: Writer) -> bool:
@@ -159,13 +178,14 @@ def engine_info(args: argparse.Namespace, writer: Writer, features: tuple[str, .
 
 def warnings_of(words: Sequence[str]) -> list[str]:
     """Return a message for each kind of flag on the command line that has no effect here."""
+    of_tokenizer = _TOKENIZER if _OWN_TOKENIZER in words else ()
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     out = []
     of_requests = sorted({*flags} & {*_OF_REQUESTS})
     if of_requests:
         out.append(f"{', '.join(of_requests)}: without effect, each request has its own values")
     flags = [flag for flag in flags if not flag.startswith("--inference-")]
-    others = sorted({*flags} - {*_OF_REQUESTS, *_READ})
+    others = sorted({*flags} - {*_OF_REQUESTS, *_READ, *of_tokenizer})
     if others:
         out.append(
             f"{', '.join(others)}: without effect, model and tokenizer are those of the checkpoint"

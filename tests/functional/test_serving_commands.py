@@ -14,7 +14,7 @@ import pytest
 from megatron.training.arguments.parser import build_parser
 from tests.server_process import ROOT, fake_server
 from tools import text_generation_cli
-from tools.run_text_generation_server import add_server_flags, warnings_of
+from tools.run_text_generation_server import add_server_flags, model_flags, warnings_of
 
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -45,6 +45,19 @@ def test_commands_of_the_server_have_known_flags():
         args = build_parser(add_server_flags).parse_args(words)
         assert (args.load, args.port) == ("checkpoints", 5000)
         assert warnings_of(words) == []
+
+
+def test_flags_of_a_training_script_are_accepted_and_named():
+    words = "--load ck --num-layers 24 --fp16 --vocab-file v --top_k 1 --max-batch-size 4".split()
+    args = build_parser(add_server_flags).parse_args(words)
+    assert model_flags(args) == {}
+    of_requests, of_model = warnings_of(words)
+    assert of_requests.startswith("--top_k: without effect")
+    assert of_model.startswith("--fp16, --num-layers, --vocab-file: without effect")
+    words += ["--no-use-tokenizer-model-from-checkpoint-args"]
+    args = build_parser(add_server_flags).parse_args(words)
+    assert model_flags(args) == {"vocab_file": "v"}
+    assert warnings_of(words)[1].startswith("--fp16, --num-layers: without effect")
 
 
 def test_flags_of_the_page_exist():
