@@ -50,6 +50,25 @@ INLINE void transpose(const T* const* rows, int64_t count, int64_t width, float*
             put(12 + i, _mm512_shuffle_f32x4(high, high2, 0xdd));
         }
     }
+#elif LANES == 8
+    for (; count == kLanes && j + kLanes <= width; j += kLanes) {
+        __m256 a[8], b[8];
+        for (int i = 0; i < 8; ++i) a[i] = (__m256)cached(rows[i] + j, kLanes);
+        for (int i = 0; i < 8; i += 2) {
+            b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+            b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+        }
+        for (int i = 0; i < 8; i += 4)
+            for (int k = 0; k < 2; ++k) {
+                a[i + 2 * k] = _mm256_shuffle_ps(b[i + k], b[i + k + 2], 0x44);
+                a[i + 2 * k + 1] = _mm256_shuffle_ps(b[i + k], b[i + k + 2], 0xee);
+            }
+        for (int i = 0; i < 4; ++i) {  // a[4 q + i]: rows 4 q to 4 q + 3, columns i and 4 + i
+            float* to = out + (j + i) * kBlock;
+            _mm256_storeu_ps(to, _mm256_permute2f128_ps(a[i], a[4 + i], 0x20));
+            _mm256_storeu_ps(to + 4 * kBlock, _mm256_permute2f128_ps(a[i], a[4 + i], 0x31));
+        }
+    }
 #endif
     for (int64_t i = 0; i < count; ++i)
         for (int64_t k = j; k < width; ++k) out[k * kBlock + i] = at(rows[i], k);

@@ -6,6 +6,10 @@
 INLINE F cached(const int8_t* p, int64_t n) {
 #if LANES == 16
     return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)read<B>(p, n)));
+#elif LANES == 8
+    __m128i codes{};
+    std::memcpy(&codes, p, n);
+    return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
 #else
     return __builtin_convertvector(read<B>(p, n), F);
 #endif

@@ -19,6 +19,8 @@ INLINE F poly(F x, F high, float low) { return high * x + low; }
 INLINE F widen(H h) {
 #if LANES == 16
     return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#elif LANES == 8
+    return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
 #else
     return (F)(__builtin_convertvector(h, U) << 16);
 #endif
