@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 
 from megatron.core.inference.paged_engine.options import EngineOptions
@@ -55,19 +56,25 @@ def layout_of(args: argparse.Namespace) -> GenerationLayout:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """Return the sizes of the engine that a command line asks for."""
+    """Return the sizes of the engine that a command line asks for.
+
+    Raises ConfigError for a value that is out of range.
+    """
     c: InferenceConfig = read_config(InferenceConfig, args)
     page_size = c.inference_dynamic_batching_chunk_size
     max_requests = c.inference_dynamic_batching_max_requests_override
     if max_requests is None and not c.inference_dynamic_batching:
         max_requests = c.inference_max_requests
+    overflow_factor = c.inference_dynamic_batching_buffer_overflow_factor
+    max_step_tokens = c.inference_dynamic_batching_max_tokens_override
+    buffer_bytes = c.inference_dynamic_batching_buffer_size_gb * 2**30  # infinite above 1e299
     return EngineOptions(
-        buffer_bytes=int(c.inference_dynamic_batching_buffer_size_gb * 2**30),
+        buffer_bytes=int(buffer_bytes) if buffer_bytes < sys.maxsize else sys.maxsize,
         page_size=None if page_size == _PAGE_SIZE else page_size,
         max_requests=max_requests,
-        overflow_factor=c.inference_dynamic_batching_buffer_overflow_factor or 1.0,
+        overflow_factor=1.0 if overflow_factor is None else overflow_factor,
         guaranteed_fraction=c.inference_dynamic_batching_buffer_guaranteed_fraction,
-        max_step_tokens=c.inference_dynamic_batching_max_tokens_override or 2048,
+        max_step_tokens=2048 if max_step_tokens is None else max_step_tokens,
         max_sequence_length=c.inference_max_seq_length,
         max_waiting=c.inference_max_waiting_requests,
         has_prefix_cache=c.inference_prefix_cache,

@@ -98,12 +98,16 @@ class Engine:
             options.max_sequence_length or model.max_sequence_length, model.max_sequence_length
         )
         self._num_draft_layers = _num_draft_layers(model, options)
-        self._page_size = options.page_size or (256 if device.is_cuda(model.device) else 16)
+        self._page_size = 256 if device.is_cuda(model.device) else 16
+        if options.page_size is not None:  # more than the longest sequence is never used
+            most = -(-longest // self._page_size) * self._page_size
+            self._page_size = min(options.page_size, most)
         num_pages, has_recurrent_layers = self._probe()
         in_sequence = -(-longest // self._page_size)
         slots = options.max_requests
         if slots is None:
             slots = min(int(num_pages // in_sequence * options.overflow_factor), _MOST_REQUESTS)
+        slots = min(slots, num_pages)  # a running request has a page at least
         slots = max(slots // self._num_lanes, 1) * self._num_lanes
         num_pages = min(num_pages, slots * in_sequence)
         self._runner = self._new_runner(num_pages, slots)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from megatron.core.config.errors import ConfigError
+
 DraftKind: TypeAlias = Literal["ngram", "mtp"]
+
+_BATCHING = "--inference-dynamic-batching"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +21,8 @@ class EngineOptions:
     of longest sequences that the cache holds.  ``guaranteed_fraction`` of the pages is reserved for
     running requests when another one starts.  ``weights`` and ``batch_invariant`` are properties of
     the model too: see `use_fast_linears`.  ``draft_model``: what gives the ``num_draft_tokens``:
-    earlier text, or the model's layers for multi-token prediction.
+    earlier text, or the model's layers for multi-token prediction.  Raises ConfigError for a value
+    that is out of range.
     """
 
     buffer_bytes: int = 2**30
@@ -32,3 +38,42 @@ class EngineOptions:
     draft_model: DraftKind = "ngram"
     weights: Literal["saved", "bf16", "int8"] = "saved"
     batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        problems = self.problems()
+        if problems:
+            raise ConfigError("the engine cannot start:\n  - " + "\n  - ".join(problems))
+
+    def problems(self) -> list[str]:
+        """Return one sentence for each value that is out of range."""
+        out = []
+
+        def need(fits: bool, flag: str, value: object, what: str) -> None:
+            if not fits:
+                out.append(f"{flag} {value}: give {what}")
+
+        need(
+            self.buffer_bytes > 0,
+            f"{_BATCHING}-buffer-size-gb",
+            f"{self.buffer_bytes / 2**30:g}",
+            "a number above 0",
+        )
+        factor, fraction = self.overflow_factor, self.guaranteed_fraction
+        is_factor = 0 < factor < math.inf
+        need(is_factor, f"{_BATCHING}-buffer-overflow-factor", factor, "a number above 0")
+        is_fraction = 0 <= fraction <= 1
+        need(is_fraction, f"{_BATCHING}-buffer-guaranteed-fraction", fraction, "a number, 0 to 1")
+        for flag, value, least in (
+            (f"{_BATCHING}-chunk-size", self.page_size, 1),
+            (
+                f"--inference-max-requests (or {_BATCHING}-max-requests-override)",
+                self.max_requests,
+                1,
+            ),
+            (f"{_BATCHING}-max-tokens-override", self.max_step_tokens, 1),
+            ("--inference-max-seq-length", self.max_sequence_length, 1),
+            ("--inference-max-waiting-requests", self.max_waiting, 1),
+            ("--inference-num-draft-tokens", self.num_draft_tokens, 0),
+        ):
+            need(value is None or value >= least, flag, value, f"{least} or more")
+        return out
