@@ -101,7 +101,9 @@ def test_a_full_queue_asks_clients_to_come_back(tmp_path, gate):
         gate.touch()
         for connection in connections:
             assert connection.getresponse().status == 200
-        status, _ = server.ask("POST", "/v1/completions", {"prompt": "a", "n": 3})
+        _wait_for(server, "megatron_engine_num_running", 0)
+        gate.unlink()  # the next ones wait again
+        status, _ = server.ask("POST", "/v1/completions", {"prompt": GATED, "n": 3})
         assert status == 429
         _wait_for(server, "megatron_engine_num_running", 0)  # none of the three stays
         assert server.ask("POST", "/v1/completions", {"prompt": "a"})[0] == 200
