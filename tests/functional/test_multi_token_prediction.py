@@ -9,9 +9,13 @@ import torch
 
 from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
+from megatron.core.inference.paged_engine.options import EngineOptions
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.training.inference.generation import GenerationLayout, open_writer
 from tests import tolerances
 from tests.functional.runs import TINY, losses, run_gpt, run_gpt_in_virtual_ranks
 from tests.functional.test_pretrain_gpt import steps
+from tests.ranks import run_ranks
 
 ROPE = ["--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"]
 AHEAD = [*ROPE, "--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.5"]
@@ -51,3 +55,35 @@ def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, format_: str) ->
             assert f"mtp.layers.1.{name}.weight" in tensors
         state = "optimizer.state.exp_avg.mtp.layers.0.transformer_layer.mlp.linear_fc1"
         assert f"{state}.weight" in tensors
+
+
+def written(rank: int, world_size: int, load: str, num_drafts: int) -> tuple[list[int], bool, int]:
+    """Return tokens, whether a rank has MTP layers, and how many tokens were drafted."""
+    options = EngineOptions()
+    if num_drafts:
+        options = EngineOptions(draft_model="mtp", num_draft_tokens=num_drafts)
+    layout = GenerationLayout(pipeline=world_size)
+    engine = open_writer(load, device_kind="cpu", layout=layout, options=options).engine
+    has_layers = any(name.startswith("mtp.") for name, _ in engine.model.module.named_parameters())
+    if rank:
+        engine.follow()
+        return [], has_layers, 0
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=20, ignore_eos=True)
+    (found,) = engine.generate([engine.model.request("a", [3, 5, 8], params)]).values()
+    engine.close()
+    return [t.token for t in found], has_layers, engine.stats().num_drafts
+
+
+@pytest.mark.parametrize("format_", ["safetensors_dist", "torch_dist", "torch"])
+def test_the_layers_of_a_checkpoint_draft_tokens_if_asked(tmp_path: Path, format_: str) -> None:
+    load = str(tmp_path / "ck")
+    saved = ["--save", load, "--save-interval", "3", "--train-iters", "3"]
+    run_gpt(tmp_path / "run", *AHEAD, *saved, "--ckpt-format", format_)
+    ((tokens, has_layers, num_drafts),) = run_ranks(written, 1, load, 0)
+    assert not has_layers, "the layers are left in the checkpoint"
+    assert not num_drafts
+    for world_size in (1, 2):
+        found = run_ranks(written, world_size, load, 2)
+        assert found[0][0] == tokens
+        assert found[-1][1]
+        assert found[0][2] > 0

@@ -39,6 +39,7 @@ class RunParts:
     stages: Sequence[Sequence[int]] = ()  # layers of each virtual stage, for a file per rank
     kind: str | None = None  # --model-kind
     asked: Arguments | None = None  # this run's command line; None: not compared
+    unused: tuple[str, ...] = ()  # prefixes of tensors that only the checkpoint needs to have
 
 
 def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:

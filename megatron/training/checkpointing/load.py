@@ -334,7 +334,8 @@ def _load_tensors(
             [_into_nothing(tensor) for tensor in wanted] if is_trial else wanted,
             parts.groups.world,
             strictness=config.dist_ckpt_strictness,
-            leave_out=() if _loads_optimizer(config, parts) else (OPTIMIZER_PREFIX,),
+            leave_out=parts.unused
+            + (() if _loads_optimizer(config, parts) else (OPTIMIZER_PREFIX,)),
             cast=bool(config.load_main_params_from_ckpt),
             replica_groups=(
                 replica_groups(parts.groups) if config.ckpt_fully_parallel_load else None

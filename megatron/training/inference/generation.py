@@ -63,6 +63,7 @@ _OWN = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
     "load_main_params_from_ckpt": True,  # weights of another precision are converted
 }
+_MTP_LAYERS = ("mtp.",)  # prefix of the names of their tensors
 
 
 DeviceKind: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -104,7 +105,14 @@ def open_writer(
             "tools/bert_embedding.py"
         )
     asked = {**without_code_and_paths(content.asked, flags), **flags}
-    config = generation_config(asked, load, step=step, device_kind=device_kind, layout=layout)
+    config = generation_config(
+        asked,
+        load,
+        step=step,
+        device_kind=device_kind,
+        layout=layout,
+        drafts_ahead=options.draft_model == "mtp",
+    )
     run, _ = load_model(config, parallel_output=False)
     assert run.tokenizer is not None, "setup_tokenizer() builds it"
     load_weights = partial(_replace_weights, config.checkpoint, model_parts(run))
@@ -127,7 +135,12 @@ def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:
 
 def model_parts(run: Runtime) -> RunParts:
     """Return what a checkpoint is loaded into: the model without an optimizer."""
-    return RunParts(model_chunks=run.model_chunks, groups=run.groups, asked=run.config.asked)
+    return RunParts(
+        model_chunks=run.model_chunks,
+        groups=run.groups,
+        asked=run.config.asked,
+        unused=_MTP_LAYERS if run.config.model.mtp_num_layers is None else (),
+    )
 
 
 def generation_model(
@@ -170,8 +183,12 @@ def generation_config(
     step: int | None,
     device_kind: DeviceKind,
     layout: GenerationLayout = ONE_REPLICA,
+    drafts_ahead: bool = False,
 ) -> RunConfig:
-    """Build the config from the saved flags of the model, with the layout of this run's ranks."""
+    """Build the config from the saved flags of the model, with the layout of this run's ranks.
+
+    Without ``drafts_ahead`` the model has no layers for multi-token prediction.
+    """
     taken = {dest_of(f, opt) for name in _TAKEN for f, opt in options_of(SECTIONS[name])}
     taken = (taken | {*FORCED, *IF_UNSET, "bf16", "fp16"}) - _LEFT_OUT
     namespace = saved_namespace({k: v for k, v in asked.items() if k in taken})
@@ -194,6 +211,8 @@ def generation_config(
         "distributed_backend": None,
     }
     vars(namespace).update(_OWN | own)
+    if not drafts_ahead:
+        namespace.mtp_num_layers = None
     # resolve() requires sequence parallelism for experts with tensor parallelism: ranks that
     # route the same tokens count their gradients several times.  Generation has no gradients: off.
     namespace.sequence_parallel = tensor > 1 and bool(namespace.num_experts)

@@ -72,7 +72,14 @@ def open_engine(
     """
     asked = {**run.config.asked, **flags}
     device_kind = cast(DeviceKind, run.config.distributed.device)
-    config = generation_config(asked, None, step=None, device_kind=device_kind, layout=layout)
+    config = generation_config(
+        asked,
+        None,
+        step=None,
+        device_kind=device_kind,
+        layout=layout,
+        drafts_ahead=options.draft_model == "mtp",
+    )
     groups = create_groups(config)
     own = Runtime(
         config=config,
