@@ -1,0 +1,78 @@
+"""Generate text for prompts that arrive one after the other, with Megatron Core's dynamic engine.
+
+    python examples/inference/gpt/gpt_dynamic_inference.py --load checkpoints \\
+        --use-checkpoint-args --prompts "def main(" "import" --steps-between-arrivals 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # installed or not
+
+from examples.inference.common import add_flags, report, sampling_params, start, wrapper_config
+from megatron.core.inference.contexts import DynamicInferenceContext
+from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+from megatron.training import get_args, get_tokenizer, print_rank_0
+from pretrain_gpt import model_provider
+
+
+def add_arrival_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of prompts and sampling, and when prompts arrive."""
+    parser.add_argument("--steps-between-arrivals", type=int, default=2)
+    return add_flags(parser)
+
+
+def make_context() -> DynamicInferenceContext:
+    """Return the context that the --inference-dynamic-batching-* flags ask for."""
+    args = get_args()
+    return DynamicInferenceContext(
+        params_dtype=args.params_dtype,
+        num_layers=args.num_layers,
+        kv_channels=args.kv_channels,
+        num_attention_heads=args.num_attention_heads,
+        max_sequence_length=args.inference_max_seq_length,
+        buffer_size_gb=args.inference_dynamic_batching_buffer_size_gb,
+        buffer_guaranteed_fraction=args.inference_dynamic_batching_buffer_guaranteed_fraction,
+        chunk_size_tokens=args.inference_dynamic_batching_chunk_size,
+        buffer_overflow_factor=args.inference_dynamic_batching_buffer_overflow_factor,
+        max_requests_override=args.inference_dynamic_batching_max_requests_override,
+        max_tokens_override=args.inference_dynamic_batching_max_tokens_override,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+    )
+
+
+def main() -> None:
+    """Load the model, generate while prompts arrive, and report."""
+    model = start(model_provider, "gpt", add_arrival_flags)
+    wrapped = GPTInferenceWrapper(model, wrapper_config())
+    tokenizer = get_tokenizer()
+    controller = TextGenerationController(wrapped, tokenizer)
+    engine = DynamicInferenceEngine(controller, make_context(), None, enable_cuda_graph=False)
+    args, params = get_args(), sampling_params()
+    arrivals = list(enumerate(args.prompts))
+    finished: list[DynamicInferenceRequest] = []
+    num_steps = 0
+    while arrivals or engine.has_unfinished_requests():
+        if arrivals and num_steps % args.steps_between_arrivals == 0:
+            number, prompt = arrivals.pop(0)
+            engine.add_request(number, prompt, args.num_tokens_to_generate)
+        _, ended, seconds = engine.step(params)
+        finished += ended
+        num_steps += 1
+        for request in ended:
+            print_rank_0(f"step {num_steps} ({seconds:.4f} s): request {request.request_id} ended")
+    report(sorted(finished, key=lambda request: request.request_id))
+
+
+if __name__ == "__main__":
+    main()
