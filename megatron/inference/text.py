@@ -5,7 +5,7 @@ The functions only need ``decode``: ids -> text.  Each token costs two decodings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -44,6 +44,10 @@ class Detokenizer:
         if len(self._ids) == self._num_done:
             return ""
         return self._show(self._decode(self._ids))
+
+    def add_all(self, tokens: Iterable[int]) -> str:
+        """Return the text of the last tokens."""
+        return "".join([self.add(token) for token in tokens]) + self.end()
 
     def _show(self, text: str) -> str:
         new = text[self._num_shown :]

@@ -36,6 +36,7 @@ BAD = [
     (C, b'{"prompt": "\xff\xfe"}', 400, None),
     (C, '{"prompt": "a"}'.encode("utf-16"), 400, None),
     (C, b'{"prompt": "\\ud800"}', 400, "prompt"),
+    (C, b'{"prompt": "a", "\\ud800": 1}', 400, "\\ud800"),
     (C, b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None),
     (C, b'{"a":' * 50_000 + b"1" + b"}" * 50_000, 400, None),
     (C, {}, 400, "prompt"),

@@ -120,6 +120,7 @@ K = "equal to or greater than 0 and less than or equal to 1000"
         ({"prompts": ["a"], "no_log": 1}, "no_log must be a boolean value"),
         ({"prompts": ["a"], "beam_width": "x"}, "beam_width must be integer"),
         ({"prompts": ["a"], "beam_width": 0}, "beam_width must be an integer > 1"),
+        ({"prompts": ["a"], "beam_width": 200}, "beam_width must be at most 128"),
         (
             {"prompts": ["a", "b"], "beam_width": 2},
             "When doing beam_search, batch size must be 1",

@@ -22,6 +22,10 @@ class ApiError(MegatronError):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
+        # Names of fields come from the client and may have half of a surrogate pair, which no
+        # answer can be encoded with.
+        message = message.encode("utf-8", "backslashreplace").decode()
+        param = param and param.encode("utf-8", "backslashreplace").decode()
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
         self.retry_after_s = retry_after_s

@@ -15,7 +15,7 @@ from megatron.inference.server.errors import ApiError
 from megatron.inference.server.fields import Body, log_prob_of
 from megatron.inference.server.generation import Sample, Wanted
 from megatron.inference.server.sampling_fields import with_log_probs
-from megatron.inference.text import TextRules
+from megatron.inference.text import Detokenizer, TextRules
 
 MAX_PROMPTS = 128
 _DEFAULT_TOKENS = 64
@@ -121,7 +121,9 @@ async def _search(
     ends = model.end_tokens(params)
     rows = [[t.token for t in beam.tokens if t.token not in ends] for beam in sample.beams]
     return {
-        "text": [asked.prompts[0] + model.decode(row) for row in rows],
+        "text": [
+            asked.prompts[0] + Detokenizer(model.decode, sample.prompt).add_all(row) for row in rows
+        ],
         "segments": [[model.token_text(token) for token in prompt + row] for row in rows],
         "scores": [beam.score for beam in sample.beams],
     }
@@ -171,7 +173,8 @@ def read_request(body: Body) -> LegacyRequest:
     _boolean(body, "no_log")  # this server logs no prompts
     width = _field(body, "beam_width", None)
     _need(width is None or _is_int(width), "beam_width must be integer")
-    _need(width is None or 1 <= width <= MAX_PROMPTS, "beam_width must be an integer > 1")
+    _need(width is None or width >= 1, "beam_width must be an integer > 1")
+    _need(width is None or width <= MAX_PROMPTS, f"beam_width must be at most {MAX_PROMPTS}")
     _need(width is None or len(prompts) == 1, "When doing beam_search, batch size must be 1")
     stop_token = _field(body, "stop_token", None)
     _need(stop_token is None or _is_int(stop_token), "stop_token must be an integer")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,8 +22,11 @@ from megatron.core.inference.paged_engine.request import (
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server import messages
 from megatron.inference.server.engine_process import EngineLoop
+from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.messages import EngineInfo, LineBuffer, ProtocolError
+from megatron.inference.server.model import Model
 from megatron.inference.server.tool_calls import ToolCallParser
+from megatron.training.tokenizer import TokenizerSpec
 from tests.fake_engine import FakeEngine
 
 INFO = EngineInfo("m", {"tokenizer_type": "NullTokenizer"}, 100, 50, 0, modules=("a",))
@@ -202,3 +207,23 @@ def test_a_template_is_found_in_the_folder_of_the_tokenizer(tmp_path: Path):
     path.write_text("{")
     with pytest.raises(ConfigError, match="no JSON"):
         read_chat_template(None, folder)
+
+
+def test_the_text_of_a_beam_keeps_the_space_after_the_prompt():
+    model = Model.of(
+        replace(INFO, tokenizer=vars(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=99)))
+    )
+    beam = Beam((TokenOutput(7, -1.0), TokenOutput(8, -1.0)), -2.0, "length")
+
+    class Searched:
+        max_api_tokens = 100
+
+        def __init__(self):
+            self.model = model
+
+        async def samples(self, wanted, request):
+            return [SimpleNamespace(prompt=wanted.prompts[0], beams=(beam,))]
+
+    body = {"prompts": ["5 6"], "tokens_to_generate": 2, "beam_width": 2}
+    answer = asyncio.run(answer_api(Searched(), None, body))
+    assert json.loads(answer.body)["text"] == ["5 6 7 8"]

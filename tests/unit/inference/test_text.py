@@ -53,7 +53,7 @@ def test_text_after_a_prompt_is_what_the_prompt_lacks(tokenizers):
         for split in range(len(ids)):
             begin = tokenizer.detokenize(ids[:split]).rstrip("\ufffd")
             detokenizer = Detokenizer(tokenizer.detokenize, ids[:split])
-            text = "".join(map(detokenizer.add, ids[split:])) + detokenizer.end()
+            text = detokenizer.add_all(ids[split:])
             assert begin + text == tokenizer.detokenize(ids)
 
 

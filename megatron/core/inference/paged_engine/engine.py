@@ -10,6 +10,7 @@ without work then computes an idle row.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -229,8 +230,10 @@ class Engine:
         CheckpointError: the checkpoint is damaged or of another model, and the old weights stay.
         """
         assert self.model.load_weights is not None, "the model has no checkpoint to load"
+        if "\0" in checkpoint:  # before other ranks know of it: no rank can open such a path
+            raise CheckpointError(f"{checkpoint!r} is no directory: a path has no NUL character")
         self._finish_steps(drain=drain)
-        message = np.array([_UPDATE, *checkpoint.encode()])
+        message = np.array([_UPDATE, *os.fsencode(checkpoint)])
         for rank in self._channel.ranks[1:]:
             self._channel.send(message, rank)
         self.model.load_weights(checkpoint)
@@ -342,7 +345,7 @@ class Engine:
             if message[0] == _UPDATE:
                 assert self.model.load_weights is not None, "rank 0 has checked it"
                 with suppress(CheckpointError):  # rank 0 reports it
-                    self.model.load_weights(message[1:].astype(np.uint8).tobytes().decode())
+                    self.model.load_weights(os.fsdecode(message[1:].astype(np.uint8).tobytes()))
                     self._note_new_weights()
                 continue
             result = self._runner.execute(StepPlan.from_array(message[1:]))
