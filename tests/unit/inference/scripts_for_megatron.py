@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
+from megatron.core.config.errors import ConfigError
 from megatron.core.inference.contexts import DynamicInferenceContext, StaticInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine, StaticInferenceEngine
 from megatron.core.inference.inference_request import InferenceRequest
@@ -49,7 +50,11 @@ def model_of(world: int, sizes: dict[str, int], **changes: Any) -> GPTModel:
     groups: ProcessGroupCollection | None = one_process_groups()
     if world > 1:
         if not parallel_state.is_initialized():
-            parallel_state.initialize_model_parallel(sizes.get("tp", 1), sizes.get("pp", 1))
+            parallel_state.initialize_model_parallel(
+                sizes.get("tp", 1),
+                sizes.get("pp", 1),
+                expert_model_parallel_size=sizes.get("ep", 1),
+            )
         groups = None
     torch.manual_seed(7)
     config = tiny_config(
@@ -59,12 +64,13 @@ def model_of(world: int, sizes: dict[str, int], **changes: Any) -> GPTModel:
         pipeline_dtype=torch.float64,
         tensor_model_parallel_size=sizes.get("tp", 1),
         pipeline_model_parallel_size=sizes.get("pp", 1),
+        expert_model_parallel_size=sizes.get("ep", 1),
         **changes,
     )
     is_one = world == 1
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(config=config),
+        get_gpt_layer_local_spec(config.num_moe_experts, config=config),
         VOCABULARY,
         LENGTH,
         pre_process=is_one or parallel_state.is_pipeline_first_stage(),
@@ -112,11 +118,12 @@ def facts_of(request: InferenceRequest) -> dict[str, Any]:
     return out
 
 
-def static_script(rank: int, world: int, sizes: dict[str, int], twice: bool) -> list[Any]:
+def static_script(
+    rank: int, world: int, sizes: dict[str, int], twice: bool, changes: dict[str, Any] | None = None
+) -> list[Any]:
     """Generate twice with one engine: greedy with everything that can be asked, then sampled."""
-    engine = StaticInferenceEngine(
-        controller_of(model_of(world, sizes)), max_batch_size=3, random_seed=11
-    )
+    model = model_of(world, sizes, **changes or {})
+    engine = StaticInferenceEngine(controller_of(model), max_batch_size=3, random_seed=11)
     every = SamplingParams(
         top_k=1,
         num_tokens_to_generate=9,
@@ -159,3 +166,13 @@ def replicas_script(rank: int, world: int, sizes: dict[str, int]) -> list[str]:
         (answer,) = engine.generate([prompt], sampling_params=params)
         texts.append(answer.generated_text)
     return texts
+
+
+def refused_script(rank: int, world: int) -> str:
+    """Return the message that a model with sequence parallelism gives."""
+    model = model_of(world, {"tp": 2}, sequence_parallel=True)
+    try:
+        StaticInferenceEngine(controller_of(model))
+    except ConfigError as error:
+        return str(error)
+    return "no error"

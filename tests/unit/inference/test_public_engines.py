@@ -108,6 +108,13 @@ def test_all_ranks_get_the_answers_of_one_process(layout: str) -> None:
         assert_same(found, wanted)
 
 
+def test_ranks_that_share_experts_get_the_answers_of_one_process() -> None:
+    moe = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+    wanted = scripts.static_script(0, 1, {}, True, moe)
+    for found in run_ranks(scripts.static_script, 2, {"ep": 2}, True, moe):
+        assert_same(found, wanted)
+
+
 @pytest.mark.feature("Generation: scripts written for Megatron Core's dynamic engine run")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_requests_that_arrive_later_get_the_same_answers_on_all_ranks(layout: str) -> None:
@@ -259,6 +266,11 @@ def test_a_wrapper_with_batches_of_its_own_is_refused() -> None:
     controller.inference_wrapped_model = Own(wrapper.model, wrapper.inference_wrapper_config)
     with pytest.raises(ConfigError, match="Own defines get_batch_for_context_window"):
         StaticInferenceEngine(controller)
+
+
+def test_a_model_with_sequence_parallelism_is_refused_by_all_ranks() -> None:
+    for message in run_ranks(scripts.refused_script, 2):
+        assert "build the model with sequence_parallel=False" in message
 
 
 def test_arguments_without_effect_are_announced_once(caplog: pytest.LogCaptureFixture) -> None:
