@@ -59,7 +59,7 @@ class Ours:
         from megatron.core.inference.sampling_params import SamplingParams
 
         params = SamplingParams(num_tokens_to_generate=length, temperature=0, ignore_eos=True)
-        self.writer.engine.add(self.writer.request(name, prompt, params))
+        self.writer.engine.add(self.writer.engine.model.request(name, prompt, params))
 
     def step(self) -> list[str]:
         self.outputs = self.writer.engine.step()

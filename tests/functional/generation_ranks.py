@@ -24,7 +24,7 @@ def generate(
         num_tokens_to_generate=num_tokens, top_k=1, ignore_eos=True, return_log_probs=True
     )
     answers = writer.engine.generate(
-        writer.request(str(i), prompt, params) for i, prompt in enumerate(prompts)
+        writer.engine.model.request(str(i), prompt, params) for i, prompt in enumerate(prompts)
     ).values()
     writer.engine.close()
     return [([t.token for t in text], [t.log_prob for t in text]) for text in answers]

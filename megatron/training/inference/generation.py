@@ -162,6 +162,7 @@ def generation_model(
         eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
         decoder_start=_start_of_decoder(run.tokenizer) if kind.has_encoder else None,
         load_weights=load_weights,
+        num_logits=run.padded_vocab_size if run.config.language_model.pad_vocab_in_loss else None,
     )
 
 

@@ -147,12 +147,13 @@ def test_only_tokens_of_the_mask_are_chosen(temperature: float) -> None:
     assert result.tokens[0] != NO_TOKEN
 
 
-def test_columns_of_padding_are_not_read() -> None:
-    sampler = sampler_of(4, {"temperature": 0.0, "return_log_probs": True})
-    logits = torch.tensor([[0.0, 0.0, 1.0, 0.0, 9.0, float("nan")]])
+def test_columns_of_padding_count_in_probabilities_but_are_never_chosen() -> None:
+    sampler = sampler_of(4, {"temperature": 0.0, "return_log_probs": True, "top_n_logprobs": 2})
+    logits = torch.tensor([[0.0, 0.0, 1.0, 0.0, 9.0, 5.0]])
     result = step(sampler, logits, [segment(0, 3, SAMPLE)])
     assert result.tokens.tolist() == [2]
-    assert result.log_probs[0] == pytest.approx(torch.log_softmax(logits[0, :4], -1)[2].item())
+    assert result.log_probs[0] == pytest.approx(torch.log_softmax(logits[0], -1)[2].item())
+    assert result.top_tokens.tolist() == [[2, 0]]
 
 
 def test_a_step_without_output_rows_gives_an_empty_result() -> None:

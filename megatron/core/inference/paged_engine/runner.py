@@ -31,11 +31,12 @@ from megatron.core.utils import get_attr_wrapped_model
 class GenerationModel:
     """A model to generate with: this rank's stage, in evaluation mode, and its place.
 
-    ``vocab_size``: ids beyond it are padding and are never chosen.  ``eod``: the token that ends a
-    text.  An encoder-decoder has a ``decoder_start``: its encoder reads the prompt, and the decoder
-    continues from that token.  ``load_weights(directory)``: replace the weights by those of a
-    checkpoint; collective over all ranks.  If it raises CheckpointError, it does so on all ranks
-    and the weights are unchanged.
+    ``vocab_size``: ids beyond it are padding and are never chosen; those below ``num_logits`` count
+    in the sum of probabilities, as in training with --pad-vocab-in-loss.  ``eod``: the token that
+    ends a text.  An encoder-decoder has a ``decoder_start``: its encoder reads the prompt, and the
+    decoder continues from that token.  ``load_weights(directory)``: replace the weights by those
+    of a checkpoint; collective over all ranks.  If it raises CheckpointError, it does so on all
+    ranks and the weights are unchanged.
     """
 
     module: nn.Module
@@ -47,6 +48,7 @@ class GenerationModel:
     eod: int | None
     decoder_start: int | None = None
     load_weights: Callable[[str], object] | None = None
+    num_logits: int | None = None  # default: vocab_size
 
     def request(self, request_id: str, prompt: list[int], params: SamplingParams) -> Request:
         """Return a request that continues ``prompt``, which an encoder reads if there is one."""
@@ -130,7 +132,8 @@ class ModelRunner:
         out = self._forward(view, sources)
         rows = None
         if self._sampler is not None:
-            rows = self._sampler.sample(out[0, :, : self.model.vocab_size], plan)
+            num_logits = self.model.num_logits or self.model.vocab_size
+            rows = self._sampler.sample(out[0, :, :num_logits], plan)
         result = None if rows is None else rows.to_result()
         if self._draft_model is not None:
             sampled = None if rows is None else rows.tokens

@@ -51,7 +51,8 @@ class Sampler:
     """Sampling of the requests in ``max_requests`` slots; every rank can hold an equal one.
 
     ``eod``: the token that ends a text; with the request's stop tokens it is hidden before
-    min_tokens.  Columns of logits beyond ``vocab_size`` (padding) are not read.
+    min_tokens.  Columns of logits beyond ``vocab_size`` are never chosen; they count in the sum of
+    probabilities.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class Sampler:
         `NO_TOKEN`; other rows are not affected.
         """
         rows = _Rows.of(plan)
-        logits = logits[:, : self._vocab_size]
+        known = logits[:, : self._vocab_size]
         tokens = self._upload(rows.targets)
         sampled = np.flatnonzero(rows.targets == SAMPLE)
         if len(sampled):
-            chosen = self._choose(_rows_of(logits, sampled, self), rows.take(sampled), plan)
+            chosen = self._choose(_rows_of(known, sampled, self), rows.take(sampled), plan)
             if len(sampled) == len(tokens):
                 tokens = chosen
             else:
@@ -181,7 +182,8 @@ class Sampler:
             at = self._upload(wanted)
             part = _rows_of(logits, wanted, self).float()
             mine = tokens[at, None]
-            likely = Blocks.of(part).likeliest(count) if count else mine[:, :0]
+            known = part[:, : self._vocab_size]
+            likely = Blocks.of(known).likeliest(count) if count else mine[:, :0]
             values = log_probs.log_probs(part, torch.cat([mine.clamp(min=0), likely], dim=1))
             found.log_probs.index_copy_(0, at, values[:, 0])
             found.top_tokens.index_copy_(0, at, likely)

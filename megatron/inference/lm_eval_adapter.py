@@ -1,0 +1,239 @@
+"""Evaluate a checkpoint with lm-eval (EleutherAI's evaluation harness), without exporting it.
+
+`register` adds the model ``megatron``: ``--model megatron --model_args load=DIR,...``.  The results
+are those of lm-eval's ``hf`` model with the exported checkpoint.  Rank 0 runs lm-eval; the other
+ranks call `follow` with the same model arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias, cast
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.inference.paged_engine.options import EngineOptions
+from megatron.core.inference.paged_engine.request import QueueFullError, Request, TokenOutput
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.optional import require
+from megatron.inference.text import Detokenizer, StopFinder
+from megatron.training.inference.engine_flags import GenerationLayout
+from megatron.training.inference.generation import DeviceKind, Writer, open_writer
+
+Tokens: TypeAlias = list[int]
+Score: TypeAlias = tuple[float, bool]  # log-probability, whether each token is the most likely one
+
+NAME = "megatron"
+_WANTED_BY = f"lm-eval's --model {NAME}"
+_LAYOUT = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "expert_model_parallel_size": "expert",
+}
+_OTHERS = ("load", "ckpt_step", "max_length", "max_requests", "max_gen_toks")
+_ADDED = ("device", "batch_size", "max_batch_size")  # lm-eval's flags; batches are the engine's
+
+
+def register() -> list[Writer]:
+    """Register the model with lm-eval.
+
+    Returns a list to which each model adds its engine: the caller closes them, which lets the other
+    ranks return from `follow`.
+    """
+    require("lm_eval.models", _WANTED_BY)  # registers lm-eval's own models
+    registry = require("lm_eval.api.registry", _WANTED_BY)
+    base = require("lm_eval.api.model", _WANTED_BY).TemplateLM
+    opened: list[Writer] = []
+    registry.register_model(NAME)(type("MegatronLM", (_Adapter, base), {"opened": opened}))
+    return opened
+
+
+def follow(model_args: dict[str, Any]) -> None:
+    """Compute with rank 0 until it closes its model."""
+    _open(model_args).engine.follow()
+
+
+def _open(model_args: dict[str, Any]) -> Writer:
+    """Build the engine that ``model_args`` describe.  Collective over all ranks."""
+    known = (*_LAYOUT, *_OTHERS)
+    for name in model_args:
+        if name not in (*known, *_ADDED):
+            raise ConfigError(f"model argument {name} is unknown; there are: {', '.join(known)}")
+    if "load" not in model_args:
+        raise ConfigError("model argument load is missing: give the checkpoint, load=DIR")
+    sizes = {axis: int(model_args[name]) for name, axis in _LAYOUT.items() if name in model_args}
+    longest = model_args.get("max_length")
+    step = model_args.get("ckpt_step")
+    return open_writer(
+        str(model_args["load"]),
+        step=None if step is None else int(step),
+        device_kind=cast(DeviceKind, str(model_args.get("device") or "auto").partition(":")[0]),
+        layout=GenerationLayout(**sizes),
+        options=EngineOptions(
+            max_requests=int(model_args.get("max_requests", 64)),
+            max_sequence_length=None if longest is None else int(longest) + 1,
+        ),
+    )
+
+
+class _Adapter:
+    """What lm-eval asks of a model; its `TemplateLM` splits texts into context and continuation."""
+
+    opened: list[Writer]
+
+    def __init__(self, **model_args: Any) -> None:
+        super().__init__()
+        self._writer = _open({k: v for k, v in model_args.items() if v is not None})
+        self.opened.append(self._writer)
+        self._tokenizer = self._writer.tokenizer
+        if self._writer.engine.model.decoder_start is not None:
+            raise ConfigError("lm-eval scores decoder-only models: an encoder-decoder has no score")
+        engine = self._writer.engine
+        longest = engine.options.max_sequence_length or engine.model.max_sequence_length
+        # The engine counts the last token of a window, which is scored but not processed.
+        self.max_length = min(longest, engine.model.max_sequence_length) - 1
+        self.max_gen_toks = int(model_args.get("max_gen_toks") or 256)
+
+    @cached_property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self._tokenizer.eod
+
+    @cached_property
+    def prefix_token_id(self) -> int:
+        """The token before a text that has no context, as in lm-eval's model ``hf``."""
+        begin = self._tokenizer.id_of("bos")
+        return self.eot_token_id if begin is None else begin
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
+        """Return the ids of a text, as training sees them."""
+        return self._tokenizer.tokenize(string) if string else []
+
+    def _loglikelihood_tokens(
+        self, requests: Iterable[tuple[Any, Tokens, Tokens]], **_: Any
+    ) -> list[Score]:
+        """Score each continuation behind its context, whose start is dropped if it is too long."""
+        params = SamplingParams(
+            prompt_log_probs_only=True, top_n_logprobs=1, return_prompt_top_n_logprobs=True
+        )
+        rows = [
+            ((context + continuation)[-(self.max_length + 1) :], len(continuation))
+            for _, context, continuation in requests
+        ]
+        collected = self._run((tokens, params, ()) for tokens, _ in rows)
+        return [
+            _score(result.scores[-length:])
+            for result, (_, length) in zip(collected, rows, strict=True)
+        ]
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-probability of each text, in windows of the model's length."""
+        utils = require("lm_eval.utils", _WANTED_BY)
+        windows = [
+            [
+                (None, *utils.make_disjoint_window(window))
+                for window in utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
+            for request in requests
+        ]
+        scores = iter(self._loglikelihood_tokens([w for text in windows for w in text]))
+        return [sum(next(scores)[0] for _ in text) for text in windows]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the text that follows each context, up to the first of its stop strings."""
+        return [result.text for result in self._run(self._generation(*r.args) for r in requests)]
+
+    def _generation(
+        self, context: str, asked: dict[str, Any]
+    ) -> tuple[Tokens, SamplingParams, tuple[str, ...]]:
+        """Return prompt, parameters and stop strings of lm-eval's ``gen_kwargs``."""
+        until = asked.get("until") or ()
+        stops = (until,) if isinstance(until, str) else tuple(until)
+        length = int(asked.get("max_gen_toks") or self.max_gen_toks)
+        if length >= self.max_length:
+            raise ConfigError(
+                f"max_gen_toks {length}: the model takes {self.max_length} tokens, prompt "
+                "included; generate fewer"
+            )
+        is_sampled = asked.get("do_sample") or asked.get("temperature", 0) > 0
+        params = SamplingParams(
+            num_tokens_to_generate=length,
+            temperature=float(asked.get("temperature", 1.0)) if is_sampled else 0.0,
+            top_k=int(asked.get("top_k", 0)) if is_sampled else 0,
+            top_p=float(asked.get("top_p", 0.0)) if is_sampled else 0.0,
+        )
+        prompt = self.tok_encode(context) or [self.prefix_token_id]
+        return prompt[length - self.max_length :], params, tuple(stop for stop in stops if stop)
+
+    def _run(
+        self, asked: Iterable[tuple[Tokens, SamplingParams, tuple[str, ...]]]
+    ) -> list[_Answer]:
+        """Run requests to their end, as many at a time as the engine takes."""
+        engine, answers = self._writer.engine, {}
+        waiting: Iterator[_Answer] = iter(
+            [
+                _Answer(Request(str(i), tokens, params), self._detokenize, stops)
+                for i, (tokens, params, stops) in enumerate(asked)
+            ]
+        )
+        following = next(waiting, None)
+        while following is not None or engine.has_unfinished:
+            try:
+                while following is not None:
+                    engine.add(following.request)
+                    answers[following.request.request_id] = following
+                    following = next(waiting, None)
+            except QueueFullError:
+                pass  # the engine has enough to do: the rest waits here
+            for output in engine.step():
+                answer = answers[output.request_id]
+                answer.scores += output.prompt_scores
+                if answer.add([item.token for item in output.new]):
+                    engine.abort(output.request_id)
+        for answer in answers.values():
+            answer.end()
+        return list(answers.values())
+
+    def _detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without the one that ends a text."""
+        return self._tokenizer.detokenize([t for t in tokens if t != self.eot_token_id])
+
+
+class _Answer:
+    """A request with what it has so far: the scores of its prompt, and its text."""
+
+    def __init__(self, request: Request, decode: Any, stops: tuple[str, ...]) -> None:
+        self.request, self.text = request, ""
+        self.scores: list[TokenOutput] = []
+        self._detokenizer, self._finder = Detokenizer(decode), StopFinder(stops)
+        self._is_stopped = False
+
+    def add(self, tokens: Tokens) -> bool:
+        """Append tokens; return whether the text has reached a stop string."""
+        for token in tokens:
+            self._append(self._detokenizer.add(token))
+        return self._is_stopped
+
+    def end(self) -> None:
+        """Append the text that waited for more tokens."""
+        self._append(self._detokenizer.end())
+        if not self._is_stopped:
+            self.text += self._finder.end()
+
+    def _append(self, text: str) -> None:
+        if not self._is_stopped:
+            new, stop = self._finder.add(text)
+            self.text += new
+            self._is_stopped = stop is not None
+
+
+def _score(found: Sequence[TokenOutput]) -> Score:
+    """Return the sum of log-probabilities, and whether greedy decoding gives these tokens."""
+    return sum(t.log_prob for t in found), all(t.token == t.top[0][0] for t in found)

@@ -1,0 +1,126 @@
+"""lm-eval scores a checkpoint as its own backend scores the same model in Hugging Face's form."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.conversion.convert import ConversionRequest, convert
+from tests.tokenizer_files import corpus_texts, write_bpe
+
+pytest.importorskip("lm_eval", reason="needs lm-eval")
+pytest.importorskip("accelerate", reason="lm-eval's backend hf needs it")
+families = pytest.importorskip("tests.functional.generation_families", reason="needs transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTH = 256  # tokens of a window: some documents have more
+TASKS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text[:120]}}",
+        "doc_to_choice": "{{[text[120:150], text[10:40], ' nothing of this']}}",
+        "doc_to_target": 0,
+        "target_delimiter": "",
+    },
+    "rolling": {"output_type": "loglikelihood_rolling", "doc_to_target": "{{text}}"},
+    "until": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{text[:100]}}",
+        "doc_to_target": "",
+        "generation_kwargs": {"until": ["e", "\n\n"], "max_gen_toks": 40, "do_sample": False},
+    },
+}
+TOLERANCE = 1e-4
+
+
+def write_model(folder: Path) -> None:
+    """Write a model with a tokenizer, converted to ``folder``/ours.
+
+    Its vocabulary is padded: no padding is the likeliest token, but it counts in probabilities.
+    """
+    models = families.models
+    model = models.make(
+        "llama 3, tied", vocab_size=608, num_hidden_layers=2, tie_word_embeddings=False
+    )
+    families.spread_logits(model, list(range(1, 60)))
+    model.get_output_embeddings().weight.data[600:] = 0
+    model.save_pretrained(folder / "theirs")
+    file = write_bpe(folder / "tokenizer") / "tokenizer.json"
+    fast = models.transformers.PreTrainedTokenizerFast
+    fast(tokenizer_file=str(file), eos_token="<|endoftext|>").save_pretrained(folder / "theirs")
+    convert(
+        ConversionRequest(
+            source=folder / "theirs",
+            target=folder / "ours",
+            format="safetensors_dist",
+            verify=False,
+        )
+    )
+
+
+def write_tasks(folder: Path) -> None:
+    """Write three tasks over documents of the golden corpus."""
+    folder.mkdir()
+    texts = [text[:3000] for text in corpus_texts() if len(text) > 200][50:60]
+    documents = [json.dumps({"text": text}) for text in texts]
+    (folder / "documents.jsonl").write_text("\n".join(documents))
+    for name, task in TASKS.items():
+        common = {
+            "task": f"local_{name}",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(folder / "documents.jsonl")}},
+            "test_split": "test",
+            "doc_to_text": "",
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps({**common, **task}))  # YAML has JSON
+
+
+def evaluate(folder: Path, launcher: list[str], model: str, arguments: str) -> dict[str, Any]:
+    """Return the responses of each task."""
+    out = folder / f"out_{model}_{len(launcher)}"
+    tasks = ",".join(f"local_{name}" for name in TASKS)
+    command = [*launcher, "tools/run_lm_eval.py", "--model", model, "--model_args", arguments]
+    command += ["--tasks", tasks, "--include_path", str(folder / "tasks"), "--device", "cpu"]
+    command += ["--output_path", str(out), "--log_samples"]
+    own = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    found = {}
+    for name in TASKS:
+        (file,) = out.rglob(f"samples_local_{name}_*.jsonl")
+        samples = [json.loads(line) for line in file.read_text().splitlines()]
+        found[name] = [sample["resps"] for sample in sorted(samples, key=lambda s: s["doc_id"])]
+    return found
+
+
+def flat(found: Any) -> list[str]:
+    return [leaf for part in found for leaf in flat(part)] if isinstance(found, list) else [found]
+
+
+@pytest.mark.feature("Inference: lm-eval evaluates a checkpoint without an export, in any layout")
+def test_lm_eval_gives_the_results_of_its_own_backend(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    write_tasks(tmp_path / "tasks")
+    theirs = f"pretrained={tmp_path}/theirs,dtype=float32,max_length={LENGTH}"
+    expected = evaluate(tmp_path, [sys.executable], "hf", theirs)
+    ours = f"load={tmp_path}/ours,max_length={LENGTH}"
+    two = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    for found in (
+        evaluate(tmp_path, [sys.executable], "megatron", ours),
+        evaluate(tmp_path, two, "megatron", f"{ours},tensor_model_parallel_size=2"),
+    ):
+        assert found["until"] == expected["until"]
+        for name in ("choice", "rolling"):
+            for mine, other in zip(flat(found[name]), flat(expected[name]), strict=True):
+                if other in ("True", "False"):
+                    assert mine == other
+                else:
+                    assert abs(float(mine) / float(other) - 1) < TOLERANCE
