@@ -36,7 +36,7 @@ Sizes = dict[str, int]
 Tokens = dict[str, list[int]]
 
 
-def gpt(world: int, sizes: Sizes, **changes: Any) -> GPTModel:
+def gpt(world: int, sizes: Sizes, *, position: str = "rope", **changes: Any) -> GPTModel:
     torch.manual_seed(7)
     groups = one_process_groups()
     if world > 1:
@@ -62,7 +62,7 @@ def gpt(world: int, sizes: Sizes, **changes: Any) -> GPTModel:
         LENGTH,
         pre_process=pp.rank() == 0,
         post_process=pp.rank() == pp.size() - 1,
-        position_embedding_type="rope",
+        position_embedding_type=position,
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec),
         pg_collection=groups,
     )
@@ -190,7 +190,10 @@ def drafted_in_training(model: GPTModel, tokens: list[int]) -> int:
     assert model.mtp is not None
     ids = torch.tensor([tokens])
     length = len(tokens) - 1
-    shared = {"rotary_pos_emb": model.rotary_table(length)}
+    shared = {
+        "rotary_pos_emb": model.rotary_table(length),
+        "attention_bias": model.attention_bias(length, None, None),
+    }
     hidden = model.decoder(model.embedding(ids[:, :-1], None), None, **shared)
     state = model.mtp.layers[0](hidden, model.embedding(ids[:, 1:], None), None, **shared)
     return int(model.logits(state, gather=True)[0, -1].argmax())
@@ -205,7 +208,7 @@ def drafted_in_training(model: GPTModel, tokens: list[int]) -> int:
         {"buffer_bytes": 9 * PAGE, "max_requests": 4},  # requests are pre-empted
     ],
 )
-@pytest.mark.parametrize("changes", [{}, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize("changes", [{}, MLA, {"position": "alibi"}], ids=["gqa", "mla", "alibi"])
 def test_drafts_are_those_of_a_forward_pass_over_the_text(
     options: dict[str, Any], changes: dict[str, Any]
 ) -> None:
