@@ -14,6 +14,7 @@ import dataclasses
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -99,31 +100,36 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> int:
         max_api_tokens=args.max_tokens_to_oom,
     )
     try:
-        writer = open_engine(args)
-        features = ["grammar"] if add_grammars(writer) else []
-        if args.api_key_file is not None or args.host in _LOOPBACK:
-            features.append("update_weights")  # a client names a directory to read
-        info = engine_info(args, writer, tuple(features))
-        status = front_end.serve(writer.engine, info, writer.engine.update_weights)
+        with ExitStack() as watch:
+            writer = open_engine(args, watch)
+            features = ["grammar"] if add_grammars(writer) else []
+            if args.api_key_file is not None or args.host in _LOOPBACK:
+                features.append("update_weights")  # a client names a directory to read
+            info = engine_info(args, writer, tuple(features))
+            status = front_end.serve(writer.engine, info, writer.engine.update_weights)
+            writer.engine.close()
     finally:
         front_end.close()
-    writer.engine.close()
     shut_down()
     return status
 
 
 def follow(args: argparse.Namespace) -> int:
     """Execute the steps that rank 0 plans, until it ends."""
-    writer = open_engine(args)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 first answers its open requests
-    writer.engine.follow()
+    with ExitStack() as watch:
+        writer = open_engine(args, watch)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # rank 0 first answers its open requests
+        writer.engine.follow()
     shut_down()
     return 0
 
 
-def open_engine(args: argparse.Namespace) -> Writer:
-    """Build the engine of the checkpoint.  Collective over all ranks."""
+def open_engine(args: argparse.Namespace, watch: ExitStack) -> Writer:
+    """Build the engine of the checkpoint; until ``watch`` closes, a rank that fails ends all.
+
+    Collective over all ranks.
+    """
     options = engine_options(args)
     if args.max_batch_size is not None:
         options = dataclasses.replace(options, max_requests=args.max_batch_size)
@@ -134,6 +140,7 @@ def open_engine(args: argparse.Namespace) -> Writer:
         layout=layout_of(args),
         options=options,
         flags=model_flags(args),
+        watch=watch,
     )
 
 

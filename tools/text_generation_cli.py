@@ -14,6 +14,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,16 +79,18 @@ def main() -> None:
             seed=args.seed,
             return_log_probs=args.json,
         )
-        llm = LLM.load(
-            args.load,
-            step=args.ckpt_step,
-            device_kind=args.device,
-            flags=_model_flags(args),
-            layout=layout_of(args),
-            options=engine_options(args),
-        )
-        for answer in llm.answers(_prompts(args), params):
-            print(_shown(answer, args.json, llm), flush=True)
+        with ExitStack() as watch:
+            llm = LLM.load(
+                args.load,
+                step=args.ckpt_step,
+                device_kind=args.device,
+                flags=_model_flags(args),
+                layout=layout_of(args),
+                options=engine_options(args),
+                watch=watch,
+            )
+            for answer in llm.answers(_prompts(args), params):
+                print(_shown(answer, args.json, llm), flush=True)
         llm.shut_down()
     except (MegatronError, OSError, ValueError) as error:
         sys.exit(f"{type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,7 @@ class Record:
     awaits: int = 0  # id of the Work that the host waits for; 0: none
     waited_s: float = 0.0  # total time in ``Work.wait``
     progress: int = 0  # number of operations started plus number of waits completed
+    is_idle: bool = False  # the rank waits for work, however long that takes
     begun: deque[_Note] = field(default_factory=lambda: deque(maxlen=256))
     purposes: Iterator[object] = iter(())
     groups: dict[int, _Group] = field(default_factory=dict)
@@ -89,6 +91,17 @@ class Record:
 
 record = Record()
 each_rank_owns(__name__, "record")
+
+
+@contextmanager
+def waiting_for_work(is_idle: bool) -> Iterator[None]:
+    """Set in this context whether the rank waits for work: then it reports no stall."""
+    before = record.is_idle
+    record.is_idle = is_idle
+    try:
+        yield
+    finally:
+        record.is_idle = before
 
 
 def name_transfers(purposes: Iterable[object]) -> None:

@@ -37,7 +37,7 @@ POINTS = (
     *("evaluate.iter", "save.before", "save.claimed", "save.begin", "save.write", "save.tensor"),
     *("save.before_fsync", "save.written", "save.before_manifest", "save.before_rename"),
     *("save.displaced", "save.after_rename", "save.before_tracker", "save.after_tracker"),
-    *("save.before_delete", "save.in_delete", "save.copy"),
+    *("save.before_delete", "save.in_delete", "save.copy", "inference.step"),
 )
 _fired: Counter[_Spec] = Counter()
 each_rank_owns(__name__, "_fired")

@@ -180,6 +180,15 @@ def share_parameters(sources: Iterable[nn.Module], target: nn.Module) -> int:
     return count
 
 
+def note_new_weights(module: nn.Module) -> None:
+    """Let layers see that their weights have changed, which they may hold a copy of.
+
+    Neither a read from a file into a tensor's memory nor an optimizer step on shared memory raises
+    the tensor's version.
+    """
+    torch.autograd.graph.increment_version(list(module.parameters()))
+
+
 def _described(tensors: Sequence[ShardedTensor]) -> list[_Description]:
     return [
         (

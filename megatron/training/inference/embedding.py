@@ -28,6 +28,7 @@ from megatron.training.checkpointing.checkpoint_args import without_code_and_pat
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.hf_folder import has_tokenizer
 from megatron.training.inference.generation import DeviceKind, generation_config, load_model
+from megatron.training.initialize import connect
 from megatron.training.models.registry import model_kind
 from megatron.training.preprocess.documents import RecordFormat, read_documents
 from megatron.training.process.rank_print import is_rank0
@@ -58,6 +59,7 @@ def megatron_embedder(
     lm = config.language_model
     if not model_kind(lm.model_kind).has_masked_lm_head:
         raise ConfigError(f"--load {load} holds a {lm.model_kind}: give one of BERT")
+    connect(config)
     run, longest = load_model(config, return_embeddings=True)
     model, tokenizer = run.model_chunks[0], run.tokenizer
     assert tokenizer is not None, "setup_tokenizer() builds it"

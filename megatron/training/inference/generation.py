@@ -7,6 +7,7 @@ tensor, pipeline and expert parallelism and several replicas of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import Literal, TypeAlias
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
+from megatron.core.diagnostics.collective_tracer import waiting_for_work
 from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.engine import Engine
@@ -34,8 +36,9 @@ from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
-from megatron.training.initialize import start
+from megatron.training.initialize import connect, create_runtime
 from megatron.training.models.registry import model_kind, model_kind_of
+from megatron.training.process.failure_watch import failure_watch
 from megatron.training.process.rank_print import world_size
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
@@ -91,10 +94,12 @@ def open_writer(
     layout: GenerationLayout = ONE_REPLICA,
     options: EngineOptions = DEFAULT_OPTIONS,
     flags: Mapping[str, object] = NO_FLAGS,
+    watch: ExitStack | None = None,
 ) -> Writer:
     """Build an engine with the checkpoint ``load``.  Collective over all ranks.
 
-    ``flags``, dest -> value, override the saved ones.  Raises CheckpointError if there is no
+    ``flags``, dest -> value, override the saved ones.  If one rank fails before ``watch`` is
+    closed, all ranks end with its message (`failure_watch`).  Raises CheckpointError if there is no
     checkpoint, ConfigError if the model does not fit the ranks or generates no text.
     """
     content = open_checkpoint(load, step)
@@ -113,6 +118,13 @@ def open_writer(
         layout=layout,
         drafts_ahead=options.draft_model == "mtp",
     )
+    minutes = max(round(options.timeout_s / 60), 1)
+    distributed = replace(config.distributed, distributed_timeout_minutes=minutes)
+    config = replace(config, distributed=distributed)
+    connect(config)
+    if watch is not None:
+        watch.enter_context(failure_watch(timeout_s=options.timeout_s))
+        watch.enter_context(waiting_for_work(True))  # except in steps
     run, _ = load_model(config, parallel_output=False)
     assert run.tokenizer is not None, "setup_tokenizer() builds it"
     load_weights = partial(_replace_weights, config.checkpoint, model_parts(run))
@@ -123,9 +135,9 @@ def open_writer(
 def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:
     """Return a run with the checkpoint's model and tokenizer, and its maximum sequence length.
 
-    ``of_stage`` are arguments of `build_model_stage`.  Collective over all ranks.
+    ``of_stage`` are arguments of `build_model_stage`.  Collective over all ranks, after `connect`.
     """
-    run = start(config)
+    run = create_runtime(config)
     setup_tokenizer(run)
     build_model_chunks(run, partial(build_stage, run, **of_stage), wrap=False)
     load_run(config.checkpoint, model_parts(run))

@@ -243,9 +243,12 @@ def _say(text: str) -> None:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether ``error`` reports a closed connection (gloo, NCCL, the store)."""
+    """Return whether ``error``, or its cause, reports a closed connection (gloo, NCCL, store)."""
     words = ("onnection closed", "onnection reset", "roken pipe", "remote process exited")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in words)
+    return any(
+        isinstance(e, RuntimeError) and any(text in str(e) for text in words)
+        for e in (error, error.__cause__)
+    )
 
 
 def in_few_lines(text: str) -> str:

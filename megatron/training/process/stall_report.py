@@ -24,9 +24,13 @@ _SHOWN = 6  # different lines in a summary
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether ``error`` reports a collective that timed out (gloo, NCCL, the store)."""
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("imed out", "imeout")
+    """Return whether ``error``, or its cause, reports a collective that timed out.
+
+    It may be one of gloo, NCCL or the store.
+    """
+    return any(
+        isinstance(e, RuntimeError) and any(words in str(e) for words in ("imed out", "imeout"))
+        for e in (error, error.__cause__)
     )
 
 
@@ -42,8 +46,9 @@ class StallReport:
     def look(self, store: RunStore) -> None:
         """Report, once, if no collective has progressed for long; the run continues."""
         now_s = time.monotonic()
-        if collective_tracer.record.progress != self._progress:
-            self._progress, self._moved_at_s = collective_tracer.record.progress, now_s
+        record = collective_tracer.record
+        if record.is_idle or record.progress != self._progress:
+            self._progress, self._moved_at_s = record.progress, now_s
             self._has_reported = False
         elif now_s - self._moved_at_s > _SHARE * self._timeout_s:
             self._report(store, f"nothing has moved for {now_s - self._moved_at_s:.0f} s")

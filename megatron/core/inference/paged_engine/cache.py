@@ -23,6 +23,16 @@ class PagedCache:
         self._states: dict[int, State] = {}
         self._others: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
+    def allocate(self, like: PagedCache) -> None:
+        """Allocate all that ``like`` has been used for, in the sizes of this cache.
+
+        Raises RuntimeError or MemoryError for lack of memory.
+        """
+        for index, (keys, values) in like._layers.items():
+            self._layers[index] = (self._pages(keys), self._pages(values))
+        for index, state in like._states.items():
+            self._states[index] = self._slots(state)
+
     def layer(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the pages of a layer, [num_pages + 1, page_size, g, d], made like ``key``."""
         if layer_index not in self._layers:
@@ -45,9 +55,7 @@ class PagedCache:
     def keep_state(self, layer_index: int, slots: Sequence[int], state: State) -> None:
         """Replace the recurrent states of ``slots``."""
         if layer_index not in self._states:
-            self._states[layer_index] = tuple(
-                part.new_zeros(self.max_requests + 1, *part.shape[1:]) for part in state
-            )
+            self._states[layer_index] = self._slots(state)
         for kept, part in zip(self._states[layer_index], state, strict=True):
             kept[slots] = part
 
@@ -81,6 +89,9 @@ class PagedCache:
         """Number of bytes allocated."""
         kept = (*self._layers.values(), *self._states.values(), *self._others.values())
         return sum(x.nbytes for tensors in kept for x in tensors)
+
+    def _slots(self, like: State) -> State:
+        return tuple(part.new_zeros(self.max_requests + 1, *part.shape[1:]) for part in like)
 
     def _pages(self, like: Tensor) -> Tensor:
         shape = (self.num_pages + 1, self.page_size, *like.shape[2:])

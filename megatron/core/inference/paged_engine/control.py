@@ -29,13 +29,18 @@ class ControlChannel:
     """Sends and receives arrays between the first rank of ``world``, the root, and the others.
 
     Construction is collective over all ranks.  ``peers``: ranks of every channel that they
-    construct at the same time, in the same order on all of them; default: ``world`` alone.  The
-    group is apart from those of the model, whose collectives may be in flight at the same time.
+    construct at the same time, in the same order on all of them; default: ``world`` alone.
+    ``timeout_s``: the longest wait for a result.  The group is apart from those of the model, whose
+    collectives may be in flight at the same time.
     """
 
-    longest_step = timedelta(minutes=10)  # that the root waits for a result
-
-    def __init__(self, world: ProcessGroup, peers: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        world: ProcessGroup,
+        peers: Sequence[Sequence[int]] | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.longest_step = timedelta(seconds=timeout_s)  # that the root waits for a result
         self.ranks = [0]  # global ranks, the root first; unused with one rank
         self._group: ProcessGroup | None = None
         # Tensors must live until gloo has sent them.

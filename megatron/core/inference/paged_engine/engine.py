@@ -21,6 +21,7 @@ import torch
 
 from megatron.core import device
 from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.diagnostics.collective_tracer import waiting_for_work
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.control import (
     ControlChannel,
@@ -50,7 +51,7 @@ from megatron.core.inference.paged_engine.step_plan import (
     StepPlan,
     StepResult,
 )
-from megatron.core.inference.refit import Refit
+from megatron.core.inference.refit import Refit, note_new_weights
 
 _MOST_REQUESTS = 256  # that run at the same time, unless more are asked for
 _PAGES_WITHOUT_ATTENTION = 2**20  # of a model whose layers are all recurrent
@@ -92,7 +93,7 @@ class Engine:
         """``peers``: ranks of all engines that are constructed at the same time; default: one."""
         groups = model.groups
         self.model, self.options = model, options
-        self._channel = ControlChannel(groups.world, peers)
+        self._channel = ControlChannel(groups.world, peers, options.timeout_s)
         self._num_lanes, num_replicas = groups.pp.size(), groups.dp.size()
         self._in_lockstep = groups.ep.size() > 1
         longest = min(
@@ -103,7 +104,8 @@ class Engine:
         if options.page_size is not None:  # more than the longest sequence is never used
             most = -(-longest // self._page_size) * self._page_size
             self._page_size = min(options.page_size, most)
-        num_pages, has_recurrent_layers = self._probe()
+        probe = self._new_runner(1, 1)
+        num_pages = self._probe(probe)
         in_sequence = -(-longest // self._page_size)
         slots = options.max_requests
         if slots is None:
@@ -112,6 +114,7 @@ class Engine:
         slots = max(slots // self._num_lanes, 1) * self._num_lanes
         num_pages = min(num_pages, slots * in_sequence)
         self._runner = self._new_runner(num_pages, slots)
+        has_recurrent_layers = self._allocate(probe.cache)
         self._idle = _idle_plan(model, num_pages, slots)
         self._limits = EngineLimits(
             page_size=self._page_size,
@@ -199,6 +202,7 @@ class Engine:
             sum(s.num_accepted_drafts for s in schedulers),
         )
 
+    @waiting_for_work(False)
     def step(self) -> list[RequestOutput]:
         """Run the next step of one lane of each replica; return what it added to requests."""
         lane, outputs = self._lane, self._held
@@ -222,6 +226,7 @@ class Engine:
         """Number of times that the weights were replaced."""
         return self._pools[0].weight_version
 
+    @waiting_for_work(False)
     def update_weights(self, checkpoint: str, *, drain: bool = False) -> int:
         """Replace the weights by those of a checkpoint directory, while the other ranks follow.
 
@@ -237,7 +242,7 @@ class Engine:
         for rank in self._channel.ranks[1:]:
             self._channel.send(message, rank)
         self.model.load_weights(checkpoint)
-        self._note_new_weights()
+        note_new_weights(self.model.module)
         self._start_anew()
         return self.weight_version
 
@@ -321,24 +326,17 @@ class Engine:
             self._finish_steps(drain=drain)
             self.close()
         weights.copy()
-        self._note_new_weights()
+        note_new_weights(self.model.module)
         if self.model.groups.world.rank() == 0:
             self._start_anew()
-
-    def _note_new_weights(self) -> None:
-        """Let layers see that their weights have changed, which they may hold a copy of.
-
-        Neither a read from a file into a tensor's memory nor an optimizer step on shared memory
-        raises the tensor's version.
-        """
-        torch.autograd.graph.increment_version(list(self.model.module.parameters()))
 
     # ---- the other ranks ---------------------------------------------------------------------
 
     def follow(self) -> None:
         """Execute the plans of rank 0 until it closes the engine."""
         while True:
-            message = self._channel.receive(self._channel.root)
+            with waiting_for_work(True):
+                message = self._channel.receive(self._channel.root)
             if message[0] == _STOP:
                 self._channel.flush()
                 return
@@ -346,7 +344,7 @@ class Engine:
                 assert self.model.load_weights is not None, "rank 0 has checked it"
                 with suppress(CheckpointError):  # rank 0 reports it
                     self.model.load_weights(os.fsdecode(message[1:].astype(np.uint8).tobytes()))
-                    self._note_new_weights()
+                    note_new_weights(self.model.module)
                 continue
             result = self._runner.execute(StepPlan.from_array(message[1:]))
             if result is not None and len(result.tokens):
@@ -364,26 +362,49 @@ class Engine:
             num_draft_tokens=self.options.num_draft_tokens,
         )
 
-    def _probe(self) -> tuple[int, bool]:
-        """Return how many pages fit into every rank's buffer, and if there are recurrent layers.
+    def _probe(self, runner: ModelRunner) -> int:
+        """Return how many pages fit into every rank's buffer.
 
         An idle step with a cache of one page shows what the layers store.  Collective over all
         ranks.  Raises ConfigError if no page fits.
         """
-        runner = self._new_runner(1, 1)
         runner.execute(_idle_plan(self.model, 1, 1))
         cost = runner.cache.bytes_per_page
         fitting = self.options.buffer_bytes // cost if cost else _PAGES_WITHOUT_ATTENTION
-        found = torch.tensor([fitting, not runner.cache.has_states])
+        found = torch.tensor([fitting])
         self._channel.all_reduce_min(found)
-        num_pages, is_stateless = found.tolist()
+        num_pages = int(found)
         if num_pages == 0:
             raise ConfigError(
                 "--inference-dynamic-batching-buffer-size-gb "
                 f"{self.options.buffer_bytes / 2**30:g}: the KV cache holds no page of "
                 f"{self._page_size} tokens, which takes {cost} bytes; give more"
             )
-        return num_pages, not is_stateless
+        return num_pages
+
+    def _allocate(self, like: PagedCache) -> bool:
+        """Allocate the cache for the layers of ``like``; return if there are recurrent layers.
+
+        Collective over all ranks.  Raises ConfigError on all if one has too little memory.
+        """
+        cache, world = self._runner.cache, self.model.groups.world
+        lacking = world.size()
+        try:
+            cache.allocate(like)
+        except (RuntimeError, MemoryError):  # of torch: it only allocates
+            lacking = world.rank()
+            cache.clear()
+        found = torch.tensor([lacking, not like.has_states])
+        self._channel.all_reduce_min(found)
+        lacking, is_stateless = found.tolist()
+        if lacking < world.size():
+            raise ConfigError(
+                "--inference-dynamic-batching-buffer-size-gb "
+                f"{self.options.buffer_bytes / 2**30:g}: rank {lacking} has too little memory for "
+                f"the KV cache of {cache.num_pages} pages of {self._page_size} tokens, "
+                f"{cache.num_pages * like.bytes_per_page / 2**30:.3g} GB on this rank; lower it"
+            )
+        return not is_stateless
 
     def _ranks(self, replica: int) -> Iterator[int]:
         tp, pp = self.model.groups.tp.size(), self.model.groups.pp.size()

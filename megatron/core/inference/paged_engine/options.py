@@ -38,6 +38,7 @@ class EngineOptions:
     draft_model: DraftKind = "ngram"
     weights: Literal["saved", "bf16", "int8"] = "saved"
     batch_invariant: bool = False
+    timeout_s: float = 600.0  # until a rank that does not answer ends the engine
 
     def __post_init__(self) -> None:
         problems = self.problems()

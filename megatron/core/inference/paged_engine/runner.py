@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.draft_model import DraftModel
@@ -103,6 +104,7 @@ class ModelRunner:
                 num_layers=num_draft_layers,
                 num_tokens=num_draft_tokens,
             )
+        self._num_steps = 0
         self._sent: tuple[dist.Work, Tensor] | None = None  # the tensor lives until it is sent
         c = model.config
         self._sent_dtype = torch.float32 if c.fp32_residual_connection else c.params_dtype
@@ -113,6 +115,8 @@ class ModelRunner:
 
         Collective over tp and pp of the replica, and over ep.
         """
+        self._num_steps += 1
+        fault_point("inference.step", step=self._num_steps)
         sources = [a for a in plan.admissions if a.source]
         for admission in plan.admissions:
             self._num_prompt[admission.slot] = admission.num_prompt

@@ -1,0 +1,35 @@
+"""What a person sees when a rank of a generating program fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional.runs import run_gpt
+from tests.ranks import ROOT
+
+
+@pytest.mark.feature("Generation: torchrun ends with the name of a killed rank")
+def test_a_killed_rank_of_a_tool_is_named(tmp_path: Path) -> None:
+    run_gpt(tmp_path / "run", "--train-iters", "1", "--save", str(tmp_path / "saved"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "tools/text_generation_cli.py", "--device", "cpu"]
+    command += ["--load", str(tmp_path / "saved"), "--prompt", "5 6 7", "--num-tokens", "20"]
+    said = {}
+    for fault in ("", "inference.step:kill:rank1:step9"):
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "FAULTS": fault},
+        )
+        said[fault] = ended.stdout + ended.stderr
+        assert (ended.returncode == 0) == (not fault), said[fault]
+    assert "rank 1 failed" not in said[""]
+    assert "rank 1 failed: its process" in said["inference.step:kill:rank1:step9"]
