@@ -10,7 +10,7 @@ import torch
 from megatron.core import device
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
 from megatron.core.inference.paged_engine.limits import check_tokens
-from megatron.core.inference.paged_engine.request import Request, RequestError
+from megatron.core.inference.paged_engine.request import Request, RequestError, RequestOutput
 from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -204,3 +204,24 @@ def test_a_request_with_an_unknown_token_does_not_disturb_others() -> None:
     while serving.has_unfinished:
         ends += [out.finish_reason for out in serving.step() if out.finish_reason]
     assert ends == ["length"]
+
+
+@pytest.mark.parametrize("params", [{"prompt_log_probs_only": True}, {"num_tokens_to_generate": 3}])
+def test_prompt_tokens_without_finite_logits_are_an_error_not_a_score(
+    params: dict[str, Any],
+) -> None:
+    made = engine(EngineOptions(page_size=4, max_step_tokens=2), 1, {})
+    with torch.no_grad():
+        made.model.module.embedding.word_embeddings.weight[7].fill_(float("nan"))
+    found: dict[str, RequestOutput] = {}
+    for name, prompt in {"bad": [5, 7, 6, 6, 6], "good": [5, 6, 6, 6, 6]}.items():
+        made.add(
+            Request(name, prompt, SamplingParams(return_prompt_log_probs=True, seed=1, **params))
+        )
+    while made.has_unfinished:
+        found |= {out.request_id: out for out in made.step() if out.finish_reason}
+    assert (found["bad"].finish_reason, found["bad"].prompt_scores) == ("error", ())
+    assert "finite" in found["bad"].error
+    assert found["good"].finish_reason == "length"
+    stats = made.stats()
+    assert stats.num_free_pages == stats.num_pages

@@ -365,7 +365,10 @@ class Scheduler:
         state.keep_full_pages(self.pool)
         if state.children and state.has_prompt:
             self._release_children(state)
-        if samples:
+        if is_done and any(score.token == NO_TOKEN for score in state.scores):
+            state.scores = []
+            reason = "error"
+        elif samples:
             drafts: list[int] = segment.tokens[-num_drafts:].tolist() if num_drafts else []
             if not state.is_beam:
                 new, reason = self._accept(state, rows, num_scores, drafts)
