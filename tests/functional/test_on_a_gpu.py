@@ -111,16 +111,17 @@ def test_kernels_in_triton_are_launched_by_a_run(tmp_path: Path, compiled: Path)
     assert found == pytest.approx(wanted, rel=tolerances.LAYOUT[torch.float32]["loss"])
 
 
+DRAFTS = "--inference-draft-model mtp --inference-num-draft-tokens 2"
 GENERATED = {
-    "GPT on TP2 and experts": (
+    "GPT on TP2 and experts, with drafts": (
         2,
-        f"--tensor-model-parallel-size 2 --sequence-parallel {EXPERTS} {LLAMA}",
-        "--tensor-model-parallel-size 2",
+        f"--tensor-model-parallel-size 2 --sequence-parallel {EXPERTS} {LLAMA} --mtp-num-layers 1",
+        f"--tensor-model-parallel-size 2 {DRAFTS}",
     ),
-    "MLA on two stages": (
+    "MLA on two stages, with drafts": (
         2,
-        "--multi-latent-attention --position-embedding-type rope",
-        "--pipeline-model-parallel-size 2 --cache-mla-latents",
+        "--multi-latent-attention --position-embedding-type rope --mtp-num-layers 1",
+        f"--pipeline-model-parallel-size 2 --cache-mla-latents {DRAFTS}",
     ),
 }
 
