@@ -206,7 +206,9 @@ def generation_config(
     taken = (taken | {*FORCED, *IF_UNSET, "bf16", "fp16"}) - _LEFT_OUT
     namespace = saved_namespace({k: v for k, v in asked.items() if k in taken})
     ranks = world_size()
-    tensor = layout.tensor or max(ranks // layout.pipeline, 1)
+    tensor = layout.tensor
+    if tensor is None:
+        tensor = max(ranks // max(layout.pipeline, 1), 1)  # resolve() reports sizes below 1
     own = {
         "load": load,
         "finetune": load is not None,
@@ -220,7 +222,7 @@ def generation_config(
         # Replicas have different numbers of rows in a step; all-gather needs equal ones.
         "moe_token_dispatcher_type": "alltoall",
         "micro_batch_size": 1,
-        "global_batch_size": max(ranks // (tensor * layout.pipeline), 1),
+        "global_batch_size": max(ranks // max(tensor * layout.pipeline, 1), 1),
         "distributed_backend": None,
     }
     vars(namespace).update(_OWN | own)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.config.errors import ConfigError
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.inference.generation import generation_config
+from megatron.training.inference.generation import GenerationLayout, generation_config
 from tests.reference_checkpoints import unpack
 
 
@@ -18,3 +19,12 @@ def test_what_the_reference_has_derived_is_not_taken_for_asked(tmp_path: Path, n
     config = generation_config(open_checkpoint(load).asked, load, step=None, device_kind="cpu")
     assert config.model.pipeline_model_parallel_size == 1
     assert config.checkpoint.load == load
+
+
+@pytest.mark.parametrize("size", [0, -1])
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "expert"])
+def test_a_parallel_size_below_1_is_refused(tmp_path: Path, axis: str, size: int) -> None:
+    load = str(unpack(tmp_path, "gpt_torch_dist"))
+    asked, layout = open_checkpoint(load).asked, GenerationLayout(**{axis: size})
+    with pytest.raises(ConfigError, match=f"--{axis}-model-parallel-size {size}: at least 1"):
+        generation_config(asked, load, step=None, device_kind="cpu", layout=layout)
