@@ -143,7 +143,7 @@ def test_every_layout_gives_the_tokens_of_one_process(name: str) -> None:
         {"max_step_tokens": 1, "max_requests": 3},
         {"max_step_tokens": 7},
         {"max_requests": 2},
-        {"buffer_bytes": 11 * 4 * 4 * 2 * 32 * 8},  # 11 pages: requests are pre-empted
+        {"buffer_bytes": 11 * 4 * 4 * 2 * 32 * 8, "max_requests": 6},  # 11 pages: pre-emption
     ],
 )
 def test_limits_of_the_engine_change_no_token(options: dict[str, Any]) -> None:

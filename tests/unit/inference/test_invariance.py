@@ -23,7 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LIMITS: list[dict[str, Any]] = [
     *({"max_step_tokens": n} for n in (1, 7, 16, 64)),
     {"max_requests": 3},
-    {"buffer_bytes": 11 * 4 * 4 * 2 * 32 * 4},  # 11 pages: requests are pre-empted
+    {"buffer_bytes": 11 * 4 * 4 * 2 * 32 * 4, "max_requests": 6},  # 11 pages: see below
     {"has_prefix_cache": False},
 ]
 
@@ -89,3 +89,5 @@ def test_bits_are_those_of_a_request_alone(family: str) -> None:
         running = made(FAMILIES[family], **limits)
         for seed in range(7):
             assert bits(running, requests(), 10 * number + seed) == wanted, (limits, seed)
+        if "buffer_bytes" in limits:
+            assert sum(s.num_preemptions for s in running._schedulers.values()) > 0
