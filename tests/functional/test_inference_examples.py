@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,3 +94,29 @@ def test_the_script_for_t5_writes_our_tokens(tmp_path: Path) -> None:
     argv = ["--prompts", "", "", "--encoder-prompts", *prompts]
     argv += ["--vocab-file", str(vocabulary)]
     assert_equal(tmp_path, load, "t5/simple_t5_batch_inference.py", argv, prompts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--num-input-tokens 8 --inference-max-requests 3", "3 requests, 12 generated tokens"),
+        ("--num-input-tokens 8 --engine-type dynamic", "8 requests, 32 generated tokens"),
+        ("--prompts 1 --return-log-probs --stream", "1 requests, "),
+    ],
+)
+def test_the_performance_tool_reports_the_tokens_it_generated(
+    gpt: str, flags: str, line: str
+) -> None:
+    tool = [sys.executable, "tools/run_inference_performance_test.py", "--load", gpt]
+    asked = ["--device", "cpu", "--num-tokens-to-generate", "4", *flags.split()]
+    ended = subprocess.run([*tool, *asked], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1].startswith(line)
+    assert "tokens/s" in ended.stdout
+
+
+def test_the_performance_tool_needs_prompts(gpt: str) -> None:
+    tool = [sys.executable, "tools/run_inference_performance_test.py", "--load", gpt]
+    ended = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "give --prompts TEXT ... or --num-input-tokens N" in ended.stderr
