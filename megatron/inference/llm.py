@@ -14,10 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from operator import index
 from typing import Any, TypeAlias, cast
 
+import numpy as np
+
 from megatron.core.inference.paged_engine.engine import Engine
-from megatron.core.inference.paged_engine.request import FinishReason, TokenOutput
+from megatron.core.inference.paged_engine.request import FinishReason, RequestError, TokenOutput
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.text import SampleText, TextDelta, TextRules
 from megatron.training.inference.generation import open_writer
@@ -34,7 +37,8 @@ class Answer:
 
     ``tokens`` have the log-probabilities that the parameters ask for.  ``finish_reason``: "stop"
     (an end token or a stop string) or "length".  ``prompt_scores``: of the prompt's tokens after
-    the first, if the parameters ask for them.
+    the first, if the parameters ask for them.  ``error``: why ``finish_reason`` is "error" (logits
+    that are not finite).
     """
 
     prompt: Prompt
@@ -42,6 +46,7 @@ class Answer:
     tokens: list[TokenOutput] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prompt_scores: tuple[TokenOutput, ...] = ()
+    error: str = ""
 
 
 class LLM:
@@ -69,7 +74,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> list[Answer]:
         """Return the answer to each prompt, a text or its token ids, in their order.
 
@@ -87,7 +92,7 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> Iterator[str]:
         """Yield the text that follows ``prompt`` in pieces, on rank 0.  Collective."""
         with self._leading() as leads:
@@ -122,7 +127,7 @@ class LLM:
             self.engine.close()
 
     def _complete(
-        self, answers: list[Answer], params: SamplingParams | None, stop: Sequence[str]
+        self, answers: list[Answer], params: SamplingParams | None, stop: str | Sequence[str]
     ) -> Iterator[TextDelta]:
         """Complete ``answers`` on rank 0, yielding what is new."""
         engine, params = self.engine, params or SamplingParams()
@@ -138,7 +143,7 @@ class LLM:
                     answer.text += delta.text
                     answer.tokens += [placed.output for placed in delta.tokens]
                     answer.prompt_scores += output.prompt_scores
-                    answer.finish_reason = delta.finish_reason
+                    answer.finish_reason, answer.error = delta.finish_reason, output.error
                     if delta.finish_reason is not None:
                         engine.abort(output.request_id)  # at a stop string it still runs
                         del unfinished[output.request_id]
@@ -148,18 +153,32 @@ class LLM:
                 engine.abort(request_id)
 
     def _add(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, stop: Sequence[str]
+        self, request_id: str, prompt: Prompt, params: SamplingParams, stop: str | Sequence[str]
     ) -> SampleText:
         """Queue a request; return its text."""
-        ids = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stops:
+            raise RequestError("stop: an empty string ends every text: leave it out", "stop")
+        ids = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else _ids_of(prompt)
         model = self.engine.model
         request = model.request(request_id, ids, params)
         self.engine.add(request)
         ends = {*params.stop_token_ids} | ({model.eod} if model.eod is not None else set())
-        rules = TextRules(frozenset(ends), tuple(stop), params.min_tokens)
+        rules = TextRules(frozenset(ends), stops, params.min_tokens)
         return SampleText(self.tokenizer.detokenize, rules, [] if request.source else ids)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return cast(Sequence[Prompt], [prompts] if is_one else prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    are_many = len(prompts) == 0 or isinstance(prompts[0], str) or np.ndim(prompts[0]) > 0
+    return cast(Sequence[Prompt], prompts if are_many else [prompts])
+
+
+def _ids_of(prompt: Sequence[int]) -> list[int]:
+    """Return token ids as Python numbers.  Raises RequestError for anything else."""
+    try:
+        return [index(token) for token in prompt]
+    except TypeError as error:
+        what = f"prompt {prompt!r:.80}"
+        raise RequestError(f"{what}: give a text or a list of token ids") from error

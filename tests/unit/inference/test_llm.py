@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import RequestError
@@ -73,3 +77,36 @@ def test_a_stream_that_is_left_early_frees_its_pages() -> None:
     for _ in model.stream("5 7 9", PARAMS):
         break
     assert model.engine.stats().num_free_pages == model.engine.stats().num_pages
+
+
+def test_ids_of_other_libraries_are_prompts() -> None:
+    model = llm()
+    wanted = model.generate([5, 7, 9], PARAMS)[0].text
+    of_others: list[Any] = [np.array([5, 7, 9]), torch.tensor([5, 7, 9]), (5, 7, 9)]
+    for prompt in of_others:
+        assert [a.text for a in model.generate(prompt, PARAMS)] == [wanted]
+        assert [a.text for a in model.generate([prompt, prompt], PARAMS)] == [wanted] * 2
+
+
+def test_an_empty_text_is_refused_and_no_prompts_have_no_answers() -> None:
+    model = llm()
+    with pytest.raises(RequestError, match="prompt has no tokens"):
+        model.generate("", PARAMS)
+    assert model.generate([], PARAMS) == []
+
+
+@pytest.mark.parametrize("prompt", [[None], [1.5], [["5"]]])
+def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(RequestError, match="give a text or a list of token ids"):
+        llm().generate(prompt, PARAMS)
+
+
+def test_one_stop_string_needs_no_list() -> None:
+    model = llm()
+    (whole,) = model.generate("5 7 9", PARAMS)
+    stop = whole.text[4:8]
+    assert (
+        model.generate("5 7 9", PARAMS, stop=stop)[0].text == whole.text[: whole.text.index(stop)]
+    )
+    with pytest.raises(RequestError, match="an empty string ends every text"):
+        model.generate("5 7 9", PARAMS, stop=[""])
