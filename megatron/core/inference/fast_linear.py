@@ -24,6 +24,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions.small_linear import Weight, quantize_weight, small_linear
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import Linear
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.transformer.moe.router import TopKRouter
@@ -110,6 +111,14 @@ class _FastLinear:
 
 
 def _check_invariance(model: nn.Module) -> None:
+    for module in model.modules():
+        biased = getattr(module, "position_embedding_type", None) in ("alibi", "relative")
+        if biased or isinstance(module, MambaMixer):
+            what = "attention with position biases" if biased else "the scan of a Mamba layer"
+            raise ConfigError(
+                f"--inference-batch-invariant: {what} runs torch's matmuls, whose bits depend on "
+                "the number of rows; leave the flag out for this model"
+            )
     dtypes = {p.dtype for p in model.parameters()}
     if any(device.is_cuda(p.device) for p in model.parameters()):
         raise ConfigError("batch-invariant generation runs on a CPU only: add --device cpu")

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
+from tests.unit.inference.test_batch_view import gpt, mamba
 from tests.unit.inference.test_engine import LENGTH, engine
 
 NUM_REQUESTS = 12
@@ -91,3 +93,12 @@ def test_bits_are_those_of_a_request_alone(family: str) -> None:
             assert bits(running, requests(), 10 * number + seed) == wanted, (limits, seed)
         if "buffer_bytes" in limits:
             assert sum(s.num_preemptions for s in running._schedulers.values()) > 0
+
+
+def test_models_that_cannot_be_invariant_are_refused() -> None:
+    alibi = gpt("alibi")
+    with pytest.raises(ConfigError, match="attention with position biases runs torch's matmuls"):
+        use_fast_linears(alibi, batch_invariant=True)
+    with pytest.raises(ConfigError, match="the scan of a Mamba layer"):
+        use_fast_linears(mamba(), batch_invariant=True)
+    use_fast_linears(alibi)  # without the promise they are as fast as others

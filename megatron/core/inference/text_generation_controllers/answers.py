@@ -96,6 +96,6 @@ def token_texts(tokenizer: Any, tokens: list[int]) -> list[str]:
     text = tokenizer.detokenize(tokens)
     try:
         starts = offsets(tokens, text)
-    except (NotImplementedError, AttributeError):  # it keeps none
+    except (NotImplementedError, AttributeError):  # this tokenizer has no offsets
         return [tokenizer.detokenize([token]) for token in tokens]
     return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
