@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
-from megatron.core.device import cpu_tuning, nccl_allocator
+from megatron.core.device import cpu_tuning, determinism, nccl_allocator
 from megatron.core.diagnostics.fault_injection import check_faults
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.num_microbatches_calculator import (
@@ -162,7 +162,8 @@ def start(config: RunConfig) -> Runtime:
 def connect(config: RunConfig) -> None:
     """Choose the device and create the default process group.  Collective over all ranks.
 
-    Raises ConfigError if the requested device is missing.
+    Raises ConfigError if the requested device is missing, or if the environment forbids
+    --deterministic-mode.
     """
     setup_logging(config.logging.logging_level)
     if config.training.exit_signal_handler:
@@ -172,6 +173,8 @@ def connect(config: RunConfig) -> None:
         device.choose(config.distributed.device, local_rank)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if config.model.deterministic_mode:  # before the first GEMM and before NCCL starts
+        ConfigError.raise_for(determinism.require(os.environ))
     if not device.is_cuda():
         if config.distributed.device == "auto":
             for warning in without_effect_on_a_cpu(config.asked):
@@ -221,26 +224,7 @@ def create_runtime(config: RunConfig) -> Runtime:
         run.step_graph = StepGraph(model.cuda_graph_warmup_steps)
     if config.model.disable_bf16_reduced_precision_matmul:
         device.keep_bf16_sums_in_fp32()
-    if config.model.deterministic_mode:
-        _require_determinism()
     return run
-
-
-_DETERMINISTIC_NCCL = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
-
-
-def _require_determinism() -> None:
-    """Make torch refuse kernels that sum in no fixed order.
-
-    Raises ConfigError if NCCL_ALGO names no deterministic algorithm.
-    """
-    algorithm = os.environ.get("NCCL_ALGO")
-    if device.is_cuda() and algorithm not in _DETERMINISTIC_NCCL:
-        raise ConfigError(
-            f"--deterministic-mode: the environment variable NCCL_ALGO is {algorithm}; set it to "
-            f"one of {', '.join(_DETERMINISTIC_NCCL)}"
-        )
-    torch.use_deterministic_algorithms(True)
 
 
 def initialize_megatron(

@@ -38,7 +38,12 @@ def compiled() -> Path:
 
 
 def on_the_device(
-    folder: Path, compiled: Path, world_size: int, flags: list[str], **environ: str
+    folder: Path,
+    compiled: Path,
+    world_size: int,
+    flags: list[str],
+    program: str = "pretrain_gpt.py",
+    **environ: str,
 ) -> list[float]:
     """Losses of a run that is started as a user would start it."""
     folder.mkdir()
@@ -46,7 +51,7 @@ def on_the_device(
     start = [sys.executable, "-m"]
     if world_size > 1:
         start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "-m"]
-    command = [*start, "tests.host_gpu", "pretrain_gpt.py", *TINY, *flags]
+    command = [*start, "tests.host_gpu", program, *TINY, *flags]
     ended = subprocess.run(
         [*command, "--device", "cuda", "--metrics-file", str(metrics)],
         cwd=ROOT,
@@ -100,6 +105,25 @@ def test_a_run_on_the_device_has_the_losses_of_a_cpu(
     cpu = run_gpt(tmp_path / "cpu", *flags, *saved[1], world_size=world_size)
     assert found == pytest.approx(losses(cpu), rel=tolerances.LAYOUT[dtype]["loss"])
     assert not saved[0] or (tmp_path / "g/latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+HYBRID = "--num-layers 4 --hybrid-override-pattern M*-E --mamba-num-groups 2 --mamba-head-dim 32"
+
+
+@pytest.mark.feature(
+    "Precision: --deterministic-mode on a GPU uses only operations that torch allows"
+)
+def test_a_deterministic_run_repeats_itself(tmp_path: Path, compiled: Path) -> None:
+    """The device refuses the operations that a GPU refuses, and GEMMs without workspaces."""
+    flags = f"--train-iters 2 --deterministic-mode --hidden-size 64 {HYBRID} {EXPERTS} --bf16"
+    first, second = (
+        on_the_device(
+            tmp_path / n, compiled, 1, flags.split(), "pretrain_mamba.py", NCCL_ALGO="Ring"
+        )
+        for n in "12"
+    )
+    assert len(first) == 2
+    assert first == second
 
 
 @pytest.mark.skipif(why_missing("triton") is not None, reason="triton is not installed")

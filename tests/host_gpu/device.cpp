@@ -16,6 +16,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <set>
 #include <string>
 #include <vector>
@@ -214,9 +215,43 @@ bool takes_host_tensors(const std::string& name) {
   return names.count(name) || name.rfind("aten::index.Tensor_out", 0) == 0;
 }
 
+// Kernels of a GPU that sum in no fixed order, and have no other kernel, refuse to run under
+// torch.use_deterministic_algorithms(True); GEMMs refuse unless cuBLAS has its own workspaces.
+// From torch's documentation of that function and the calls of alertNotDeterministic in ATen/cuda.
+void check_deterministic(const std::string& name, const torch::jit::Stack& stack, size_t first) {
+  static const std::set<std::string> never = {
+      "aten::kthvalue", "aten::median.dim", "aten::nanmedian.dim", "aten::histc",
+      "aten::_ctc_loss_backward", "aten::nll_loss2d_forward", "aten::nll_loss2d_backward",
+      "aten::avg_pool3d_backward", "aten::_adaptive_avg_pool2d_backward",
+      "aten::_adaptive_avg_pool3d_backward", "aten::max_pool3d_with_indices_backward",
+      "aten::adaptive_max_pool2d_backward", "aten::upsample_linear1d_backward",
+      "aten::upsample_bilinear2d_backward", "aten::upsample_bicubic2d_backward",
+      "aten::upsample_trilinear3d_backward", "aten::reflection_pad1d_backward",
+      "aten::reflection_pad2d_backward", "aten::replication_pad1d_backward",
+      "aten::replication_pad2d_backward", "aten::grid_sampler_2d_backward",
+      "aten::grid_sampler_3d_backward", "aten::_embedding_bag_dense_backward"};
+  static const std::set<std::string> gemms = {"aten::mm", "aten::addmm", "aten::addmm_",
+      "aten::bmm", "aten::baddbmm", "aten::baddbmm_", "aten::mv", "aten::addmv", "aten::dot"};
+  if (!at::globalContext().deterministicAlgorithms()) return;
+  const std::string base = name.substr(0, name.find('.'));
+  bool refuses = never.count(name);
+  if (base == "aten::cumsum" || base == "aten::cumsum_")
+    refuses = stack[first].toTensor().is_floating_point();
+  if (base == "aten::put_") refuses = !stack[first + 3].toBool();
+  if (base == "aten::bincount") refuses = stack[first + 1].isTensor();
+  if (refuses) at::globalContext().alertNotDeterministic(name);
+  if (!gemms.count(base)) return;
+  const char* set = std::getenv("CUBLAS_WORKSPACE_CONFIG");
+  const std::string workspace = set ? set : "";
+  TORCH_CHECK(workspace == ":4096:8" || workspace == ":16:8", "Deterministic behavior was enabled "
+              "but cuBLAS needs CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8: ", name);
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t given = schema.arguments().size(), first = stack->size() - given;
+  const std::string name = c10::toString(op.operator_name());
+  check_deterministic(name, *stack, first);
   Aliases aliases;
   bool on_host_is_asked = false;  // a factory on the CPU for tensors of the device
   for (size_t i = first; i < stack->size(); ++i) {
@@ -228,7 +263,6 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     value = aliases.each(value, [&](const Tensor& t) { return aliases.on_host(t); });
   }
-  const std::string name = c10::toString(op.operator_name());
   TORCH_CHECK(!aliases.saw_host_tensor || takes_host_tensors(name),
               "Expected all tensors to be on the same device, but found cuda and cpu: ", name);
   if (name == "aten::_local_scalar_dense" || name == "aten::nonzero" || name == "aten::equal")
@@ -346,6 +380,6 @@ PYBIND11_MODULE(host_gpu_cpp, m) {
   take_collectives();
   m.def("allocated", [] { return allocated.load(); });
   m.def("most_allocated", [] { return most_allocated.load(); });
-  m.def("forget_peak", [] { most_allocated = allocated.load(); });
+  m.def("reset_peak_memory", [] { most_allocated = allocated.load(); });
   m.def("waits", [] { return waits.load(); }, "How often the host has waited for the device.");
 }

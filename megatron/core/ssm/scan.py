@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.autograd import Context, Function
+from megatron.core.device.determinism import cumulative_sum
 
 # Elements of the [l, l] weight matrices that are computed at a time; on a CPU they fit its cache.
 _AT_ONCE_CPU = 1 << 17
@@ -58,7 +59,7 @@ def chunked_scan(
         return m.permute(0, 2, 3, 1, *range(4, m.dim()))
 
     steps, xs = chunks(dt.to(wide), h // g), chunks(x, h // g, p)  # [c, b, g, l, r], [.., r, p]
-    a = (steps * A.to(wide).view(g, 1, -1)).cumsum(3)
+    a = cumulative_sum(steps * A.to(wide).view(g, 1, -1), 3)
     Bs, Cs = chunks(B, n), chunks(C, n)  # [c, b, g, l, n]
     places = None
     if sequence is not None:  # padding belongs to the last sequence

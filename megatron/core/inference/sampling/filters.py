@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import launches_kernels
+from megatron.core.device.determinism import cumulative_sum
 from megatron.core.inference.sampling.blocks import Blocks
 
 _ROWS_IN_CACHE = 2  # of a vocabulary, that a CPU sorts and sums together
@@ -89,6 +90,6 @@ def _last_of_top_p(best: Tensor, last: Tensor, top_p: Tensor) -> Tensor:
     not count.
     Nucleus sampling, Holtzman et al. 2020.
     """
-    sums = best.exp_().cumsum(-1, dtype=torch.float64)
+    sums = cumulative_sum(best.exp_(), -1, dtype=torch.float64)
     enough = sums.gather(-1, last[:, None]) * top_p[:, None]
     return torch.where(top_p < 1, torch.searchsorted(sums, enough)[:, 0].clamp(max=last), last)
