@@ -106,8 +106,14 @@ class _Adapter:
         return self.eot_token_id if begin is None else begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
-        """Return the ids of a text, as training sees them."""
-        return self._tokenizer.tokenize(string) if string else []
+        """Return the ids of a text, with the special tokens of training around them by default.
+
+        A text that begins with BOS gets no second one.
+        """
+        if not string or add_special_tokens is False:
+            return self._tokenizer.tokenize_plain(string) if string else []
+        ids, bos = self._tokenizer.tokenize(string), self._tokenizer.id_of("bos")
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _loglikelihood_tokens(
         self, requests: Iterable[tuple[Any, Tokens, Tokens]], **_: Any

@@ -1,4 +1,7 @@
-"""lm-eval scores a checkpoint as its own backend scores the same model in Hugging Face's form."""
+"""lm-eval scores a checkpoint as its own backend scores the same model in Hugging Face's form.
+
+It does so with the model ``megatron``, and as a client of the server.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,24 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.training.conversion.convert import ConversionRequest, convert
+from tests.server_process import ROOT, started
 from tests.tokenizer_files import corpus_texts, write_bpe
 
 pytest.importorskip("lm_eval", reason="needs lm-eval")
 pytest.importorskip("accelerate", reason="lm-eval's backend hf needs it")
 families = pytest.importorskip("tests.functional.generation_families", reason="needs transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
-LENGTH = 256  # tokens of a window: some documents have more
+THEIRS = [sys.executable, "-m", "lm_eval"]
+OURS = ["tools/run_lm_eval.py"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+LENGTH = 254  # tokens of a window: some documents have more; a client needs two positions more
 TASKS = {
     "choice": {
         "output_type": "multiple_choice",
@@ -81,13 +88,15 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(json.dumps({**common, **task}))  # YAML has JSON
 
 
-def evaluate(folder: Path, launcher: list[str], model: str, arguments: str) -> dict[str, Any]:
+def evaluate(
+    folder: Path, program: list[str], model: str, arguments: str, batch_size: int = 1
+) -> dict[str, Any]:
     """Return the responses of each task."""
-    out = folder / f"out_{model}_{len(launcher)}"
+    out = Path(tempfile.mkdtemp(dir=folder))
     tasks = ",".join(f"local_{name}" for name in TASKS)
-    command = [*launcher, "tools/run_lm_eval.py", "--model", model, "--model_args", arguments]
+    command = [*program, "--model", model, "--model_args", arguments]
     command += ["--tasks", tasks, "--include_path", str(folder / "tasks"), "--device", "cpu"]
-    command += ["--output_path", str(out), "--log_samples"]
+    command += ["--output_path", str(out), "--log_samples", "--batch_size", str(batch_size)]
     own = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, check=False
@@ -105,22 +114,52 @@ def flat(found: Any) -> list[str]:
     return [leaf for part in found for leaf in flat(part)] if isinstance(found, list) else [found]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in both forms, and the tasks."""
+    folder = tmp_path_factory.mktemp("lm_eval")
+    write_model(folder)
+    write_tasks(folder / "tasks")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Any]:
+    """The responses of lm-eval's own backend."""
+    arguments = f"pretrained={folder}/theirs,dtype=float32,max_length={LENGTH}"
+    return evaluate(folder, THEIRS, "hf", arguments)
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["until"] == expected["until"]
+    for name in ("choice", "rolling"):
+        for mine, other in zip(flat(found[name]), flat(expected[name]), strict=True):
+            if other in ("True", "False"):
+                assert mine == other
+            else:
+                assert abs(float(mine) / float(other) - 1) < TOLERANCE
+
+
 @pytest.mark.feature("Inference: lm-eval evaluates a checkpoint without an export, in any layout")
-def test_lm_eval_gives_the_results_of_its_own_backend(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    write_tasks(tmp_path / "tasks")
-    theirs = f"pretrained={tmp_path}/theirs,dtype=float32,max_length={LENGTH}"
-    expected = evaluate(tmp_path, [sys.executable], "hf", theirs)
-    ours = f"load={tmp_path}/ours,max_length={LENGTH}"
-    two = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    for found in (
-        evaluate(tmp_path, [sys.executable], "megatron", ours),
-        evaluate(tmp_path, two, "megatron", f"{ours},tensor_model_parallel_size=2"),
-    ):
-        assert found["until"] == expected["until"]
-        for name in ("choice", "rolling"):
-            for mine, other in zip(flat(found[name]), flat(expected[name]), strict=True):
-                if other in ("True", "False"):
-                    assert mine == other
-                else:
-                    assert abs(float(mine) / float(other) - 1) < TOLERANCE
+def test_lm_eval_gives_the_results_of_its_own_backend(
+    folder: Path, expected: dict[str, Any]
+) -> None:
+    ours = f"load={folder}/ours,max_length={LENGTH}"
+    assert_equal(evaluate(folder, [sys.executable, *OURS], "megatron", ours), expected)
+    two = f"{ours},tensor_model_parallel_size=2"
+    assert_equal(evaluate(folder, [*TORCHRUN, *OURS], "megatron", two), expected)
+
+
+@pytest.mark.feature("Serving: lm-eval's local-completions gives the results of its hf backend")
+def test_lm_eval_is_a_client_of_the_server(folder: Path, expected: dict[str, Any]) -> None:
+    pytest.importorskip("tenacity", reason="needs lm-eval[api]")
+    command = [sys.executable, str(ROOT / "tools" / "run_text_generation_server.py")]
+    command += ["--load", str(folder / "ours"), "--device", "cpu", "--port", "0"]
+    with started(command) as server:
+        # Two tokens more than the backend hf: lm-eval keeps positions for a generated token.
+        common = f"model=ours,base_url={server.url}/v1/completions,max_length={LENGTH + 2}"
+        local = f"{common},tokenizer_backend=huggingface,tokenizer={folder}/theirs"
+        remote = f"{common},num_concurrent=3"  # lm-eval finds the tokenizer of the server
+        for arguments, batch_size in ((local, 1), (remote, 4)):
+            found = evaluate(folder, THEIRS, "local-completions", arguments, batch_size)
+            assert_equal(found, expected)

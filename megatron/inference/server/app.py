@@ -22,6 +22,7 @@ from megatron.inference.server.other_endpoints import (
     answer_detokenize,
     answer_models,
     answer_tokenize,
+    answer_tokenizer_info,
     answer_update_weights,
 )
 
@@ -39,6 +40,7 @@ _OPEN_PATHS = ("/", "/health")  # without a key
 _HEALTH_TIMEOUT_S = 10.0
 
 Answer = Callable[[Service, Any, Body], Awaitable[Any]]
+Work = Callable[[Any], Awaitable[Any]]  # request -> answer
 
 
 class FrontEnd:
@@ -59,15 +61,15 @@ class FrontEnd:
             "/detokenize": answer_detokenize,
             "/update_weights": answer_update_weights,
         }
-        route = routing.Route
-        routes = [route(path, self._json(f), methods=["POST"]) for path, f in posts.items()]
+        routes = [self._route(path, self._json(f), "POST") for path, f in posts.items()]
         routes += [
-            route("/api", self._json(answer_api), methods=["PUT"]),
-            route("/v1/models", self._models),
-            route("/v1/models/{name:path}", self._models),
-            route("/health", self._health),
-            route("/metrics", self._metrics),
-            route("/", self._page),
+            self._route("/api", self._json(answer_api), "PUT"),
+            self._route("/v1/models", self._models),
+            self._route("/v1/models/{name:path}", self._models),
+            self._route("/tokenizer_info", self._tokenizer_info),
+            self._route("/health", self._health),
+            self._route("/metrics", self._metrics),
+            routing.Route("/", self._page),
         ]
         handlers = {exceptions.HTTPException: _no_route, Exception: _unexpected}
         self._app = starlette.Starlette(routes=routes, exception_handlers=handlers)
@@ -98,16 +100,19 @@ class FrontEnd:
         self.is_draining = True
         await self._idle.wait()
 
-    def _json(self, answer: Answer) -> Callable[[Any], Awaitable[Any]]:
+    def _route(self, path: str, work: Work, method: str = "GET") -> Any:
+        async def endpoint(request: Any) -> Any:
+            return await self._guarded(request, work)
+
+        return routing.Route(path, endpoint, methods=[method])
+
+    def _json(self, answer: Answer) -> Work:
         async def work(request: Any) -> Any:
             service = self._ready()
             body = await read_json(request, self._max_body_bytes)
             return await answer(service, request, body)
 
-        async def endpoint(request: Any) -> Any:
-            return await self._guarded(request, work)
-
-        return endpoint
+        return work
 
     def _ready(self) -> Service:
         if self.is_draining:
@@ -118,7 +123,7 @@ class FrontEnd:
             raise ApiError(self.service.client.failure, status=500)
         return self.service
 
-    async def _guarded(self, request: Any, work: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def _guarded(self, request: Any, work: Work) -> Any:
         """Return the answer of ``work``, or the error object for what it raises."""
         try:
             if self._keys and request.url.path not in _OPEN_PATHS:
@@ -133,35 +138,29 @@ class FrontEnd:
             return responses.JSONResponse(found.body, found.status, found.headers)
 
     async def _models(self, request: Any) -> Any:
-        async def work(request: Any) -> Any:
-            return answer_models(self._ready(), request.path_params.get("name"))
+        return answer_models(self._ready(), request.path_params.get("name"))
 
-        return await self._guarded(request, work)
+    async def _tokenizer_info(self, request: Any) -> Any:
+        return answer_tokenizer_info(self._ready())
 
     async def _health(self, request: Any) -> Any:
-        async def work(request: Any) -> Any:
-            try:
-                await self._ready().client.ask("ping", _HEALTH_TIMEOUT_S)
-            except TimeoutError as error:
-                raise ApiError(str(error), status=503) from None
-            return json_answer({"status": "ok"})
-
-        return await self._guarded(request, work)
+        try:
+            await self._ready().client.ask("ping", _HEALTH_TIMEOUT_S)
+        except TimeoutError as error:
+            raise ApiError(str(error), status=503) from None
+        return json_answer({"status": "ok"})
 
     async def _metrics(self, request: Any) -> Any:
-        async def work(request: Any) -> Any:
-            if self.service is None:
-                raise ApiError("the model is being loaded", status=503, retry_after_s=5)
-            values = {}
-            try:
-                found = await self.service.client.ask("stats", _HEALTH_TIMEOUT_S)
-                values = found["values"]
-            except (TimeoutError, EngineDied) as error:
-                _LOG.warning("/metrics without the engine's values: %s", error)
-            kind = "text/plain; version=0.0.4; charset=utf-8"
-            return responses.Response(self.service.metrics.text(values), media_type=kind)
-
-        return await self._guarded(request, work)
+        if self.service is None:
+            raise ApiError("the model is being loaded", status=503, retry_after_s=5)
+        values = {}
+        try:
+            found = await self.service.client.ask("stats", _HEALTH_TIMEOUT_S)
+            values = found["values"]
+        except (TimeoutError, EngineDied) as error:
+            _LOG.warning("/metrics without the engine's values: %s", error)
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return responses.Response(self.service.metrics.text(values), media_type=kind)
 
     async def _page(self, request: Any) -> Any:
         headers = {"Content-Security-Policy": _PAGE_POLICY}

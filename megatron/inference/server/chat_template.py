@@ -21,7 +21,7 @@ class ChatTemplate:
     """A template, rendered by a process of its own that is replaced when it has to be ended."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._lock = asyncio.Lock()
         self._process: Any = None
@@ -69,7 +69,7 @@ class ChatTemplate:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
         self._process = context.Process(
-            target=template_worker.serve, args=(other, self._source), daemon=True
+            target=template_worker.serve, args=(other, self.source), daemon=True
         )
         self._process.start()
         other.close()

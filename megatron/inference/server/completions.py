@@ -212,7 +212,8 @@ class LogProbTable:
         top: dict[str, float] = {}
         for other, value in score.top[: self.num_top]:
             top.setdefault(self.model.token_text(other), log_prob_of(value))
-        top[text] = log_prob_of(score.log_prob)  # even if it is not among the most likely
+        # Even if it is not among the most likely; other tokens may have the same text.
+        top.setdefault(text, log_prob_of(score.log_prob))
         self.top_logprobs.append(top)
 
 

@@ -41,19 +41,32 @@ class Model:
         eod = () if params.ignore_eos or self.info.eod is None else (self.info.eod,)
         return frozenset((*eod, *params.stop_token_ids))
 
-    async def tokenize(self, text: str, param: str = "prompt") -> list[int]:
-        """Return the ids of a prompt; an empty one begins with the model's first token.
+    async def tokenize(
+        self, text: str, param: str = "prompt", *, is_plain: bool = False
+    ) -> list[int]:
+        """Return the ids of a text; a plain one has no special tokens around it.
 
         Raises ApiError if the tokenizer cannot read it.
         """
+        tokenize = self.tokenizer.tokenize_plain if is_plain else self.tokenizer.tokenize
         try:
             if len(text) > _LONG_TEXT:
-                ids = await asyncio.to_thread(self.tokenizer.tokenize, text)
+                ids = await asyncio.to_thread(tokenize, text)
             else:
-                ids = self.tokenizer.tokenize(text)
+                ids = tokenize(text)
         except (ValueError, KeyError) as error:
             raise ApiError(f"{param}: the tokenizer cannot read it: {error}", param) from None
         return list(ids)
+
+    def special_text(self, role: str) -> str | None:
+        """Return the text of a special token; None if the tokenizer does not read it as one."""
+        token = self.tokenizer.id_of(role)
+        text = None if token is None else self.tokenizer.inv_vocab.get(token)
+        try:
+            is_read = text is not None and self.tokenizer.tokenize_plain(text) == [token]
+        except (ValueError, KeyError):  # NullTokenizer reads numbers only
+            return None
+        return text if is_read else None
 
     def first_token(self) -> list[int]:
         """Return what an empty prompt is replaced with: BOS, else the end-of-document token."""

@@ -33,6 +33,20 @@ def answer_models(service: Service, name: str | None) -> Any:
     return json_answer(found)
 
 
+def answer_tokenizer_info(service: Service) -> Any:
+    """GET /tokenizer_info: what a client needs that tokenizes by this server, such as lm-eval."""
+    model = service.model
+    return json_answer(
+        {
+            "tokenizer_class": model.tokenizer.name,
+            "bos_token": model.special_text("bos"),
+            "eos_token": model.special_text("eos") or model.special_text("eod"),
+            "pad_token": model.special_text("pad"),
+            "chat_template": None if service.template is None else service.template.source,
+        }
+    )
+
+
 async def answer_tokenize(service: Service, request: Any, body: Body) -> Any:
     """POST /tokenize: text -> ids."""
     fields, model = Fields(body), service.model
@@ -40,8 +54,9 @@ async def answer_tokenize(service: Service, request: Any, body: Body) -> Any:
     text = fields.text("prompt", None)
     if text is None:
         raise ApiError("prompt: give a text", "prompt")
+    is_plain = not fields.boolean("add_special_tokens", True)
     fields.refuse_others()
-    ids = await model.tokenize(text)
+    ids = await model.tokenize(text, is_plain=is_plain)
     longest = model.info.max_sequence_length
     return json_answer({"tokens": ids, "count": len(ids), "max_model_len": longest})
 

@@ -72,6 +72,10 @@ class MegatronTokenizer(ABC):
     def vocab_size(self) -> int:
         """Number of ids, without padding."""
 
+    def tokenize_plain(self, text: str) -> list[int]:
+        """Return the ids of ``text`` without special tokens that ``tokenize`` adds around it."""
+        return self.tokenize(text)
+
     def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
         """Tokenize many texts; the ids of each equal those of ``tokenize``."""
         return pack([self.tokenize(text) for text in texts])

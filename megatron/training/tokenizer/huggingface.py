@@ -70,6 +70,9 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
             ids = self._library.encode(text, **options).ids
         return ids
 
+    def tokenize_plain(self, text: str) -> list[int]:
+        return self.tokenize(text, add_special_tokens=False)
+
     def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
         if self._library is None:
             return super().tokenize_batch(texts)
@@ -93,7 +96,7 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         if self._library is None or self._library.model.__class__.__name__ != "BPE":
             return None
         text = "x"
-        body = self._library.encode(text, add_special_tokens=False).ids
+        body = self.tokenize_plain(text)
         around = self.tokenize(text)
         starts = [i for i in range(len(around)) if around[i : i + len(body)] == body]
         if len(starts) != 1:

@@ -80,6 +80,9 @@ class _Llama2Tokenizer(_PieceTokenizer):
     def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
         return [self.bos] * bos + super().tokenize(text) + [self.eos] * eos
 
+    def tokenize_plain(self, text: str) -> list[int]:
+        return self.tokenize(text, bos=False)
+
     def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
         return surround(super().tokenize_batch(texts), [self.bos], [])
 

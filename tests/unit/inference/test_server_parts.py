@@ -21,11 +21,13 @@ from megatron.core.inference.paged_engine.request import (
 )
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server import messages
+from megatron.inference.server.completions import LogProbTable
 from megatron.inference.server.engine_process import EngineLoop
 from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.messages import EngineInfo, LineBuffer, ProtocolError
 from megatron.inference.server.model import Model
 from megatron.inference.server.tool_calls import ToolCallParser
+from megatron.inference.text import PlacedToken
 from megatron.training.tokenizer import TokenizerSpec
 from tests.fake_engine import FakeEngine
 
@@ -227,3 +229,12 @@ def test_the_text_of_a_beam_keeps_the_space_after_the_prompt():
     body = {"prompts": ["5 6"], "tokens_to_generate": 2, "beam_width": 2}
     answer = asyncio.run(answer_api(Searched(), None, body))
     assert json.loads(answer.body)["text"] == ["5 6 7 8"]
+
+
+def test_a_likelier_token_of_the_same_text_stays_in_the_table():
+    """lm-eval calls a token greedy if its value is the greatest of its top ones."""
+    tokenizer = SimpleNamespace(vocab_size=9, detokenize=lambda ids: "\ufffd" * len(ids))
+    table = LogProbTable(Model(INFO, tokenizer), 1)
+    table.add([PlacedToken(TokenOutput(3, -2.0, ((4, -1.0),)), 0)], 0)
+    assert table.token_logprobs == [-2.0]
+    assert table.top_logprobs == [{"\ufffd": -1.0}]

@@ -94,6 +94,9 @@ def test_ids_around_a_text_are_known_to_the_fast_libraries(bpe_dir, tmp_path):
     assert found is not None
     assert found.prefix == (rules.token_to_id("<s>"),)
     assert found.suffix == (rules.token_to_id("</s>"),)
+    plain = rules.encode("one two", add_special_tokens=False).ids
+    assert create(tmp_path).tokenize_plain("one two") == plain
+    assert create(tmp_path).tokenize("one two") != plain
     assert json.loads(found.tokenizer_json)["post_processor"] is None
 
 

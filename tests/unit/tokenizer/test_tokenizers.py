@@ -164,6 +164,7 @@ def test_llama2_begins_a_text_with_bos():
     )
     plain = tokenizer.tokenize("hello", bos=False)
     assert tokenizer.tokenize("hello") == [1, *plain]
+    assert tokenizer.tokenize_plain("hello") == plain
     assert tokenizer.tokenize("hello", eos=True) == [1, *plain, 2]
     assert batched(tokenizer, ["hello", ""]) == [[1, *plain], [1]]
     assert tokenizer.eod == 2
