@@ -146,6 +146,23 @@ def test_an_engine_in_training_writes_what_one_of_the_checkpoint_writes(
     assert lines[0][1] != lines[1][1], "training has changed nothing"
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_batch_invariant_run_computes_the_bits_of_its_engine(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE", json.dumps({"layout": {"tensor": 1}}))
+    monkeypatch.setenv("GENERATED", str(tmp_path / "generated"))
+    argv = ["--train-iters", str(2 * EVERY), *(["--bf16"] if dtype == "bf16" else [])]
+    callback = ["--callback", "tests.functional.test_refit:Generates"]
+    invariant = run_gpt(tmp_path / "a", *argv, *callback, "--batch-invariant-mode")
+    usual = run_gpt(tmp_path / "b", *argv)
+    assert losses(invariant) == pytest.approx(losses(usual), rel=1e-4 if dtype == "fp32" else 1e-2)
+    lines = [json.loads(line) for line in (tmp_path / "generated").read_text().splitlines()]
+    assert len(lines) == 2
+    for _, found, of_training in lines:
+        assert [of_prompt for _, _, of_prompt in found] == of_training
+
+
 def with_bad_updates(
     rank: int, world_size: int, load: str, bad: dict[str, str], pipeline: int
 ) -> tuple[list[Answers], dict[str, str], int]:

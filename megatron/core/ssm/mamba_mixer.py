@@ -46,6 +46,8 @@ class MambaMixerSubmodules:
 class MambaMixer(MegatronModule):
     """Mamba-2 mixer with heads sharded over the tensor-parallel group."""
 
+    has_scan = True  # `make_batch_invariant` refuses it
+
     def __init__(
         self,
         config: TransformerConfig,

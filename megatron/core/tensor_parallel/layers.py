@@ -28,7 +28,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
-from megatron.core.tensor_parallel.linear import Quantizer, linear
+from megatron.core.tensor_parallel.linear import Multiply, Quantizer, linear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -58,9 +58,14 @@ def divide_over_group(size: int, group: ProcessGroup, what: str) -> int:
 
 
 class Linear(nn.Module):
-    """Base of the linear layers.  A ``quantizer``, if set, runs the GEMMs in low precision."""
+    """Base of the linear layers.
+
+    A ``quantizer``, if set, runs the GEMMs in low precision.  ``multiply`` runs the GEMM of the
+    forward pass; `make_batch_invariant` sets another one on an instance.
+    """
 
     weight: nn.Parameter | None
+    multiply: Multiply = staticmethod(F.linear)
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +81,11 @@ class Linear(nn.Module):
         self.quantizer = LinearQuantizer(
             recipe, self.weight, amax_group=amax_group, is_expert=is_expert
         )
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b on this rank.  No communication."""
+        assert self.weight is not None, "a layer without a weight"
+        return linear(x, self.weight, bias, quantizer=self.quantizer, multiply=self.multiply)
 
 
 class _ShardedLinear(Linear):
@@ -172,6 +182,7 @@ class ColumnParallelLinear(_ShardedLinear):
             group=self._grad_group,
             sequence_parallel=self.sequence_parallel,
             quantizer=self.quantizer if is_own or self.weight is None else None,
+            multiply=self.multiply,
         )
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
@@ -234,7 +245,7 @@ class RowParallelLinear(_ShardedLinear):
             assert not self.sequence_parallel, "sequence parallelism needs a parallel input"
             x = scatter_to_tensor_model_parallel_region(x, self.tp_group)
         if self.tp_group.size() == 1 and not self.skip_bias_add:
-            return linear(x, self.weight, self.bias, quantizer=self.quantizer), None
+            return self._product(x, self.bias), None
         y = self.summed_product(x)
         if self.skip_bias_add or self.bias is None:
             return y, self.bias
@@ -242,7 +253,7 @@ class RowParallelLinear(_ShardedLinear):
 
     def summed_product(self, x: Tensor) -> Tensor:
         """Return x W^T, reduced over the ranks; for an expert the dispatcher reduces instead."""
-        y = linear(x, self.weight, None, quantizer=self.quantizer)
+        y = self._product(x, None)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
         return y if self.is_expert else reduce_from_tensor_model_parallel_region(y, self.tp_group)
@@ -281,7 +292,7 @@ class ReplicatedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply: [.., i] -> [.., o].  No communication."""
-        return linear(x, self.weight, self.bias, quantizer=self.quantizer)
+        return self._product(x, self.bias)
 
 
 def check_token_ids(token_ids: Tensor, num_tokens: int, *, may_ignore: bool = False) -> None:

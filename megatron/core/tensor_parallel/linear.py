@@ -39,19 +39,21 @@ def linear(
     group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
     quantizer: Quantizer | None = None,
+    multiply: Multiply = F.linear,
 ) -> Tensor:
     """Compute x W^T + b.
 
     ``group``: ranks over which the input gradient is summed; None for a layer without collectives.
     ``is_own``: only this layer uses the weight, so backward may defer its gradient or add it to
-    ``main_grad``.  ``quantizer``: runs the GEMMs in low precision.  Collective over ``group``.
+    ``main_grad``.  ``quantizer``: runs the GEMMs in low precision.  ``multiply``: runs the GEMM of
+    the forward pass; it needs no gradient.  Collective over ``group``.
     """
     if quantizer is not None:
         return quantizer(x, weight, bias, group, sequence_parallel)
     asks = torch.is_grad_enabled() and (may_be_deferred() or adds_to_main_grad(weight))
-    if group is None and not (is_own and asks):
+    if group is None and not (is_own and asks) and multiply is F.linear:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, is_own, group, sequence_parallel)
+    return _Linear.apply(x, weight, bias, is_own, group, sequence_parallel, multiply)
 
 
 class LinearCall(NamedTuple):
@@ -96,10 +98,11 @@ class _Linear(Function[Tensor]):
         is_own: bool,
         group: ProcessGroup | None,
         sequence_parallel: bool,
+        multiply: Multiply,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.values = call = LinearCall(weight, bias, is_own, group, sequence_parallel)
-        return F.linear(call.gathered(x), weight, bias)
+        return multiply(call.gathered(x), weight, bias)
 
     @staticmethod
     def backward(ctx: Context[LinearCall], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,7 +111,7 @@ class _Linear(Function[Tensor]):
         weight_param, bias = call.params(ctx.needs_input_grad)
         item = WeightGrad(weight_param, bias, grad, x, group=call.gather_group, is_own=call.is_own)
         grad_x = partial(grad.matmul, weight) if ctx.needs_input_grad[0] else None
-        return *linear_backward(item, grad_x, call), None, None, None
+        return *linear_backward(item, grad_x, call), None, None, None, None
 
 
 def linear_backward(

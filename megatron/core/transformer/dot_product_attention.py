@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.fusions.paged_attention import PagedRule
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel.context_parallel_partition import row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
 from megatron.core.tensor_parallel.layers import divide_over_group
@@ -42,6 +44,7 @@ from megatron.core.transformer.attention_masks import (
 )
 from megatron.core.transformer.context_parallel import AttentionContext, attend_alone, exchange_of
 from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
+from megatron.core.transformer.invariant_attention import invariant_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -55,6 +58,7 @@ class DotProductAttention(MegatronModule):
     """
 
     sdpa: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
+    is_batch_invariant = False  # `make_batch_invariant` sets it on an instance
 
     def __init__(
         self,
@@ -150,6 +154,23 @@ class DotProductAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
     ) -> Tensor:
         """Attend on this rank alone: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d]."""
+        if not self.is_batch_invariant:
+            return self._attend(query, key, value, context)
+        has_more = context.hidden is not None or context.bias is not None
+        assert not has_more, "make_batch_invariant() and a check refuse masks"
+        packed = None if context.packed is None else context.packed.lengths
+        return invariant_attention(
+            query,
+            key,
+            value,
+            replace(self.paged_rule(query), sink=context.sink),
+            row_lengths(packed, len(query)),
+            lambda q, k, v, sink: self._attend(q, k, v, replace(context, sink=sink)),
+        )
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
+    ) -> Tensor:
         if context.sink is not None and _is_one_row(query, key, context):
             return attend_alone(self, query, key, value, context)
         mask, is_causal = visible_keys(

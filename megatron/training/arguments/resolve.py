@@ -14,6 +14,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import Option, dest_of, flag_of, options_of
 from megatron.training.arguments.checks import (
     batch,
+    batch_invariance,
     bert,
     checkpoint,
     compilation,
@@ -58,6 +59,7 @@ CHECKS: tuple[Check, ...] = tuple(
         sharding,
         batch,
         model,
+        batch_invariance,
         model_kind,
         mamba,
         positions,

@@ -57,8 +57,8 @@ _LEFT_OUT = frozenset(
     "microbatch_group_size_per_vp_stage account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split overlap_moe_expert_parallel_comm tp_comm_overlap "
     "recompute_granularity recompute_method recompute_num_layers recompute_modules "
-    "enable_cuda_graph external_cuda_graph moe_enable_deepep moe_expert_capacity_factor "
-    "moe_pad_expert_input_to_capacity".split()
+    "batch_invariant_mode enable_cuda_graph external_cuda_graph moe_enable_deepep "
+    "moe_expert_capacity_factor moe_pad_expert_input_to_capacity".split()
 )
 # Values set for every generation run.
 _OWN = {

@@ -13,7 +13,7 @@ Every function is collective over all ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -66,10 +66,13 @@ def open_engine(
     """Build an engine for the model of ``run``, with its weights.  Collective over all ranks.
 
     ``flags``, dest -> value, override the run's; in a higher precision than the run's weights the
-    engine gets the main parameters of the optimizer.  ``share_memory``: parameters that a rank
+    engine gets the main parameters of the optimizer.  It is batch invariant if the run is: then
+    both compute the same log-probabilities.  ``share_memory``: parameters that a rank
     holds alike in both models are not copied, so that a training step changes the engine at once:
     call `TrainingEngine.update` before the engine goes on.
     """
+    is_invariant = options.batch_invariant or run.config.model.batch_invariant_mode
+    options = replace(options, batch_invariant=is_invariant)
     asked = {**run.config.asked, **flags}
     device_kind = cast(DeviceKind, run.config.distributed.device)
     config = generation_config(

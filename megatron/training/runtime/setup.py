@@ -25,6 +25,7 @@ from megatron.core.optimizer.param_groups import (
 )
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
+from megatron.core.transformer.batch_invariant import make_batch_invariant
 from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
@@ -101,6 +102,9 @@ def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: boo
         _initialize(run, chunk)
     _print_number_of_parameters(run, chunks)
     run.model_chunks = [_wrapped(run, chunk, wrap) for chunk in chunks]
+    if run.config.model.batch_invariant_mode:
+        for model in run.model_chunks:
+            make_batch_invariant(model, "--batch-invariant-mode")
     if wrap:
         for model in run.model_chunks:
             compile_layers(model, run.config.model.compile)

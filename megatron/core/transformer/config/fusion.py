@@ -21,6 +21,12 @@ class FusionConfig:
         "stage (model).",
         choices=("none", "layer", "model"),
     )
+    batch_invariant_mode: bool = _training(
+        False,
+        "Compute the forward pass by kernels that sum in a fixed order, so that a token has the "
+        "same bits in any batch; log-probabilities then equal those of the generation engine with "
+        "--inference-batch-invariant. On a CPU only; slower.",
+    )
     masked_softmax_fusion: bool = _training(True, "Do not fuse scaling, masking and softmax.")
     bias_gelu_fusion: bool = _training(
         True,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import device
@@ -259,12 +260,13 @@ class LanguageModule(MegatronModule):
 
         Hidden states are [s/tp, b, h] under sequence parallelism.  Equal to the output layer
         followed by `compute_language_model_loss`, which are used if the output layer is of another
-        class.
+        class or has another matmul.
         """
         hidden, config = self._scaled(hidden), self.config
         layer, weight = self.output_layer, self.output_weight()
         is_plain = layer.bias is None and config.final_logit_softcapping is None
-        if type(layer) is not ColumnParallelLinear or not (is_plain or config.loss_chunk_size):
+        is_usual = type(layer) is ColumnParallelLinear and layer.multiply is F.linear
+        if not is_usual or not (is_plain or config.loss_chunk_size):
             logits, _ = layer(hidden, weight, runtime_gather_output=False)
             return self.compute_language_model_loss(labels, self.cap(logits))
         before_reading(layer)

@@ -1,0 +1,102 @@
+"""Batch invariance: bits of a token's hidden states depend on the tokens before it alone.
+
+Neither other sequences of a batch nor the split of a sequence into passes changes them, so that a
+training pass and the generation engine compute the same log-probabilities, by bits.
+
+Of torch's operations on a CPU, matmuls depend on the number of rows, and sigmoid, SiLU, softplus
+and GELU (tanh) on the place of a value unless rows have a multiple of 16 values; norms, softmax,
+top-k, exp, GELU (erf), tanh, embeddings and rotary positions do not.  MLPs use compiled kernels,
+which do not either.  `make_batch_invariant` replaces the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import device
+from megatron.core.config.errors import ConfigError, MissingDependency
+from megatron.core.device import cpu_kernels
+from megatron.core.fusions.small_linear import small_linear
+from megatron.core.tensor_parallel.layers import Linear
+from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer
+from megatron.core.transformer.dot_product_attention import CAUSAL, DotProductAttention
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+
+def make_batch_invariant(model: nn.Module, flag: str) -> None:
+    """Let all layers of ``model`` compute by kernels that sum in a fixed order; backward does not.
+
+    Raises MissingDependency or ConfigError, which name ``flag``, if that is not possible.
+    """
+    for module in model.modules():
+        if (reason := _dependence(module)) is not None:
+            raise ConfigError(f"{flag}: {reason}; leave the flag out for this model")
+    _check_kernels(model, flag)
+    multiply = partial(linear, is_own=False, multiply=small_linear)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.multiply = small_linear
+        elif isinstance(module, DotProductAttention):
+            module.is_batch_invariant = True
+        elif isinstance(module, TopKRouter):
+            module.multiply = multiply
+            module.choice = replace(module.choice, sigmoid=sigmoid)
+        elif isinstance(module, SharedExpertMLP):
+            module.multiply, module.sigmoid = multiply, sigmoid
+        elif isinstance(module, MLASelfAttention):
+            module.multiply_heads = multiply_heads
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + e^-x); its bits do not depend on the place of a value, as torch's do."""
+    return 1 / (1 + torch.exp(-x))
+
+
+def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head with its matrix, row by row: [s, b, n, i], [n, o, i] -> [s, b, n, o].
+
+    No gradient: only generation multiplies heads.
+    """
+    heads = zip(x.unbind(2), weight.contiguous(), strict=True)
+    return torch.stack([small_linear(row, matrix) for row, matrix in heads], 2)
+
+
+def _dependence(module: nn.Module) -> str | None:
+    """Return why the bits of ``module`` depend on the number of rows, None if they need not."""
+    if getattr(module, "position_embedding_type", None) in ("alibi", "relative"):
+        return (
+            "attention with position biases runs torch's matmuls, whose bits depend on the number "
+            "of rows"
+        )
+    if getattr(module, "has_scan", False):
+        return (
+            "the scan of a Mamba layer runs torch's matmuls, whose bits depend on the number of "
+            "rows"
+        )
+    if isinstance(module, DotProductAttention) and module.attn_mask_type not in CAUSAL:
+        return "only causal attention has a kernel whose bits do not depend on the number of rows"
+    if isinstance(module, DotProductAttention) and module.exchange is not None:
+        return "with context parallelism the order of sums depends on the ranks"
+    if isinstance(module, Linear) and isinstance(module.quantizer, LinearQuantizer):
+        return "scales of fp8 and fp4 depend on all rows"
+    return None
+
+
+def _check_kernels(model: nn.Module, flag: str) -> None:
+    dtypes = {p.dtype for p in model.parameters()}
+    if any(device.is_cuda(p.device) for p in model.parameters()):
+        raise ConfigError(f"{flag} runs on a CPU only: add --device cpu, or leave it out")
+    for dtype in dtypes:
+        reason = cpu_kernels.unsupported_reason(dtype)
+        names = "small_linear", "paged_attention"
+        if reason is None and not all(cpu_kernels.has(name, dtype) for name in names):
+            reason = "the compiled kernels are of an older version"
+        if reason is not None:
+            raise MissingDependency(f"{flag} needs compiled kernels: {reason}")
