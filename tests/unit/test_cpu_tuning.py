@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,32 @@ def test_freed_memory_is_used_again_without_the_kernel() -> None:
     [(_, without)] = run_ranks(cleared_pages, 1, False)
     [(kept, pages)] = run_ranks(cleared_pages, 1, True)
     assert pages < without / 10 if kept else pages > 0
+
+
+def flags_of_memory(rank: int, world_size: int) -> list[bool]:
+    """Whether Linux was asked for huge pages for a large, a small and another large tensor."""
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in (_BLOCK, 1 << 20, _BLOCK)]
+    cpu_tuning.use_huge_pages(tensors[:2])
+    found = [False] * len(tensors)
+    inside = [False] * len(tensors)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            start, stop = (int(x, 16) for x in name.split("-"))
+            middles = [t.data_ptr() + t.nbytes // 2 for t in tensors]
+            inside = [start <= middle < stop for middle in middles]
+        elif name == "VmFlags:":
+            found = [
+                old or (here and "hg" in values) for old, here in zip(found, inside, strict=True)
+            ]
+    return found
+
+
+def test_huge_pages_are_asked_for_large_tensors_alone() -> None:
+    cpu_tuning.use_huge_pages([torch.empty(_BLOCK, device="meta")])
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    assert run_ranks(flags_of_memory, 1) == [[True, False, False]]
 
 
 @pytest.mark.parametrize("hidden_size", [64, 1024])

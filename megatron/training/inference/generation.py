@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
+from megatron.core.device.cpu_tuning import use_huge_pages
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
 from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.inference.fast_linear import use_fast_linears
@@ -65,6 +66,7 @@ _OWN = {
     **dict.fromkeys(("no_load_optim", "no_load_rng", "skip_train"), True),
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
     "load_main_params_from_ckpt": True,  # weights of another precision are converted
+    "perform_initialization": False,  # the checkpoint has all weights
 }
 _MTP_LAYERS = ("mtp.",)  # prefix of the names of their tensors
 
@@ -140,6 +142,7 @@ def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:
     run = create_runtime(config)
     setup_tokenizer(run)
     build_model_chunks(run, partial(build_stage, run, **of_stage), wrap=False)
+    use_huge_pages(run.model_chunks[0].parameters())
     load_run(config.checkpoint, model_parts(run))
     run.model_chunks[0].eval()
     return run, _longest(run)

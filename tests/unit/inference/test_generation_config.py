@@ -19,6 +19,7 @@ def test_what_the_reference_has_derived_is_not_taken_for_asked(tmp_path: Path, n
     config = generation_config(open_checkpoint(load).asked, load, step=None, device_kind="cpu")
     assert config.model.pipeline_model_parallel_size == 1
     assert config.checkpoint.load == load
+    assert not config.model.perform_initialization, "the checkpoint replaces all weights"
 
 
 @pytest.mark.parametrize("size", [0, -1])
