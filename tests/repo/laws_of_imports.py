@@ -48,6 +48,7 @@ MAY_IMPORT = {
 TRAINING_LAYERS = (
     {"config"},
     {"tokenizer", "process"},
+    {"fault_tolerance"},
     {"models"},
     {"estimates"},
     {"arguments"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,9 @@ _METHODS = {
     for method in methods.split()
 } | {name: name for name in ("reduce", "broadcast", "gather", "scatter", "barrier", *_TRANSFERS)}
 _SHOWN_RANKS = 8
+# Slots of `Record.board`: time.monotonic_ns() of the last sign, `Record.progress`, whether the rank
+# is in a collective, and the number of the last call in its group.
+SIGN_NS, PROGRESS, IS_INSIDE, CALL = range(4)
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class _Group:
     ranks: list[int]
     me: int
     calls: int = 0
+    names: dict[tuple[str, int | None], bytes] = field(default_factory=dict)  # for `Board.name`
 
 
 # An operation that was started: name, group, number of the call in the group, peer and purpose of a
@@ -49,16 +53,59 @@ class _Group:
 _Note = list[Any]
 
 
-def _told(note: _Note) -> str:
-    operation, group, call, peer, purpose, _ = note
+def _title(operation: str, group: _Group, peer: int | None) -> str:
     if peer is not None:
         ends = [group.ranks[group.me], group.ranks[peer]]
         path = "->".join(str(rank) for rank in (ends if operation == "send" else ends[::-1]))
-        about = "" if purpose is None else f", {purpose}"
-        return f"{group.label} {operation} {path}{about}, call {call}"
+        return f"{group.label} {operation} {path}"
     ranks = " ".join(str(rank) for rank in group.ranks[:_SHOWN_RANKS])
     more = f" ... {group.ranks[-1]}" if len(group.ranks) > _SHOWN_RANKS else ""
-    return f"{group.label} {operation} of ranks {ranks}{more}, call {call}"
+    return f"{group.label} {operation} of ranks {ranks}{more}"
+
+
+def _told(note: _Note) -> str:
+    operation, group, call, peer, purpose, _ = note
+    about = "" if purpose is None else f", {purpose}"
+    return f"{_title(operation, group, peer)}{about}, call {call}"
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """Memory that another process can read, into which the tracer writes the current collective."""
+
+    slots: MutableSequence[int]  # see SIGN_NS, PROGRESS, IS_INSIDE, CALL
+    name: memoryview  # operation, group and ranks in UTF-8, padded with zeros
+
+    def begin(self, note: _Note) -> None:
+        """Write a collective that begins."""
+        self.slots[IS_INSIDE] = 1
+        self.set_name(note)
+        self.sign()
+
+    def sign(self) -> None:
+        """Write the time and the progress."""
+        self.slots[SIGN_NS] = time.monotonic_ns()
+        self.slots[PROGRESS] = record.progress
+
+    def wait(self, work: int) -> None:
+        """Write that the host waits for the collective with this id of its Work."""
+        self.slots[IS_INSIDE] = 1
+        if record.begun and record.begun[-1][-1] != work:
+            for note in reversed(record.begun):
+                if note[-1] == work:
+                    self.set_name(note)
+                    return
+
+    def set_name(self, note: _Note) -> None:
+        """Write name and call number of ``note``."""
+        operation, group, call, peer, _, _ = note
+        name = group.names.get((operation, peer))
+        if name is None:
+            size = len(self.name)
+            name = _title(operation, group, peer).encode()[:size].ljust(size, b"\0")
+            group.names[operation, peer] = name
+        self.name[:] = name
+        self.slots[CALL] = call
 
 
 @dataclass(slots=True)
@@ -73,6 +120,7 @@ class Record:
     begun: deque[_Note] = field(default_factory=lambda: deque(maxlen=256))
     purposes: Iterator[object] = iter(())
     groups: dict[int, _Group] = field(default_factory=dict)
+    board: Board | None = None  # of a rank with a heartbeat
 
     def __str__(self) -> str:
         """Return ``waits in tp all_reduce of ranks 0 1, call 12``, or the last operation."""
@@ -131,9 +179,13 @@ def _noted(operation: str, begin: Callable[..., dist.Work]) -> Callable[..., dis
         note = record.inside = [operation, group, group.calls, peer, purpose, 0]
         record.begun.append(note)
         record.progress += 1
+        if record.board is not None:
+            record.board.begin(note)
         work = begin(self, *args, **kwargs)
         note[-1] = id(work)
         record.inside = None
+        if record.board is not None:
+            record.board.slots[IS_INSIDE] = 0
         return work
 
     return noted
@@ -142,11 +194,16 @@ def _noted(operation: str, begin: Callable[..., dist.Work]) -> Callable[..., dis
 def _noted_wait(wait: Callable[..., bool]) -> Callable[..., bool]:
     def noted(self: dist.Work, *args: object, **kwargs: object) -> bool:
         record.awaits = id(self)
+        if record.board is not None:
+            record.board.wait(record.awaits)
         began_s = time.perf_counter()
         result = wait(self, *args, **kwargs)
         record.waited_s += time.perf_counter() - began_s
         record.awaits = 0  # after an exception it keeps the id, for the report
         record.progress += 1
+        if record.board is not None:
+            record.board.slots[IS_INSIDE] = 0
+            record.board.sign()
         return result
 
     return noted
