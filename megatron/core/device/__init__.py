@@ -241,6 +241,11 @@ def set_rng_state(state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
 
+def seeded_rng_state(seed: int) -> torch.Tensor:
+    """Return the state that the device's default generator has after `manual_seed`."""
+    return torch.Generator(_current if _has_gpu() else CPU).manual_seed(seed).get_state()
+
+
 def manual_seed(seed: int) -> None:
     """Seed the default generators of the host and of the device."""
     torch.manual_seed(seed)

@@ -82,11 +82,9 @@ class RNGStatesTracker:
         """Create stream ``name``.  Name and seed must not be in use by another stream."""
         assert seed not in self._seeds.values(), f"seed {seed} is taken by another stream"
         assert name not in self._streams, f"stream {name} exists"
-        before = device.rng_state()
-        device.manual_seed(seed)
-        stream = device.RandomStream(device.rng_state(), capturable=self._capturable)
-        self._streams[name], self._seeds[name] = stream, seed
-        device.set_rng_state(before)
+        state = device.seeded_rng_state(seed)  # leaves the default generators as they are
+        self._streams[name] = device.RandomStream(state, capturable=self._capturable)
+        self._seeds[name] = seed
 
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which random numbers come from stream ``name``."""

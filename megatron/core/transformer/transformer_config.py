@@ -50,6 +50,7 @@ class TransformerConfig(
     virtual_pipeline_model_parallel_size: int | None = None
     fp16: bool = False
     bf16: bool = False
+    init_seed: int | None = None  # of initial weights; None: torch's seed when a model is built
 
     @property
     def use_kitchen(self) -> bool:

@@ -58,6 +58,11 @@ def parallel_degrees(ns: Namespace) -> Iterator[str]:
         yield "--sequence-parallel is without effect: --tensor-model-parallel-size is 1"
 
 
+def initial_weights(ns: Namespace) -> None:
+    """Set the seed of initial weights, which is the same on all ranks: --seed."""
+    ns.init_seed = ns.seed
+
+
 def precision(ns: Namespace) -> Iterator[str]:
     """Set the dtypes of parameters, pipeline messages and gradient reduction.
 
@@ -312,6 +317,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     parallel_degrees,
     optimizer_of_matrices,
     data_parallel_sharding,
+    initial_weights,
     precision,
     nothing_asked,
     depth,

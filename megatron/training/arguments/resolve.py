@@ -85,7 +85,7 @@ _LAUNCH = frozenset({"rank", "world_size"})
 DERIVED_FIELDS = frozenset(
     (
         "gated_linear_unit activation_func bias_activation_fusion params_dtype pipeline_dtype "
-        "virtual_pipeline_model_parallel_size fp16 bf16"
+        "virtual_pipeline_model_parallel_size fp16 bf16 init_seed"
     ).split()
 )
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from megatron.core import device
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import (
     CheckpointWithoutOutput,
@@ -162,3 +163,28 @@ def test_a_dropped_output_has_no_memory_until_backward_and_the_same_gradient() -
     expected = gradients(lambda x, w: run(x, w, drop=False))
     found = gradients(lambda x, w: run(x, w, drop=True))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class _OwnGenerator:
+    """The default generator of a GPU, which is not the host's; `torch.manual_seed` seeds both."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._states = torch.Generator()
+        seed_host = torch.manual_seed
+        monkeypatch.setattr(device, "_has_gpu", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_rng_state", self._states.get_state)
+        monkeypatch.setattr(torch.cuda, "set_rng_state", self._states.set_state)
+        monkeypatch.setattr(
+            torch, "manual_seed", lambda seed: (seed_host(seed), self._states.manual_seed(seed))
+        )
+
+
+@pytest.mark.feature("Platforms: streams of random numbers leave the seed of initial weights alone")
+def test_on_a_gpu_the_host_keeps_the_seed_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's own loop starts dense weights from it: equal on all ranks of experts."""
+    _OwnGenerator(monkeypatch)
+    for ep_rank in (0, 1):
+        model_parallel_seed(1234, tp_rank=0, ep_rank=ep_rank)
+        assert torch.initial_seed() == 1234
+        drawn = torch.rand(2)
+        assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(1234)))

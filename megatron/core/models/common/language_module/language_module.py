@@ -149,7 +149,7 @@ class LanguageModule(MegatronModule):
         return layer
 
     def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
-        """Assign global names, and initialise with the default random seed.
+        """Assign global names, and initialise with the seed of the config.
 
         ``stacks`` are attributes that hold ``layers`` of a ``layer_range``; ``rename`` maps
         prefixes of local names to global prefixes.
@@ -162,8 +162,8 @@ class LanguageModule(MegatronModule):
         if self.share_embeddings_and_output_weights:
             rename["output_layer.weight"] = "embedding.word_embeddings.weight"
         name_parameters(self, rename)
-        random = self.config.perform_initialization
-        initialize_parameters(self, torch.initial_seed(), random=random)
+        seed, random = self.config.init_seed, self.config.perform_initialization
+        initialize_parameters(self, torch.initial_seed() if seed is None else seed, random=random)
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
         """Return the word embedding, or on the last stage its copy or the output weight."""
