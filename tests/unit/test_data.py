@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.core.config.errors import DataError
 from megatron.training.config.data import DataConfig
 from megatron.training.data.loaders import get_blend_and_blend_per_split
+from megatron.training.models import gpt
+from tests.unit.arguments.commands import run_of
 
 PER_SPLIT = "--per-split-data-args-path"
 
@@ -121,3 +124,14 @@ def test_a_directory_and_an_unreadable_file_are_named(
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(DataError, match="--data-args-path .*Permission denied"):
         get_blend_and_blend_per_split(DataConfig(data_args_path=str(tmp_path / "paths")))
+
+
+@pytest.mark.feature("Data: attention masks are built only where attention reads them")
+@pytest.mark.parametrize("flags", ["", "--reset-attention-mask"])
+def test_a_run_builds_masks_only_where_attention_reads_them(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(flags, without=("--no-create-attention-mask-in-dataloader",))
+    monkeypatch.setattr(gpt, "GPTDatasetConfig", SimpleNamespace)
+    is_read = gpt.GPT.batch(run, 0, 1)["attention_mask"] is not None
+    assert gpt.gpt_dataset_config(run).create_attention_mask == is_read == bool(flags)

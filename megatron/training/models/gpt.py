@@ -64,7 +64,9 @@ def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask=data.create_attention_mask_in_dataloader,
+        # Nothing reads a mask that is only causal.
+        create_attention_mask=data.create_attention_mask_in_dataloader
+        and data.reset_attention_mask,
         **common,
     )
 
