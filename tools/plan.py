@@ -15,7 +15,7 @@ from megatron.training.plan.check import check_only
 
 
 def main() -> None:
-    """Check the flags; exit with status 0 if the run can start, else 1."""
+    """Check the flags; exit with status 0 if the run can start, else 2."""
     args = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     args.check_only = True
     sys.exit(check_only(args))

@@ -22,7 +22,7 @@ from megatron.training.process.rank_print import world_size
 
 
 def main() -> None:
-    """Print the memory; exit with status 1 if flags are refused or the vocabulary is unknown."""
+    """Print the memory; exit with status 2 if flags are refused or the vocabulary is unknown."""
     args = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     try:
         config = resolve(args, args.check_world_size or world_size())
@@ -30,7 +30,8 @@ def main() -> None:
         if vocab is None:
             raise ConfigError("the size of the vocabulary is not known: give --vocab-size")
     except ConfigError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
     batches = NumMicroBatchesCalculator.from_config(config.training, config.data_parallel_size)
     print_memory(config, vocab, batches.num_microbatches(0), verbose=True)
 

@@ -25,6 +25,7 @@ from megatron.inference import LLM
 from megatron.inference.llm import Answer, Prompt
 from megatron.training.arguments.parser import parse_args
 from megatron.training.inference.engine_flags import engine_options, layout_of
+from megatron.training.process.exit_report import exit_code
 from megatron.training.process.rank_print import is_rank0
 
 
@@ -82,7 +83,8 @@ def main() -> None:
         measure(llm, args)
         llm.shut_down()
     except (MegatronError, OSError, ValueError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
 
 
 def measure(llm: LLM, args: argparse.Namespace) -> None:

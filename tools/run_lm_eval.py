@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config.errors import MegatronError
 from megatron.core.optional import require
 from megatron.inference.lm_eval_adapter import follow, register
+from megatron.training.process.exit_report import exit_code
 
 _WANTED_BY = "tools/run_lm_eval.py"
 
@@ -49,7 +50,8 @@ def main() -> None:
             for writer in opened:
                 writer.engine.close()
     except MegatronError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
 
 
 if __name__ == "__main__":

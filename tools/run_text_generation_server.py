@@ -27,6 +27,7 @@ from megatron.training.arguments.parser import parse_args
 from megatron.training.inference.engine_flags import engine_options, layout_of
 from megatron.training.inference.generation import Writer, open_writer
 from megatron.training.initialize import shut_down
+from megatron.training.process.exit_report import exit_code
 from megatron.training.process.launcher_watch import end_with_launcher
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.tokenizer.token_bytes import token_bytes
@@ -84,7 +85,8 @@ def main() -> None:
         end_with_launcher()
         status = serve(args, sys.argv[1:]) if is_rank0() else follow(args)
     except (MegatronError, OSError, ValueError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
     sys.exit(status)
 
 

@@ -26,6 +26,7 @@ from megatron.training.inference.engine_flags import (
     engine_options,
     layout_of,
 )
+from megatron.training.process.exit_report import exit_code
 from megatron.training.process.user_code import parse_tool_args
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def main() -> None:
                 print(_shown(answer, args.json, llm), flush=True)
         llm.shut_down()
     except (MegatronError, OSError, ValueError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
 
 
 def _shown(answer: Answer, as_json: bool, llm: LLM) -> str:

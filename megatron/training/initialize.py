@@ -46,6 +46,7 @@ from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_arg
 from megatron.training.compat import global_vars
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import model_kind
+from megatron.training.process import exit_report
 from megatron.training.process.failure_watch import tell_launcher
 from megatron.training.process.launcher_watch import end_with_launcher
 from megatron.training.process.log_setup import setup_logging
@@ -343,7 +344,8 @@ def _set_seeds(config: RunConfig, groups: ProcessGroupCollection) -> None:
 
 
 def fail(error: Exception) -> None:
-    """Print ``error`` without a traceback, and write it for the launcher to repeat."""
+    """Print ``error`` without a traceback; write it for the launcher and the supervisor."""
+    exit_report.write_error(error)
     text = f"{type(error).__name__}: {error}"
     print(text, file=sys.stderr, flush=True)
     first, *more = text.splitlines()

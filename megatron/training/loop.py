@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.training.estimates.flops import num_floating_point_operations
+from megatron.training.process import exit_report
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.step.train_step import train_step
 
@@ -20,5 +21,6 @@ def train(run: Runtime) -> None:
         result = train_step(run)
         flops = num_floating_point_operations(run.config, result.batch_size, run.padded_vocab_size)
         run.state.advance(result, flops)
+        exit_report.note(iteration=run.state.iteration)
         run.callbacks.on_step_end(run, result)
     run.callbacks.on_train_end(run)

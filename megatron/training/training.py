@@ -33,6 +33,7 @@ from megatron.training.initialize import (
 from megatron.training.loop import train
 from megatron.training.memory.report import report_oom
 from megatron.training.memory.warmup import make_optimizer_state, rehearse
+from megatron.training.process import exit_report
 from megatron.training.process.failure_watch import failure_watch
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime import setup
@@ -84,7 +85,7 @@ def pretrain(
     this rank.  ``forward_step_func(data_iterator, model)`` returns the output and a function that
     computes the loss from it.  ``callbacks`` are called after the built-in ones.
 
-    A user's error (MegatronError) ends the program with one message and exit status 1; an exception
+    A user's error (MegatronError) ends the program with one message and its exit code; an exception
     on any rank ends all ranks.
     """
     del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout decides
@@ -113,6 +114,8 @@ def pretrain(
                         _prepare_data(run, train_valid_test_dataset_provider)
                         _add_callbacks(run, callbacks)
                         _train_and_evaluate(run)
+            reason = run.state.stop_reason
+            exit_report.write("done" if reason is None else "stopped", 0, reason)
         finally:
             for run in begun:
                 run.callbacks.close()
@@ -123,7 +126,7 @@ def pretrain(
         config = configure(extra_args_provider, args_defaults)
     except MegatronError as error:
         fail_before_start(error)
-        raise SystemExit(1) from None
+        raise SystemExit(error.exit_code) from None
     try:
         if config.distributed.virtual_ranks is None:
             whole_run()
@@ -131,7 +134,10 @@ def pretrain(
             virtual_ranks.run(whole_run, config.distributed.virtual_ranks)
     except MegatronError as error:
         fail(error)
-        raise SystemExit(1) from None
+        raise SystemExit(error.exit_code) from None
+    except BaseException as error:
+        exit_report.write_error(error)
+        raise
 
 
 def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:

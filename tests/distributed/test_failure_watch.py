@@ -57,7 +57,7 @@ def test_ranks_that_wait_in_a_collective_end_with_the_culprits_exception(tmp_pat
 
 def test_a_users_mistake_is_one_sentence_without_a_traceback(tmp_path: Path) -> None:
     error = DataError("--data-path x: no such file")
-    with pytest.raises(AssertionError, match="exit code 1"):
+    with pytest.raises(AssertionError, match="exit code 65"):
         run_ranks(_wait_while_rank_1_raises, 2, str(tmp_path), error, False)
     expected = "rank 1 failed: DataError: --data-path x: no such file\n"
     assert (tmp_path / "stderr1").read_text() == expected

@@ -118,5 +118,5 @@ def test_the_performance_tool_reports_the_tokens_it_generated(
 def test_the_performance_tool_needs_prompts(gpt: str) -> None:
     tool = [sys.executable, "tools/run_inference_performance_test.py", "--load", gpt]
     ended = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "give --prompts TEXT ... or --num-input-tokens N" in ended.stderr

@@ -68,7 +68,7 @@ def test_a_rank_that_is_no_number_speaks_for_itself(
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *argv()])
     with pytest.raises(SystemExit) as ended:
         pretrain(None, None, None, None)  # type: ignore[arg-type]
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert "environment variable RANK='abc'" in capsys.readouterr().err
 
 

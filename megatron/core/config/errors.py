@@ -2,6 +2,9 @@
 
 A message contains the flag or file, the value found, why it is wrong, and a suggested fix.  Errors
 that only a programmer can cause are ``assert`` statements with a message instead.
+
+``exit_code`` of an error is the exit status of the program that it ends: 2 for an error that the
+user must correct first, 65 for damaged data or checkpoints, 1 for an error that a restart may cure.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ from collections.abc import Iterable
 class MegatronError(Exception):
     """Base of all errors below; entry points print the message without a traceback."""
 
+    exit_code = 1
+
 
 class ConfigError(MegatronError, ValueError):
     """Invalid command line or configuration."""
 
+    exit_code = 2
     problems: tuple[str, ...] = ()  # one error message for each problem of a command line
 
     @classmethod
@@ -31,9 +37,13 @@ class ConfigError(MegatronError, ValueError):
 class DataError(MegatronError, ValueError):
     """Data file that is missing, damaged, or does not match the run."""
 
+    exit_code = 65
+
 
 class CheckpointError(MegatronError, RuntimeError):
     """Checkpoint that is missing, damaged, or does not match the run."""
+
+    exit_code = 2
 
 
 class LaunchError(MegatronError, RuntimeError):
@@ -42,6 +52,8 @@ class LaunchError(MegatronError, RuntimeError):
 
 class MissingDependency(MegatronError, ImportError):
     """Optional package that a flag needs and that cannot be imported."""
+
+    exit_code = 2
 
 
 class OutOfMemory(MegatronError, MemoryError):

@@ -52,6 +52,8 @@ MALFORMED = (
 class CheckpointDamaged(CheckpointError):
     """A published checkpoint is not as written: a file is missing, truncated or changed."""
 
+    exit_code = 65
+
 
 @dataclass(frozen=True)
 class FileEntry:

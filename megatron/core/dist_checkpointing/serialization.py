@@ -75,6 +75,8 @@ REPORTED = (OSError, MemoryError, RuntimeError, CheckpointError, InjectedFault)
 class SaveFailed(CheckpointError):
     """A rank could not save, so nothing was published; the previous checkpoint is complete."""
 
+    exit_code = 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:

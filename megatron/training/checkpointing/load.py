@@ -61,6 +61,7 @@ from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.checkpointing.save import layout_of
 from megatron.training.checkpointing.upcycling import as_dense, finish_upcycling
 from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.process import exit_report
 from megatron.training.process.rank_print import print_rank_0
 
 
@@ -116,7 +117,7 @@ def load_run(
     folders = source["folders"]
     for position, folder in enumerate(folders):
         try:
-            return _load_folder(config, parts, source, Path(folder), verify_first)
+            loaded = _load_folder(config, parts, source, Path(folder), verify_first)
         except CheckpointDamaged as error:
             may_go_on = config.load_newest_valid or position < source["num_transient"]
             if not may_go_on or len(folders) == 1:
@@ -126,6 +127,9 @@ def load_run(
             if position == len(folders) - 1:
                 raise CheckpointDamaged(f"{error}; there is no older checkpoint") from None
             print_rank_0(f"WARNING: {error}; trying the checkpoint before it")
+            continue
+        exit_report.note(loaded_from=folder)
+        return loaded
     raise AssertionError("at least one folder was chosen")
 
 
@@ -168,6 +172,7 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     if not config.no_load_rng and content.rank_state is not None:
         set_rng_state(content.rank_state["rng_state"])
     _log_loaded(parts, root, found.iteration)
+    exit_report.note(loaded_from=root)
     return Loaded(iteration=found.iteration, counters=common["counters"], has_schedule=has_schedule)
 
 

@@ -33,6 +33,7 @@ from megatron.training.checkpointing.save import (
 )
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.estimates.model_layers import layers_of_stages
+from megatron.training.process import exit_report
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.flat_namespace import legacy_namespace
 from megatron.training.runtime.phases import in_phase
@@ -53,6 +54,7 @@ def load(run: Runtime) -> None:
         return
     run.timers.log(["load-checkpoint"])
     run.state.load(dict(loaded.counters))
+    exit_report.note(loaded_iteration=loaded.iteration, iteration=loaded.iteration)
     if not run.config.checkpoint.moe_use_upcycling:
         run.saved_at = run.state.iteration
     # The learning rate follows the consumed samples even if no scheduler state was loaded.
@@ -187,6 +189,7 @@ def finish_at_failure(run: Runtime, store: RunStore) -> None:
             )
         return
     if saved is not None:
+        exit_report.note(saved_iteration=saved.iteration)
         log_saved(run.groups, saved)
 
 
@@ -210,6 +213,7 @@ def _ask(run: Runtime, how: Callable[[BackgroundSave], SaveResult | None]) -> No
 
 def _report(run: Runtime, saved: SaveResult, event: CheckpointEvent) -> None:
     run.failed_saves = 0
+    exit_report.note(saved_iteration=event.iteration)
     run.callbacks.on_checkpoint(run, event)
     for iteration in saved.deleted:
         run.callbacks.on_checkpoint(run, CheckpointEvent(kind="deleted", iteration=iteration))

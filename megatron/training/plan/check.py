@@ -38,7 +38,7 @@ def check_only(
 ) -> int:
     """Pass the lines of the report to ``write``; return the exit status.
 
-    Status 0: the run can start and fits; the lines are its plan.  Status 1: it cannot start, and
+    Status 0: the run can start and fits; the lines are its plan.  Status 2: it cannot start, and
     the lines list every conflict with a suggested fix; or it exceeds --check-device-memory-gib, and
     they also report the cheapest change with which it fits.  Missing files are reported in either
     case and do not change the status.  ``problems`` are conflicts that were found before.
@@ -60,7 +60,7 @@ def check_only(
         write(str(error))
         for line in _noted("missing files", missing):
             write(line)
-        return 1
+        return error.exit_code
     fits = limit is None or planned.fullest.peak <= limit * _BYTES_PER_GIB
     notes = [vocabulary.note] if vocabulary.note else []
     for line in (*_verdict(run, planned, limit), *report(run, planned, [*notes, *missing])):
@@ -70,7 +70,7 @@ def check_only(
     write("")
     for line in _cure(args, run, planned, limit):
         write(line)
-    return 1
+    return ConfigError.exit_code
 
 
 def _progress() -> Callable[[str], None]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from megatron.core.config.errors import MegatronError
 from megatron.training.preprocess.documents import RecordFormat
 from megatron.training.preprocess.inputs import SAMPLE_BY
+from megatron.training.process.exit_report import exit_code
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.build import create_tokenizer
 from megatron.training.tokenizer.fast import BACKENDS
@@ -74,7 +75,7 @@ def run_tool(tool: Callable[[Sequence[str] | None], None], parallelism: str = "f
         tool(None)
     except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     except KeyboardInterrupt:
         return 130
     return 0

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from megatron.core.config.errors import DataError
+from megatron.core.config.errors import ConfigError
 from megatron.training.preprocess.compressed import SUFFIXES, pieces, uncompressed_extension
 from megatron.training.preprocess.file_kinds import HEAD_BYTES, is_parquet, refuse_binary
 
@@ -48,11 +48,14 @@ class Block:
 
 
 def find_inputs(pattern: str) -> list[str]:
-    """Return the files that ``pattern`` matches, sorted.  Raises DataError if none or binary."""
+    """Return the sorted matches of ``pattern``.
+
+    Raises ConfigError if there are none, DataError if one is binary.
+    """
     paths = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
     paths = [path for path in paths if os.path.isfile(path)]
     if not paths:
-        raise DataError(f"--input {pattern}: no such file; give a file or a quoted pattern")
+        raise ConfigError(f"--input {pattern}: no such file; give a file or a quoted pattern")
     for path in paths:
         inside = f" inside {os.path.splitext(path)[1]}" if path.endswith(SUFFIXES) else ""
         refuse_binary(path, _head(path), inside)

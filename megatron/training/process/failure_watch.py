@@ -36,6 +36,7 @@ from megatron.core.config.errors import MegatronError
 from megatron.core.diagnostics.collective_tracer import note_collectives
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore, agree_on_secret
 from megatron.core.virtual_ranks import BACKEND
+from megatron.training.process import exit_report
 from megatron.training.process.peer_processes import PeerProcesses
 from megatron.training.process.stall_report import StallReport, is_timeout
 
@@ -57,8 +58,9 @@ def failure_watch(
     """Return a context manager that ends all ranks when one of them fails.  Collective.
 
     Enter it after the default group is created.  An exception that leaves the context ends the
-    process with status 1, and all other ranks with it.  With a single rank, and among virtual
-    ranks, which stop each other, the exception propagates instead.
+    process with its exit status (`exit_report.exit_code`), and all other ranks with status 1.
+    With a single rank, and among virtual ranks, which stop each other, the exception propagates
+    instead.
 
     ``timeout_s`` is the timeout of collectives: shortly before it, a rank reports what the calling
     thread waits for.  ``before_end`` is called on every rank before its process ends, by the thread
@@ -79,7 +81,8 @@ def failure_watch(
 def _alone(before_end: Callable[[RunStore], None]) -> Iterator[None]:
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        exit_report.write_error(error)
         before_end(RunStore(_get_default_store(), agree_on_secret()))
         raise
 
@@ -158,7 +161,7 @@ class FailureWatch:
             cause = self._cause() if is_lost_connection(error) else None
             first = cause or self._store.set_first(_FAILURE, mine)
         if first == mine:
-            if not isinstance(error, MegatronError):  # its message needs no traceback
+            if not isinstance(error, MegatronError | SystemExit):  # these need no traceback
                 traceback.print_exception(error)
             elif in_few_lines(str(error)) != str(error):
                 print(error, file=sys.stderr, flush=True)
@@ -169,7 +172,7 @@ class FailureWatch:
             self._before_end(self._store)
             if is_stall and first == mine:
                 first = f"{self._stall.summary(self._store)}\n{mine}"
-        self._finish(first)
+        self._finish(first, exit_report.exit_code(error))
 
     def _cause(self) -> str | None:
         """Wait for the failure of another rank that has cut this rank's connection; return it."""
@@ -230,12 +233,13 @@ class FailureWatch:
                 time.sleep(_LINGER_S)
                 self._finish(text, say=False)
 
-    def _finish(self, text: str, *, say: bool = True) -> None:
+    def _finish(self, text: str, code: int = 1, *, say: bool = True) -> None:
         if say:
             _say(text)
+        exit_report.write(exit_report.kind_of(code), code, text)
         tell_launcher(text)
         sys.stdout.flush()
-        self._end(1)
+        self._end(code)
 
 
 def _say(text: str) -> None:

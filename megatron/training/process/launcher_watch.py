@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from megatron.training.process import exit_report
+
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
 _NAME = "launcher watch"
 _POLL_S = 0.5
@@ -37,4 +39,5 @@ def _watch(launcher: int, end: Callable[[int], object]) -> None:
     text = f"rank {rank} ends: its launcher, process {launcher}, has ended\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())  # not through sys.stderr, whose lock the main thread may hold
+    exit_report.write("failed", 1, text.strip())
     end(1)

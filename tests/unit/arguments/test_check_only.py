@@ -40,9 +40,9 @@ def test_the_plan_shows_layout_memory_batches_and_warnings() -> None:
     assert lines[-1].startswith("  - --use-mcore-models is without effect")
 
 
-def test_every_conflict_is_printed_and_the_status_is_1() -> None:
+def test_every_conflict_is_printed_and_the_status_is_2() -> None:
     status, lines = report("--check-world-size 1024 --tensor-model-parallel-size 3 --bf16 --fp16")
-    assert status == 1
+    assert status == 2
     assert lines[0] == "this run cannot start:"
     assert len([line for line in lines if line.startswith("  - ")]) >= 3
 
@@ -61,7 +61,7 @@ def test_what_needs_transformer_engine_is_told_where_it_is_missing(
     monkeypatch.syspath_prepend(tmp_path)
     status, lines = report("--spec spec_of_te spec")
     sentence = f"a layer of Transformer Engine, of --spec or a script: {missing}; pip install"
-    assert (status, len(lines)) == (1, 1)
+    assert (status, len(lines)) == (2, 1)
     assert lines[0].startswith(sentence)
 
 
@@ -76,7 +76,7 @@ spec.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
 
 def test_a_rank_outside_the_world_is_refused() -> None:
     refused = report("--check-world-size 4 --check-rank 4")
-    assert refused == (1, ["--check-rank 4: ranks are 0 to 3"])
+    assert refused == (2, ["--check-rank 4: ranks are 0 to 3"])
 
 
 @pytest.mark.feature("Command line: --check-device-memory-gib names the cheapest change that fits")
@@ -84,14 +84,14 @@ def test_a_run_that_does_not_fit_is_refused_with_the_cheapest_change() -> None:
     words = "--check-world-size 4 --num-layers 1 --hidden-size 1024 --check-device-memory-gib"
     status, lines = report(f"{words} 0.001")
     sentence = "this run does not fit --check-device-memory-gib 0.001: rank 0 needs "
-    assert status == 1
+    assert status == 2
     assert lines[0].startswith(sentence), "the verdict is the first line, and there is one"
     assert not any("can start" in line for line in lines)
     assert "no single change is enough:" in lines
     peak = float(lines[0].removeprefix(sentence).split()[0])
     # The optimizer's state is a third of it and more, so its division is what helps first.
     status, lines = report(f"{words} {0.9 * peak}")
-    assert status == 1
+    assert status == 2
     assert lines[-1].startswith("cheapest change: --use-distributed-optimizer, ")
     status, lines = report(f"{words} {1.1 * peak}")
     assert (status, lines[0]) == (0, "this run can start on 4 ranks")
@@ -162,7 +162,7 @@ def test_the_vocabulary_is_that_of_the_tokenizer_files(tmp_path: Path) -> None:
     assert "  - --vocab-file nowhere.txt: no such file or folder on this machine" in without_file
 
 
-@pytest.mark.parametrize(("conflict", "status"), [("", 0), ("--bf16 --fp16", 1)])
+@pytest.mark.parametrize(("conflict", "status"), [("", 0), ("--bf16 --fp16", 2)])
 def test_missing_files_are_reported_beside_everything_else(conflict: str, status: int) -> None:
     """The machine of the run may have them, so that they do not change the status."""
     found, lines = report(

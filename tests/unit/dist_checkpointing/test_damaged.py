@@ -170,7 +170,7 @@ def test_a_run_ends_with_one_sentence(checkpoints, tmp_path, kind):
     for content in (whole[:-1000], flipped, archive.getvalue()):
         data.write_bytes(content)
         ((status, said),) = run_ranks(ended, 1, [*TINY, *SMALL, "--load", str(tmp_path)])
-        assert status == 1
+        assert status in (2, 65), "neither is restarted"
         assert data.name in said
         assert len(said.strip().splitlines()) == 1, said
     assert not bomb.exists()

@@ -64,12 +64,12 @@ def test_a_tokenizer_is_learned_and_data_is_written_and_merged_without_torch(tmp
     assert Path(merged + ".tokenizer.json").exists()
 
 
-def test_an_error_of_the_user_is_one_line_and_exit_code_1(tmp_path):
+def test_an_error_of_the_user_is_one_line_and_exit_code_2(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", "/none"]
     command += ["--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     command += ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model"]
     done = subprocess.run([*command, str(SPM_MODEL)], capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: --input /none: no such file")
     assert "Traceback" not in done.stderr
 

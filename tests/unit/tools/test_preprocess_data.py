@@ -368,7 +368,7 @@ def test_rate_share_and_time_left_are_printed(corpus_file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "error", "sentence"),
     [
-        (["--input", "/none"], DataError, "--input /none: no such file"),
+        (["--input", "/none"], ConfigError, "--input /none: no such file"),
         (["--workers", "0"], ConfigError, "--workers 0 must be at least 1"),
         (["--partitions", "0"], ConfigError, "--partitions 0 must be at least 1"),
         (["--output-prefix", "/none/x"], ConfigError, "there is no directory /none; make it"),
