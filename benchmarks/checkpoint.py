@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.background import BackgroundSave
+from megatron.core.dist_checkpointing.local import Replication, save_local
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import bytes_of
@@ -88,6 +89,7 @@ class Contest:
 
     def __init__(self, model: str, rank: int, ranks: int, folder: Path):
         self.rank, self.ranks, self.folder = rank, ranks, folder
+        self.memory = Path("/dev/shm", f"benchmark-{folder.name}")
         self.group = dist.group.WORLD if ranks > 1 else None
         self.mesh = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
         torch.manual_seed(rank)
@@ -111,6 +113,8 @@ class Contest:
                 "safetensors": lambda: (save_file(self.values, safe), synced(safe)),
                 "torch.save": lambda: (torch.save(self.values, pickled), synced(pickled)),
                 "plain": lambda: self.write_plain(plain),
+                "local": lambda: self.save_parts(self.folder / "local"),
+                "local, in memory": lambda: self.save_parts(self.memory),
             },
             LOADS: {
                 "ours": self.load_ours,
@@ -152,6 +156,12 @@ class Contest:
 
     def save_ours(self) -> None:
         serialization.save(self.folder / "ours", 1, self.contents(), self.group)
+
+    def save_parts(self, root: Path) -> None:
+        """Save as --non-persistent-ckpt-type does, on the disk or in host memory."""
+        world = dist.group.WORLD
+        assert world is not None
+        save_local(root, 1, self.contents(), world, share_work=False, replication=Replication())
 
     def load_ours(self, *, verify: bool = True) -> None:
         folder, wanted = self.folder / "ours" / "iter_0000001", self.tensors(self.loaded)
@@ -207,6 +217,7 @@ class Contest:
         """Empty the folder and flush file system buffers, before a save.  Collective."""
         self.barrier()
         if self.rank == 0:
+            shutil.rmtree(self.memory, ignore_errors=True)
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
             os.sync()
@@ -255,6 +266,7 @@ def compete(rank: int, args: argparse.Namespace, store: str) -> None:
                     found.setdefault((what, name), []).append(took)
     if rank == 0:
         report(contest.num_bytes * args.ranks, args, found)
+        shutil.rmtree(contest.memory, ignore_errors=True)
     dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ from megatron.training.callbacks.user import require_callbacks
 from megatron.training.checkpointing.run_checkpoint import (
     convert,
     finish_at_failure,
+    forget_memory,
     load,
     save_last,
 )
@@ -114,6 +115,7 @@ def pretrain(
                         _prepare_data(run, train_valid_test_dataset_provider)
                         _add_callbacks(run, callbacks)
                         _train_and_evaluate(run)
+                        forget_memory(run)
             reason = run.state.stop_reason
             exit_report.write("done" if reason is None else "stopped", 0, reason)
         finally:

@@ -18,10 +18,6 @@ TP_OVERLAP = (
     "overlap of tensor-parallel communication through Transformer Engine's buffers is not in this "
     "version; use --sequence-parallel, whose communication in backward overlaps with matmuls"
 )
-IN_MEMORY = (
-    "a checkpoint in memory ends with the process, and there is no restart inside the process; "
-    "use --non-persistent-ckpt-type local with --replication"
-)
 ZARR = "zarr is a format of the past, which Megatron-LM does not write either: use torch_dist"
 RETRO = (
     "retrieval-augmented models are not available in this program; use --model-kind gpt, t5, bert "

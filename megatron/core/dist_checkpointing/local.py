@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.collectives import (
     gather_json,
     on_wire,
 )
-from megatron.core.dist_checkpointing.folders import Found, Retention, folder_name, published
+from megatron.core.dist_checkpointing.folders import Found, folder_name, published
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, complete
 from megatron.core.dist_checkpointing.manifest import (
     SAVE,
@@ -122,7 +122,7 @@ def save_local(
     if failed:
         _drop(root, lambda parts: [f for f in parts if _is_of(f.manifest, name)], iteration)
         raise SaveFailed(save_failed(root, iteration, failed))
-    _drop(root, Retention(last=1).doomed, iteration)
+    _drop(root, lambda parts: [f for f in parts if _is_older(f, name)], iteration)
     return SaveResult(root / folder_name(iteration), iteration)
 
 
@@ -224,6 +224,11 @@ class _Copy:
 
 def _is_of(manifest: Manifest | None, save_name: SaveName) -> bool:
     return manifest is not None and manifest.layout.get(SAVE) == save_name
+
+
+def _is_older(found: Found, save_name: SaveName) -> bool:
+    """Return whether ``found`` is not of this save; unreadable parts are kept."""
+    return found.problem is None and not _is_of(found.manifest, save_name)
 
 
 def _is_here(folder: Path, save_name: SaveName) -> bool:

@@ -362,10 +362,10 @@ _OF_FILES_AND_REPORTS = (
         "ckpt_incremental async_save no_save_optim no_save_rng",
     ),
     _needs_value("non_persistent_ckpt_type", "global", "non_persistent_global_ckpt_dir"),
-    _needs_value(
-        "non_persistent_ckpt_type",
-        "local",
+    _needs(
+        "--non-persistent-ckpt-type local or in_memory",
         "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo",
+        lambda ns: ns.non_persistent_ckpt_type in ("local", "in_memory"),
     ),
     _needs_flag("replication", "replication_jump replication_factor"),
     _needs_flag("async_save", "async_save_when_busy"),

@@ -17,7 +17,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import (
     all_or_none,
     broadcast_json,
@@ -25,7 +24,6 @@ from megatron.core.dist_checkpointing.collectives import (
 )
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, CheckpointChoice
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.core.dist_checkpointing.local import part_root
 from megatron.core.dist_checkpointing.local_load import LocalContent, find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import (
@@ -50,12 +48,14 @@ from megatron.training.checkpointing.content_checks import (
     check_rng_state,
 )
 from megatron.training.checkpointing.non_persistent import (
+    claim_directories,
     decided_at_ns,
+    keeps_parts,
     may_go_on,
     newer_transient,
-    transient,
+    parts_root,
 )
-from megatron.training.checkpointing.paths import check_writable, find, is_same_directory
+from megatron.training.checkpointing.paths import find, is_same_directory
 from megatron.training.checkpointing.rng_state import set_rng_state
 from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.checkpointing.save import layout_of
@@ -102,7 +102,7 @@ def load_run(
     """
     world = parts.groups.world
     if config.save is not None:
-        all_or_none(partial(_claim_directories, config, world.rank()), config.save, world)
+        all_or_none(partial(claim_directories, config, world.rank()), config.save, world)
     loaded = _load_local(config, parts)
     if loaded is not None:
         return loaded
@@ -133,46 +133,29 @@ def load_run(
     raise AssertionError("at least one folder was chosen")
 
 
-def _claim_directories(config: CheckpointConfig, rank: int) -> None:
-    """Claim the directories that ``rank`` publishes in, before it can be replaced by another run.
-
-    Local.  Raises OSError, CheckpointError.
-    """
-    assert config.save is not None
-    if rank == 0:
-        check_writable(config.save)
-        commit.claim(Path(config.save))
-    if config.non_persistent_ckpt_type is None:
-        return
-    place = transient(config).save
-    is_local = config.non_persistent_ckpt_type == "local"
-    if place is not None and (is_local or rank == 0):
-        commit.claim(part_root(Path(place), rank) if is_local else Path(place))
-
-
 def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     """Load the newest local checkpoint if it is newer than that of ``--load``, else return None.
 
     Collective over all ranks.
     """
-    root, world = config.non_persistent_local_ckpt_dir, parts.groups.world
-    if config.non_persistent_ckpt_type != "local" or root is None or not may_go_on(config):
+    if not keeps_parts(config) or not may_go_on(config):
         return None
+    root, world = parts_root(config), parts.groups.world
     decided_ns = broadcast_json(_decided_ns(config) if world.rank() == 0 else 0, world)
-    found, notes = find_local(Path(root), layout_of(parts.groups), decided_ns, world)
+    found, notes = find_local(root, layout_of(parts.groups), decided_ns, world)
     for note in notes:
         print_rank_0(f"NOTE: {note}; going on from another checkpoint")
     if found is None:
         return None
     print_rank_0(f" loading local checkpoint from {root} at iteration {found.iteration}")
     content = load_local(found, _wanted_tensors(config, parts), world)
-    common = all_or_none(partial(_check_local, content, Path(root)), root, world)
-    _check_model(parts, common, Path(root), is_finetuning=False)
+    common = all_or_none(partial(_check_local, content, root), root, world)
+    _check_model(parts, common, root, is_finetuning=False)
     has_schedule = _restore_scalars(config, parts, common)
     if not config.no_load_rng and content.rank_state is not None:
         set_rng_state(content.rank_state["rng_state"])
-    _log_loaded(parts, root, found.iteration)
-    exit_report.note(loaded_from=root)
+    _log_loaded(parts, str(root), found.iteration)
+    exit_report.note(loaded_from=str(root))
     return Loaded(iteration=found.iteration, counters=common["counters"], has_schedule=has_schedule)
 
 

@@ -13,13 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import (
     CheckpointChoice,
     Found,
     published,
     read_tracker,
 )
+from megatron.core.dist_checkpointing.local import Replication, part_root
 from megatron.core.dist_checkpointing.manifest import FORMAT
+from megatron.training.checkpointing.memory_folder import claim_memory, memory_folder
+from megatron.training.checkpointing.paths import check_writable
 from megatron.training.config.checkpoint import CheckpointConfig
 
 SUBFOLDER = "non_persistent"
@@ -27,14 +31,52 @@ SUBFOLDER = "non_persistent"
 
 def transient(config: CheckpointConfig) -> CheckpointConfig:
     """Return the configuration with which non-persistent checkpoints are saved."""
-    is_local = config.non_persistent_ckpt_type == "local"
+    is_local = keeps_parts(config)
     return replace(
         config,
-        save=config.non_persistent_local_ckpt_dir if is_local else str(_root(config, config.save)),
+        save=str(parts_root(config) if is_local else _root(config, config.save)),
         keep_last_checkpoints=1,
         save_retain_interval=None,
         ckpt_format=FORMAT if is_local else config.ckpt_format,
     )
+
+
+def keeps_parts(config: CheckpointConfig) -> bool:
+    """Return whether each rank keeps its part of a save on its node, on disk or in memory."""
+    return config.non_persistent_ckpt_type in ("local", "in_memory")
+
+
+def parts_root(config: CheckpointConfig) -> Path:
+    """Return the directory of the parts on this node; `keeps_parts` must be true."""
+    if config.non_persistent_ckpt_type == "in_memory":
+        return memory_folder(config)
+    assert config.non_persistent_local_ckpt_dir is not None, "the flags were checked"
+    return Path(config.non_persistent_local_ckpt_dir)
+
+
+def replication_of(config: CheckpointConfig) -> Replication:
+    """Return the copies of each part that --replication requests."""
+    copies = config.replication_factor - 1 if config.replication else 0
+    return Replication(config.replication_jump or 1, copies)
+
+
+def claim_directories(config: CheckpointConfig, rank: int) -> None:
+    """Claim the directories that ``rank`` publishes in, before it can be replaced by another run.
+
+    Local.  Raises OSError, CheckpointError.
+    """
+    assert config.save is not None
+    if rank == 0:
+        check_writable(config.save)
+        commit.claim(Path(config.save))
+    if config.non_persistent_ckpt_type is None:
+        return
+    if config.non_persistent_ckpt_type == "in_memory":
+        claim_memory(config)
+    place = transient(config).save
+    is_local = keeps_parts(config)
+    if place is not None and (is_local or rank == 0):
+        commit.claim(part_root(Path(place), rank) if is_local else Path(place))
 
 
 def newer_transient(config: CheckpointConfig, choice: CheckpointChoice | None) -> Found | None:

@@ -22,8 +22,10 @@ from megatron.core.parallel.run_store import RunStore
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
-from megatron.training.checkpointing.non_persistent import transient
+from megatron.training.checkpointing.memory_folder import remove_memory
+from megatron.training.checkpointing.non_persistent import keeps_parts, transient
 from megatron.training.checkpointing.save import (
+    announce_memory,
     begin_save,
     contents_of,
     finish_save,
@@ -49,6 +51,8 @@ def load(run: Runtime) -> None:
     fault_point("load.before")
     run.timers("load-checkpoint", log_level=0).start(barrier=True)
     loaded = load_run(run.config.checkpoint, _parts(run))
+    if run.config.checkpoint.non_persistent_ckpt_type == "in_memory":
+        announce_memory(run.config.checkpoint, _parts(run))
     run.timers("load-checkpoint").stop(barrier=True)
     if loaded is None:
         return
@@ -71,7 +75,7 @@ def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> 
     (--non-persistent-save-interval), which has its own directory.
     """
     config = run.config.checkpoint
-    is_local = is_transient and config.non_persistent_ckpt_type == "local"
+    is_local = is_transient and keeps_parts(config)
     in_background = bool(config.async_save) and not is_last and not is_local
     if is_transient:
         config = transient(config)
@@ -171,6 +175,12 @@ def save_last(run: Runtime) -> None:
     _ask(run, BackgroundSave.wait)
     if run.config.checkpoint.save is not None and run.saved_at != run.state.iteration:
         save(run, is_last=True)
+
+
+def forget_memory(run: Runtime) -> None:
+    """Delete the checkpoints in host memory: the run has ended normally."""
+    if run.config.checkpoint.non_persistent_ckpt_type == "in_memory":
+        remove_memory(run.config.checkpoint)
 
 
 def finish_at_failure(run: Runtime, store: RunStore) -> None:

@@ -13,8 +13,8 @@ import torch
 from megatron.core.dist_checkpointing.folders import Retention
 from megatron.core.dist_checkpointing.format import INCREMENTAL
 from megatron.core.dist_checkpointing.formats import FORMATS
-from megatron.core.dist_checkpointing.local import Replication, save_local
-from megatron.core.dist_checkpointing.mapping import SavePlan
+from megatron.core.dist_checkpointing.local import save_local
+from megatron.core.dist_checkpointing.mapping import SavePlan, ShardedTensor, to_write
 from megatron.core.dist_checkpointing.serialization import (
     Contents,
     PendingSave,
@@ -30,6 +30,8 @@ from megatron.training.checkpointing.checkpoint_tensors import (
     optimizer_tensors,
 )
 from megatron.training.checkpointing.content_checks import RunContent
+from megatron.training.checkpointing.memory_folder import check_host_memory
+from megatron.training.checkpointing.non_persistent import replication_of
 from megatron.training.checkpointing.rng_state import rng_state
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.process.rank_print import print_rank_0
@@ -76,17 +78,31 @@ def contents_of(
         f"saving checkpoint at iteration {int(counters['iteration']):7d} to {config.save} "
         f"in {config.ckpt_format} format"
     )
-    padded = FORMATS[config.ckpt_format].is_foreign
-    tensors = model_tensors(parts, padded=padded)
-    if not config.no_save_optim:
-        tensors += optimizer_tensors(parts, padded=padded)
     return Contents(
-        tensors=tensors,
+        tensors=_tensors(config, parts, padded=FORMATS[config.ckpt_format].is_foreign),
         rank_state=None if config.no_save_rng else {"rng_state": rng_state()},
         common=_common(config, parts, counters, asked),
         layout=layout_of(parts.groups),
         write_config=write_config,
     )
+
+
+def _tensors(config: CheckpointConfig, parts: RunParts, *, padded: bool) -> list[ShardedTensor]:
+    tensors = model_tensors(parts, padded=padded)
+    if not config.no_save_optim:
+        tensors += optimizer_tensors(parts, padded=padded)
+    return tensors
+
+
+def announce_memory(config: CheckpointConfig, parts: RunParts) -> None:
+    """Log what --non-persistent-ckpt-type in_memory costs.  Collective over all ranks.
+
+    Raises ConfigError on every rank if a node has not enough free memory.
+    """
+    tensors = _tensors(config, parts, padded=False)
+    mine = to_write(tensors) if _shares_work(config) else tensors
+    size = sum(tensor.num_bytes for tensor in mine)
+    print_rank_0(check_host_memory(config, size, replication_of(config), parts.groups.world))
 
 
 def begin_save(
@@ -125,17 +141,20 @@ def save_local_run(
 
     Otherwise as `save_run`.
     """
-    copies = config.replication_factor - 1 if config.replication else 0
     saved = save_local(
         _root(config),
         contents.common["iteration"],
         contents,
         groups.world,
-        share_work=config.non_persistent_local_ckpt_algo == "fully_parallel",
-        replication=Replication(config.replication_jump or 1, copies),
+        share_work=_shares_work(config),
+        replication=replication_of(config),
     )
     log_saved(groups, saved)
     return saved
+
+
+def _shares_work(config: CheckpointConfig) -> bool:
+    return config.non_persistent_local_ckpt_algo == "fully_parallel"
 
 
 def _root(config: CheckpointConfig) -> Path:

@@ -13,7 +13,7 @@ from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
-from megatron.training.checkpointing.non_persistent import transient
+from megatron.training.checkpointing.non_persistent import keeps_parts, transient
 from megatron.training.checkpointing.paths import checkpoint_folder
 from megatron.training.checkpointing.paths import (
     get_checkpoint_tracker_filename as get_checkpoint_tracker_filename,
@@ -55,7 +55,7 @@ def save_checkpoint(
         "iteration": iteration,
         "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
     }
-    is_local = non_persistent_ckpt and config.non_persistent_ckpt_type == "local"
+    is_local = non_persistent_ckpt and keeps_parts(config)
     if non_persistent_ckpt:
         config = transient(config)
     save_run(

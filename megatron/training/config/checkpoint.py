@@ -70,17 +70,18 @@ class CheckpointConfig:
     )
     non_persistent_ckpt_type: str | None = _ckpt(
         None,
-        "Storage of non-persistent checkpoints: global (a directory that all ranks share) or "
-        "local (a directory on each node).",
+        "Storage of non-persistent checkpoints: global (a directory that all ranks share), "
+        "local (a directory on each node) or in_memory (host memory of each node).",
         choices=("global", "local", "in_memory", None),
-        refused_values={"in_memory": flag_messages.IN_MEMORY},
     )
     non_persistent_global_ckpt_dir: str | None = _ckpt(
         None,
         "Shared directory for non-persistent checkpoints; SAVE/non_persistent if not given.",
     )
     non_persistent_local_ckpt_dir: str | None = _ckpt(
-        None, "Directory on each node for local non-persistent checkpoints."
+        None,
+        "Directory on each node for local non-persistent checkpoints; with in_memory a directory "
+        "in memory, /dev/shm if not given.",
     )
     non_persistent_local_ckpt_algo: str = _ckpt(
         "fully_parallel",

@@ -129,7 +129,7 @@ def short_lived_checkpoints_have_a_place(run: RunConfig) -> Iterator[str]:
     if interval is not None and kind is None:
         yield (
             f"--non-persistent-save-interval {interval} needs --non-persistent-ckpt-type: global, "
-            "in a directory that all ranks share, or local, in one of each node"
+            "in a directory that all ranks share, local, in one of each node, or in_memory"
         )
     has_place = c.save is not None or c.non_persistent_global_ckpt_dir is not None
     if interval is not None and kind == "global" and not has_place:
@@ -155,17 +155,26 @@ def local_checkpoints_have_a_place_and_peers(run: RunConfig) -> Iterator[str]:
     Each rank writes to a directory of its node, and each copy goes to another existing rank.
     """
     c = run.checkpoint
-    if c.non_persistent_ckpt_type == "local":
-        if c.non_persistent_local_ckpt_dir is None:
+    kind = c.non_persistent_ckpt_type
+    if kind in ("local", "in_memory"):
+        if kind == "local" and c.non_persistent_local_ckpt_dir is None:
             yield "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir"
+        if kind == "in_memory" and c.save is None:
+            yield (
+                "--non-persistent-ckpt-type in_memory needs --save: its path tells the folders in "
+                "memory of different runs apart, and the last checkpoint goes there"
+            )
         if run.distributed.virtual_ranks is not None:
             yield (
-                "--non-persistent-ckpt-type local needs one process per rank: use "
+                f"--non-persistent-ckpt-type {kind} needs one process per rank: use "
                 f"torchrun instead of --virtual-ranks {run.distributed.virtual_ranks}, or use "
                 "--non-persistent-ckpt-type global"
             )
     elif c.replication:
-        yield "--replication copies local checkpoints: add --non-persistent-ckpt-type local"
+        yield (
+            "--replication copies the checkpoints of nodes: add --non-persistent-ckpt-type local "
+            "or in_memory"
+        )
     if not c.replication:
         return
     if c.replication_jump is None:

@@ -1,0 +1,140 @@
+"""Checkpoints in host memory: runs that lose ranks or nodes resume from them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.device import process_memory
+from megatron.core.dist_checkpointing.local import Replication
+from megatron.training.checkpointing import memory_folder
+from megatron.training.checkpointing.memory_folder import (
+    FOLDER,
+    bytes_per_node,
+    claim_memory,
+    remove_memory,
+)
+from megatron.training.config.checkpoint import CheckpointConfig
+from tests.functional.runs import TINY, losses, run_gpt, train_gpt
+from tests.ranks import run_ranks
+
+FLAGS = "--hidden-dropout 0.1 --non-persistent-ckpt-type in_memory --non-persistent-save-interval 2"
+COPIES = "--replication --replication-jump 1"
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def flags(tmp_path: Path, memory: Path, *more: str) -> list[str]:
+    place = ["--save", str(tmp_path / "ck"), "--load", str(tmp_path / "ck")]
+    return [*FLAGS.split(), *place, "--non-persistent-local-ckpt-dir", str(memory), *more]
+
+
+def train_on_a_node(rank: int, world_size: int, argv: list[str], memory: str) -> str:
+    os.environ[FOLDER] = f"{memory}/node{rank}"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train_gpt(rank, world_size, argv)
+    return said.getvalue()
+
+
+@pytest.mark.feature("Checkpoints: in host memory, with copies on other nodes")
+@pytest.mark.parametrize("is_node_lost", [False, True])
+def test_a_killed_run_resumes_from_memory_with_the_same_losses_and_leaves_nothing(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, is_node_lost: bool
+) -> None:
+    """A killed rank finds its part in memory; the copies replace the parts of a lost node."""
+    unbroken = run_gpt(tmp_path, "--hidden-dropout", "0.1", world_size=2)
+    metrics = tmp_path / "resumed.jsonl"
+    argv = [*TINY, *flags(tmp_path, memory), "--metrics-file", str(metrics)]
+    argv += COPIES.split() if is_node_lost else []
+    monkeypatch.setenv("FAULTS", "step.before:kill:rank1:step5")
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run_ranks(train_on_a_node, 2, argv, str(memory))
+    if is_node_lost:
+        shutil.rmtree(memory / "node1")
+    assert {p.name for p in memory.glob("*/rank_*/iter_*")} == {"iter_0000004"}
+    monkeypatch.delenv("FAULTS")
+    metrics.unlink()
+    said = run_ranks(train_on_a_node, 2, argv, str(memory))[0]
+    assert f"loading local checkpoint from {memory}/node0 at iteration 4" in said
+    resumed = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert losses(resumed) == losses(unbroken)[4:]
+    assert not list(memory.iterdir())
+
+
+def config(**values: Any) -> CheckpointConfig:
+    return CheckpointConfig(non_persistent_ckpt_type="in_memory", **values)
+
+
+def test_two_runs_of_a_node_have_folders_of_their_own_and_unused_ones_are_deleted(
+    tmp_path: Path, memory: Path
+) -> None:
+    first, second = (
+        config(save=str(tmp_path / name), non_persistent_local_ckpt_dir=str(memory))
+        for name in ("a", "b")
+    )
+    claim_memory(first)
+    claim_memory(second)
+    of_first = memory_folder.memory_folder(first)
+    assert len(list(memory.iterdir())) == 2
+    os.utime(of_first / "lock", (0, 0))
+    third = config(save=str(tmp_path / "c"), non_persistent_local_ckpt_dir=str(memory))
+    claim_memory(third)
+    assert of_first.exists(), "a process holds its lock"
+    memory_folder._held.pop(of_first).close()
+    remove_memory(third)
+    claim_memory(third)
+    assert not of_first.exists()
+    remove_memory(second)
+    remove_memory(third)
+    assert not list(memory.iterdir())
+
+
+def test_a_folder_on_a_disk_is_refused(tmp_path: Path) -> None:
+    if memory_folder._file_system(tmp_path.stat().st_dev) in ("tmpfs", None):
+        pytest.skip("temporary files are in memory here")
+    on_disk = config(save=str(tmp_path), non_persistent_local_ckpt_dir=str(tmp_path / "memory"))
+    with pytest.raises(
+        CheckpointError, match="not in memory: give --non-persistent-local-ckpt-dir"
+    ):
+        claim_memory(on_disk)
+
+
+def test_bytes_of_a_node_count_each_part_twice_and_each_copy_once_per_node() -> None:
+    nodes = ["a", "a", "b", "b"]
+    parts = [(node, 2**rank) for rank, node in enumerate(nodes)]
+    assert bytes_per_node(parts, Replication()) == {"a": 2 * 3, "b": 2 * 12}
+    assert bytes_per_node(parts, Replication(jump=2, copies=1)) == {"a": 2 * 15, "b": 2 * 15}
+    assert bytes_per_node(parts, Replication(jump=1, copies=1)) == {"a": 2 * 11, "b": 2 * 14}
+
+
+def start_without_memory(rank: int, world_size: int, argv: list[str]) -> str:
+    with (
+        mock.patch.object(process_memory, "free_for_job", return_value=1000),
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        pytest.raises(SystemExit),
+    ):
+        train_gpt(rank, world_size, argv)
+    return said.getvalue()
+
+
+def test_a_node_with_too_little_memory_is_refused_before_the_first_step(
+    tmp_path: Path, memory: Path
+) -> None:
+    (said,) = run_ranks(start_without_memory, 1, [*TINY, *flags(tmp_path, memory)])
+    message = "--non-persistent-ckpt-type in_memory: in-memory checkpoints need up to 0.001 GB of"
+    assert message in said
