@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
-from megatron.core.dist_checkpointing import background, commit, mapping, serialization
+from megatron.core.dist_checkpointing import background, commit, mapping, serialization, snapshot
 from megatron.core.dist_checkpointing.background import BackgroundSave, Worker, finish_apart
 from megatron.core.dist_checkpointing.folders import choose
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST
@@ -151,9 +151,30 @@ def test_the_next_snapshot_uses_the_memory_of_the_one_before():
 
 def test_a_larger_snapshot_takes_more_memory_and_a_smaller_one_none():
     buffer = HostBuffer()
-    small = buffer.reserve(100).data_ptr()
-    assert buffer.reserve(50).data_ptr() == small
-    assert buffer.reserve(1 << 20).numel() == 1 << 20
+    (small,) = buffer.reserve([100])
+    assert buffer.reserve([50])[0].data_ptr() == small.data_ptr()
+    assert buffer.reserve([1 << 20])[0].numel() == 1 << 20
+
+
+@pytest.mark.feature("Checkpoints: an asynchronous save allocates page-locked memory in blocks")
+def test_blocks_of_a_snapshot_are_small_or_hold_one_tensor(monkeypatch):
+    """torch would round one block of 96 GiB up to 128."""
+    allocated = []
+    monkeypatch.setattr(snapshot, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(
+        snapshot.device,
+        "host_memory",
+        lambda n: (allocated.append(n), torch.zeros(n, dtype=torch.uint8))[1],
+    )
+    buffer = HostBuffer()
+    sizes = [40, 50, 20, 10, 150, 80]
+    for i, place in enumerate(buffer.reserve(sizes)):
+        place.fill_(i)
+    assert allocated == [100, 100, 150]
+    again = buffer.reserve(sizes)
+    assert [place.tolist() for place in again] == [[i] * size for i, size in enumerate(sizes)]
+    buffer.reserve([*sizes, 30])
+    assert allocated == [100, 100, 150, 30]
 
 
 def test_ranks_that_no_longer_meet_finish_a_save_or_say_why_not(tmp_path):
