@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+import functools
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,3 +37,27 @@ class Context(Protocol[V]):
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
     def set_materialize_grads(self, value: bool) -> None: ...
+
+
+class _NoGradient(Function[Tensor]):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@functools.cache
+def runs_hooks_without_gradient() -> bool:
+    """Return whether a parameter's post-accumulate hook runs if its gradient is None.
+
+    torch 2.13 runs it, but does not document this: the function tries it once.
+    """
+    calls: list[Tensor] = []
+    with torch.enable_grad():
+        param = torch.ones((), requires_grad=True)
+        param.register_post_accumulate_grad_hook(calls.append)
+        _NoGradient.apply(param).backward()
+    return bool(calls)

@@ -5,10 +5,10 @@
 - Through autograd: `GradSlot.take` copies the first gradient of a step (so the buffer needs no
   zeroing) and adds later ones.
 - Fused into the layer: the layer adds its weight gradient to ``param.main_grad`` and then sets
-  ``param.grad_added_to_main_grad``.  The layer still returns a tensor of the weight's shape to
-  autograd, with arbitrary content, so that autograd runs the parameter's hook; `GradSlot.take`
-  drops that tensor.  A parameter used twice (a tied embedding) must not use this path: autograd
-  would add the arbitrary tensor to the real gradient of the other use.
+  ``param.grad_added_to_main_grad``.  To autograd our layers return None as the gradient, for which
+  it still runs the parameter's hook; layers of others return a tensor of the weight's shape with
+  arbitrary content, which `GradSlot.take` drops.  A parameter used twice (a tied embedding) must
+  not use this path: autograd would add the arbitrary tensor to the real gradient of the other use.
 
 ``param.overwrite_main_grad`` exists on parameters whose layer may use the fused path
 (`GradSlot.open_to_layers`); our own layers use it if and only if the attribute exists.  True means
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.autograd import runs_hooks_without_gradient
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.device import cpu_kernels
 from megatron.core.device.async_host_copy import AsyncHostCopy
@@ -94,6 +95,7 @@ class GradSlot:
 
     def open_to_layers(self) -> None:
         """Let the layer of this parameter write its gradient to ``main_grad`` itself."""
+        runs_hooks_without_gradient()  # tries it now, outside of a measured or captured pass
         self.param.overwrite_main_grad = True  # type: ignore[attr-defined]
 
     def take(self) -> bool:

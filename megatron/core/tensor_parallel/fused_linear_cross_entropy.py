@@ -146,7 +146,7 @@ class _InChunks(Function[Tensor]):
 def _sum(total: Tensor | None, term: Tensor | None, is_elsewhere: bool) -> Tensor | None:
     """Add a chunk's gradient ``term`` to ``total`` in float32.
 
-    ``is_elsewhere``: the term was added to the main gradient already and is a placeholder.
+    ``is_elsewhere``: the term was added to the main gradient already.
     """
     if term is None or is_elsewhere:
         return term

@@ -331,7 +331,7 @@ class _ScaledWeightGrad(WeightGrad):
             self._scaled = Scaled(self._scaled.codes, scale, self._scaled.block)
         super().start()
 
-    def _product(self, weight: Tensor) -> Tensor:
+    def _product(self, weight: Tensor) -> Tensor | None:
         codes = self.x.view(self._scaled.codes.dtype)
         x = Scaled(codes, self._scaled.scale, self._scaled.block)
         grad = self._codes.t()

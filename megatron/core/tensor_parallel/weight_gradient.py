@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.autograd import Context, Function
+from megatron.core.autograd import Context, Function, runs_hooks_without_gradient
 from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.mappings import all_gather_single
 
@@ -81,7 +81,8 @@ class WeightGrad:
     def compute(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of weight and bias.
 
-        The weight's is a placeholder if it was added to ``main_grad``.  Collective like `start`.
+        The weight's is that of `has_been_added` if it was added to ``main_grad``.  Collective like
+        `start`.
         """
         self.start()
         if self._gathering is not None:
@@ -89,8 +90,8 @@ class WeightGrad:
         weight_grad = None if self.weight is None else self._product(self.weight)
         return weight_grad, None if self.bias is None else self.grad.sum(0)
 
-    def _product(self, weight: Tensor) -> Tensor:
-        """Return grad^T x, or a placeholder if the GEMM adds to the main gradient."""
+    def _product(self, weight: Tensor) -> Tensor | None:
+        """Return grad^T x, or `has_been_added` if the GEMM adds to the main gradient."""
         if self.is_own and adds_to_main_grad(weight):
             return _add_product(weight, self.grad.t(), self.x)
         return self.grad.t().matmul(self.x)
@@ -106,8 +107,8 @@ def has_main_grad(param: nn.Parameter) -> TypeGuard[MainGradParameter]:
     return hasattr(param, "main_grad")
 
 
-def _add_product(weight: MainGradParameter, grad: Tensor, x: Tensor) -> Tensor:
-    """Accumulate ``grad`` @ x in the main gradient with one GEMM; return a placeholder.
+def _add_product(weight: MainGradParameter, grad: Tensor, x: Tensor) -> Tensor | None:
+    """Accumulate ``grad`` @ x in the main gradient with one GEMM; return `has_been_added`.
 
     The first GEMM of a step overwrites (beta = 0), so the buffer needs no zeroing.
     """
@@ -119,8 +120,8 @@ def _add_product(weight: MainGradParameter, grad: Tensor, x: Tensor) -> Tensor:
     return has_been_added(weight)
 
 
-def add_to_main_grad(weight: MainGradParameter, grad: Tensor) -> Tensor:
-    """Add ``grad`` to the main gradient, or overwrite it; return a placeholder for autograd."""
+def add_to_main_grad(weight: MainGradParameter, grad: Tensor) -> Tensor | None:
+    """Add ``grad`` to the main gradient, or overwrite it; return `has_been_added`."""
     if weight.overwrite_main_grad:
         weight.main_grad.copy_(grad)
     else:
@@ -128,13 +129,14 @@ def add_to_main_grad(weight: MainGradParameter, grad: Tensor) -> Tensor:
     return has_been_added(weight)
 
 
-def has_been_added(weight: MainGradParameter) -> Tensor:
-    """Mark ``weight.main_grad`` as written; return a placeholder for autograd.
+def has_been_added(weight: MainGradParameter) -> Tensor | None:
+    """Mark ``weight.main_grad`` as written; return what autograd needs to run the wrapper's hook.
 
-    Autograd must receive a tensor to run the wrapper's hook, which drops it unread.
+    That is None, or in a torch that then runs no hook a tensor, which the hook drops unread: it
+    would cost the memory of the weight when memory is at its peak.
     """
     weight.overwrite_main_grad, weight.grad_added_to_main_grad = False, True
-    return torch.empty_like(weight)
+    return None if runs_hooks_without_gradient() else torch.empty_like(weight)
 
 
 class _Deliver(Function[Tensor]):
@@ -151,7 +153,9 @@ class _Deliver(Function[Tensor]):
 
     @staticmethod
     def backward(ctx: Context[WeightGrad], _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(g for g in ctx.values.compute() if g is not None)
+        item = ctx.values
+        given = zip((item.weight, item.bias), item.compute(), strict=True)
+        return None, *(grad for param, grad in given if param is not None)
 
 
 class WeightGradQueue:

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.autograd import runs_hooks_without_gradient
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.grad_buffer import add_into, gradient_of
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import weight_gradient
+from megatron.core.tensor_parallel.weight_gradient import add_to_main_grad
 from tests import tolerances
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
 
@@ -121,6 +124,40 @@ def test_a_layer_may_add_its_weight_gradient_itself(alone: ProcessGroupCollectio
         assert gradient_of(model.weight).tolist() == [[10.0, 10.0]] * 3
         assert gradient_of(model.other).tolist() == [20.0] * 3
         assert model.weight.grad is None
+
+
+class _AddsLikeOurLayers(_AddsToMainGrad):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        (x,) = ctx.saved_tensors
+        return None, add_to_main_grad(ctx.weight, grad.t() @ x)
+
+
+@pytest.mark.feature("Memory: a gradient that a GEMM has added to its buffer takes no second place")
+@pytest.mark.parametrize("runs_hooks", [False, True])
+def test_our_layers_give_autograd_no_tensor_in_place_of_an_added_gradient(
+    alone: ProcessGroupCollection, monkeypatch: pytest.MonkeyPatch, runs_hooks: bool
+) -> None:
+    """Unless torch runs no hook without one."""
+    if not runs_hooks_without_gradient():
+        pytest.skip("this torch needs a gradient to run a hook")
+    monkeypatch.setattr(weight_gradient, "runs_hooks_without_gradient", lambda: runs_hooks)
+    model = FusedModel()
+    ddp = wrap(model, alone, grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+    for slot in (s for bucket in ddp.buckets for s in bucket.slots if s.param is model.weight):
+        slot.open_to_layers()
+    x = torch.ones(5, 2, dtype=torch.bfloat16)
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        with ddp.no_sync():
+            _AddsLikeOurLayers.apply(x, model.weight).sum().backward()
+        assert model.weight.grad is None
+        (_AddsLikeOurLayers.apply(x, model.weight) * model.other).sum().backward()
+        assert all(bucket.is_started for bucket in ddp.buckets)
+        ddp.finish_grad_sync()
+        assert gradient_of(model.weight).tolist() == [[10.0, 10.0]] * 3
+    placeholder = weight_gradient.has_been_added(model.weight)
+    assert (placeholder is None) == runs_hooks
 
 
 def test_gradients_can_be_scaled_wherever_they_are(alone: ProcessGroupCollection):
