@@ -128,9 +128,9 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> 
 
 
 def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """Compute `product` by ``torch._scaled_mm``, which needs k to be a multiple of 16."""
-    left, right = _in_sixteens(a.codes), _in_sixteens(b.codes)
-    return torch._scaled_mm(
+    """Compute `product` by ``torch._scaled_mm``; a GPU needs multiples of 16 for k and n."""
+    left, right = _in_sixteens(a.codes), _in_sixteens(b.codes, rows=device.is_cuda(a.codes.device))
+    y: Tensor = torch._scaled_mm(
         left,
         right.t(),
         scale_a=a.scale,
@@ -138,14 +138,16 @@ def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor
         out_dtype=dtype,
         use_fast_accum=fast and device.is_cuda(left.device),
     )
+    return y[:, : len(b.codes)].contiguous()
 
 
-def _in_sixteens(codes: Tensor) -> Tensor:
-    """Return contiguous codes with rows padded by zeros to a multiple of 16."""
-    codes, missing = codes.contiguous(), -codes.shape[1] % 16
-    if not missing:
+def _in_sixteens(codes: Tensor, *, rows: bool = False) -> Tensor:
+    """Return contiguous codes with columns, or ``rows`` too, padded to a multiple of 16."""
+    codes = codes.contiguous()
+    missing = -codes.shape[1] % 16, -codes.shape[0] % 16 if rows else 0
+    if not any(missing):
         return codes
-    return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
+    return F.pad(codes.view(torch.uint8), (0, missing[0], 0, missing[1])).view(codes.dtype)
 
 
 def rotated(x: Tensor) -> Tensor:

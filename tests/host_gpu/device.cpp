@@ -247,11 +247,20 @@ void check_deterministic(const std::string& name, const torch::jit::Stack& stack
               "but cuBLAS needs CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8: ", name);
 }
 
+// cuBLAS multiplies fp8 rows [m, k] by columns [k, n], with k and n in multiples of 16.
+void check_scaled_mm(const torch::jit::Stack& stack, size_t first) {
+  const Tensor a = stack[first].toTensor(), b = stack[first + 1].toTensor();
+  TORCH_CHECK(a.stride(1) == 1 && b.stride(0) == 1, "mat1 must be row-major, mat2 column-major");
+  TORCH_CHECK(a.size(1) % 16 == 0 && b.size(1) % 16 == 0,
+              "fp8 GEMMs need k and n in multiples of 16, got ", a.sizes(), " and ", b.sizes());
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t given = schema.arguments().size(), first = stack->size() - given;
   const std::string name = c10::toString(op.operator_name());
   check_deterministic(name, *stack, first);
+  if (name.rfind("aten::_scaled_mm", 0) == 0) check_scaled_mm(*stack, first);
   Aliases aliases;
   bool on_host_is_asked = false;  // a factory on the CPU for tensors of the device
   for (size_t i = first; i < stack->size(); ++i) {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.core import low_precision
+from megatron.core import device, low_precision
 from megatron.core.low_precision import (
     E2M1,
     E4M3,
@@ -128,6 +130,21 @@ def test_a_product_may_have_any_number_of_rows(tokens: int) -> None:
     assert product(a, b, torch.float32).tolist() == [[16.0] * 8] * tokens
     blocks = quantize(torch.ones(tokens, 16), E4M3, (32, 1)).t()
     assert product(blocks, blocks, torch.float32).tolist() == [[float(tokens)] * 16] * 16
+
+
+@pytest.mark.parametrize("columns", [1, 20, 32])
+def test_a_gpu_gets_sizes_in_multiples_of_16(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    def on_a_gpu(left: Tensor, right: Tensor, **options: Any) -> Tensor:
+        assert all(size % 16 == 0 for size in (left.shape[1], *right.shape))
+        assert left.stride(1) == right.stride(0) == 1
+        return multiply(left, right, **options)
+
+    multiply = torch._scaled_mm
+    a, b = (quantize(torch.randn(rows, 40), E4M3) for rows in (7, columns))
+    monkeypatch.setattr(torch, "_scaled_mm", on_a_gpu)
+    with device.simulate_device("cuda", without_memory=False):
+        found = scaled_mm(a, b, torch.float32, fast=False)
+    torch.testing.assert_close(found, a.values(torch.float32) @ b.values(torch.float32).t())
 
 
 def test_4_bits_have_15_numbers() -> None:
