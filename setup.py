@@ -9,7 +9,16 @@ import sys
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 
-_KERNELS = ("kernels", "vector", "elementwise", "rows", "adam", "small_linear", "paged_attention")
+_KERNELS = (
+    "kernels",
+    "vector",
+    "elementwise",
+    "rows",
+    "adam",
+    "small_linear",
+    "quantized_rows",
+    "paged_attention",
+)
 # Wide vectors never cross a call; gcc's own headers start from an undefined one.
 _QUIET = ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _THREADS = ["-fopenmp"] if sys.platform.startswith("linux") else []

@@ -3,7 +3,8 @@
 ``N`` rows (tokens of a step), ``S`` segments (rows of one request), ``n`` query and ``g`` key/value
 heads, ``d`` width of a query and key head, ``dv`` of a value head.  A cache is [num_pages,
 page_size, g, d]: token t of a request is at ``block_table[segment, t // page_size]``, offset
-``t % page_size``.  Scores and softmax are float32.
+``t % page_size``.  A cache of dtype int8 has the rows of `quantized_rows`.  Scores and softmax are
+float32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
+from megatron.core.fusions.quantized_rows import SCALE_BYTES, decode, store_rows
 
 _LINES = 64  # heads times rows that share the keys which a thread has loaded
 
@@ -49,11 +51,14 @@ class PagedRule:
 
 
 def store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, at: Tensor) -> None:
-    """Write key [N, g, d] and value [N, g, dv] into the caches, in the dtype of the caches.
+    """Write key [N, g, d] and value [N, g, dv] into the caches, in the format of the caches.
 
     ``at`` [N], int64: page * page_size + offset, different for each row.
     """
     for cache, rows in ((keys, key), (values, value)):
+        if cache.dtype == torch.int8 and rows.shape[-1]:  # width 0: the keys are the values
+            store_rows(cache, rows, at)
+            continue
         cache.flatten(0, 1).index_copy_(0, at, rows.to(cache.dtype))
 
 
@@ -68,7 +73,8 @@ def paged_attention(
     """
     if _has_kernel(query, keys, values, batch):
         return _run(query, keys, values, batch, rule)
-    if fused := kernels.find("paged_attention", query, keys, values):
+    is_encoded = keys.dtype == torch.int8
+    if not is_encoded and (fused := kernels.find("paged_attention", query, keys, values)):
         y: Tensor = fused.attend(
             query if query.stride(-1) == 1 else query.contiguous(),
             keys,
@@ -80,7 +86,7 @@ def paged_attention(
             sink=rule.sink,
         )
         return y
-    out = query.new_empty(*query.shape[:2], values.shape[-1])
+    out = query.new_empty(*query.shape[:2], _width(values))
     first_rows, num_keys = batch.first_row.tolist(), batch.num_keys.tolist()
     for i, total in enumerate(num_keys):
         rows = slice(first_rows[i], first_rows[i + 1])
@@ -88,7 +94,7 @@ def paged_attention(
         if not num_rows:
             continue
         first = 0 if rule.window is None else max(0, total - num_rows - rule.window)
-        k, v = (_gather(cache, batch.block_table[i], first, total) for cache in (keys, values))
+        k, v = (gather(cache, batch.block_table[i], first, total) for cache in (keys, values))
         out[rows] = _attend(query[rows], k, v, rule)
     return out
 
@@ -98,7 +104,7 @@ def _has_kernel(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) 
     return (
         query.dtype in (torch.float32, torch.bfloat16)
         and cpu_kernels.take(query)
-        and cpu_kernels.take(keys, values)
+        and (cpu_kernels.take(keys, values) or (keys.is_cpu and keys.dtype == torch.int8))
         and cpu_kernels.has("paged_attention", keys.dtype)
         and keys.stride(-1) == values.stride(-1) == 1
         and all(t.dtype == torch.int32 and t.is_contiguous() for t in indices)
@@ -110,13 +116,14 @@ def _run(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rule: P
     groups, segments = keys.shape[2], len(batch.num_keys)
     q = query.float()
     q = q if q.stride(-1) == 1 else q.contiguous()
-    out = q.new_empty(num_rows, heads, values.shape[-1])
+    value_width = _width(values)
+    out = q.new_empty(num_rows, heads, value_width)
     rows_per_task = max(1, _LINES // (heads // groups))
     groups_per_task = -(-groups // torch.get_num_threads())
     num_tasks = -(-num_rows // rows_per_task) * -(-groups // groups_per_task)
     sizes = (num_rows, segments, batch.block_table.shape[1], heads, groups, width)
     strides = (*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3])
-    caches = (values.shape[-1], keys.shape[1])
+    caches = (value_width, keys.shape[1])
     window = -1 if rule.window is None else rule.window
     tensors = (batch.first_row, batch.num_keys, batch.block_table)
     cpu_kernels.run(
@@ -131,12 +138,18 @@ def _run(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rule: P
     return out.to(query.dtype)
 
 
-def _gather(cache: Tensor, pages: Tensor, first: int, stop: int) -> Tensor:
+def gather(cache: Tensor, pages: Tensor, first: int, stop: int) -> Tensor:
     """Copy the tokens from ``first`` to ``stop`` of a request: [stop - first, g, d]."""
     size = cache.shape[1]
     start = first // size
     found = cache[pages[start : -(-stop // size)].long()].flatten(0, 1)
-    return found[first - start * size : stop - start * size]
+    found = found[first - start * size : stop - start * size]
+    return decode(found) if cache.dtype == torch.int8 else found
+
+
+def _width(cache: Tensor) -> int:
+    """Return the width of the values in a cache."""
+    return cache.shape[-1] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, rule: PagedRule) -> Tensor:

@@ -11,6 +11,7 @@ from megatron.core.config.option import option
 
 DraftKind: TypeAlias = Literal["ngram", "mtp"]
 WeightFormat: TypeAlias = Literal["saved", "bf16", "int8"]
+KVFormat: TypeAlias = Literal["auto", "bf16", "int8"]
 _EMBEDDINGS = "training writes no vectors of texts: tools/bert_embedding.py does"
 
 _inference = partial(option, group="inference")
@@ -104,6 +105,13 @@ class InferenceConfig:
         "Format in which linear layers read their weights on a CPU: that of the checkpoint, or a "
         "copy in bf16 or int8 (one scale for each 128 values of a row).",
         choices=("saved", "bf16", "int8"),
+        parse=str,
+    )
+    inference_kv_cache_dtype: KVFormat = _engine(
+        "auto",
+        "Format of keys and values in the KV cache: that of the model (auto), bf16, or int8 with a "
+        "scale for each token and head; on a CPU only. The cache then holds more tokens.",
+        choices=("auto", "bf16", "int8"),
         parse=str,
     )
     inference_batch_invariant: bool = _engine(

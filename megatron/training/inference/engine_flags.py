@@ -82,4 +82,5 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         draft_model=c.inference_draft_model,
         weights=c.inference_weights,
         batch_invariant=c.inference_batch_invariant,
+        kv_cache=c.inference_kv_cache_dtype,
     )

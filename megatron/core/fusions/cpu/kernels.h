@@ -9,6 +9,7 @@ INLINE float at(const bf16* x, int64_t i) { return load(x + i, 1)[0]; }
 #include "rows.h"
 #include "adam.h"
 #include "small_linear.h"
+#include "quantized_rows.h"
 #include "paged_attention.h"
 
 template <class Act, class T, class Add>
@@ -46,6 +47,7 @@ void add_kernels(Kernels& found, const std::string& format) {
     add("sum_of_rows", sum_of_rows<T>);
     add("sums_of_squares", sums_of_squares<T>);
     add("small_linear", small_linear<T>);
+    add("quantize_rows", quantize_rows<T>);
     add("paged_attention", paged_attention<T>);
 }
 
@@ -54,5 +56,6 @@ Kernels kernels() {
     add_kernels<float>(found, " float32");
     add_kernels<bf16>(found, " bfloat16");
     found["small_linear int8"] = small_linear<int8_t>;
+    found["paged_attention int8"] = paged_attention<int8_t>;
     return found;
 }

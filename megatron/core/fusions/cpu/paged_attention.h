@@ -25,7 +25,7 @@ INLINE void transpose(const T* const* rows, int64_t count, int64_t width, float*
 #if LANES == 16
     for (; count == kLanes && j + kLanes <= width; j += kLanes) {
         __m512 a[16], b[16];
-        for (int i = 0; i < 16; ++i) a[i] = (__m512)cached(rows[i] + j, kLanes);
+        for (int i = 0; i < 16; ++i) a[i] = (__m512)decoded(rows[i], j, kLanes, width);
         for (int i = 0; i < 16; i += 2) {
             b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
             b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
@@ -53,7 +53,7 @@ INLINE void transpose(const T* const* rows, int64_t count, int64_t width, float*
 #elif LANES == 8
     for (; count == kLanes && j + kLanes <= width; j += kLanes) {
         __m256 a[8], b[8];
-        for (int i = 0; i < 8; ++i) a[i] = (__m256)cached(rows[i] + j, kLanes);
+        for (int i = 0; i < 8; ++i) a[i] = (__m256)decoded(rows[i], j, kLanes, width);
         for (int i = 0; i < 8; i += 2) {
             b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
             b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
@@ -71,7 +71,7 @@ INLINE void transpose(const T* const* rows, int64_t count, int64_t width, float*
     }
 #endif
     for (int64_t i = 0; i < count; ++i)
-        for (int64_t k = j; k < width; ++k) out[k * kBlock + i] = at(rows[i], k);
+        for (int64_t k = j; k < width; ++k) out[k * kBlock + i] = decoded(rows[i], k, width);
 }
 
 // Heads and caches of a call; strides are in elements.
@@ -245,6 +245,7 @@ struct Walk {
 template <class T>
 INLINE void prefetch(const T* row, int64_t width) {
     for (int64_t j = 0; j < width; j += 64 / sizeof(T)) __builtin_prefetch(row + j);
+    if (sizeof(T) == 1) __builtin_prefetch(row + width);  // the scale; these rows are not aligned
 }
 
 // Keys [begin, end) of a request in one group of heads.
@@ -266,7 +267,9 @@ INLINE void load_block(const Pages<T>& p, Block& block, const int32_t* table, Sp
         } else {
             float* wide = &block.wide_values[t * p.value_width];
             each(p.value_width,
-                 [&](int64_t j, int64_t n) { cache(wide + j, cached(token.value() + j, n), n); });
+                 [&](int64_t j, int64_t n) {
+                     cache(wide + j, decoded(token.value(), j, n, p.value_width), n);
+                 });
             block.values[t] = wide;
         }
         if (next.begin + t - from < next.end) {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import host_array
-from megatron.core.fusions.paged_attention import PagedBatch, paged_attention, store
+from megatron.core.fusions.paged_attention import PagedBatch, gather, paged_attention, store
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.step_plan import Integers, Segment, StepPlan
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -113,7 +113,7 @@ class BatchView:
             return out.flatten(1).unsqueeze(1)
         parts = []
         for segment, rows in zip(self._segments, self._rows, strict=True):
-            k, v = self._gathered(keys, segment), self._gathered(values, segment)
+            k, v = (self._gathered(x, segment).to(query.dtype) for x in (keys, values))
             table = None if bias is None else bias(segment.start, len(segment.tokens), len(k))
             parts.append(core(query[rows], k, v, attention_bias=table))
         return torch.cat(parts)
@@ -175,7 +175,7 @@ class BatchView:
     def _gathered(self, pages: Tensor, segment: Segment) -> Tensor:
         """Copy the tokens of a segment's request out of the pages: [t, 1, g, d]."""
         own = torch.from_numpy(segment.pages).to(pages.device)
-        return pages[own].flatten(0, 1)[: segment.num_keys].unsqueeze(1)
+        return gather(pages, own, 0, segment.num_keys).unsqueeze(1)
 
 
 def _count_up(starts: Integers, lengths: Integers) -> Integers:

@@ -11,14 +11,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.config.errors import ConfigError
+from megatron.core.fusions.quantized_rows import SCALE_BYTES
 from megatron.core.transformer.kv_cache import State
 
 
 class PagedCache:
-    """``num_pages`` pages and ``max_requests`` slots, and one more of each for idle steps."""
+    """``num_pages`` pages and ``max_requests`` slots, and one more of each for idle steps.
 
-    def __init__(self, num_pages: int, page_size: int, max_requests: int) -> None:
+    ``dtype`` of keys and values; None: that of the model.  With int8 pages have `quantized_rows`.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, max_requests: int, dtype: torch.dtype | None = None
+    ) -> None:
         self.num_pages, self.page_size, self.max_requests = num_pages, page_size, max_requests
+        self.dtype = dtype
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._states: dict[int, State] = {}
         self._others: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -34,8 +42,12 @@ class PagedCache:
             self._states[index] = self._slots(state)
 
     def layer(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pages of a layer, [num_pages + 1, page_size, g, d], made like ``key``."""
+        """Return the pages of a layer, [num_pages + 1, page_size, g, d], made for ``key``.
+
+        Raises ConfigError if rows of ``dtype`` cannot have its width.
+        """
         if layer_index not in self._layers:
+            key, value = (self._stored(x) for x in (key, value))
             self._layers[layer_index] = (self._pages(key), self._pages(value))
         return self._layers[layer_index]
 
@@ -92,6 +104,18 @@ class PagedCache:
 
     def _slots(self, like: State) -> State:
         return tuple(part.new_zeros(self.max_requests + 1, *part.shape[1:]) for part in like)
+
+    def _stored(self, like: Tensor) -> Tensor:
+        """Return an empty tensor with the dtype and width of ``like`` in pages."""
+        width, dtype = like.shape[-1], self.dtype or like.dtype
+        if dtype == torch.int8 and width:  # width 0: the keys are the values too
+            if width % SCALE_BYTES:
+                raise ConfigError(
+                    f"--inference-kv-cache-dtype int8: keys or values of {width} channels are not "
+                    f"a multiple of {SCALE_BYTES}; use bf16"
+                )
+            width += SCALE_BYTES
+        return like.new_empty((0, *like.shape[1:-1], width), dtype=dtype)
 
     def _pages(self, like: Tensor) -> Tensor:
         shape = (self.num_pages + 1, self.page_size, *like.shape[2:])

@@ -17,11 +17,16 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-import torch
 
 from megatron.core import device
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
+from megatron.core.inference.paged_engine.allocation import (
+    allocate,
+    cache_dtype,
+    idle_plan,
+    num_fitting_pages,
+)
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.control import (
     ControlChannel,
@@ -45,16 +50,12 @@ from megatron.core.inference.paged_engine.request import (
 from megatron.core.inference.paged_engine.runner import GenerationModel, ModelRunner
 from megatron.core.inference.paged_engine.scheduler import Scheduler
 from megatron.core.inference.paged_engine.step_plan import (
-    Admission,
-    Integers,
-    Segment,
     StepPlan,
     StepResult,
 )
 from megatron.core.inference.refit import Refit, note_new_weights
 
 _MOST_REQUESTS = 256  # that run at the same time, unless more are asked for
-_PAGES_WITHOUT_ATTENTION = 2**20  # of a model whose layers are all recurrent
 _IMBALANCE = 4
 _STOP, _PLAN, _UPDATE = 0, 1, 2  # first number of a message to the other ranks
 _NOTHING = StepResult(
@@ -105,7 +106,7 @@ class Engine:
             most = -(-longest // self._page_size) * self._page_size
             self._page_size = min(options.page_size, most)
         probe = self._new_runner(1, 1)
-        num_pages = self._probe(probe)
+        num_pages = num_fitting_pages(probe, options.buffer_bytes, self._channel)
         in_sequence = -(-longest // self._page_size)
         slots = options.max_requests
         if slots is None:
@@ -114,8 +115,10 @@ class Engine:
         slots = max(slots // self._num_lanes, 1) * self._num_lanes
         num_pages = min(num_pages, slots * in_sequence)
         self._runner = self._new_runner(num_pages, slots)
-        has_recurrent_layers = self._allocate(probe.cache)
-        self._idle = _idle_plan(model, num_pages, slots)
+        has_recurrent_layers = allocate(
+            self._runner, probe.cache, options.buffer_bytes, self._channel
+        )
+        self._idle = idle_plan(model, num_pages, slots)
         self._limits = EngineLimits(
             page_size=self._page_size,
             num_pages=num_pages,
@@ -353,7 +356,8 @@ class Engine:
     # ---- set-up ------------------------------------------------------------------------------
 
     def _new_runner(self, num_pages: int, slots: int) -> ModelRunner:
-        cache = PagedCache(num_pages, self._page_size, slots)
+        dtype = cache_dtype(self.options, self.model)
+        cache = PagedCache(num_pages, self._page_size, slots, dtype)
         return ModelRunner(
             self.model,
             cache,
@@ -361,50 +365,6 @@ class Engine:
             num_draft_layers=self._num_draft_layers,
             num_draft_tokens=self.options.num_draft_tokens,
         )
-
-    def _probe(self, runner: ModelRunner) -> int:
-        """Return how many pages fit into every rank's buffer.
-
-        An idle step with a cache of one page shows what the layers store.  Collective over all
-        ranks.  Raises ConfigError if no page fits.
-        """
-        runner.execute(_idle_plan(self.model, 1, 1))
-        cost = runner.cache.bytes_per_page
-        fitting = self.options.buffer_bytes // cost if cost else _PAGES_WITHOUT_ATTENTION
-        found = torch.tensor([fitting])
-        self._channel.all_reduce_min(found)
-        num_pages = int(found)
-        if num_pages == 0:
-            raise ConfigError(
-                "--inference-dynamic-batching-buffer-size-gb "
-                f"{self.options.buffer_bytes / 2**30:g}: the KV cache holds no page of "
-                f"{self._page_size} tokens, which takes {cost} bytes; give more"
-            )
-        return num_pages
-
-    def _allocate(self, like: PagedCache) -> bool:
-        """Allocate the cache for the layers of ``like``; return if there are recurrent layers.
-
-        Collective over all ranks.  Raises ConfigError on all if one has too little memory.
-        """
-        cache, world = self._runner.cache, self.model.groups.world
-        lacking = world.size()
-        try:
-            cache.allocate(like)
-        except (RuntimeError, MemoryError):  # of torch: it only allocates
-            lacking = world.rank()
-            cache.clear()
-        found = torch.tensor([lacking, not like.has_states])
-        self._channel.all_reduce_min(found)
-        lacking, is_stateless = found.tolist()
-        if lacking < world.size():
-            raise ConfigError(
-                "--inference-dynamic-batching-buffer-size-gb "
-                f"{self.options.buffer_bytes / 2**30:g}: rank {lacking} has too little memory for "
-                f"the KV cache of {cache.num_pages} pages of {self._page_size} tokens, "
-                f"{cache.num_pages * like.bytes_per_page / 2**30:.3g} GB on this rank; lower it"
-            )
-        return not is_stateless
 
     def _ranks(self, replica: int) -> Iterator[int]:
         tp, pp = self.model.groups.tp.size(), self.model.groups.pp.size()
@@ -437,14 +397,3 @@ def _num_draft_layers(model: GenerationModel, options: EngineOptions) -> int:
             "ask for 1 draft token or more"
         )
     return min(num_layers, options.num_draft_tokens)
-
-
-def _idle_plan(model: GenerationModel, num_pages: int, slots: int) -> StepPlan:
-    """Return a step of one row in the cache's extra page and slot, without output."""
-
-    def ints(*values: int) -> Integers:
-        return np.array(values, dtype=np.int64)
-
-    segment = Segment(slots, 0, ints(0), ints(num_pages), ints())
-    source = (0,) if model.decoder_start is not None else ()
-    return StepPlan((segment,), (Admission(slots, {}, source=source),))

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from megatron.core.config.errors import ConfigError
 
 DraftKind: TypeAlias = Literal["ngram", "mtp"]
+KVFormat: TypeAlias = Literal["auto", "bf16", "int8"]
 
 _BATCHING = "--inference-dynamic-batching"
 
@@ -20,7 +21,8 @@ class EngineOptions:
     ``max_requests`` run at the same time in a replica; None: ``overflow_factor`` times the number
     of longest sequences that the cache holds.  ``guaranteed_fraction`` of the pages is reserved for
     running requests when another one starts.  ``weights`` and ``batch_invariant`` are properties of
-    the model too: see `use_fast_linears`.  ``draft_model``: what gives the ``num_draft_tokens``:
+    the model too: see `use_fast_linears`.  ``kv_cache``: format of keys and values in pages, "auto"
+    is that of the model.  ``draft_model``: what gives the ``num_draft_tokens``:
     earlier text, or the model's layers for multi-token prediction.  Raises ConfigError for a value
     that is out of range.
     """
@@ -38,6 +40,7 @@ class EngineOptions:
     draft_model: DraftKind = "ngram"
     weights: Literal["saved", "bf16", "int8"] = "saved"
     batch_invariant: bool = False
+    kv_cache: KVFormat = "auto"
     timeout_s: float = 600.0  # until a rank that does not answer ends the engine
 
     def __post_init__(self) -> None:
