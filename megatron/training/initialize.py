@@ -56,7 +56,7 @@ from megatron.training.process.preflight import (
     rendezvous_problems,
 )
 from megatron.training.process.rank_print import print_rank_0, rank, survive_lost_output, world_size
-from megatron.training.process.rendezvous import meet
+from megatron.training.process.rendezvous import claim_gpu, meet
 from megatron.training.process.signals import catch_stop_signal
 from megatron.training.runtime.groups import create_groups
 from megatron.training.runtime.runtime import Runtime
@@ -311,9 +311,12 @@ def _init_default_group(config: RunConfig) -> None:
     print_rank_0("> initializing torch distributed ...")
     if needs_rendezvous(os.environ):
         rank, world_size = int(os.environ["RANK"]), config.world_size
+        store = meet(rank, world_size, timeout)
+        if device.is_cuda() and "nccl" in backend:  # gloo connects ranks on one GPU too
+            claim_gpu(store, rank)
         dist.init_process_group(
             backend,
-            store=meet(rank, world_size, timeout),
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,

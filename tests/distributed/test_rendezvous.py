@@ -6,15 +6,19 @@ import itertools
 import signal
 import socket
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from megatron.core import device
 from megatron.core.config.errors import LaunchError
+from megatron.training import initialize
 from megatron.training.process import rendezvous
 from megatron.training.process.signals import StopSignal
 from tests.ranks import run_ranks
+from tests.unit.arguments.commands import run_of
 
 
 @pytest.fixture
@@ -145,3 +149,35 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
     expected = f"rank 1 has waited .* for the store at MASTER_ADDR 127.0.0.1, MASTER_PORT {port}"
     with pytest.raises(LaunchError, match=expected):
         rendezvous.meet(1, 2, timedelta(seconds=60))
+
+
+@pytest.mark.feature("Running: two ranks on one GPU are named before NCCL fails")
+def test_two_ranks_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    for rank, gpu in ((0, "GPU-a"), (1, "GPU-b")):
+        monkeypatch.setattr(rendezvous.device, "uuid", lambda gpu=gpu: gpu)
+        rendezvous.claim_gpu(store, rank)
+    with pytest.raises(LaunchError, match="ranks 1 and 2 are both on GPU-b: NCCL needs a GPU"):
+        rendezvous.claim_gpu(store, 2)
+
+
+def test_nccl_is_started_by_ranks_that_have_claimed_their_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gloo connects ranks on one GPU as well."""
+    config = run_of(world_size=2)
+    started, claims = [], []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr(initialize, "meet", lambda *_: dist.HashStore())
+    monkeypatch.setattr(initialize, "claim_gpu", lambda store, rank: claims.append(rank))
+    monkeypatch.setattr(initialize.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        initialize.dist, "init_process_group", lambda backend, **_: started.append(backend)
+    )
+    with device.simulate_device("cuda"):
+        for backend in ("nccl", "gloo"):
+            distributed = replace(config.distributed, distributed_backend=backend)
+            initialize._init_default_group(replace(config, distributed=distributed))
+    assert started == ["nccl", "gloo"]
+    assert claims == [1]

@@ -24,6 +24,7 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed import Store
 
+from megatron.core import device
 from megatron.core.config.errors import LaunchError
 from megatron.training.process.signals import StopSignal
 
@@ -73,6 +74,21 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
     store = _connect(rank, patience)
     store.set_timeout(timeout)
     return wait_for_all(dist.PrefixStore("meet", store), rank, world_size, patience)
+
+
+def claim_gpu(store: Store, rank: int) -> None:
+    """Record in the store of `meet` that ``rank`` uses this process's GPU.
+
+    Raises LaunchError if another rank does: NCCL would fail later, with a message about neither.
+    """
+    gpu = device.uuid()
+    owner = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
+    if owner != str(rank):
+        raise LaunchError(
+            f"ranks {owner} and {rank} are both on {gpu}: NCCL needs a GPU for each rank, so start "
+            "at most as many processes per host (--nproc-per-node) as it has GPUs, and make them "
+            "all visible (CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def _connect(rank: int, patience: _Patience) -> Store:
