@@ -150,3 +150,16 @@ def test_fully_sharded_parameters_are_gathered_on_a_high_priority_stream() -> No
     assert high_priority_groups(run_of(fsdp)) == ("dp_cp", "tp")
     experts = "--num-experts 4 --expert-model-parallel-size 2 --use-torch-fsdp2"
     assert high_priority_groups(run_of(experts, 4)) == ("dp_cp", "ep_dp")
+
+
+@pytest.mark.feature("Speed: collectives that overlap with GEMMs run on high-priority streams")
+def test_tensor_and_context_parallelism_have_priority_unless_launch_order_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = run_of("--tensor-model-parallel-size 2 --context-parallel-size 2", 4)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert high_priority_groups(both) == ("tp", "cp", "cp_inner", "cp_outer")
+    assert resolve_settings({}, high_priority_groups(both))[1] == []
+    assert high_priority_groups(run_of()) == ()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert high_priority_groups(both) == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 from megatron.core.distributed.sharding import is_fully_sharded, num_instances
@@ -54,11 +55,17 @@ def create_groups(config: RunConfig, *, only_mine: bool = False) -> ProcessGroup
 
 
 def high_priority_groups(config: RunConfig) -> tuple[str, ...]:
-    """Return the groups that use high-priority streams: those of the flag and FSDP's.
+    """Return the groups that use high-priority streams: those of the flag, and by default others.
 
     FSDP's all-gathers run beside the kernels of the previous layer and must not queue after them.
+    Without FSDP the same holds for tensor- and context-parallel collectives, which overlap with
+    GEMMs.  CUDA_DEVICE_MAX_CONNECTIONS=1 starts kernels in the order of their launch, which does it
+    too, but only before Blackwell GPUs, and not beside FSDP.
     """
-    groups = config.distributed.high_priority_stream_groups
+    model, groups = config.model, config.distributed.high_priority_stream_groups
     if is_fully_sharded(config.ddp):
-        groups += ("dp_cp", "ep_dp") if config.model.expert_model_parallel_size > 1 else ("dp_cp",)
+        groups += ("dp_cp", "ep_dp") if model.expert_model_parallel_size > 1 else ("dp_cp",)
+    elif os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        groups += ("tp",) if model.tensor_model_parallel_size > 1 else ()
+        groups += ("cp", "cp_inner", "cp_outer") if model.context_parallel_size > 1 else ()
     return tuple(dict.fromkeys(groups))
