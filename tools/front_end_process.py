@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron.core.config.errors import LaunchError
-from megatron.inference.server.engine_process import EngineLoop, ServedEngine, UpdateWeights
+from megatron.inference.server.engine_process import EngineLoop, ServedEngine
 from megatron.inference.server.messages import EngineInfo
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -60,15 +61,14 @@ class FrontEndProcess:
         other.close()
         listener.close()
 
-    def serve(
-        self, engine: ServedEngine, info: EngineInfo, update_weights: UpdateWeights | None = None
-    ) -> int:
+    def serve(self, engine: ServedEngine, info: EngineInfo, **options: Any) -> int:
         """Serve until SIGTERM or SIGINT; return the front end's exit status.
 
         The front end receives the signal, answers its open requests and closes the connection.
+        ``options`` are arguments of `EngineLoop`.
         """
         with self._forwarded_signals():
-            EngineLoop(engine, self.connection, info, update_weights).run()
+            EngineLoop(engine, self.connection, info, **options).run()
             return self.close()
 
     def close(self) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config.errors import ConfigError, MegatronError
+from megatron.core.config.errors import ConfigError, LaunchError, MegatronError
 from megatron.core.inference.grammar import Grammars
 from megatron.core.optional import available
 from megatron.inference.server.messages import EngineInfo
@@ -47,6 +47,7 @@ _READ = (
     "--load",
     "--ckpt-step",
     "--device",
+    "--distributed-timeout-minutes",
     "--import-module",
     "--spec",
     "--cache-mla-latents",
@@ -83,15 +84,17 @@ def main() -> None:
         if args.load is None:
             raise ConfigError("--load is missing: give the directory that training saved to")
         end_with_launcher()
-        status = serve(args, sys.argv[1:]) if is_rank0() else follow(args)
+        if is_rank0():
+            serve(args, sys.argv[1:])
+        else:
+            follow(args)
     except (MegatronError, OSError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(exit_code(error))
-    sys.exit(status)
 
 
-def serve(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Start the front end, load the model and serve; return the exit status.  For rank 0."""
+def serve(args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Start the front end, load the model and serve.  For rank 0."""
     for warning in warnings_of(words):
         print(f"WARNING: {warning}", flush=True)
     front_end = FrontEndProcess(
@@ -108,15 +111,31 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> int:
             if args.api_key_file is not None or args.host in _LOOPBACK:
                 features.append("update_weights")  # a client names a directory to read
             info = engine_info(args, writer, tuple(features))
-            status = front_end.serve(writer.engine, info, writer.engine.update_weights)
+            status = front_end.serve(
+                writer.engine,
+                info,
+                update_weights=writer.engine.update_weights,
+                explain=writer.explain,
+            )
+            if status:
+                raise LaunchError(why_ended(status))
             writer.engine.close()
     finally:
         front_end.close()
     shut_down()
-    return status
 
 
-def follow(args: argparse.Namespace) -> int:
+def why_ended(status: int) -> str:
+    """Return why the front end has ended with ``status``, which is not 0."""
+    if status > 0:
+        return f"the HTTP front end has ended with status {status}; its message is above"
+    return (
+        f"the HTTP front end has been killed by {signal.Signals(-status).name}; clients have lost "
+        "their connections: start the server again"
+    )
+
+
+def follow(args: argparse.Namespace) -> None:
     """Execute the steps that rank 0 plans, until it ends."""
     with ExitStack() as watch:
         writer = open_engine(args, watch)
@@ -124,7 +143,6 @@ def follow(args: argparse.Namespace) -> int:
             signal.signal(number, signal.SIG_IGN)  # rank 0 first answers its open requests
         writer.engine.follow()
     shut_down()
-    return 0
 
 
 def open_engine(args: argparse.Namespace, watch: ExitStack) -> Writer:
@@ -133,6 +151,7 @@ def open_engine(args: argparse.Namespace, watch: ExitStack) -> Writer:
     Collective over all ranks.
     """
     options = engine_options(args)
+    options = dataclasses.replace(options, timeout_s=60.0 * args.distributed_timeout_minutes)
     if args.max_batch_size is not None:
         options = dataclasses.replace(options, max_requests=args.max_batch_size)
     return open_writer(

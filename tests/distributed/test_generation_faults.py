@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
@@ -20,6 +22,7 @@ from tests.ranks import run_ranks
 from tests.unit.inference.test_engine import engine, requests
 
 LAYOUTS = [(2, {"tp": 2}), (2, {"pp": 2}), (2, {})]
+EXPERTS = (2, {"ep": 2})
 
 
 def generate(
@@ -73,6 +76,47 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert "rank 0 waits in generation control recv 1->0" in said
     assert "rank 1: does not answer" in said
     assert "Timed out" in said.splitlines()[-1]
+
+
+def generate_until_named(rank: int, world_size: int, folder: str, sizes: dict[str, int]) -> None:
+    """Generate with a rank 1 that stops; kill it when rank 0 has named it."""
+    processes: list[int] = [0] * world_size
+    dist.all_gather_object(processes, os.getpid())
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+
+    def pass_on() -> None:
+        with open(reader, encoding="utf-8") as lines, open(f"{folder}/stderr{rank}", "w") as file:
+            for line in lines:
+                file.write(line)
+                file.flush()
+                if line == "rank 1: does not answer\n":
+                    os.kill(processes[1], signal.SIGKILL)
+
+    threading.Thread(target=pass_on, daemon=True).start()
+    with ExitStack() as watch:
+        watch.enter_context(failure_watch(poll_s=0.05, timeout_s=60, patience_s=0.2))
+        watch.enter_context(waiting_for_work(True))
+        made = engine(EngineOptions(page_size=4), world_size, sizes)
+        if rank:
+            made.follow()
+        else:
+            made.generate(requests())
+
+
+@pytest.mark.feature("Generation: a stopped rank is named long before the timeout of collectives")
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_stopped_rank_is_named_before_any_timeout(
+    axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULTS", "inference.step:stop:rank1:step4")
+    monkeypatch.setattr(ranks, "GRACE_S", 30)
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run_ranks(generate_until_named, 2, str(tmp_path), {axis: 2})
+    said = (tmp_path / "stderr0").read_text()
+    assert "rank 0: waits in " in said
+    assert "rank 1: does not answer\n" in said
+    assert "imed out" not in said
 
 
 def test_an_idle_engine_is_no_stall(tmp_path: Path) -> None:

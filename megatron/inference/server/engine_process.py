@@ -40,10 +40,15 @@ class ServedEngine(Protocol):
 UpdateWeights = Callable[[str], int]  # path of a checkpoint -> the new weight version
 
 
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 class EngineLoop:
     """Serve the requests that arrive over ``connection`` until its other end is closed.
 
-    An exception of a step ends the loop, after the front end has received its message.
+    An exception of a step ends the loop, after the front end has received the message that
+    ``explain`` gives for it.
     """
 
     def __init__(
@@ -52,7 +57,9 @@ class EngineLoop:
         connection: socket.socket,
         info: EngineInfo,
         update_weights: UpdateWeights | None = None,
+        explain: Callable[[BaseException], str] = _described,
     ) -> None:
+        self._explain = explain
         self._engine, self._connection = engine, connection
         self._info, self._update_weights = info, update_weights
         self._buffer = LineBuffer()
@@ -70,7 +77,7 @@ class EngineLoop:
         except (BrokenPipeError, ConnectionResetError):
             pass  # the front end ended while this process was writing
         except Exception as error:
-            self._report_failure(f"{type(error).__name__}: {error}")
+            self._report_failure(self._explain(error))
             raise
         for request_id in self._open:
             self._engine.abort(request_id)

@@ -39,7 +39,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
 from megatron.training.initialize import connect, create_runtime
 from megatron.training.models.registry import model_kind, model_kind_of
-from megatron.training.process.failure_watch import failure_watch
+from megatron.training.process.failure_watch import FailureWatch, failure_watch
 from megatron.training.process.rank_print import world_size
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
@@ -69,6 +69,7 @@ _OWN = {
     "perform_initialization": False,  # the checkpoint has all weights
 }
 _MTP_LAYERS = ("mtp.",)  # prefix of the names of their tensors
+_PATIENCE_S = 30.0  # without progress in a step, then all ranks report what they do
 
 
 DeviceKind: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -81,11 +82,21 @@ NO_FLAGS: Mapping[str, object] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Writer:
-    """An engine with its tokenizer, which another process can build from ``tokenizer_spec``."""
+    """An engine with its tokenizer, which another process can build from ``tokenizer_spec``.
+
+    ``watch``: that of the ranks' failures, if there is one.
+    """
 
     engine: Engine
     tokenizer: MegatronTokenizer
     tokenizer_spec: TokenizerSpec
+    watch: FailureWatch | None = None
+
+    def explain(self, error: BaseException) -> str:
+        """Return why a step failed; a rank that has ended is the reason of its neighbours."""
+        if self.watch is not None:
+            return self.watch.explain(error)
+        return f"{type(error).__name__}: {error}"
 
 
 def open_writer(
@@ -124,14 +135,21 @@ def open_writer(
     distributed = replace(config.distributed, distributed_timeout_minutes=minutes)
     config = replace(config, distributed=distributed)
     connect(config)
+    watching = None
     if watch is not None:
-        watch.enter_context(failure_watch(timeout_s=options.timeout_s))
+        failures = failure_watch(timeout_s=options.timeout_s, patience_s=_PATIENCE_S)
+        watching = watch.enter_context(failures)
         watch.enter_context(waiting_for_work(True))  # except in steps
     run, _ = load_model(config, parallel_output=False)
     assert run.tokenizer is not None, "setup_tokenizer() builds it"
     load_weights = partial(_replace_weights, config.checkpoint, model_parts(run))
     model = generation_model(run, options, load_weights)
-    return Writer(Engine(model, options), run.tokenizer, TokenizerSpec.of(run.config.tokenizer))
+    return Writer(
+        Engine(model, options),
+        run.tokenizer,
+        TokenizerSpec.of(run.config.tokenizer),
+        watching if isinstance(watching, FailureWatch) else None,
+    )
 
 
 def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:

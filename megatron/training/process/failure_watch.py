@@ -54,6 +54,7 @@ def failure_watch(
     poll_s: float = 1.0,
     timeout_s: float = float("inf"),
     before_end: Callable[[RunStore], None] = lambda store: None,
+    patience_s: float = float("inf"),
 ) -> AbstractContextManager[object]:
     """Return a context manager that ends all ranks when one of them fails.  Collective.
 
@@ -63,8 +64,9 @@ def failure_watch(
     instead.
 
     ``timeout_s`` is the timeout of collectives: shortly before it, a rank reports what the calling
-    thread waits for.  ``before_end`` is called on every rank before its process ends, by the thread
-    that ends it; not among virtual ranks.
+    thread waits for.  After ``patience_s`` without progress all ranks report, and the run goes on;
+    so a rank that has stopped is named long before the timeout.  ``before_end`` is called on every
+    rank before its process ends, by the thread that ends it; not among virtual ranks.
     """
     if not dist.is_initialized() or dist.get_backend() == BACKEND:
         return contextlib.nullcontext()
@@ -73,7 +75,7 @@ def failure_watch(
     store = RunStore(_get_default_store(), agree_on_secret())
     note_collectives()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    stall = StallReport(rank, world_size, timeout_s)
+    stall = StallReport(rank, world_size, timeout_s, patience_s)
     return FailureWatch(store, rank, world_size, poll_s, stall, before_end)
 
 
@@ -134,6 +136,17 @@ class FailureWatch:
         else:
             self._fail(error)
 
+    def explain(self, error: BaseException) -> str:
+        """Return the failure of another rank that has caused ``error``, or that of this rank.
+
+        Call it in the thread of the context.  It waits for two polling intervals at most.
+        """
+        cause = self._cause() if is_lost_connection(error) else None
+        return cause or self._failure_of(error)
+
+    def _failure_of(self, error: BaseException) -> str:
+        return f"rank {self._rank} failed: {type(error).__name__}: {in_few_lines(str(error))}"
+
     def _leave(self) -> None:
         """Stop watching at the normal end of a run.
 
@@ -151,7 +164,7 @@ class FailureWatch:
 
     def _fail(self, error: BaseException) -> None:
         """Report ``error`` to all ranks and end this process."""
-        mine = f"rank {self._rank} failed: {type(error).__name__}: {in_few_lines(str(error))}"
+        mine = self._failure_of(error)
         is_stall = is_timeout(error)
         first = mine
         self._thread.join()  # the thread ends the process if it has seen a failure
@@ -177,8 +190,10 @@ class FailureWatch:
     def _cause(self) -> str | None:
         """Wait for the failure of another rank that has cut this rank's connection; return it."""
         deadline_s = time.monotonic() + 2 * self._poll_s
-        while (found := self._failure(self._store)) is None and time.monotonic() < deadline_s:
-            time.sleep(0.02)
+        found = None
+        with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
+            while (found := self._failure(self._store)) is None and time.monotonic() < deadline_s:
+                time.sleep(0.02)
         return found
 
     def _failure(self, store: RunStore) -> str | None:

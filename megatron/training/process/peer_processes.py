@@ -42,7 +42,7 @@ class PeerProcesses:
         """Return rank and process id of a neighbour that ended without `leave`, or None."""
         for rank in sorted(self._unknown):
             self._begin_to_watch(rank, store.get(f"{_PROCESS}{rank}"))
-        for rank in self._processes:
+        for rank in tuple(self._processes):
             if self._has_ended(rank) and store.get(f"{_LEFT}{rank}") is None:
                 return rank, self._processes[rank]
         return None
@@ -50,7 +50,7 @@ class PeerProcesses:
     def _begin_to_watch(self, rank: int, announced: str | None) -> None:
         if announced is None:
             return
-        self._unknown.remove(rank)
+        self._unknown.discard(rank)  # two threads may look
         place, process = announced.rsplit(" ", 1)
         if place != self._place or place == "":
             return

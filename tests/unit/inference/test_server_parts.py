@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,9 @@ from megatron.core.inference.paged_engine.request import (
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server import messages
 from megatron.inference.server.completions import LogProbTable
+from megatron.inference.server.engine_client import EngineDied
 from megatron.inference.server.engine_process import EngineLoop
+from megatron.inference.server.front_end import watch_engine
 from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.messages import EngineInfo, LineBuffer, ProtocolError
 from megatron.inference.server.model import Model
@@ -238,3 +241,17 @@ def test_a_likelier_token_of_the_same_text_stays_in_the_table():
     table.add([PlacedToken(TokenOutput(3, -2.0, ((4, -1.0),)), 0)], 0)
     assert table.token_logprobs == [-2.0]
     assert table.top_logprobs == [{"\ufffd": -1.0}]
+
+
+def test_an_engine_that_does_not_answer_is_named(caplog):
+    class Stopped:
+        num_open, failure, num_asked = 1, None, 0
+
+        async def ask(self, kind, timeout_s):
+            self.num_asked += 1
+            if self.num_asked > 1:
+                raise EngineDied("the engine's process has ended")
+            raise TimeoutError
+
+    asyncio.run(watch_engine(Stopped(), 0.0))
+    assert f"rank 0 (process {os.getppid()}), which holds the engine, has not" in caplog.text

@@ -19,7 +19,7 @@ from itertools import product
 import numpy as np
 
 from megatron.core import device
-from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.config.errors import CheckpointError
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
 from megatron.core.inference.paged_engine.allocation import (
     allocate,
@@ -100,7 +100,7 @@ class Engine:
         longest = min(
             options.max_sequence_length or model.max_sequence_length, model.max_sequence_length
         )
-        self._num_draft_layers = _num_draft_layers(model, options)
+        self._num_draft_layers = options.num_draft_layers(model.config.mtp_num_layers or 0)
         self._page_size = 256 if device.is_cuda(model.device) else 16
         if options.page_size is not None:  # more than the longest sequence is never used
             most = -(-longest // self._page_size) * self._page_size
@@ -335,6 +335,7 @@ class Engine:
 
     # ---- the other ranks ---------------------------------------------------------------------
 
+    @waiting_for_work(False)
     def follow(self) -> None:
         """Execute the plans of rank 0 until it closes the engine."""
         while True:
@@ -379,21 +380,3 @@ class Engine:
         return self._channel.ranks[
             grid.rank(**{axis: coordinate.get(axis, 0) for axis in grid.sizes})
         ]
-
-
-def _num_draft_layers(model: GenerationModel, options: EngineOptions) -> int:
-    """Return how many MTP layers draft.  Raises ConfigError if they should and cannot."""
-    if options.draft_model != "mtp":
-        return 0
-    num_layers = model.config.mtp_num_layers or 0
-    if not num_layers:
-        raise ConfigError(
-            "--inference-draft-model mtp: the model has no layers for multi-token prediction; "
-            "train it with --mtp-num-layers, or use --inference-draft-model ngram"
-        )
-    if not options.num_draft_tokens:
-        raise ConfigError(
-            "--inference-draft-model mtp has no effect with --inference-num-draft-tokens 0: "
-            "ask for 1 draft token or more"
-        )
-    return min(num_layers, options.num_draft_tokens)

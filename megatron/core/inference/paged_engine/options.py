@@ -81,3 +81,22 @@ class EngineOptions:
         ):
             need(value is None or value >= least, flag, value, f"{least} or more")
         return out
+
+    def num_draft_layers(self, num_mtp_layers: int) -> int:
+        """Return how many of a model's MTP layers draft.
+
+        Raises ConfigError if they should and cannot.
+        """
+        if self.draft_model != "mtp":
+            return 0
+        if not num_mtp_layers:
+            raise ConfigError(
+                "--inference-draft-model mtp: the model has no layers for multi-token prediction; "
+                "train it with --mtp-num-layers, or use --inference-draft-model ngram"
+            )
+        if not self.num_draft_tokens:
+            raise ConfigError(
+                "--inference-draft-model mtp has no effect with --inference-num-draft-tokens 0: "
+                "ask for 1 draft token or more"
+            )
+        return min(num_mtp_layers, self.num_draft_tokens)
