@@ -25,6 +25,7 @@ _EXTRA = {
     "boto3": "s3",
     "multistorageclient": "s3",
     "yaml": "yaml",
+    "nvidia_resiliency_ext": "ft",
     "jinja2": "serve",
     "llguidance": "serve",
     "prometheus_client": "serve",

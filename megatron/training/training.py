@@ -22,7 +22,10 @@ from megatron.training.checkpointing.run_checkpoint import (
     load,
     save_last,
 )
+from megatron.training.config.run import RunConfig
 from megatron.training.data import loaders
+from megatron.training.fault_tolerance import sections
+from megatron.training.fault_tolerance.simulated_fault import simulate_fault
 from megatron.training.initialize import (
     configure,
     connect,
@@ -37,6 +40,7 @@ from megatron.training.memory.warmup import make_optimizer_state, rehearse
 from megatron.training.process import exit_report
 from megatron.training.process.failure_watch import failure_watch
 from megatron.training.process.rank_print import print_rank_0
+from megatron.training.process.stall_report import FindHang
 from megatron.training.runtime import setup
 from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.schedule import number_of_train_iters, recount_train_iters
@@ -93,6 +97,7 @@ def pretrain(
 
     def whole_run(*_ranks: int) -> None:
         connect(config)
+        find_hang = _watch_sections(config)
         begun: list[Runtime] = []  # empty until create_runtime() returns
         timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
 
@@ -101,7 +106,7 @@ def pretrain(
                 finish_at_failure(run, store)
 
         try:
-            with failure_watch(timeout_s=timeout_s, before_end=finish):
+            with failure_watch(timeout_s=timeout_s, before_end=finish, find_hang=find_hang):
                 run = create_runtime(config)
                 begun.append(run)
                 with report_oom(run):
@@ -125,6 +130,7 @@ def pretrain(
 
     try:
         require_callbacks(callbacks)
+        sections.start_heartbeat()
         config = configure(extra_args_provider, args_defaults)
     except MegatronError as error:
         fail_before_start(error)
@@ -133,6 +139,7 @@ def pretrain(
         if config.distributed.virtual_ranks is None:
             whole_run()
         else:
+            sections.monitor.close()  # threads have no heartbeat of their own
             virtual_ranks.run(whole_run, config.distributed.virtual_ranks)
     except MegatronError as error:
         fail(error)
@@ -140,6 +147,14 @@ def pretrain(
     except BaseException as error:
         exit_report.write_error(error)
         raise
+
+
+def _watch_sections(config: RunConfig) -> FindHang:
+    """Return the function by which the ranks watch each other, with --enable-ft-package."""
+    if config.resilience.enable_ft_package:
+        sections.monitor.enable(config.checkpoint.save, config.resilience.calc_ft_timeouts)
+        simulate_fault()
+    return sections.monitor.find_hang()
 
 
 def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:

@@ -66,6 +66,7 @@ ENTRY = {"__init__", "initialize", "loop", "startup_log", "training"}
 # Files directly in megatron/training that exist because Megatron-LM has their import path.
 MEGATRON_PATHS = {
     "activations",
+    "ft_integration",
     "global_vars",
     "inprocess_restart",
     "theoretical_memory_usage",

@@ -40,10 +40,6 @@ RESTART = (
     "restart inside the process is not available in this program; use torchrun --max-restarts, "
     "which starts the whole job again from the newest checkpoint"
 )
-FT_PACKAGE = (
-    "the fault-tolerance package is not available in this program; use torchrun --max-restarts "
-    "and --distributed-timeout-minutes"
-)
 
 # ---- refused: not part of this project -----------------------------------------------------
 LEGACY_MODELS = (

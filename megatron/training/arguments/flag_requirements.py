@@ -375,6 +375,11 @@ _OF_FILES_AND_REPORTS = (
     _needs_flag(
         "log_straggler", "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count"
     ),
+    _needs(
+        "--enable-ft-package and --save",
+        "calc_ft_timeouts",
+        lambda ns: ns.enable_ft_package and ns.save is not None,
+    ),
     _needs_flag(
         "profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"
     ),

@@ -14,6 +14,7 @@ from megatron.training.callbacks.console import ConsoleSink, ProgressBar, termin
 from megatron.training.callbacks.energy import energy_meter
 from megatron.training.callbacks.evaluation import EvaluationCallback
 from megatron.training.callbacks.exit import ExitConditions
+from megatron.training.callbacks.fault_tolerance import Sections
 from megatron.training.callbacks.gc import ManualGC
 from megatron.training.callbacks.metrics import Metrics
 from megatron.training.callbacks.metrics_file import MetricsFileSink
@@ -26,6 +27,7 @@ from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.user import user_callbacks
 from megatron.training.callbacks.wandb import WandbSink, wandb_folder
 from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.fault_tolerance import sections
 from megatron.training.process.rank_print import ranks_here
 from megatron.training.process.signals import catch_stop_signal
 from megatron.training.runtime.runtime import Callback, CallbackList, Runtime
@@ -38,8 +40,10 @@ def default_callbacks(run: Runtime) -> CallbackList:
 
 def _in_order(run: Runtime) -> Iterator[Callback]:
     config = run.config
+    if sections.monitor.is_on:
+        yield Sections(agrees=sections.monitor.saves)  # first: a step ends before what follows it
     if run.is_last_loss_rank and (watched := terminal(config.logging.progress_bar)) is not None:
-        yield ProgressBar(watched)  # first: erased before another callback prints
+        yield ProgressBar(watched)  # erased before another callback prints
     yield from _profilers(run)  # before the callbacks below, whose work a profile excludes
     if config.model.recompute_granularity == "adaptive":
         fraction, interval = config.model.memory_budget_fraction, config.logging.log_interval

@@ -172,7 +172,9 @@ def save_unless_saved(run: Runtime, *, is_transient: bool = False) -> None:
 
 def save_last(run: Runtime) -> None:
     """Wait for the pending save; then save this step if no checkpoint has it.  Collective."""
-    _ask(run, BackgroundSave.wait)
+    if run.pending_save is not None:
+        with run.callbacks.paused(run, "checkpoint"):
+            _ask(run, BackgroundSave.wait)
     if run.config.checkpoint.save is not None and run.saved_at != run.state.iteration:
         save(run, is_last=True)
 

@@ -107,13 +107,14 @@ class ResilienceConfig:
     )
     enable_ft_package: bool = _ft_package(
         False,
-        "Send heartbeats to the launcher of the fault-tolerance package.",
-        refused=flag_messages.FT_PACKAGE,
+        "Find a rank that hangs by time limits of sections (setup, step, checkpointing), and end "
+        "the run.  NVIDIA's rank monitor enforces them under ft_launcher, otherwise the ranks "
+        "watch each other, or the supervisor (tools/launch.py) watches them.",
     )
     calc_ft_timeouts: bool = _ft_package(
         False,
-        "Learn the timeouts of the fault-tolerance package.",
-        ignored=flag_messages.only_with("--enable-ft-package"),
+        "Save the limits that were learnt in this run in ft_state.json in the folder of --save, "
+        "for later runs.",
     )
     error_injection_rate: int = _rerun(
         0, "Steps between made-up faults; 0 means none.", refused=flag_messages.RERUN

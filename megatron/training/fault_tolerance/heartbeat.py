@@ -60,21 +60,21 @@ class HeartbeatFile:
     ``board`` and ``name`` are the parts that the tracer of collectives writes.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int) -> None:
-        """Create the file, in section setup.  Raises LaunchError if it cannot be written."""
+    def __init__(self, folder: str | os.PathLike[str] | None, rank: int) -> None:
+        """Create the file, in section setup; without ``folder`` in memory of this process only.
+
+        Raises LaunchError if it cannot be written.
+        """
+        self._rank = rank
+        if folder is None:
+            self._map = mmap.mmap(-1, _SIZE)
+            self._fill()
+            return
         path = Path(folder) / f"{_PREFIX}{rank}"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
-                os.posix_fallocate(file, 0, _SIZE)  # else a full tmpfs would end it by SIGBUS
-                self._map = mmap.mmap(file, _SIZE)
-            finally:
-                os.close(file)
-            self._slots: MutableSequence[int] = memoryview(self._map)[: 8 * _SLOTS].cast("q")
-            self._slots[_PID] = os.getpid()
-            self._slots[_MAGIC_SLOT] = _MAGIC
-            self.begin("setup")
+            self._map = _mapped(partial)
+            self._fill()
             partial.rename(path)  # a reader sees a complete file, or that of the process before
         except OSError as error:
             partial.unlink(missing_ok=True)
@@ -82,9 +82,19 @@ class HeartbeatFile:
                 f"environment variable {VARIABLE}={folder}: cannot write the heartbeat of rank "
                 f"{rank} ({error.strerror}); unset it, or create the folder in /dev/shm"
             ) from error
+
+    def _fill(self) -> None:
         whole = memoryview(self._map)
+        self._slots: MutableSequence[int] = whole[: 8 * _SLOTS].cast("q")
         self.board: MutableSequence[int] = whole[8 * _BOARD : _NAME_AT].cast("q")
         self.name = whole[_NAME_AT : _NAME_AT + _NAME_BYTES]
+        self._slots[_PID] = os.getpid()
+        self._slots[_MAGIC_SLOT] = _MAGIC
+        self.begin("setup")
+
+    def read(self) -> Heartbeat:
+        """Return the current content."""
+        return _parsed(self._rank, self._map[:])[0]
 
     def begin(self, section: str) -> None:
         """Enter ``section``; "" leaves the current one."""
@@ -94,6 +104,15 @@ class HeartbeatFile:
     def at_iteration(self, iteration: int) -> None:
         """Set the number of the step in progress."""
         self._slots[_ITERATION] = iteration
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, _SIZE)  # else a store into a full tmpfs would raise SIGBUS
+        return mmap.mmap(file, _SIZE)
+    finally:
+        os.close(file)
 
 
 def read_heartbeats(folder: str | os.PathLike[str]) -> list[Heartbeat]:

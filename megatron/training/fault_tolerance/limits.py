@@ -77,14 +77,18 @@ class Limits:
             learnt.add(section)
         return replace(self, seconds=seconds, learnt=frozenset(learnt))
 
+    def learnt_s(self) -> dict[str, float]:
+        """Return the limits that were learnt."""
+        return {name: self.seconds[name] for name in LEARNT if name in self.learnt}
+
     def to_state(self) -> dict[str, object]:
-        """Return the content of the state file; limits that were not learnt are left out."""
-        named = [name for name in LEARNT if name and name in self.learnt]
+        """Return the content of the state file; limits that were not learnt are null."""
+        learnt = self.learnt_s()
         section: dict[str, object] = {
-            "section": {name: self.seconds[name] for name in named},
-            "out_of_section": self.seconds[OUT_OF_SECTION],
-            "calculated_sections": sorted(named),
-            "is_out_of_section_calculated": OUT_OF_SECTION in self.learnt,
+            "section": {name: learnt.get(name) for name in LEARNT if name != OUT_OF_SECTION},
+            "out_of_section": learnt.get(OUT_OF_SECTION),
+            "calculated_sections": sorted(self.learnt - {OUT_OF_SECTION}),
+            "is_out_of_section_calculated": OUT_OF_SECTION in learnt,
         }
         return {"current_timeouts": {"section": section}}
 
@@ -94,8 +98,7 @@ class Limits:
         timeouts = _mapping(_mapping(state).get("current_timeouts"))
         saved = _mapping(timeouts.get("section"))
         found = {k: v for k, v in _mapping(saved.get("section")).items() if k in LEARNT and k}
-        if saved.get("is_out_of_section_calculated"):
-            found[OUT_OF_SECTION] = saved.get("out_of_section")
+        found[OUT_OF_SECTION] = saved.get("out_of_section")
         learnt = {
             name: float(value)
             for name, value in found.items()
@@ -154,17 +157,16 @@ class HangWatch:
         self._suspects = {hang.heartbeat.rank: hang.heartbeat.sign_ns for hang in hangs}
         return sorted(
             (h for h in hangs if known.get(h.heartbeat.rank) == h.heartbeat.sign_ns),
-            key=lambda hang: likely_cause(hang.heartbeat),
+            key=lambda h: likely_cause(h.heartbeat.is_in_collective, h.heartbeat.sign_ns),
         )
 
 
-def likely_cause(heartbeat: Heartbeat, is_stopped: bool = False) -> tuple[bool, bool, int]:
-    """Return a sort key by which the rank that others wait for comes first.
+def likely_cause(is_in_collective: bool, sign: float) -> tuple[bool, float]:
+    """Return a sort key of hanging ranks: the rank that the others wait for comes first.
 
-    That is a rank whose process is stopped, then one that is in no collective, then the one whose
-    last sign is oldest.
+    That is a rank in no collective, else the one whose last sign is oldest.
     """
-    return (not is_stopped, heartbeat.is_in_collective, heartbeat.sign_ns)
+    return (is_in_collective, sign)
 
 
 def _mapping(value: object) -> dict[str, object]:

@@ -38,10 +38,11 @@ from megatron.core.parallel.run_store import LOST_RANKS, RunStore, agree_on_secr
 from megatron.core.virtual_ranks import BACKEND
 from megatron.training.process import exit_report
 from megatron.training.process.peer_processes import PeerProcesses
-from megatron.training.process.stall_report import StallReport, is_timeout
+from megatron.training.process.stall_report import FindHang, StallReport, is_timeout
 
 _FAILURE = "failure_watch/failure"  # text of the first failure
 _ACKNOWLEDGED = "failure_watch/acknowledged"  # number of ranks that have printed it
+_STOPPED = "failure_watch/stopped"  # rank whose process is stopped
 _LEFT = "failure_watch/left"  # number of ranks that have ended normally
 _PATIENCE_S = 3.0  # for peers to acknowledge, beyond their polling interval
 _LINGER_S = 1.0  # delay of a peer, so that the failing rank exits first
@@ -55,6 +56,7 @@ def failure_watch(
     timeout_s: float = float("inf"),
     before_end: Callable[[RunStore], None] = lambda store: None,
     patience_s: float = float("inf"),
+    find_hang: FindHang = lambda store: None,
 ) -> AbstractContextManager[object]:
     """Return a context manager that ends all ranks when one of them fails.  Collective.
 
@@ -67,6 +69,7 @@ def failure_watch(
     thread waits for.  After ``patience_s`` without progress all ranks report, and the run goes on;
     so a rank that has stopped is named long before the timeout.  ``before_end`` is called on every
     rank before its process ends, by the thread that ends it; not among virtual ranks.
+    ``find_hang`` is called at each poll: the rank that it returns counts as failed.
     """
     if not dist.is_initialized() or dist.get_backend() == BACKEND:
         return contextlib.nullcontext()
@@ -75,7 +78,7 @@ def failure_watch(
     store = RunStore(_get_default_store(), agree_on_secret())
     note_collectives()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    stall = StallReport(rank, world_size, timeout_s, patience_s)
+    stall = StallReport(rank, world_size, timeout_s, patience_s, find_hang)
     return FailureWatch(store, rank, world_size, poll_s, stall, before_end)
 
 
@@ -199,7 +202,8 @@ class FailureWatch:
     def _failure(self, store: RunStore) -> str | None:
         """Return the reported failure, None if there is none.
 
-        Reports the failure of a neighbour whose process has ended without reporting it.
+        Reports the failure of a neighbour whose process has ended without reporting it, and that of
+        a rank that hangs.
         """
         text = store.get(_FAILURE)
         if text is None and (lost := self._peers.lost(store)) is not None:
@@ -211,6 +215,13 @@ class FailureWatch:
             text = store.set_first(_FAILURE, mine)
             if text == mine:
                 store.add(LOST_RANKS, 1)
+        if text is None and (hung := self._stall.find_hang(store)) is not None:
+            self._stall.call_for_reports(store, f"rank {hung.rank} hangs")
+            mine = f"rank {hung.rank} failed: {hung.why}"
+            text = store.set_first(_FAILURE, mine)
+            if text == mine and hung.is_stopped:
+                store.add(LOST_RANKS, 1)
+                store.set(_STOPPED, str(hung.rank))
         return text
 
     def _wait_for(
@@ -246,7 +257,14 @@ class FailureWatch:
                     store.add(_ACKNOWLEDGED, 1)
                     self._before_end(store)
                 time.sleep(_LINGER_S)
+                self._kill_stopped(store)  # last: the launcher then ends all others
                 self._finish(text, say=False)
+
+    def _kill_stopped(self, store: RunStore) -> None:
+        """Kill the rank that is stopped if it is a neighbour on this host."""
+        with contextlib.suppress(RuntimeError):
+            if (stopped := store.get(_STOPPED)) is not None:
+                self._peers.kill(int(stopped))
 
     def _finish(self, text: str, code: int = 1, *, say: bool = True) -> None:
         if say:

@@ -7,8 +7,10 @@ host is watched.  A process file descriptor also shows an end that the launcher 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 from pathlib import Path
 
 from megatron.core.parallel.run_store import RunStore
@@ -46,6 +48,12 @@ class PeerProcesses:
             if self._has_ended(rank) and store.get(f"{_LEFT}{rank}") is None:
                 return rank, self._processes[rank]
         return None
+
+    def kill(self, rank: int) -> None:
+        """Kill the process of ``rank`` if it is a neighbour: a stopped one ignores its launcher."""
+        if rank in self._open:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._open[rank], signal.SIGKILL)
 
     def _begin_to_watch(self, rank: int, announced: str | None) -> None:
         if announced is None:

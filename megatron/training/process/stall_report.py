@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.parallel.run_store import RunStore
@@ -26,6 +28,18 @@ _SHARE = 0.9  # of the timeout without progress, after which a rank reports
 _SHOWN = 6  # different lines in a summary
 _SLACK = 10.0  # times the longest pause between collectives so far: no reason for a report
 _LOOKS_FOR_ANSWERS = 3  # after a call for reports
+
+
+@dataclass(frozen=True)
+class HungRank:
+    """A rank that others wait for, and why it is believed to hang."""
+
+    rank: int
+    why: str
+    is_stopped: bool = False  # nothing in its process runs
+
+
+FindHang = Callable[[RunStore], HungRank | None]  # called at each poll
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -40,13 +54,21 @@ def is_timeout(error: BaseException) -> bool:
 
 
 class StallReport:
-    """Watch this process's collectives, and the stack of the thread that creates the object."""
+    """Watch this process's collectives, and the stack of the thread that creates the object.
+
+    ``find_hang`` finds a rank that hangs long before a collective times out.
+    """
 
     def __init__(
-        self, rank: int, world_size: int, timeout_s: float, patience_s: float = float("inf")
+        self,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        patience_s: float = float("inf"),
+        find_hang: FindHang = lambda store: None,
     ) -> None:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
-        self._patience_s = patience_s
+        self._patience_s, self.find_hang = patience_s, find_hang
         self._thread_id = threading.get_ident()
         self._moved_at_s, self._progress = time.monotonic(), -1
         self._longest_pause_s = 0.0
@@ -74,10 +96,10 @@ class StallReport:
             self.answer(store)
             self._print_summary(store)
 
-    def call_for_reports(self, store: RunStore) -> None:
+    def call_for_reports(self, store: RunStore, why: str = "a collective timed out here") -> None:
         """Report, and request a report from every other rank (see `answer`)."""
         store.set(_CALLED_FOR, f"{self._rank} 0")
-        self._report(store, "a collective timed out here")
+        self._report(store, why)
 
     def answer(self, store: RunStore) -> None:
         """Report if another rank has requested it."""

@@ -8,6 +8,7 @@ The loop has no code for logs, profilers or exit conditions.  It calls these hoo
       on_step_start                     before the micro-batches of a step
       on_step_end                       after the update; state.iteration is already advanced
       on_pause, on_resume               around an evaluation or a save between steps
+        on_eval_step_start, _end        around each global batch of an evaluation
       on_eval_end                       after each evaluation of one data set, also outside the loop
       on_checkpoint                     after a checkpoint was saved, scheduled or deleted
     on_train_end                        after the last step, however the loop was ended
@@ -98,6 +99,12 @@ class Callback:
     def on_resume(self, run: Runtime, reason: PauseReason) -> None:
         """Called when training continues after `on_pause`."""
 
+    def on_eval_step_start(self, run: Runtime) -> None:
+        """Called before a global batch of an evaluation."""
+
+    def on_eval_step_end(self, run: Runtime) -> None:
+        """Called after a global batch of an evaluation."""
+
     def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
         """Called after the evaluation of one dataset."""
 
@@ -150,6 +157,12 @@ class CallbackList(Callback):
         call_each(self._callbacks, lambda callback: callback.on_pause(run, reason))
         yield
         call_each(self._callbacks, lambda callback: callback.on_resume(run, reason))
+
+    def on_eval_step_start(self, run: Runtime) -> None:
+        call_each(self._callbacks, lambda callback: callback.on_eval_step_start(run))
+
+    def on_eval_step_end(self, run: Runtime) -> None:
+        call_each(self._callbacks, lambda callback: callback.on_eval_step_end(run))
 
     def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
         call_each(self._callbacks, lambda callback: callback.on_eval_end(run, result))

@@ -69,9 +69,11 @@ def evaluate(
         for i in range(eval_iters):
             if is_final and i % config.logging.log_interval == 0:
                 print_rank_0(f"Evaluating iter {i + 1}/{eval_iters}")
+            run.callbacks.on_eval_step_start(run)
             fault_point("evaluate.iter", step=i)
             reported = forward_backward(run, data, num_microbatches, forward_only=True)
             totals = sum_losses([totals, sum_losses(reported)])
+            run.callbacks.on_eval_step_end(run)
             hurry = reason_to_hurry(run)
             if hurry is not None:
                 print_rank_0(f"Exiting during evaluation, {hurry}")

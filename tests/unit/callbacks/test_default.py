@@ -104,11 +104,20 @@ def test_hooks_are_called_in_the_order_of_the_list() -> None:
     with callbacks.paused(run, "checkpoint"):
         calls.append("save")
     callbacks.on_checkpoint(run, CheckpointEvent(kind="saved", iteration=1))
+    callbacks.on_eval_step_start(run)
+    callbacks.on_eval_step_end(run)
     callbacks.on_eval_end(run, EvalResult(losses={}))
     callbacks.on_train_end(run)
     callbacks.close()
     hooks = ["on_train_start", "on_step_start", "on_step_end", "on_pause", "on_resume"]
-    hooks += ["on_checkpoint", "on_eval_end", "on_train_end", "close"]
+    hooks += [
+        "on_checkpoint",
+        "on_eval_step_start",
+        "on_eval_step_end",
+        "on_eval_end",
+        "on_train_end",
+        "close",
+    ]
     expected = [f"{hook} {name}" for hook in hooks for name in "ab"]
     expected.insert(expected.index("on_resume a"), "save")
     assert calls == expected

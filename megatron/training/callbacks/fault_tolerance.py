@@ -1,0 +1,66 @@
+"""Sections of a run for hang detection: training steps, steps of evaluations, checkpoints.
+
+It is the first callback, so that a step ends before the work around it.  With --calc-ft-timeouts
+each `learn` is collective over all ranks; it is called after a save, at the end, and when enough
+steps were seen, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import device
+from megatron.training.fault_tolerance import sections
+from megatron.training.fault_tolerance.limits import MIN_COUNTS
+from megatron.training.runtime.runtime import Callback, PauseReason, Runtime
+from megatron.training.runtime.state import StepResult
+
+
+class Sections(Callback):
+    """Report the sections of this rank to its `Monitor`, and let it learn its limits."""
+
+    def __init__(self, agrees: bool) -> None:
+        """Create the callback; ``agrees``: all ranks learn the same limits."""
+        self._largest = largest_of_ranks if agrees else None
+        self._steps = 0
+
+    def on_step_start(self, run: Runtime) -> None:
+        sections.monitor.begin_step(run.state.iteration + 1)
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        sections.monitor.end_step()
+        self._steps += 1
+        if self._steps == MIN_COUNTS["step"] + 2:  # the first step is part of the setup
+            sections.monitor.learn(self._largest)
+
+    def on_eval_step_start(self, run: Runtime) -> None:
+        sections.monitor.begin("step")
+
+    def on_eval_step_end(self, run: Runtime) -> None:
+        sections.monitor.end("step")
+
+    def on_pause(self, run: Runtime, reason: PauseReason) -> None:
+        if reason == "checkpoint":
+            sections.monitor.begin("checkpointing")
+
+    def on_resume(self, run: Runtime, reason: PauseReason) -> None:
+        if reason == "checkpoint":
+            sections.monitor.end("checkpointing")
+            sections.monitor.learn(self._largest)
+
+    def on_train_end(self, run: Runtime) -> None:
+        sections.monitor.learn(self._largest)
+
+    def close(self) -> None:
+        sections.monitor.close()
+
+
+def largest_of_ranks(values: Sequence[float]) -> list[float]:
+    """Return the maximum of each value over all ranks.  Collective over all ranks."""
+    largest = torch.tensor(values, dtype=torch.float64, device=device.current())
+    if dist.get_world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return [float(value) for value in largest.tolist()]

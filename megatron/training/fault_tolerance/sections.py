@@ -1,0 +1,210 @@
+"""Sections of this rank: setup, step, checkpointing, and the time outside of them.
+
+The setup lasts until the first step has ended, since that step is slow for its own reasons.  An
+evaluation consists of steps.  Sections are reported in the rank's heartbeat, and to NVIDIA's rank
+monitor where ``ft_launcher`` has started this process; who enforces the limits is one of
+
+- the supervisor (`MEGATRON_HEARTBEAT_DIR`), which reads the heartbeats of its host,
+- NVIDIA's rank monitor, which receives the limits,
+- the ranks themselves (`megatron.training.fault_tolerance.peer_monitor`).
+
+The limits are learnt alike in all cases (`Limits`), so NVIDIA's calculation, which has no minimum,
+is not used.  Nothing in this module is collective, except the function that is given to `learn`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron.core.diagnostics import collective_tracer
+from megatron.core.rank_local import each_rank_owns
+from megatron.training.fault_tolerance.heartbeat import VARIABLE, HeartbeatFile
+from megatron.training.fault_tolerance.limits import (
+    LEARNT,
+    OUT_OF_SECTION,
+    STATE_FILE,
+    Durations,
+    Limits,
+)
+from megatron.training.fault_tolerance.nvrx import RankMonitor
+from megatron.training.fault_tolerance.peer_monitor import PeerMonitor
+from megatron.training.process.rank_print import print_rank_0, rank, world_size
+from megatron.training.process.stall_report import FindHang
+
+LargestOfRanks = Callable[[Sequence[float]], list[float]]  # element by element
+
+
+class Monitor:
+    """Sections of this rank, their durations and limits.  Does nothing until it is started."""
+
+    def __init__(self) -> None:
+        self.limits = Limits()
+        self.seen = Durations()
+        self.client: RankMonitor | None = None
+        self._file: HeartbeatFile | None = None
+        self._shared_folder: Path | None = None  # of the supervisor
+        self._saved = Limits()  # before this run
+        self._state_path: Path | None = None
+        self._open: list[tuple[str, float]] = []  # sections and when they began
+        self._closed_at_s = 0.0
+        self._learnt_at: tuple[str, ...] = ()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether sections are watched."""
+        return self._file is not None
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether another process enforces the limits: the supervisor or NVIDIA's monitor."""
+        return self._shared_folder is not None or self.client is not None
+
+    def start(self, folder: str | None = None) -> None:
+        """Begin the setup; write the heartbeat into ``folder``, else into private memory.
+
+        A second call has no effect.  Raises LaunchError.
+        """
+        if self._file is not None:
+            return
+        if folder is not None:
+            # The supervisor asks for stacks with this signal, which would end other processes.
+            faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
+            self._shared_folder = Path(folder)
+        self._file = HeartbeatFile(self._shared_folder, rank())
+        collective_tracer.record.board = collective_tracer.Board(self._file.board, self._file.name)
+        if world_size() > 1:
+            collective_tracer.note_collectives()
+        self.begin("setup")
+
+    def enable(self, state_folder: str | None, learns: bool) -> None:
+        """Connect to NVIDIA's monitor, or let the ranks watch each other (--enable-ft-package).
+
+        ``learns``: save the learnt limits in ``state_folder`` (--calc-ft-timeouts), where they are
+        read in any case.  Raises MissingDependency, LaunchError or ConfigError.
+        """
+        self.start()
+        if state_folder is not None:
+            path = Path(state_folder) / STATE_FILE
+            self.limits = self._saved = Limits.load(path)
+            self._state_path = path if learns else None
+        self._share()
+        if RankMonitor.is_offered() and self.client is None:
+            self.client = RankMonitor()
+            self.client.set_limits(self.limits)
+            for section, _ in self._open:
+                self.client.begin(section)
+        watcher = "NVIDIA's rank monitor" if self.client else "the other ranks"
+        watcher = "the supervisor" if self._shared_folder is not None else watcher
+        print_rank_0(f"> sections of this run are watched by {watcher}")
+
+    def begin(self, section: str) -> None:
+        """Enter ``section``, which may lie inside another one."""
+        if self._file is None:
+            return
+        now_s = time.monotonic()
+        if not self._open and self._closed_at_s:
+            self.seen.add(OUT_OF_SECTION, now_s - self._closed_at_s)
+        self._open.append((section, now_s))
+        self._file.begin(section)
+        if self.client is not None:
+            self.client.begin(section)
+
+    def end(self, section: str) -> None:
+        """Leave ``section``; do nothing if it is not the innermost one."""
+        if self._file is None or not self._open or self._open[-1][0] != section:
+            return
+        now_s = time.monotonic()
+        _, began_s = self._open.pop()
+        self.seen.add(section, now_s - began_s)
+        self._closed_at_s = now_s
+        self._file.begin(self._open[-1][0] if self._open else OUT_OF_SECTION)
+        if self.client is not None:
+            self.client.end(section)
+
+    @contextmanager
+    def inside(self, section: str) -> Iterator[None]:
+        """Context manager for `begin` and `end`; after an exception the section stays open."""
+        self.begin(section)
+        yield
+        self.end(section)
+
+    def begin_step(self, iteration: int | None = None) -> None:
+        """Begin training step ``iteration``; the first one is part of the setup."""
+        if self._file is not None:
+            self._file.at_iteration(
+                self._file.read().iteration + 1 if iteration is None else iteration
+            )
+            if not self._open:
+                self.begin("step")
+
+    def end_step(self) -> None:
+        """End the training step, or the setup with the first one."""
+        for section in ("step", "setup"):
+            self.end(section)
+
+    def learn(self, largest: LargestOfRanks | None = None) -> None:
+        """Update the limits if more durations are known since the last call, then share them.
+
+        All ranks call it after the same sections.  ``largest`` returns the maximum over all ranks;
+        without it each rank learns alone.  Rank 0 saves the limits with --calc-ft-timeouts.
+        """
+        known = self.seen.known()
+        if not known or self._file is None:
+            return
+        if largest is not None:
+            values = largest([self.seen.longest_s.get(name, 0.0) for name in LEARNT])
+            self.seen.longest_s = dict(zip(LEARNT, values, strict=True))
+        self.limits = self._saved.merged(self.seen)
+        self._share()
+        if self.client is not None:
+            self.client.set_limits(self.limits)
+        if self._state_path is not None and rank() == 0:
+            try:
+                self.limits.save(self._state_path)
+            except OSError as error:
+                path, self._state_path = self._state_path, None
+                print_rank_0(f"WARNING: --calc-ft-timeouts: {path} cannot be written ({error})")
+
+    @property
+    def saves(self) -> bool:
+        """Whether the learnt limits are saved (on rank 0)."""
+        return self._state_path is not None
+
+    def close(self) -> None:
+        """End all sections: from now on there is no limit."""
+        if self._file is not None:
+            self._file.begin("ended")
+            self._open.clear()
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+
+    def find_hang(self) -> FindHang:
+        """Return the function by which the ranks watch each other, if no other process does."""
+        file = self._file
+        if file is None or self.is_supervised:
+            return lambda store: None
+        return PeerMonitor(rank(), world_size(), file.read, lambda: self.limits).look
+
+    def _share(self) -> None:
+        """Write the limits for the supervisor of this host."""
+        if self._shared_folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            with suppress(OSError):  # it then keeps the limits that it has
+                self.limits.save(self._shared_folder / STATE_FILE)
+
+
+monitor = Monitor()  # read it as ``sections.monitor``: every virtual rank has its own
+each_rank_owns(__name__, "monitor")
+
+
+def start_heartbeat() -> None:
+    """Start the monitor if a supervisor has asked for heartbeats.  Raises LaunchError."""
+    if folder := os.environ.get(VARIABLE):
+        monitor.start(folder)
