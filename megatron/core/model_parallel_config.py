@@ -85,7 +85,6 @@ class ModelParallelConfig:
         "Backend of pipeline communication.",
         choices=("nccl", "ucc"),
         ignored="stages communicate through --distributed-backend, like all groups",
-        refused_values={"ucc": "PyTorch is not built with UCC; use nccl"},
     )
     perform_initialization: bool = option(
         True,
@@ -166,8 +165,7 @@ class ModelParallelConfig:
     use_ring_exchange_p2p: bool = _distributed(
         False,
         "Use a custom ring exchange between stages.",
-        refused="no released PyTorch has this operation; use batched send and receive, which run "
-        "without the flag",
+        ignored="no released PyTorch has this operation; stages use batched send and receive",
     )
     account_for_embedding_in_pipeline_split: bool = _distributed(
         False, "Count the embedding as one layer of the pipeline split."

@@ -13,7 +13,11 @@ from megatron.core.extensions.transformer_engine import unsupported_matrices_rea
 from megatron.core.extensions.transformer_engine import unsupported_reason as why_no_engine
 from megatron.core.fusions.kernels import kernel_backend
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
-from megatron.core.transformer.attention_backends import AttentionRequest, attention_report
+from megatron.core.transformer.attention_backends import (
+    AttentionRequest,
+    attention_report,
+    fallback_warning,
+)
 from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import unsupported_reason
 from megatron.training.config.run import RunConfig
@@ -56,10 +60,7 @@ def print_layout(run: Runtime) -> None:
 
 
 def print_attention_backends(run: Runtime) -> None:
-    """Print on rank 0 which attention backends may run, and why the others may not.
-
-    Raises ConfigError when --attention-backend names one that does not support this model.
-    """
+    """Print on rank 0 which attention backends may run, and why the others may not."""
     model = run.config.model
     if all(layer.attention == NO_OP for layer in layers_of(run.config)):
         return
@@ -70,7 +71,10 @@ def print_attention_backends(run: Runtime) -> None:
         )
     for kind in kinds:
         print_rank_0(f"attention backends{f' with {kind}' if kind else ''}:")
-        for row in attention_report(model.attention_backend, _attention_request(run.config, kind)):
+        request = _attention_request(run.config, kind)
+        if warning := fallback_warning(model.attention_backend, request):
+            print_rank_0(f"WARNING: {warning}")
+        for row in attention_report(model.attention_backend, request):
             print_rank_0(f"    {row.name:8} {row.reason}")
 
 

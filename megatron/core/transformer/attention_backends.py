@@ -14,7 +14,6 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megatron.core import device
-from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnBackend
 
 KERNELS = {
@@ -115,19 +114,26 @@ def _refusal_of_blocks(request: AttentionRequest) -> str | None:
 def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
     """Return the implementations to use: one or more kernels (torch selects), or one of the others.
 
-    Raises ConfigError if no implementation that ``wanted`` allows supports the request.
+    If ``wanted`` allows none that supports the request, they are those of ``auto``: the choice is
+    about speed, so `fallback_warning` reports it and the run goes on.
     """
-    reasons = {name: refusal(name, request) for name in _CANDIDATES[wanted]}
-    able = tuple(name for name, reason in reasons.items() if reason is None)
+    able = tuple(name for name in _CANDIDATES[wanted] if refusal(name, request) is None)
     if not able:
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise ConfigError(
-            f"--attention-backend {wanted.name} cannot run this model ({why}); use auto"
-        )
+        return choose(AttnBackend.auto, request)
     if BLOCKS in able:
         return (BLOCKS,)
     kernels = tuple(name for name in able if name != PLAIN)
     return kernels or (PLAIN,)
+
+
+def fallback_warning(wanted: AttnBackend, request: AttentionRequest) -> str | None:
+    """Return a warning if no implementation that ``wanted`` allows supports the request."""
+    reasons = {name: refusal(name, request) for name in _CANDIDATES[wanted]}
+    if None in reasons.values():
+        return None
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    used = ", ".join(choose(wanted, request))
+    return f"--attention-backend {wanted.name} is without effect ({why}): {used} is used instead"
 
 
 def attention_report(wanted: AttnBackend, request: AttentionRequest) -> list[BackendChoice]:

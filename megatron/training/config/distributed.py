@@ -62,8 +62,7 @@ class DistributedConfig:
     use_sharp: bool = _distributed(
         False,
         "Let the network switches reduce gradients.",
-        refused="this program does not choose in-network reduction; use the environment variable "
-        "NCCL_COLLNET_ENABLE=1 instead",
+        ignored="the environment variable NCCL_COLLNET_ENABLE=1 lets NCCL use the switches",
     )
     sharp_enabled_group: str | None = _distributed(
         None,

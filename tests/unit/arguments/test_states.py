@@ -14,6 +14,7 @@ from megatron.training.arguments.describe import state
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import states
 from megatron.training.arguments.sections import ALL_CLASSES
+from tests.unit.arguments.commands import run_of
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = {
@@ -156,3 +157,18 @@ def unread() -> list[str]:
 )
 def test_there_is_no_fourth_state() -> None:
     assert unread() == []
+
+
+@pytest.mark.feature("Command line: a flag that only makes a run faster is announced, not refused")
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--flash-decode",
+        "--pipeline-model-parallel-comm-backend ucc",
+        "--symmetric-ar-type one_shot",
+        "--use-ring-exchange-p2p",
+        "--use-sharp",
+    ],
+)
+def test_a_flag_that_only_makes_a_run_faster_is_announced(flag: str) -> None:
+    assert any(w.startswith(f"{flag} is without effect: ") for w in run_of(flag).warnings)

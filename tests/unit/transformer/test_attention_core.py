@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import context_parallel_ring, dot_product_attention
@@ -18,6 +17,7 @@ from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     attention_report,
     choose,
+    fallback_warning,
     refusal,
 )
 from megatron.core.transformer.attention_masks import (
@@ -211,14 +211,27 @@ def test_attention_dropout_keeps_the_mean_and_has_no_kernel_on_the_cpu() -> None
     assert choose(AttnBackend.auto, request_of(torch.float32, D, has_dropout=True)) == ("plain",)
 
 
-def test_an_asked_for_kernel_that_cannot_run_is_refused_with_its_reason() -> None:
-    request = request_of(torch.float32, 64, has_softcap=True)
-    with pytest.raises(ConfigError, match="flash: it does not support soft-capped scores"):
-        choose(AttnBackend.flash, request)
-    with pytest.raises(ConfigError, match="attention-backend fused .* it needs a GPU"):
-        choose(AttnBackend.fused, request_of(torch.float32, 64))
-    with pytest.raises(ConfigError, match="it does not support dropout on the CPU"):
-        choose(AttnBackend.flash, request_of(torch.float32, 64, has_dropout=True))
+@pytest.mark.feature("Kernels: a kernel that cannot run is announced, and another one runs")
+@pytest.mark.parametrize(
+    ("wanted", "asked", "used", "reason"),
+    [
+        ("flash", {"has_softcap": True}, "plain", "flash: it does not support soft-capped scores"),
+        ("flash", {"has_dropout": True}, "plain", "it does not support dropout on the CPU"),
+        ("fused", {}, "flash", "fused: it needs a GPU; efficient: it needs a GPU"),
+        ("fused", {"causal_tokens": 256}, "blocks", "it needs a GPU"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_announced_and_another_one_runs(
+    wanted: str, asked: dict[str, Any], used: str, reason: str
+) -> None:
+    request = request_of(torch.float32, 64, **asked)
+    assert choose(AttnBackend[wanted], request) == (used,)
+    warning = fallback_warning(AttnBackend[wanted], request)
+    assert warning is not None
+    assert warning.startswith(f"--attention-backend {wanted} is without effect (")
+    assert reason in warning
+    assert warning.endswith(f"{used} is used instead")
+    assert fallback_warning(AttnBackend.auto, request) is None
 
 
 def test_kernels_of_a_gpu_are_refused_by_what_they_lack() -> None:

@@ -154,6 +154,5 @@ class AttentionConfig:
         False,
         "Use flash decoding during generation.",
         group="inference",
-        refused="flash decoding is not available in this program; use --attention-backend, which "
-        "also chooses the kernel of generation",
+        ignored="generation chooses its attention kernel itself",
     )

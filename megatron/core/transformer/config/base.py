@@ -114,8 +114,7 @@ class BaseConfig:
         None,
         "All-reduce over symmetric memory during generation.",
         choices=("two_shot", "one_shot", "multimem_all_reduce", None),
-        refused="all-reduce over symmetric memory is not available in this program; use NCCL's, "
-        "which runs without the flag",
+        ignored="generation uses the all-reduce of NCCL",
     )
     nccl_all_reduce_for_prefill: bool = _inference(
         False,
