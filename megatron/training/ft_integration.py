@@ -63,8 +63,8 @@ def on_checkpointing_end(is_async_finalization: bool) -> None:
 
 
 def on_checkpoint_loaded(is_local_chkpt: bool) -> None:
-    """Do nothing: the setup's limit covers runs with and without loading."""
-    del is_local_chkpt
+    """Let the limit of the setup be learnt: one without loading, or from memory, is too short."""
+    sections.monitor.has_loaded |= not is_local_chkpt
 
 
 def shutdown() -> None:

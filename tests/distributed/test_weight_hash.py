@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing import hashing
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor, from_param
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import ParamInfo
+from megatron.training.process import exit_report
 from megatron.training.step.weight_hash import check_replicas, params_hash
 from tests.functional.runs import TINY, heard, run_gpt
 from tests.ranks import run_ranks
@@ -85,15 +86,29 @@ def drift(rank, world_size):
         parts.model_chunks[0].layers_0_qkv_weight.data.view(torch.int32)[1, 2] ^= 1 << 7
     with pytest.raises(MegatronError) as caught:
         check_replicas(parts, 2)
-    return str(caught.value)
+    return str(caught.value), exit_report._suspects
 
 
-def test_drift_of_one_bit_names_the_parameter_and_the_ranks_on_every_rank():
-    messages = run_ranks(drift, 4)
-    assert len(set(messages)) == 1
-    assert messages[0].startswith("after step 2 weights differ between data-parallel ranks")
-    ranks = set(re.findall(r"rank (\d) has other values of layers.0.qkv.weight", messages[0]))
-    assert ranks in ({"1"}, {"3"})  # of two replicas nobody knows which is right
+def test_drift_of_one_bit_names_the_parameter_and_blames_the_rank_on_every_rank():
+    results = run_ranks(drift, 6)
+    assert results == [results[0]] * 6
+    message, suspects = results[0]
+    assert message.startswith("after step 2 weights differ between data-parallel ranks")
+    assert re.findall(r"rank (\d) has other values of layers.0.qkv.weight", message) == ["3"]
+    assert [(suspect["rank"], suspect["why"]) for suspect in suspects] == [
+        (3, "weights differ from those of its replicas after step 2")
+    ]
+
+
+def test_of_two_replicas_nobody_is_blamed():
+    results = run_ranks(drift, 4)
+    assert results == [results[0]] * 4
+    message, suspects = results[0]
+    assert (
+        "ranks 1 3 have different values of layers.0.qkv.weight, without a majority that shows "
+        "which are wrong"
+    ) in message
+    assert suspects == []
 
 
 @pytest.mark.feature("Logging: replicas of the weights are compared, drift names rank and weight")

@@ -61,6 +61,7 @@ from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.checkpointing.save import layout_of
 from megatron.training.checkpointing.upcycling import as_dense, finish_upcycling
 from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.fault_tolerance import sections
 from megatron.training.process import exit_report
 from megatron.training.process.rank_print import print_rank_0
 
@@ -288,6 +289,7 @@ def _load_folder(
             get_model_config(parts.model_chunks[0]),
             config.moe_upcycling_granularity,
         )
+    sections.monitor.has_loaded = True
     states = None if config.no_load_rng else _read_rng_states(folder, parts)
     has_schedule = _restore_scalars(config, parts, common)
     if states is not None:

@@ -48,6 +48,9 @@ class Monitor:
         self.limits = Limits()
         self.seen = Durations()
         self.client: RankMonitor | None = None
+        self.has_loaded = (
+            False  # a persistent checkpoint; without one a setup is too short to learn
+        )
         self._file: HeartbeatFile | None = None
         self._shared_folder: Path | None = None  # of the supervisor
         self._saved = Limits()  # before this run
@@ -122,7 +125,8 @@ class Monitor:
             return
         now_s = time.monotonic()
         _, began_s = self._open.pop()
-        self.seen.add(section, now_s - began_s)
+        if section != "setup" or self.has_loaded:
+            self.seen.add(section, now_s - began_s)
         self._closed_at_s = now_s
         self._file.begin(self._open[-1][0] if self._open else OUT_OF_SECTION)
         if self.client is not None:
@@ -161,21 +165,28 @@ class Monitor:
         if largest is not None:
             values = largest([self.seen.longest_s.get(name, 0.0) for name in LEARNT])
             self.seen.longest_s = dict(zip(LEARNT, values, strict=True))
-        self.limits = self._saved.merged(self.seen)
+        limits = self._saved.merged(self.seen)
+        if limits == self.limits:
+            return
+        self.limits = limits
         self._share()
-        if self.client is not None:
+        if self.client is not None and self.saves:
             self.client.set_limits(self.limits)
-        if self._state_path is not None and rank() == 0:
-            try:
-                self.limits.save(self._state_path)
-            except OSError as error:
-                path, self._state_path = self._state_path, None
-                print_rank_0(f"WARNING: --calc-ft-timeouts: {path} cannot be written ({error})")
+        if self.saves and rank() == 0:
+            self._save()
 
     @property
     def saves(self) -> bool:
         """Whether the learnt limits are saved (on rank 0)."""
         return self._state_path is not None
+
+    def _save(self) -> None:
+        assert self._state_path is not None
+        try:
+            self.limits.save(self._state_path)
+        except OSError as error:  # the run is worth more
+            path, self._state_path = self._state_path, None
+            print_rank_0(f"WARNING: --calc-ft-timeouts: {path} cannot be written ({error})")
 
     def close(self) -> None:
         """End all sections: from now on there is no limit."""

@@ -15,6 +15,9 @@ from megatron.core.dist_checkpointing.hashing import hash_here, hash_of_all
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
 from megatron.core.dist_checkpointing.validation import shorten
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
+from megatron.training.process import exit_report
+
+_UNKNOWN = -1  # in place of a rank
 
 
 class ReplicasDiffer(MegatronError, RuntimeError):
@@ -33,25 +36,36 @@ def check_replicas(parts: RunParts, iteration: int) -> None:
     """Compare each weight over its data-parallel ranks.  Collective over all ranks.
 
     Raises ReplicasDiffer on every rank; the message lists the ranks whose weights differ from those
-    of the most ranks, and the weights.
+    of the majority, and the weights.  The exit report blames these ranks.
     """
     tensors = model_tensors(parts)
-    problems: list[str] = []
+    problems: list[tuple[int, str]] = []
     for among, group in (("dp_cp", parts.groups.dp_cp), ("expt_dp", parts.groups.expt_dp)):
         mine = [t for t in tensors if t.replica is not None and t.replica.among == among]
         problems += _differences(mine, group, dist.get_rank())
-    found = sorted({p for rank in all_gather_json(problems, parts.groups.world) for p in rank})
-    if found:
-        raise ReplicasDiffer(
-            f"after step {iteration} weights differ between data-parallel ranks, which must hold "
-            f"equal values: {shorten(found)}; the cause is a faulty device or interconnect, or a "
-            "nondeterministic kernel: resume from a checkpoint without these devices"
-        )
+    found = {
+        (rank, text)
+        for some in all_gather_json(problems, parts.groups.world)
+        for rank, text in some
+    }
+    if not found:
+        return
+    for rank in sorted({rank for rank, _ in found} - {_UNKNOWN}):
+        exit_report.blame(rank, f"weights differ from those of its replicas after step {iteration}")
+    raise ReplicasDiffer(
+        f"after step {iteration} weights differ between data-parallel ranks, which must hold "
+        f"equal values: {shorten(sorted(text for _, text in found))}; the cause is a faulty device "
+        "or interconnect, or a nondeterministic kernel: resume from a checkpoint without these "
+        "devices"
+    )
 
 
-def _differences(tensors: Sequence[ShardedTensor], group: ProcessGroup, rank: int) -> list[str]:
-    """Return a message for each tensor whose hash is not the most common one in ``group``.
+def _differences(
+    tensors: Sequence[ShardedTensor], group: ProcessGroup, rank: int
+) -> list[tuple[int, str]]:
+    """Return this rank and a message for each tensor whose hash is not that of the majority.
 
+    Without a majority, as with two replicas, nobody knows which rank is wrong (`_UNKNOWN`).
     Collective over ``group``.
     """
     if not tensors or group.size() == 1:
@@ -60,9 +74,18 @@ def _differences(tensors: Sequence[ShardedTensor], group: ProcessGroup, rank: in
     hashes = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(hashes, mine, group=group)
     columns = torch.stack(hashes, dim=1).tolist()
-    usual = [Counter(column).most_common(1)[0][0] for column in columns]
-    return [
-        f"rank {rank} has other values of {tensor.key}"
-        for tensor, hash, most in zip(tensors, mine.tolist(), usual, strict=True)
-        if hash != most
-    ]
+    ranks = " ".join(map(str, dist.get_process_group_ranks(group)))
+    found = []
+    for tensor, hash, column in zip(tensors, mine.tolist(), columns, strict=True):
+        usual, count = Counter(column).most_common(1)[0]
+        if 2 * count <= group.size():
+            found.append(
+                (
+                    _UNKNOWN,
+                    f"ranks {ranks} have different values of {tensor.key}, without a majority that "
+                    "shows which are wrong",
+                )
+            )
+        elif hash != usual:
+            found.append((rank, f"rank {rank} has other values of {tensor.key}"))
+    return found

@@ -118,11 +118,18 @@ def test_limits_are_learnt_and_saved_for_the_next_run(
     monitor: sections.Monitor, tmp_path: Path
 ) -> None:
     monitor.enable(str(tmp_path), learns=True)
-    callbacks = CallbackList([Sections(agrees=False)])
-    train(callbacks, 17)
+    ft_integration.on_checkpoint_loaded(is_local_chkpt=False)
+    train(CallbackList([Sections(agrees=False)]), 17)
     assert set(monitor.limits.learnt) == {"setup", "step", OUT_OF_SECTION}
     assert Limits.load(tmp_path / STATE_FILE) == monitor.limits
     assert monitor.seen.counts == {"setup": 1, "step": 18, "checkpointing": 1, OUT_OF_SECTION: 19}
+
+
+def test_a_setup_that_loads_nothing_is_too_short_to_learn(monitor: sections.Monitor) -> None:
+    monitor.enable(None, learns=False)
+    ft_integration.on_checkpoint_loaded(is_local_chkpt=True)
+    train(CallbackList([Sections(agrees=False)]), 17)
+    assert "setup" not in monitor.limits.learnt
 
 
 def test_without_calc_ft_timeouts_nothing_is_saved(
