@@ -9,7 +9,7 @@ from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _training = partial(option, group="training")
-_tp_overlap = partial(_training, ignored=flag_messages.only_with("--tp-comm-overlap"))
+_BULK = "these collectives always overlap with GEMMs, without --tp-comm-overlap"
 _distributed = partial(option, group="distributed")
 _moe = partial(option, group="moe")
 
@@ -25,33 +25,40 @@ class ModelParallelConfig:
     )
     tp_comm_overlap: bool = _training(
         False,
-        "Overlap tensor-parallel communication with GEMMs through Transformer Engine.",
-        refused=flag_messages.TP_OVERLAP,
+        "Run GEMMs fused with all-gathers and reduce-scatters of sequence parallelism, over the "
+        "symmetric memory of the GPUs of a tensor-parallel group.",
     )
-    tp_comm_overlap_cfg: str | None = _tp_overlap(None, "YAML file that tunes --tp-comm-overlap.")
-    tp_comm_overlap_ag: bool = _tp_overlap(
+    tp_comm_overlap_cfg: str | None = _training(
+        None,
+        "YAML file that tunes --tp-comm-overlap.",
+        ignored="torch's symmetric memory has nothing to tune",
+    )
+    tp_comm_overlap_ag: bool = _training(
         True, "Exclude all-gathers from --tp-comm-overlap.", flag="--disable-tp-comm-overlap-ag"
     )
-    tp_comm_overlap_rs: bool = _tp_overlap(
+    tp_comm_overlap_rs: bool = _training(
         True, "Exclude reduce-scatters from --tp-comm-overlap.", flag="--disable-tp-comm-overlap-rs"
     )
-    tp_comm_overlap_rs_dgrad: bool = _tp_overlap(
+    tp_comm_overlap_rs_dgrad: bool = _training(
         False, "Overlap the reduce-scatter of input gradients too."
     )
-    tp_comm_bulk_dgrad: bool = _tp_overlap(
+    tp_comm_bulk_dgrad: bool = _training(
         True,
         "Exclude the all-gather during input gradients from --tp-comm-overlap.",
+        ignored=_BULK,
         flag="--disable-tp-comm-bulk-dgrad",
     )
-    tp_comm_bulk_wgrad: bool = _tp_overlap(
+    tp_comm_bulk_wgrad: bool = _training(
         True,
         "Exclude the reduce-scatter during weight gradients from --tp-comm-overlap.",
+        ignored=_BULK,
         flag="--disable-tp-comm-bulk-wgrad",
     )
-    tp_comm_bootstrap_backend: str = _tp_overlap(
+    tp_comm_bootstrap_backend: str = _training(
         "nccl",
         "Backend that bootstraps --tp-comm-overlap.",
         choices=("nccl", "mpi", "gloo"),
+        ignored="symmetric memory is set up through the store of the run",
     )
     use_cpu_initialization: bool | None = _training(
         None,
@@ -74,10 +81,10 @@ class ModelParallelConfig:
         True,
         "Do not accumulate weight gradients into the gradient buffer inside the GEMM.",
     )
-    tp_comm_split_ag: bool = _tp_overlap(
+    tp_comm_split_ag: bool = _training(
         True, "Alias of --disable-tp-comm-overlap-ag.", flag="--disable-tp-comm-split-ag"
     )
-    tp_comm_split_rs: bool = _tp_overlap(
+    tp_comm_split_rs: bool = _training(
         True, "Alias of --disable-tp-comm-overlap-rs.", flag="--disable-tp-comm-split-rs"
     )
     pipeline_model_parallel_comm_backend: str | None = _training(

@@ -14,10 +14,6 @@ def only_with(flag: str) -> str:
 
 
 # ---- refused: not in this version ----------------------------------------------------------
-TP_OVERLAP = (
-    "overlap of tensor-parallel communication through Transformer Engine's buffers is not in this "
-    "version; use --sequence-parallel, whose communication in backward overlaps with matmuls"
-)
 ZARR = "zarr is a format of the past, which Megatron-LM does not write either: use torch_dist"
 RETRO = (
     "retrieval-augmented models are not available in this program; use --model-kind gpt, t5, bert "

@@ -17,6 +17,7 @@ of the expert and sums outputs and input gradients over the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -89,7 +90,12 @@ class Linear(nn.Module):
 
 
 class _ShardedLinear(Linear):
-    """A linear layer with one dimension of its weight sharded over ``tp_group``."""
+    """A linear layer with one dimension of its weight sharded over ``tp_group``.
+
+    ``overlapped``, if `overlap_layers` has set it, runs GEMM and collective as one.
+    """
+
+    overlapped: Callable[..., Tensor] | None = None
 
     def __init__(self, input_size: int, output_size: int, tp_group: ProcessGroup) -> None:
         super().__init__()
@@ -174,16 +180,19 @@ class ColumnParallelLinear(_ShardedLinear):
         weight = self.weight if weight is None else weight
         assert weight is not None, "this layer has no weight of its own: pass one"
         bias, is_own = None if self.skip_bias_add else self.bias, weight is self.weight
-        y = linear(
-            x,
-            weight,
-            bias,
-            is_own=is_own,
-            group=self._grad_group,
-            sequence_parallel=self.sequence_parallel,
-            quantizer=self.quantizer if is_own or self.weight is None else None,
-            multiply=self.multiply,
-        )
+        if self.overlapped is not None and is_own:
+            y = self.overlapped(x, weight, bias)
+        else:
+            y = linear(
+                x,
+                weight,
+                bias,
+                is_own=is_own,
+                group=self._grad_group,
+                sequence_parallel=self.sequence_parallel,
+                quantizer=self.quantizer if is_own or self.weight is None else None,
+                multiply=self.multiply,
+            )
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)
@@ -253,6 +262,8 @@ class RowParallelLinear(_ShardedLinear):
 
     def summed_product(self, x: Tensor) -> Tensor:
         """Return x W^T, reduced over the ranks; for an expert the dispatcher reduces instead."""
+        if self.overlapped is not None:
+            return self.overlapped(x, self.weight)
         y = self._product(x, None)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, self.tp_group)

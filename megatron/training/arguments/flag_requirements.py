@@ -75,7 +75,7 @@ NEEDS_GPU = _needs(
     "a GPU",
     "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading moe_grouped_gemm "
     "record_memory_history high_priority_stream_groups nccl_communicator_config_path "
-    "moe_permute_fusion moe_router_fusion nccl_ub",
+    "moe_permute_fusion moe_router_fusion nccl_ub tp_comm_overlap",
     lambda ns: ns.device != CPU,
 )
 
@@ -267,6 +267,12 @@ _OF_LAYOUT = (
         "--distributed-backend nccl",
         "high_priority_stream_groups nccl_communicator_config_path nccl_ub",
         lambda ns: ns.distributed_backend in (None, "nccl"),
+    ),
+    _needs_flag("sequence_parallel", "tp_comm_overlap"),
+    _needs_flag(
+        "tp_comm_overlap",
+        "tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag "
+        "tp_comm_split_rs",
     ),
     _needs(
         "--context-parallel-size of 2 or more",

@@ -24,6 +24,7 @@ from megatron.core.optimizer.param_groups import (
     no_weight_decay_on_embeddings,
 )
 from megatron.core.params.param_init import initialize_parameters
+from megatron.core.tensor_parallel.overlapped_linear import overlap_layers
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
 from megatron.core.transformer.batch_invariant import make_batch_invariant
 from megatron.core.transformer.compiled import compile_layers
@@ -105,6 +106,8 @@ def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: boo
     if run.config.model.batch_invariant_mode:
         for model in run.model_chunks:
             make_batch_invariant(model, "--batch-invariant-mode")
+    if run.config.model.tp_comm_overlap and device.is_cuda():  # a CPU has announced it
+        _overlap(run)
     if wrap:
         for model in run.model_chunks:
             compile_layers(model, run.config.model.compile)
@@ -133,6 +136,14 @@ def build_stage(run: Runtime, *, vp_stage: int | None = None, **arguments: Any) 
         vp_stage=vp_stage,
         **arguments,
     )
+
+
+def _overlap(run: Runtime) -> None:
+    """Fuse GEMMs with tensor-parallel collectives.  Collective over the tensor-parallel group."""
+    for model in run.model_chunks:
+        if reason := overlap_layers(model, run.groups.tp, run.config.model):
+            print_rank_0(f"WARNING: --tp-comm-overlap is without effect: {reason}")
+            return
 
 
 def _initialize(run: Runtime, model: nn.Module) -> None:
