@@ -30,7 +30,7 @@ class KVCache(Protocol):
         """Return the positions [s] of the new tokens, and the context length of each.
 
         The context length chooses the frequencies of LongRoPE: the tokens of the sequence up to
-        this one, and at least those of its prompt.
+        this one, and at least those that it had when it started.
         """
         ...
 

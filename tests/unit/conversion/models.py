@@ -38,7 +38,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _FAR = {"max_position_embeddings": 16384}
-_LONG = {
+LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": (
         "Phi3",
-        {"original_max_position_embeddings": 32, "sliding_window": 7, "rope_parameters": _LONG},
+        {"original_max_position_embeddings": 32, "sliding_window": 7, "rope_parameters": LONG},
     ),
     "olmo2": ("Olmo2", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),

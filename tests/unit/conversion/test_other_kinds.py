@@ -26,6 +26,8 @@ from tests import tolerances
 from tests.unit.conversion import models
 from tools.checkpoint import hybrid_conversion
 
+ORIGINAL = {"original_max_position_embeddings": 32}
+
 
 def read(folder: Path) -> hf.HFModel:
     return hf.import_model(hf_folder.read_config(folder), hf_folder.read_weights(folder))
@@ -104,6 +106,16 @@ def test_every_tensor_goes_back_to_where_it_came_from(case: str, tmp_path: Path)
             "mscale 1.0 and mscale_all_dim None: only equal ones",
         ),
         ("qwen3 moe", {"num_local_experts": None}, "config.json has no num_experts"),
+        (
+            "phi3",
+            {"rope_parameters": {**models.LONG, **ORIGINAL, "factor": 4.0}},
+            "factor 4.0 of LongRoPE; .* max_position_embeddings 64 / original_.* 32 only",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": {**models.LONG, **ORIGINAL, "attention_factor": 1.5}},
+            "attention_factor 1.5 of LongRoPE",
+        ),
         ("bert", {"hidden_act": "relu"}, "hidden_act relu: only gelu can be"),
         ("bert", {"is_decoder": True}, "is_decoder True: only False"),
         ("bert", {"position_embedding_type": "relative_key"}, "only absolute can be"),

@@ -114,7 +114,7 @@ def check(
                 cache,
                 plan,
                 torch.device("cpu"),
-                num_prompt=np.zeros(len(lengths) + 1, np.int64),
+                start_lengths=np.zeros(len(lengths) + 1, np.int64),
                 sources=sources if is_first else (),
                 row_invariant=bool(seed % 2),
             )

@@ -63,7 +63,7 @@ def model(dtype: torch.dtype = torch.float32, *, tied: bool = True, **changes: A
 
 def logits(module: nn.Module, cache: PagedCache, plan: StepPlan) -> Tensor:
     """Run one step: [outputs, v]."""
-    view = BatchView(cache, plan, torch.device("cpu"), num_prompt=np.zeros(9, np.int64))
+    view = BatchView(cache, plan, torch.device("cpu"), start_lengths=np.zeros(9, np.int64))
     ids = view.token_ids[None]
     positions = view.positions(ids.shape[1])[0][None]
     with torch.no_grad():

@@ -23,9 +23,10 @@ from megatron.core.transformer.kv_cache import Core, PositionBias, State
 class BatchView:
     """Keys, values and states of the requests of one plan; implements `KVCache`.
 
-    ``num_prompt`` [slots]: prompt tokens of the request in each slot.  ``sources``: slot and number
-    of tokens of each sequence that the encoder has read in this step.  ``row_invariant``: recurrent
-    layers run each request alone, so that its bits do not depend on the others.
+    ``start_lengths`` [slots]: tokens of the request in each slot when it started.  ``sources``:
+    slot and number of tokens of each sequence that the encoder has read in this step.
+    ``row_invariant``: recurrent layers run each request alone, so that its bits do not depend on
+    the others.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class BatchView:
         plan: StepPlan,
         device: torch.device,
         *,
-        num_prompt: Integers,
+        start_lengths: Integers,
         sources: Sequence[tuple[int, int]] = (),
         row_invariant: bool = False,
     ) -> None:
@@ -55,7 +56,7 @@ class BatchView:
             row[: len(segment.pages)] = segment.pages
         pages, offsets = np.divmod(positions, cache.page_size)
         at = table[of_row, pages] * cache.page_size + offsets
-        contexts = np.maximum(positions + 1, num_prompt[[s.slot for s in segments]][of_row])
+        contexts = np.maximum(positions + 1, start_lengths[[s.slot for s in segments]][of_row])
 
         outputs = _count_up(first_row[1:] - num_outputs, num_outputs)
         token_ids = np.concatenate([s.tokens for s in segments])

@@ -69,12 +69,12 @@ class DraftModel:
         self._num_layers, self._num_tokens = num_layers, num_tokens
 
     def draft(
-        self, plan: StepPlan, view: BatchView, sampled: Tensor | None, num_prompt: Integers
+        self, plan: StepPlan, view: BatchView, sampled: Tensor | None, start_lengths: Integers
     ) -> Integers:
         """Return drafts [segments, d] after a step with ``view``, `NO_TOKEN` behind the last ones.
 
-        ``sampled`` [r]: results of the output rows, on the rank that samples.  ``num_prompt``: see
-        `BatchView`.  All ranks of tp return the same.
+        ``sampled`` [r]: results of the output rows, on the rank that samples.
+        ``start_lengths``: see `BatchView`.  All ranks of tp return the same.
         """
         hidden = view.hidden
         assert hidden is not None, "the model has run"
@@ -95,7 +95,7 @@ class DraftModel:
                 ends = _upload(rows.last_row, hidden.device)
                 ids.index_copy_(0, ends, _upload(rows.known_ahead(depth + 1), hidden.device))
                 ids.index_copy_(0, at, drafts.clamp(min=0))
-        self._chain(rows, last, found, num_prompt)
+        self._chain(rows, last, found, start_lengths)
         return _table(found, len(plan.segments))
 
     def _chain(
@@ -103,7 +103,7 @@ class DraftModel:
         rows: _Rows,
         hidden: Tensor,
         found: list[tuple[list[int], Tensor]],
-        num_prompt: Integers,
+        start_lengths: Integers,
     ) -> None:
         """Add to ``found`` what the last depth drafts again after its rows ``hidden`` [w, 1, h]."""
         layers, slots = self._num_layers, self._cache.max_requests
@@ -123,7 +123,7 @@ class DraftModel:
                 segments = [Segment(slots, 0, _ONE_TOKEN, idle, NO_INTEGERS)]
                 hidden, ids = hidden.new_zeros(1, *hidden.shape[1:]), drafts.new_zeros(1)
             view = BatchView(
-                self._cache, StepPlan(tuple(segments)), hidden.device, num_prompt=num_prompt
+                self._cache, StepPlan(tuple(segments)), hidden.device, start_lengths=start_lengths
             )
             hidden = self._predict(hidden, ids.clamp(min=0), layers - 1, view.at_depth(layers))
             if wanting:

@@ -132,8 +132,9 @@ class Engine:
             num_draft_layers=self._num_draft_layers,
             num_reserved_pages=int(num_pages * options.guaranteed_fraction),
         )
+        longest_short = model.config.longrope_original_max_position_embeddings
         self._pools = [
-            PagePool(num_pages, self._page_size, self._num_draft_layers)
+            PagePool(num_pages, self._page_size, self._num_draft_layers, longest_short)
             for _ in range(num_replicas)
         ]
         in_lane = slots // self._num_lanes

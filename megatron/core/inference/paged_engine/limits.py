@@ -63,6 +63,15 @@ def check_grammar(request: Request) -> None:
         )
 
 
+def check_fork(request: Request, parent: Request) -> None:
+    """Raise RequestError unless a request has the prompt of ``parent``, its ``fork_of``."""
+    if parent.prompt != request.prompt or parent.source != request.source:
+        raise RequestError(
+            f"the prompt of fork_of {request.fork_of!r} is another one: give the same prompt",
+            "fork_of",
+        )
+
+
 def check_tokens(request: Request, vocab_size: int) -> None:
     """Raise RequestError if a token id of a request is not one of the model's."""
     last = vocab_size - 1

@@ -22,12 +22,20 @@ class PagePool:
 
     Lanes share one pool.  Digests belong to ``weight_version``, the version of the weights.
     ``num_ahead``: the content of a page depends on so many tokens after its last one.
+    ``longest_short``: longest sequence with the short frequencies of LongRoPE, None without it.
     """
 
-    def __init__(self, num_pages: int, page_size: int, num_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_ahead: int = 0,
+        longest_short: int | None = None,
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_ahead = num_ahead
+        self.longest_short = longest_short
         self.weight_version = 0
         self._num_users = [0] * num_pages
         self._empty = list(range(num_pages - 1, -1, -1))  # free, without a digest
@@ -95,7 +103,8 @@ class PagePool:
 
     def num_known_tokens(self, prompt: Sequence[int], source: Sequence[int] = ()) -> int:
         """Return how many tokens at the start of a prompt are in pages with digests."""
-        tokens, digest = np.array(prompt, dtype=np.int64), self.root(source)
+        tokens = np.array(prompt, dtype=np.int64)
+        digest = self.root(source, is_long=self.is_long(len(tokens)))
         count = self.num_full(len(tokens))
         for page in range(count):
             digest = self.digest(digest, tokens, page)
@@ -124,9 +133,16 @@ class PagePool:
         self._digest_of.clear()
         self._page_of.clear()
 
-    def root(self, source: Sequence[int]) -> bytes:
-        """Return the digest that precedes that of the first page, for these encoder tokens."""
-        text = np.array([self.weight_version, *source], dtype=np.int64)
+    def is_long(self, num_tokens: int) -> bool:
+        """Return whether a sequence has the long frequencies of LongRoPE."""
+        return self.longest_short is not None and num_tokens > self.longest_short
+
+    def root(self, source: Sequence[int], *, is_long: bool = False) -> bytes:
+        """Return the digest that precedes that of the first page.
+
+        ``source``: tokens of the encoder.  ``is_long``: see `is_long`; no token is below 0.
+        """
+        text = np.array([self.weight_version, *([-1] if is_long else []), *source], dtype=np.int64)
         return blake2b(text.tobytes(), digest_size=16).digest()
 
 

@@ -94,6 +94,7 @@ class RequestState:
         self.num_kept = 0
         self.digests: list[bytes] = []  # of the first full pages, for the weights of:
         self.weight_version = -1
+        self.is_long = False  # whether the keys in its pages have LongRoPE's long frequencies
         self.num_cached_prompt_tokens: int | None = None  # None: it has never run
         self.parent: RequestState | None = None
         self.children: list[RequestState] = []  # those that wait until this one has its prompt
@@ -103,6 +104,11 @@ class RequestState:
         self.is_held = False
         self.is_in_flight = False
         self.is_ended = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the request has run before, or shares the prompt of one that has."""
+        return self.num_cached_prompt_tokens is not None or self.parent is not None
 
     @property
     def num_remaining(self) -> int:
@@ -130,6 +136,7 @@ class RequestState:
         state.num_scored = self.num_scored
         state.digests = [*self.digests]
         state.weight_version = self.weight_version
+        state.is_long = self.is_long
         state.parent = self
         state.num_top = self.num_top
         state.scores = self.scores
@@ -147,7 +154,8 @@ class RequestState:
         params["stop_token_ids"] = sorted(self.end_tokens)
         history = tuple(self.tokens.to_list()) if found.has_penalty else ()
         source = tuple(self.request.source)
-        return Admission(self.request.slot, params, history, self.num_prompt, source)
+        slot, length = self.request.slot, self.tokens.size
+        return Admission(slot, params, history, self.num_prompt, source, length)
 
     def targets(self, end: int) -> Integers:
         """Return the targets of the next rows, which end before position ``end``."""
@@ -158,8 +166,17 @@ class RequestState:
         scored = self.tokens.values[first + 1 : min(end + 1, self.num_prompt)]
         return np.concatenate([scored, _SAMPLE_ONLY]) if samples else scored
 
-    def draft(self, limit: int) -> list[int]:
+    def choose_frequencies(self, pool: PagePool) -> None:
+        """Note which frequencies of LongRoPE the keys will have; the request holds no pages."""
+        is_long = pool.is_long(self.tokens.size)
+        if is_long != self.is_long:
+            self.is_long = is_long
+            self.digests = []
+
+    def draft(self, limit: int, pool: PagePool) -> list[int]:
         """Return at most ``limit`` drafts for the rows after the last token."""
+        if pool.longest_short is not None and not self.is_long:
+            limit = min(limit, pool.longest_short - self.goal)
         num_new = len(self.request.output)
         if self.speculation is None or num_new < self.request.params.min_tokens:
             return []
@@ -196,7 +213,8 @@ class RequestState:
             self.weight_version = pool.weight_version
             self.digests = []
         for i in range(len(self.digests), count):
-            previous = self.digests[-1] if i else pool.root(self.request.source)
+            root = pool.root(self.request.source, is_long=self.is_long)
+            previous = self.digests[-1] if i else root
             self.digests.append(pool.digest(previous, self.tokens.values, i))
         return self.digests[:count]
 

@@ -90,7 +90,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.cache, self._row_invariant = model, cache, row_invariant
         slots = cache.max_requests + 1
-        self._num_prompt = np.zeros(slots, dtype=np.int64)
+        self._start_lengths = np.zeros(slots, dtype=np.int64)
         self._sampler: Sampler | None = None
         if model.samples:
             self._sampler = Sampler(slots, model.vocab_size, model.device, eod=model.eod)
@@ -119,7 +119,7 @@ class ModelRunner:
         fault_point("inference.step", step=self._num_steps)
         sources = [a for a in plan.admissions if a.source]
         for admission in plan.admissions:
-            self._num_prompt[admission.slot] = admission.num_prompt
+            self._start_lengths[admission.slot] = admission.start_length
             if self._sampler is not None:
                 self._sampler.admit(admission)
         self.cache.copy_pages(plan.copies)
@@ -129,7 +129,7 @@ class ModelRunner:
             self.cache,
             plan,
             self.model.device,
-            num_prompt=self._num_prompt,
+            start_lengths=self._start_lengths,
             sources=[(a.slot, len(a.source)) for a in sources],
             row_invariant=self._row_invariant,
         )
@@ -141,7 +141,7 @@ class ModelRunner:
         result = None if rows is None else rows.to_result()
         if self._draft_model is not None:
             sampled = None if rows is None else rows.tokens
-            drafts = self._draft_model.draft(plan, view, sampled, self._num_prompt)
+            drafts = self._draft_model.draft(plan, view, sampled, self._start_lengths)
             result = None if result is None else replace(result, drafts=drafts)
         return result
 

@@ -18,7 +18,7 @@ from operator import attrgetter
 
 from megatron.core.inference.paged_engine.beam import BeamGroup, check_beam_request
 from megatron.core.inference.paged_engine.limits import EngineLimits as EngineLimits
-from megatron.core.inference.paged_engine.limits import check_grammar, generation_length
+from megatron.core.inference.paged_engine.limits import check_fork, check_grammar, generation_length
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
     Beam,
@@ -33,8 +33,7 @@ from megatron.core.inference.paged_engine.request import (
 from megatron.core.inference.paged_engine.request_state import RequestState
 from megatron.core.inference.paged_engine.speculation import (
     MakeDrafter,
-    NgramDrafter,
-    OfferedDrafter,
+    drafter_of,
     new_speculation,
 )
 from megatron.core.inference.paged_engine.step_plan import (
@@ -64,8 +63,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_drafts = 0
         self.num_accepted_drafts = 0
-        kind = OfferedDrafter if limits.num_draft_layers else NgramDrafter
-        self._make_drafter = make_drafter or (lambda request: kind())
+        self._make_drafter = make_drafter or drafter_of(limits.num_draft_layers)
         self.admits = True  # False: requests that have not run yet wait
         self._seeds = random.SystemRandom()
         self._slots = list(reversed(slots))
@@ -95,7 +93,7 @@ class Scheduler:
     @property
     def has_started(self) -> bool:
         """Whether a request has begun to run, and has not ended."""
-        return bool(self._running) or (bool(self._queue) and _has_begun(self._queue.first()))
+        return bool(self._running) or (bool(self._queue) and self._queue.first().has_begun)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -140,13 +138,15 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if no request can advance."""
         step = StepBuilder(self.limits.max_step_tokens, self.limits.num_draft_layers)
+        if self.pool.longest_short is not None:
+            self._pre_empt_long()
         ready = [s for s in self._running if not s.is_in_flight and not s.is_held]
         prompts = [s for s in ready if s.num_remaining > 1]
         spare = step.room - len(ready)  # for drafts
         spare -= sum(s.num_remaining - 1 for s in prompts)
         for state in ready:
             if step.room and state.num_remaining == 1 and state.request.slot is not None:
-                drafts = state.draft(spare) if state.speculation is not None else ()
+                drafts = state.draft(spare, self.pool) if state.speculation is not None else ()
                 spare -= self._add_rows(step, state, 1, drafts)
         for state in prompts:
             if step.room and state.request.slot is not None:
@@ -198,13 +198,8 @@ class Scheduler:
                 f"request_id {request.request_id!r} is in use: give each request its own",
                 "request_id",
             )
-        if parent is not None and (
-            parent.request.prompt != request.prompt or parent.request.source != request.source
-        ):
-            raise RequestError(
-                f"the prompt of fork_of {request.fork_of!r} is another one: give the same prompt",
-                "fork_of",
-            )
+        if parent is not None:
+            check_fork(request, parent.request)
         if self.num_waiting >= self.limits.max_waiting:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait, the most that the queue holds: try again later"
@@ -214,12 +209,13 @@ class Scheduler:
         """Start requests in the order of their arrival, as long as slots, pages and rows last."""
         while step.room and self._slots and self._queue:
             state = self._queue.first()
-            if not (self.admits or _has_begun(state)) or not self._start(step, state):
+            if not (self.admits or state.has_begun) or not self._start(step, state):
                 break
             self._add_rows(step, state, min(state.num_remaining, step.room))
 
     def _start(self, step: StepBuilder, state: RequestState) -> bool:
         """Give the first waiting request pages and a slot; False if too few pages are free."""
+        state.choose_frequencies(self.pool)
         pages, num_tokens = self._reusable_pages(state)
         num_full = num_tokens // self.pool.page_size
         full = pages[:num_full]
@@ -257,7 +253,8 @@ class Scheduler:
             num_full = min(state.num_reusable // size, self.pool.num_full(state.tokens.size))
             pages = self.pool.find(state.find_digests(num_full, self.pool))
         parent = state.parent
-        if parent is None or parent.request.num_cached <= len(pages) * size:
+        has_same = parent is not None and parent.is_long == state.is_long
+        if parent is None or not has_same or parent.request.num_cached <= len(pages) * size:
             return pages, len(pages) * size
         state.weight_version = parent.weight_version
         num_tokens = min(parent.request.num_cached, state.num_reusable)
@@ -303,6 +300,15 @@ class Scheduler:
         self.num_preemptions += 1
         if not state.is_held:
             self._queue.push(state)
+
+    def _pre_empt_long(self) -> None:
+        """Pre-empt requests that have outgrown the short frequencies of LongRoPE.
+
+        The keys of all their tokens are then computed again with the long ones.
+        """
+        for state in list(self._running):
+            if state.is_long != self.pool.is_long(state.tokens.size) and not state.is_in_flight:
+                self._pre_empt(state)
 
     def _free(self, state: RequestState) -> None:
         """Take the pages and the slot of a running request."""
@@ -438,11 +444,6 @@ class Scheduler:
 
 
 _NO_TOKEN_ERROR = "the model gave no finite logits, or none of a token that is allowed"
-
-
-def _has_begun(state: RequestState) -> bool:
-    """Return whether a request has run before, or shares the prompt of one that has."""
-    return state.num_cached_prompt_tokens is not None or state.parent is not None
 
 
 _ORDER = attrgetter("order")

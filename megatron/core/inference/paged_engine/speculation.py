@@ -86,6 +86,12 @@ class OfferedDrafter:
         self._drafts = list(takewhile(lambda token: token != NO_TOKEN, drafts))
 
 
+def drafter_of(num_draft_layers: int) -> MakeDrafter:
+    """Return what makes the drafters of a model with so many MTP layers that draft."""
+    kind = OfferedDrafter if num_draft_layers else NgramDrafter
+    return lambda request: kind()
+
+
 class Speculation:
     """Drafts of one request, as many as its last ones let expect, at most ``max_tokens``."""
 

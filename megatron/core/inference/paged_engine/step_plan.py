@@ -52,7 +52,8 @@ class Admission:
 
     ``params``: fields of `SamplingParams` with the seed set, as JSON values.  ``history``: all its
     tokens so far if penalties need them.  ``num_prompt``: number of tokens of its prompt.
-    ``source``: tokens that an encoder reads.
+    ``source``: tokens that an encoder reads.  ``start_length``: number of its tokens now, which
+    chooses the frequencies of LongRoPE.
     """
 
     slot: int
@@ -60,6 +61,7 @@ class Admission:
     history: tuple[int, ...] = ()
     num_prompt: int = 0
     source: tuple[int, ...] = ()
+    start_length: int = 0
 
 
 @dataclass(frozen=True)

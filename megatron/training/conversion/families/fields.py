@@ -157,6 +157,20 @@ def _write_mscale(shape: ModelShape) -> Values:
 
 
 _LENGTH = "original_max_position_embeddings"
+
+
+def _read_longrope_length(rope: Config) -> Values:
+    length, most = rope[_LENGTH], rope["max_position_embeddings"]
+    factor = rope.get("factor")
+    if rope.get("attention_factor") is not None or factor not in (None, most / length):
+        name = "factor" if rope.get("attention_factor") is None else "attention_factor"
+        raise CheckpointError(
+            f"config.json has {name} {rope[name]} of LongRoPE; cosines and sines are scaled by the "
+            f"rule for max_position_embeddings {most} / {_LENGTH} {length} only"
+        )
+    return {f"longrope_{_LENGTH}": length}
+
+
 # rope_type -> the value of ours that then differs from its default, entries of rope_scaling.
 _ROPE_TYPES: dict[str, tuple[str, tuple[Field, ...]]] = {
     "linear": (
@@ -169,7 +183,7 @@ _ROPE_TYPES: dict[str, tuple[str, tuple[Field, ...]]] = {
             same("short_factor", "longrope_short_factor", read=tuple),
             same("long_factor", "longrope_long_factor", read=tuple),
             Field(
-                lambda rope: {f"longrope_{_LENGTH}": rope[_LENGTH]},
+                _read_longrope_length,
                 lambda shape: {
                     "factor": shape.max_position_embeddings
                     / (shape.longrope_original_max_position_embeddings or 1)
