@@ -49,6 +49,7 @@ TRAINING_LAYERS = (
     {"config"},
     {"tokenizer", "process"},
     {"fault_tolerance"},
+    {"supervisor"},
     {"models"},
     {"estimates"},
     {"arguments"},

@@ -1,10 +1,12 @@
 """Fault injection: named points at which a test can make a run fail.
 
 The environment variable FAULTS contains comma-separated specs
-``point:kind[:rankR][:stepS][:timesT][:Xs]``, for example ``save.after_rename:kill:rank1:step3``.
-Without ``rank`` or ``step`` the spec applies to every rank or step.  ``times``: maximum number of
-times that it fires in one process; ``Xs``: seconds that ``slow`` sleeps (default 1).  If FAULTS is
-unset, a point costs one look-up of an environment variable.
+``point:kind[:rankR][:stepS][:startN][:timesT][:Xs]``, for example
+``save.after_rename:kill:rank1:step3``.  Without ``rank`` or ``step`` the spec applies to every rank
+or step.  ``start``: number of restarts of the run by its launcher before, for instance 0: only the
+first start; ``times``: maximum number of times that it fires in one process; ``Xs``: seconds that
+``slow`` sleeps (default 1).  If FAULTS is unset, a point costs one look-up of an environment
+variable.
 
 Kinds at every point: raise, kill (SIGKILL), stop (SIGSTOP), hang, exit, enospc (OSError: disk
 full), oom (MemoryError), slow.  Kinds at some points: nan and bitflip, which the caller performs if
@@ -53,15 +55,18 @@ class _Spec:
     kind: str
     rank: int | None = None
     step: int | None = None
+    start: int | None = None
     times: int | None = None
     seconds: float = 1.0
 
     def fires(self, point: str, step: int | None) -> bool:
         rank = int(os.environ.get("RANK", "0"))
+        start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return (
             self.point == point
             and self.rank in (None, rank)
             and self.step in (None, step)
+            and self.start in (None, start)
             and (self.times is None or _fired[self] < self.times)
         )
 
@@ -130,13 +135,14 @@ def _parse_one(text: str) -> _Spec:
     point, kind, *limits = (*text.split(":"), "")
     values: dict[str, int | float] = {}
     for limit in filter(None, limits):
-        if found := re.fullmatch(r"(rank|step|times)(\d+)", limit):
+        if found := re.fullmatch(r"(rank|step|start|times)(\d+)", limit):
             values[found[1]] = int(found[2])
         elif found := re.fullmatch(r"(\d+(?:\.\d+)?)s", limit):
             values["seconds"] = float(found[1])
         else:
             raise ConfigError(
-                f"{_VARIABLE}={text}: {limit!r} is none of rankR, stepS, timesT, Xs (seconds)"
+                f"{_VARIABLE}={text}: {limit!r} is none of rankR, stepS, startN, timesT, Xs "
+                "(seconds)"
             )
     if kind not in (*_KINDS, *_BY_CALLER):
         kinds = ", ".join((*_KINDS, *_BY_CALLER))

@@ -5,12 +5,18 @@ Under torchrun a thread therefore polls the parent process id, from the first im
 the end of the launcher before it ends the process.  PR_SET_PDEATHSIG could not report it: Python
 handles signals only between instructions of the main thread, and the kernel sends that signal when
 the *thread* that started this process ends.  This module imports nothing heavy.
+
+The supervisor (tools/launch.py) starts ranks in its main thread.  Its ranks do set
+PR_SET_PDEATHSIG, to SIGKILL, because a rank that is stopped or blocked polls nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +24,8 @@ from collections.abc import Callable
 from megatron.training.process import exit_report
 
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
+SUPERVISOR = "MEGATRON_SUPERVISOR"  # process id of the supervisor
+_PR_SET_PDEATHSIG = 1
 _NAME = "launcher watch"
 _POLL_S = 0.5
 
@@ -29,7 +37,17 @@ def end_with_launcher(end: Callable[[int], object] = os._exit) -> None:
     """
     if _LAUNCHED not in os.environ or any(t.name == _NAME for t in threading.enumerate()):
         return
+    if os.environ.get(SUPERVISOR) == str(os.getppid()):
+        _obey_supervisor()
     threading.Thread(target=_watch, args=(os.getppid(), end), name=_NAME, daemon=True).start()
+
+
+def _obey_supervisor() -> None:
+    """End with the supervisor, and print the stacks of all threads on SIGUSR2."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems than Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    with contextlib.suppress(ValueError, AttributeError, OSError):  # standard error is closed
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 
 def _watch(launcher: int, end: Callable[[int], object]) -> None:

@@ -91,7 +91,7 @@ def test_what_the_caller_carries_out_is_returned(faults):
     [
         ("a", "kind '' is none of raise, kill"),
         ("a:burn", "kind 'burn' is none of raise"),
-        ("a:kill:node3", "'node3' is none of rankR, stepS, timesT, Xs"),
+        ("a:kill:node3", "'node3' is none of rankR, stepS, startN, timesT, Xs"),
     ],
 )
 def test_a_spec_that_cannot_be_read_is_an_error(faults, text, message):

@@ -1,0 +1,223 @@
+"""Command line of the supervisor: all flags of torchrun, and its own.
+
+A flag of torchrun keeps its meaning, with these differences: --max-restarts defaults to 100, the
+backend ``static`` (--master-addr, --master-port, --node-rank) becomes c10d at the same address, so
+that nodes can come and go, and --run-path starts the script as --no-run-path does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.supervisor.agent import Times
+from megatron.training.supervisor.policy import Options
+
+_MAX_RESTARTS = 100
+_PORT = 29500
+_NOT_NEGATIVE = (
+    *("max_restarts", "max_no_progress_restarts", "min_progress_iterations"),
+    *("restart_backoff", "peer_timeout", "node_timeout"),
+)
+_SHARED_MEMORY = Path("/dev/shm")
+_ENDING_SIGNALS = "SIGHUP,SIGQUIT"  # which torch's agent handles; `stop` handles the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Everything that the supervisor needs; ``script`` is the command line of a rank."""
+
+    config: LaunchConfig
+    program: str
+    script: tuple[str, ...]
+    options: Options
+    times: Times
+    node: str
+    folder: Path
+    signals: tuple[str, ...]
+    launcher: str
+    check_node: bool
+    detects_hangs: bool
+
+    @property
+    def memory(self) -> Path:
+        """Folder of this run and node in shared memory."""
+        name = f"megatron-{os.getuid()}-{self.config.run_id}-{self.node}"
+        return _SHARED_MEMORY / re.sub(r"[^\w.-]", "_", name)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser with the flags of the supervisor."""
+    found = get_args_parser()
+    found.prog = "tools/launch.py"
+    found.description = "Start the ranks of a run as torchrun does, and restart the run."
+    found.set_defaults(max_restarts=_MAX_RESTARTS)
+    group = found.add_argument_group("supervisor")
+    add = group.add_argument
+    add(
+        "--max-no-progress-restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="stop after N restarts without a new checkpoint or --min-progress-iterations steps",
+    )
+    add(
+        "--min-progress-iterations",
+        type=int,
+        default=200,
+        metavar="N",
+        help="number of new steps that count as progress without a new checkpoint",
+    )
+    add(
+        "--restart-backoff",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="pause before a restart; it doubles with each restart without progress, up to 60",
+    )
+    add(
+        "--exit-report-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of exit.json and of the exit reports of each attempt; default: --log-dir",
+    )
+    add(
+        "--peer-timeout",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="time for the ranks of a node to end by themselves after another rank has failed",
+    )
+    add(
+        "--node-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="time without a sign of life after which a node counts as lost",
+    )
+    add("--node-name", default=None, help="name of this node; default: its host name")
+    add("--no-hang-detection", action="store_true", help="do not watch the heartbeats of the ranks")
+    add(
+        "--check-node",
+        action="store_true",
+        help="run tools/check_node.py before the first attempt and after a node is blamed",
+    )
+    add(
+        "--launcher",
+        choices=("own", "nvrx"),
+        default="own",
+        help="nvrx: replace this supervisor by ft_launcher of nvidia-resiliency-ext",
+    )
+    return found
+
+
+def parse(argv: Sequence[str]) -> Launch:
+    """Return the parsed command line.  Raises ConfigError that lists every problem."""
+    given = vars(parser().parse_args(argv))
+    ConfigError.raise_for(_problems(given))
+    given |= _rendezvous(given)
+    if given["shutdown_timeout"] is None:
+        given["shutdown_timeout"] = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    log_dir = given["log_dir"]
+    folder = given["exit_report_dir"] or (Path(log_dir) if log_dir else None)
+    folder = (folder or Path(tempfile.mkdtemp(prefix="megatron-launch-"))).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        config, program, script = config_from_args(
+            argparse.Namespace(
+                **{
+                    **given,
+                    "log_dir": log_dir or str(folder),
+                    "signals_to_handle": _ENDING_SIGNALS,
+                    "run_path": False,
+                }
+            )
+        )
+    except (OSError, ValueError, AssertionError, RuntimeError) as error:
+        raise ConfigError(f"tools/launch.py: {error}") from None
+    assert isinstance(program, str), "--run-path was switched off"
+    return Launch(
+        config=config,
+        program=program,
+        script=tuple(script),
+        options=Options(
+            max_restarts=given["max_restarts"],
+            max_no_progress_restarts=given["max_no_progress_restarts"],
+            min_progress_iterations=given["min_progress_iterations"],
+            backoff_s=given["restart_backoff"],
+        ),
+        times=Times(
+            patience_s=given["peer_timeout"],
+            shutdown_s=given["shutdown_timeout"],
+            node_s=given["node_timeout"],
+        ),
+        node=given["node_name"] or socket.gethostname(),
+        folder=folder,
+        signals=tuple(given["signals_to_handle"].split(",")),
+        launcher=given["launcher"],
+        check_node=given["check_node"],
+        detects_hangs=not given["no_hang_detection"],
+    )
+
+
+def value_of(script: Sequence[str], flag: str) -> str | None:
+    """Return the last value of ``flag`` in the command line of a rank, None if it is not given."""
+    found = None
+    for word, following in zip(script, (*script[1:], None), strict=True):
+        if word == flag:
+            found = following
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _rendezvous(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of the c10d rendezvous that stands for the requested one."""
+    _, max_nodes = parse_min_max_nnodes(given["nnodes"])
+    endpoint, port = given["rdzv_endpoint"], given["master_port"]
+    found: dict[str, Any] = {"rdzv_backend": "c10d"}
+    if given["standalone"] or (max_nodes == 1 and not endpoint and port is None):
+        return {**found, "rdzv_endpoint": "localhost:0", "rdzv_id": uuid.uuid4().hex[:8]}
+    if given["rdzv_backend"] == "static":
+        endpoint = endpoint or f"{given['master_addr']}:{port or _PORT}"
+        is_host = f"is_host={str(int(given['node_rank']) == 0).lower()}"
+        found["rdzv_conf"] = ",".join(filter(None, (given["rdzv_conf"], is_host)))
+    found["rdzv_endpoint"] = endpoint
+    if given["rdzv_id"] == "none":  # torchrun's default: jobs on one host would share folders
+        found["rdzv_id"] = re.sub(r"\W", "_", endpoint)
+    return found
+
+
+def _problems(given: Mapping[str, Any]) -> Iterator[str]:
+    nodes, ranks = given["nnodes"], given["nproc_per_node"]
+    try:
+        least, most = parse_min_max_nnodes(nodes)
+    except (ValueError, RuntimeError):
+        least, most = 0, 0
+    if not 0 < least <= most:
+        yield f"--nnodes {nodes}: give N, or MIN:MAX with 1 <= MIN <= MAX"
+    if ranks.lstrip("-").isdigit() and int(ranks) < 1:  # torch checks words
+        yield f"--nproc-per-node {ranks}: at least 1 is needed"
+    if given["rdzv_backend"] not in ("c10d", "static"):
+        yield f"--rdzv-backend {given['rdzv_backend']}: the supervisor needs c10d"
+    elif most > 1 and given["rdzv_backend"] == "c10d" and not given["rdzv_endpoint"]:
+        yield f"--nnodes {nodes} --rdzv-backend c10d: give --rdzv-endpoint HOST:PORT"
+    for name in _NOT_NEGATIVE:
+        if given[name] < 0:
+            yield f"--{name.replace('_', '-')} {given[name]}: at least 0 is needed"
+    if given["standalone"] and most > 1:
+        yield f"--standalone --nnodes {nodes}: --standalone is for one node; remove one of them"
+    if given["no_python"] and given["module"]:
+        yield "--no-python --module: a module needs Python; remove one of them"

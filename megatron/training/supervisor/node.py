@@ -1,0 +1,307 @@
+"""Supervisor of one node: attempts, one after the other, until the policy ends the run.
+
+Each node runs one.  They meet in torch's rendezvous, end an attempt together, exchange how their
+ranks ended, and agree on a decision of the policy.  No node leads: whatever node is lost, the
+others go on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+
+from megatron.core.config.errors import ConfigError, LaunchError, MegatronError
+from megatron.core.dist_checkpointing.folders import published
+from megatron.training.fault_tolerance.limits import STATE_FILE, Limits
+from megatron.training.supervisor.agent import AttemptAgent
+from megatron.training.supervisor.command_line import Launch, value_of
+from megatron.training.supervisor.connection import Connector
+from megatron.training.supervisor.evidence import NodeReport, Outcome, outcome_of
+from megatron.training.supervisor.hangs import HangDetector
+from megatron.training.supervisor.meeting import Meeting
+from megatron.training.supervisor.policy import Decision, History, decide
+from megatron.training.supervisor.rendezvous import Rendezvous, WaitingNode, nodes_that_fit
+from megatron.training.supervisor.report import log, print_causes, print_end, write_exit
+from megatron.training.supervisor.stop import StopRequested, StopSignals
+
+# A program: its command line -> exit status and output.  megatron itself starts none.
+Runner = Callable[[Sequence[str]], tuple[int, str]]
+_MEMORY_DIR = "MEGATRON_MEMORY_DIR"  # of --non-persistent-ckpt-type in_memory
+_MARGIN_S = 20.0  # for reports of other nodes, beyond the time in which they end their ranks
+_FAREWELL_S = 5.0  # for other nodes to read the decision from the store that this node may host
+
+
+class Supervisor:
+    """``run`` returns the exit status of the run."""
+
+    def __init__(self, launch: Launch, runner: Runner) -> None:
+        self._launch, self._runner = launch, runner
+        self._stop = StopSignals()
+        self._connector = Connector(launch.config, launch.node, launch.folder, launch.times.node_s)
+        self._rendezvous: Rendezvous | None = None
+        self._history = History()
+        self._outcomes: list[Outcome] = []
+
+    def run(self) -> int:
+        """Start the ranks, and restart them as the policy decides.  Returns the exit status."""
+        # Ranks connect to a store of their own: in a shared one, keys of the ranks before remain.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        script = self._launch.script
+        if value_of(script, "--non-persistent-local-ckpt-dir") is None:
+            os.environ.setdefault(_MEMORY_DIR, str(self._launch.memory / "memory"))
+        self._launch.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._stop.install(self._launch.signals)
+        try:
+            decision = self._attempts()
+        except StopRequested:
+            code = 128 + (self._stop.first or 0)
+            why = "stopped by a signal while no rank was running"
+            decision = Decision(restarts=False, code=code, why=why, history=self._history)
+        except MegatronError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            why = f"{type(error).__name__}: {error}"
+            code = error.exit_code
+            decision = Decision(restarts=False, code=code, why=why, history=self._history)
+        finally:
+            self._stop.has_ranks = True  # from here on a signal must not interrupt
+            shutil.rmtree(self._launch.memory, ignore_errors=True)
+        write_exit(self._launch.folder, decision, self._outcomes)
+        if self._outcomes:
+            print_end(self._launch.folder, decision, self._outcomes[-1])
+        self._leave(decision)
+        return decision.code
+
+    def _attempts(self) -> Decision:
+        while True:
+            decision = self._attempt()
+            self._history = decision.history
+            if not decision.restarts:
+                return decision
+            log(
+                f"attempt {self._history.attempts} ended: {decision.why}; restart "
+                f"{self._history.restarts} in {decision.backoff_s:.0f} s"
+            )
+            print_causes(self._outcomes[-1])
+            if self._launch.node in self._history.excluded:
+                return self._wait_for_the_end()
+            self._stop.has_ranks = False
+            time.sleep(decision.backoff_s)
+
+    def _attempt(self) -> Decision:
+        rendezvous = self._connected()
+        agent = self._agent(rendezvous)
+        is_training = True
+        try:
+            if agent.run() is None:  # the run has ended while this node waited
+                return self._ended_elsewhere()
+        except WaitingNode:
+            is_training = False
+        except RendezvousClosedError:
+            return self._ended_elsewhere()
+        except RendezvousTimeoutError:
+            raise self._nobody_joined() from None
+        except (dist.DistError, RendezvousError) as error:
+            agent.lost_store = str(error).splitlines()[0]
+        self._history = rendezvous.history
+        if agent.lost_store is not None:
+            return self._alone(agent, agent.lost_store)
+        report = agent.report(self._launch.node) if is_training else None
+        try:
+            return self._agreed(rendezvous, agent, report or NodeReport(node=self._launch.node))
+        except dist.DistError as error:
+            return self._alone(agent, str(error).splitlines()[0])
+
+    def _connected(self) -> Rendezvous:
+        """Return the connection, a new one if the store was lost."""
+        if self._rendezvous is None:
+            self._rendezvous = self._connector.connect(None)
+            self._rendezvous.nodes_that_train = self._nodes_that_train
+        self._rendezvous.history = self._history
+        return self._rendezvous
+
+    def _alone(self, agent: AttemptAgent, error: str) -> Decision:
+        """Decide without the other nodes after the store was lost; connect again.
+
+        The nodes agree on the history of one of them in the next rendezvous.
+        """
+        self._stop.has_ranks = False
+        log(f"lost the store of the rendezvous: {error}")
+        report = agent.report(self._launch.node)
+        outcome = outcome_of([replace(report, lost_store=True)])
+        self._outcomes.append(outcome)
+        decision = self._decided(outcome)
+        if decision.restarts:
+            assert self._rendezvous is not None, "its store was lost"
+            last, self._rendezvous = self._rendezvous.round, None
+            self._rendezvous = self._connector.connect(last)
+            self._rendezvous.nodes_that_train = self._nodes_that_train
+        return decision
+
+    def _agreed(self, rendezvous: Rendezvous, agent: AttemptAgent, report: NodeReport) -> Decision:
+        """Exchange reports with the other nodes; return the common decision."""
+        current, times = rendezvous.round, self._launch.times
+        assert current is not None, "the rendezvous has met"
+        meeting = agent.meeting or Meeting(
+            current.store, current.rank, len(current.names), times.node_s
+        )
+        reports, lost = meeting.collect(
+            report, times.patience_s + times.node_s + _MARGIN_S, lambda: None
+        )
+        outcome = outcome_of(reports, [current.names[rank] for rank in lost])
+        spares = rendezvous.known_nodes() - set(current.names) - set(self._history.excluded)
+        spares |= set(current.names[current.num_training :])
+        is_join = meeting.has("join")
+        self._outcomes.append(outcome)
+        decision = meeting.agree(self._decided(outcome, bool(spares), is_join))
+        rendezvous.run_store.set("history", decision.history.to_text())
+        return decision
+
+    def _decided(
+        self, outcome: Outcome, has_spare: bool = False, is_join: bool = False
+    ) -> Decision:
+        return decide(
+            self._history,
+            outcome,
+            self._launch.options,
+            has_spare_node=has_spare,
+            is_join=is_join,
+            older_checkpoint=older_checkpoint,
+        )
+
+    def _agent(self, rendezvous: Rendezvous) -> AttemptAgent:
+        launch = self._launch
+        config = launch.config
+        spec = WorkerSpec(
+            role=config.role,
+            local_world_size=config.nproc_per_node,
+            entrypoint=launch.program,
+            args=(*launch.script, *restart_flags(launch.script, self._history)),
+            rdzv_handler=rendezvous,
+            max_restarts=launch.options.max_restarts,
+            monitor_interval=config.monitor_interval,
+            local_addr=config.local_addr,
+            event_log_handler=config.event_log_handler,
+            numa_options=config.numa_options,
+            duplicate_stdout_filters=config.duplicate_stdout_filters,
+            duplicate_stderr_filters=config.duplicate_stderr_filters,
+            virtual_local_rank=config.virtual_local_rank,
+        )
+        assert config.logs_specs is not None, "the command line sets it"
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+        detector = HangDetector(launch.memory / "heartbeats", self._limits)
+        return AttemptAgent(
+            spec,
+            config.logs_specs,
+            rendezvous,
+            self._stop,
+            launch.times,
+            launch.folder,
+            detector if launch.detects_hangs else None,
+            log_line_prefix_template=config.log_line_prefix_template,
+        )
+
+    def _limits(self) -> Limits:
+        save = value_of(self._launch.script, "--save")
+        return Limits() if save is None else Limits.load(Path(save) / STATE_FILE)
+
+    def _nodes_that_train(self, joined: int) -> int:
+        config = self._launch.config
+        if config.min_nodes == config.max_nodes:
+            return joined  # the ranks check the flags themselves
+        return nodes_that_fit(joined, config.min_nodes, config.nproc_per_node, self._refusal)
+
+    @cache  # noqa: B019  one supervisor per process
+    def _refusal(self, world_size: int) -> str | None:
+        """Return why the flags do not allow ``world_size`` ranks, by the script's --check-only."""
+        check = ("--check-only", "--check-world-size", str(world_size))
+        code, output = self._runner((self._launch.program, *self._launch.script, *check))
+        return output.strip() if code == ConfigError.exit_code else None
+
+    def _nobody_joined(self) -> MegatronError:
+        config = self._launch.config
+        text = (
+            f"--nnodes {config.min_nodes}:{config.max_nodes}: fewer than {config.min_nodes} nodes "
+            f"joined at {config.rdzv_endpoint} within {self._connector.join_timeout_s:.0f} s; "
+            "start the same command on the other nodes, or raise --rdzv-conf join_timeout"
+        )
+        return ConfigError(text) if self._history.attempts == 0 else LaunchError(text)
+
+    def _ended_elsewhere(self) -> Decision:
+        why = "the run ended while this node waited"
+        assert self._rendezvous is not None, "it was connected"
+        code = 0
+        try:
+            store = self._rendezvous.run_store
+            code = int(store.get("end")) if store.check(["end"]) else 0
+        except dist.DistError:
+            why = "the rendezvous was closed"
+        return Decision(restarts=False, code=code, why=why, history=self._history)
+
+    def _wait_for_the_end(self) -> Decision:
+        """Wait, as an excluded node, which may host the store, until the others end the run."""
+        log(f"node {self._launch.node} is excluded from the run; it waits for the end")
+        self._stop.has_ranks = False
+        assert self._rendezvous is not None, "it was connected"
+        try:
+            while not self._rendezvous.run_store.check(["end"]):
+                time.sleep(1.0)
+        except dist.DistError:
+            pass  # the other nodes have ended
+        return self._ended_elsewhere()
+
+    def _leave(self, decision: Decision) -> None:
+        """End the rendezvous; wait shortly, because this node may host the store."""
+        if self._rendezvous is None:
+            return
+        try:
+            store = self._rendezvous.run_store
+            store.set("end", str(decision.code))
+            self._rendezvous.shutdown()
+            here, deadline_s = store.add("left", 1), time.monotonic() + _FAREWELL_S
+            while here < store.add("names", 0) and time.monotonic() < deadline_s:
+                time.sleep(0.1)
+                here = store.add("left", 0)
+        except (dist.DistError, RendezvousError):
+            pass  # the host has ended
+
+
+def restart_flags(script: Sequence[str], history: History) -> list[str]:
+    """Return flags to append to the command line of the ranks; the last value of a flag is used.
+
+    A run that saves resumes from its own checkpoints, and does not start anew if they are gone.
+    """
+    flags: list[str] = []
+    save, load = value_of(script, "--save"), value_of(script, "--load")
+    if history.attempts == 0 or save is None:
+        return flags
+    if load is None:
+        flags += ["--load", save]
+    if history.saved_iteration > 0:
+        flags += ["--exit-on-missing-checkpoint"]
+    if history.ckpt_step is not None:
+        flags += ["--ckpt-step", str(history.ckpt_step)]
+    return flags
+
+
+def older_checkpoint(folder: str) -> int | None:
+    """Return the iteration of the checkpoint that was published before the one in ``folder``."""
+    path = Path(folder)
+    order = [found for found in published(path.parent) if found.problem is None]
+    names = [found.folder.name for found in order]
+    if path.name not in names or names.index(path.name) + 1 >= len(order):
+        return None
+    return order[names.index(path.name) + 1].iteration

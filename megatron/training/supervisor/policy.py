@@ -1,0 +1,215 @@
+"""Policy of restarts: what follows the end of an attempt.  Pure: no processes, files or clock.
+
+In this order: a stop signal ends the run; errors that no restart cures end it; a run that makes no
+progress is restarted a limited number of times.  Of failures that repeat at the same step, the
+second is answered with another rank placement, which separates faulty hardware from software; the
+third with the checkpoint before the loaded one, which may be the cause; the next ends the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from megatron.training.process.exit_report import RERUN_CODES
+from megatron.training.supervisor.evidence import BAD_DATA, USER_ERROR, Outcome
+
+FAILED_VALIDATION = 17
+_MAX_BACKOFF_S = 60.0
+_KEPT = 8  # failures
+
+
+@dataclass(frozen=True)
+class Options:
+    """Limits of restarts."""
+
+    max_restarts: int = 100
+    max_no_progress_restarts: int = 3
+    min_progress_iterations: int = 200
+    backoff_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failed attempt; ``placement`` is the rotation of the ranks."""
+
+    signature: str
+    iteration: int | None
+    placement: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """State of the policy.  Nodes exchange it: the one with the most attempts is valid."""
+
+    attempts: int = 0
+    restarts: int = 0
+    no_progress: int = 0  # restarts since the last progress
+    saved_iteration: int = -1  # largest of all attempts
+    iteration: int = -1  # largest at the last progress
+    failures: tuple[Failure, ...] = ()  # since the last progress
+    placement: int = 0  # rotation of the ranks
+    ckpt_step: int | None = None  # checkpoint to load in place of the newest one
+    blamed: tuple[int, ...] = ()  # iterations of checkpoints that are not loaded
+    excluded: tuple[str, ...] = ()  # nodes
+
+    def to_text(self) -> str:
+        """Return the history as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> History:
+        """Return the history that `to_text` has written."""
+        values = json.loads(text)
+        values["failures"] = tuple(Failure(**failure) for failure in values["failures"])
+        values["blamed"], values["excluded"] = tuple(values["blamed"]), tuple(values["excluded"])
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What follows: a restart with ``history``, or the end of the run with ``code``."""
+
+    restarts: bool
+    code: int
+    why: str
+    history: History
+    backoff_s: float = 0.0
+
+    def to_text(self) -> str:
+        """Return the decision as JSON."""
+        return json.dumps({**asdict(self), "history": self.history.to_text()})
+
+    @classmethod
+    def from_text(cls, text: str) -> Decision:
+        """Return the decision that `to_text` has written."""
+        values = json.loads(text)
+        return cls(**{**values, "history": History.from_text(values["history"])})
+
+
+def decide(
+    history: History,
+    outcome: Outcome,
+    options: Options,
+    *,
+    has_spare_node: bool = False,
+    is_join: bool = False,
+    older_checkpoint: Callable[[str], int | None] = lambda folder: None,
+) -> Decision:
+    """Return what follows ``outcome``.
+
+    ``is_join``: the attempt was ended so that further nodes can join.  ``older_checkpoint`` returns
+    the iteration of the checkpoint before the one in a folder, None if there is none.
+    """
+    history = replace(history, attempts=history.attempts + 1)
+    if outcome.stop_signal is not None:
+        code = 0 if outcome.is_done else 128 + outcome.stop_signal
+        return Decision(restarts=False, code=code, why="stopped by a signal", history=history)
+    if outcome.is_done and not (is_join and outcome.was_stopped):
+        why = "stopped as asked" if outcome.was_stopped else "done"
+        return Decision(restarts=False, code=0, why=why, history=history)
+    if is_join:
+        why = "further nodes join"
+        return Decision(restarts=True, code=0, why=why, history=_advanced(history, outcome))
+    if outcome.code in (USER_ERROR, BAD_DATA):
+        why = f"no restart cures exit status {outcome.code}"
+        return Decision(restarts=False, code=outcome.code, why=why, history=history)
+    history = _counted(history, outcome, options)
+    decision = _restart(history, outcome, options, has_spare_node, older_checkpoint)
+    if decision.restarts and history.restarts >= options.max_restarts:
+        why = f"--max-restarts {options.max_restarts} is reached"
+        return _stop(history, outcome, why)
+    if decision.restarts and history.no_progress > options.max_no_progress_restarts:
+        why = (
+            f"{history.no_progress - 1} restarts without a new checkpoint or "
+            f"{options.min_progress_iterations} new steps (--max-no-progress-restarts)"
+        )
+        return _stop(history, outcome, why)
+    return decision
+
+
+def _restart(
+    history: History,
+    outcome: Outcome,
+    options: Options,
+    has_spare_node: bool,
+    older_checkpoint: Callable[[str], int | None],
+) -> Decision:
+    repeats = [
+        failure
+        for failure in history.failures
+        if (failure.signature, failure.iteration) == (outcome.signature, outcome.iteration)
+    ]
+    suspects = tuple(node for node, _ in outcome.suspects if node not in history.excluded)
+    blames_hardware = outcome.code in RERUN_CODES or bool(suspects)
+    why = "failed"
+    if suspects and has_spare_node:
+        history = replace(history, excluded=(*history.excluded, suspects[0]))
+        why = f"node {suspects[0]} is excluded"
+    elif blames_hardware:
+        history = replace(history, placement=history.placement + 1)
+        why = "another rank placement, after an unexpected result"
+    elif len(repeats) == 2:
+        history = replace(history, placement=history.placement + 1)
+        why = "another rank placement, after the same failure at the same step"
+    elif len(repeats) > 2:
+        step = None
+        if outcome.loaded_from is not None and not history.blamed:
+            step = older_checkpoint(outcome.loaded_from)
+        if step is None:
+            return _stop(
+                history,
+                outcome,
+                f"the same failure {len(repeats)} times at iteration {outcome.iteration}, on "
+                "different rank placements: it is deterministic",
+            )
+        blamed = outcome.loaded_iteration
+        history = replace(
+            history,
+            ckpt_step=step,
+            blamed=history.blamed if blamed is None else (*history.blamed, blamed),
+        )
+        why = f"the checkpoint of iteration {blamed} is blamed, that of {step} is loaded"
+    exponent = max(0, history.no_progress - 1)
+    return Decision(
+        restarts=True,
+        code=0,
+        why=why,
+        history=replace(history, restarts=history.restarts + 1),
+        backoff_s=min(_MAX_BACKOFF_S, options.backoff_s * 2**exponent),
+    )
+
+
+def _stop(history: History, outcome: Outcome, why: str) -> Decision:
+    return Decision(restarts=False, code=outcome.code, why=why, history=history)
+
+
+def _counted(history: History, outcome: Outcome, options: Options) -> History:
+    """Return ``history`` with this failure; progress forgets the failures before it."""
+    failure = Failure(outcome.signature, outcome.iteration, history.placement)
+    advanced = _advanced(history, outcome)
+    iteration = -1 if outcome.iteration is None else outcome.iteration
+    is_progress = (
+        advanced.saved_iteration > history.saved_iteration
+        or iteration >= history.iteration + options.min_progress_iterations
+    )
+    if is_progress:
+        return replace(advanced, no_progress=1, failures=(failure,), iteration=iteration)
+    failures = (*history.failures, failure)[-_KEPT:]
+    return replace(advanced, no_progress=history.no_progress + 1, failures=failures)
+
+
+def _advanced(history: History, outcome: Outcome) -> History:
+    """Return ``history`` with the checkpoints of an attempt; a new one ends the choice of a step.
+
+    The new checkpoint is the newest one by order of publication, also after an older one was
+    loaded.
+    """
+    if outcome.saved_iteration is None:
+        return history
+    saved = max(history.saved_iteration, outcome.saved_iteration)
+    if outcome.saved_iteration <= (outcome.loaded_iteration or -1):
+        return history
+    blamed = history.blamed if saved == history.saved_iteration else ()
+    return replace(history, saved_iteration=saved, ckpt_step=None, blamed=blamed)

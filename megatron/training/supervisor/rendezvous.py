@@ -1,0 +1,160 @@
+"""Rendezvous of an attempt: torch's dynamic rendezvous, and what the nodes then agree on.
+
+After torch's rendezvous every node publishes its name and history in the store of the round; all
+take the history with the most attempts.  From it follow the placement (a rotation of the nodes; the
+agent also rotates the ranks within a node) and, if flags fix the sizes of other axes than data
+parallelism, the number of nodes that train: the largest that the flags allow.  The others wait.
+
+Keys of the round: ``node/I``, ``attempt``; those of `meeting.Meeting`; torch's own.  Keys of the
+run: ``supervisor/history``, ``supervisor/names/I``, ``supervisor/end``, ``supervisor/left``.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.launcher.api import LaunchConfig
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.supervisor.policy import History
+
+NodeCount = Callable[[int], int]  # nodes that joined -> nodes that train
+
+
+@dataclass(frozen=True)
+class Round:
+    """An attempt as this node sees it.  ``rank`` is its index in ``names``; the first train."""
+
+    store: dist.Store
+    rank: int
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+    num_training: int
+    history: History
+    name: str  # of the attempt
+
+    @property
+    def is_training(self) -> bool:
+        """Whether this node starts ranks."""
+        return self.rank < self.num_training
+
+
+class WaitingNode(Exception):  # noqa: N818  not an error
+    """This node joined, but the layout does not need it in this attempt."""
+
+
+class Rendezvous(RendezvousHandler):
+    """torch's handler of one connection to the store of the run; ``round`` is the latest one."""
+
+    def __init__(self, config: LaunchConfig, node: str) -> None:
+        """Connect to the store.  Raises RendezvousError."""
+        parameters = RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+        backend, store = create_backend(parameters)
+        self._inner = create_handler(store, backend, parameters)
+        self._node, self._local_addr = node, config.local_addr
+        self.run_store: dist.Store = dist.PrefixStore("supervisor", store)
+        self.run_store.set(f"names/{self.run_store.add('names', 1)}", node)
+        self.round: Round | None = None
+        self.history = History()
+        self.nodes_that_train: NodeCount = lambda joined: joined
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._inner.use_agent_store
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round.
+
+        Raises WaitingNode if this node does not train, ConfigError if no number of nodes fits the
+        flags.
+        """
+        info = self._inner.next_rendezvous()
+        store = dist.PrefixStore("supervisor", info.store)
+        address = self._local_addr or socket.gethostname()
+        mine = {"node": self._node, "address": address, "history": self.history.to_text()}
+        store.set(f"node/{info.rank}", json.dumps(mine))
+        nodes = [json.loads(store.get(f"node/{i}")) for i in range(info.world_size)]
+        history = max((History.from_text(n["history"]) for n in nodes), key=lambda h: h.attempts)
+        if info.rank == 0:
+            store.set("attempt", f"attempt_{history.attempts}_{secrets.token_hex(3)}")
+        attempt = store.get("attempt").decode()
+        self.history = history
+        # Only the nodes that train are rotated: rank 0 must be one of them.
+        num_training = self.nodes_that_train(info.world_size)
+        rank, shift = info.rank, history.placement % num_training
+        if rank < num_training:
+            rank = (rank + shift) % num_training
+        ordered = [nodes[(i - shift) % num_training] for i in range(num_training)]
+        ordered += nodes[num_training:]
+        names = tuple(node["node"] for node in ordered)
+        addresses = tuple(node["address"] for node in ordered)
+        self.round = Round(store, rank, names, addresses, num_training, history, attempt)
+        if not self.round.is_training:
+            raise WaitingNode
+        placed = dist.PrefixStore("placed", info.store)
+        found = RendezvousStoreInfo.build(rank, placed, local_addr=self._local_addr)
+        return RendezvousInfo(placed, rank, num_training, found)
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+    def known_nodes(self) -> set[str]:
+        """Return the names of all nodes whose supervisor has connected to this store."""
+        count = self.run_store.add("names", 0)
+        return {self.run_store.get(f"names/{i}").decode() for i in range(1, count + 1)}
+
+
+def nodes_that_fit(
+    joined: int, min_nodes: int, ranks_per_node: int, refusal: Callable[[int], str | None]
+) -> int:
+    """Return the largest number of nodes, at most ``joined``, whose ranks the flags allow.
+
+    ``refusal(world_size)`` returns why a number of ranks is not possible.  Raises ConfigError if no
+    number of at least ``min_nodes`` is.
+    """
+    first = None
+    for nodes in range(joined, min_nodes - 1, -1):
+        why = refusal(nodes * ranks_per_node)
+        if why is None:
+            return nodes
+        first = first or why
+    raise ConfigError(
+        f"{joined} nodes with {ranks_per_node} ranks each joined, and the flags allow no number of "
+        f"nodes from {min_nodes} (--nnodes) to {joined}; with {joined}:\n{first}"
+    )

@@ -1,0 +1,102 @@
+"""The command line of tools/launch.py: torchrun's flags, and refusals with exit status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.supervisor.command_line import parse, parser, value_of
+from megatron.training.supervisor.node import older_checkpoint, restart_flags
+from megatron.training.supervisor.policy import History
+from megatron.training.supervisor.rendezvous import nodes_that_fit
+from tests.unit.dist_checkpointing.tiny import publish_model
+from tools import launch
+
+
+def test_every_flag_of_torchrun_is_taken() -> None:
+    theirs = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    ours = {flag for action in parser()._actions for flag in action.option_strings}
+    assert theirs <= ours
+
+
+def test_a_command_line_of_torchrun_starts_the_same_ranks(tmp_path: Path) -> None:
+    flags = "--nnodes 2 --node_rank 1 --nproc_per_node 4 --master_addr node0 --master_port 6000"
+    launch = parse([*flags.split(), "--log-dir", str(tmp_path), "train.py", "--lr", "1", "--x=2"])
+    assert (launch.config.min_nodes, launch.config.nproc_per_node) == (2, 4)
+    assert (launch.config.rdzv_backend, launch.config.rdzv_endpoint) == ("c10d", "node0:6000")
+    assert launch.config.rdzv_configs["is_host"] == "false"
+    assert launch.script == ("-u", "train.py", "--lr", "1", "--x=2")
+    assert launch.folder == tmp_path
+    assert launch.options.max_restarts > 1
+
+
+def test_one_node_needs_no_address(tmp_path: Path) -> None:
+    first, second = (parse(["--exit-report-dir", str(tmp_path), "x.py"]) for _ in range(2))
+    assert first.config.rdzv_endpoint == "localhost:0"
+    assert first.config.run_id != second.config.run_id, "two runs on a host share nothing"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--nnodes 3:2", "--nnodes 3:2: give N, or MIN:MAX"),
+        ("--nnodes x", "--nnodes x: give N, or MIN:MAX"),
+        ("--nproc-per-node 0", "--nproc-per-node 0: at least 1 is needed"),
+        ("--nproc-per-node many", "nproc_per_node"),
+        ("--rdzv-backend etcd", "--rdzv-backend etcd: the supervisor needs c10d"),
+        ("--nnodes 2 --rdzv-backend c10d", "give --rdzv-endpoint HOST:PORT"),
+        ("--standalone --nnodes 2", "--standalone is for one node"),
+        ("--no-python --module", "--no-python --module: a module needs Python"),
+        ("--max-restarts -1", "--max-restarts -1: at least 0 is needed"),
+        ("--exit-report-dir /dev/null/x", "Not a directory"),
+    ],
+)
+def test_a_wrong_flag_is_one_message_and_exit_status_2(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse([*flags.split(), "train.py"])
+    assert launch.main([*flags.split(), "train.py"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(["--nnodes", "0", "--max-restarts", "-1", "train.py"])
+    assert len(error.value.problems) == 2
+
+
+def test_the_last_value_of_a_flag_counts() -> None:
+    assert value_of(["--save", "a", "--save=b", "--lr", "1"], "--save") == "b"
+    assert value_of(["--lr", "1"], "--save") is None
+
+
+def test_a_restarted_run_resumes_from_its_own_checkpoints() -> None:
+    script = ("train.py", "--save", "c")
+    assert restart_flags(script, History()) == [], "the first start is as the user asked"
+    assert restart_flags(script, History(attempts=1)) == ["--load", "c"]
+    history = History(attempts=2, saved_iteration=4, ckpt_step=2)
+    assert restart_flags((*script, "--load", "c"), history) == [
+        *("--exit-on-missing-checkpoint", "--ckpt-step", "2")
+    ]
+    assert restart_flags(("other.py",), history) == [], "a script without checkpoints"
+
+
+def test_the_checkpoint_before_the_loaded_one_is_found(tmp_path: Path) -> None:
+    folders = {step: publish_model(tmp_path, step) for step in (2, 4, 3)}  # 3 after going back
+    assert older_checkpoint(str(folders[3])) == 4
+    assert older_checkpoint(str(folders[2])) is None
+    assert older_checkpoint(str(tmp_path / "iter_0000009")) is None, "it is gone"
+
+
+def test_the_largest_number_of_nodes_that_the_flags_allow_trains() -> None:
+    def refusal(world_size: int) -> str | None:
+        return None if 512 % (world_size // 2) == 0 else f"512 / {world_size // 2} does not divide"
+
+    assert nodes_that_fit(4, 2, 8, refusal) == 4
+    assert nodes_that_fit(3, 2, 8, refusal) == 2
+    with pytest.raises(ConfigError, match=r"3 nodes with 8 ranks each .*\n512 / 12 does not"):
+        nodes_that_fit(3, 3, 8, refusal)
