@@ -1,89 +1,335 @@
-"""Result checks that loss functions call, with the interface of Megatron-LM's rerun state machine.
+"""Validate the results of a step, and compute it again to find the cause of an unexpected result.
 
-A rejected result ends the run or is logged.  No step is run again (--rerun-mode), so the only state
-is the largest values seen so far.
+A result is rejected by a function of the caller: a NaN loss, a large gradient, anything.  Then
+
+1. the step runs again in place, from the same random states and micro-batches.  Another result:
+   the first one was a *transient error*, and the second pass counts.
+2. The same result: the run saves a checkpoint of the state before the step and exits with 16.  The
+   next start runs the step once more, on other devices if the launcher places ranks elsewhere.
+   Another result: *persistent error* of the first device, exit code 17.  The same: the result is
+   *correct*; a fatal one ends the run with 17, with another one it goes on.
+
+So a step runs at most twice in a process.  A start on the same device as before asks for one more
+start (exit code 16), at most ``MAX_STARTS`` in all, and then decides without another device.
+
+Order of collectives: at the end of each pass, one all-reduce of the ranks' requests over all ranks,
+after which every rank takes the same transition.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.config.errors import NonFiniteError
+from megatron.core import device
+from megatron.core.diagnostics.result_faults import (
+    COMPARISON_MATCH,
+    COMPARISON_MISMATCH,
+    LargestValues,
+    Place,
+    QuickStats,
+    RerunDiagnostic,
+    RerunErrorInjector,
+    RerunMode,
+    RerunState,
+    RerunValidationStatus,
+    log,
+    steps_to_skip,
+)
+from megatron.core.diagnostics.result_validation import ResultValidator, my_rank, num_ranks
+from megatron.core.diagnostics.suspect_result import (
+    Call,
+    Caller,
+    Findings,
+    Request,
+    Suspect,
+    request_after,
+)
 from megatron.core.rank_local import each_rank_owns
+from megatron.core.rerun_data_iterator import RerunDataIterator
+
+__all__ = [
+    "COMPARISON_MATCH",
+    "COMPARISON_MISMATCH",
+    "EXIT_CODE_FAILED_ON_RESULT_VALIDATION",
+    "EXIT_CODE_RESUME_TO_DISAMBIGUATE",
+    "Call",
+    "Caller",
+    "QuickStats",
+    "RerunDataIterator",
+    "RerunDiagnostic",
+    "RerunErrorInjector",
+    "RerunMode",
+    "RerunState",
+    "RerunStateMachine",
+    "RerunValidationStatus",
+    "destroy_rerun_state_machine",
+    "get_rerun_state_machine",
+    "initialize_rerun_state_machine",
+]
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
-# Number of values from which `is_unexpectedly_large` takes the maximum, before it rejects any.
-_NUM_SAMPLES_BEFORE_JUDGING = 100
+EXIT_CODE_RESUME_TO_DISAMBIGUATE = 16
+EXIT_CODE_FAILED_ON_RESULT_VALIDATION = 17
+# Outcomes after which the next start runs the step again.
+_NEXT_START = (Request.RERUN_SHARED, Request.RERUN, Request.RERUN_ELSEWHERE)
 
 
-class RerunStateMachine:
-    """Checks of results, with the methods that scripts call on `get_rerun_state_machine()`."""
+class RerunStateMachine(ResultValidator):
+    """State machine of one rank; the program has one, `get_rerun_state_machine`.
 
-    def __init__(self) -> None:
-        self._largest: dict[str, float] = {}
-        self._num_seen: dict[str, int] = {}
+    ``state_save_func`` returns the state that a pass changes, ``state_restore_func`` restores it.
+    """
 
-    def validate_result(
+    REPORTING_INTERVAL_ITERATIONS: int = 2
+
+    def __init__(
         self,
-        result: T,
-        rejection_func: Callable[[T], Tensor | bool],
-        message: str = "unexpected result",
-        comparison_func: Callable[[T, T], float] | None = None,
-        tolerance: float = 0.0,
-        fatal: bool = True,
+        state_save_func: Callable[[], Any] | None = None,
+        state_restore_func: Callable[[Any], None] | None = None,
+        mode: RerunMode = RerunMode.DISABLED,
+        error_injector: RerunErrorInjector | None = None,
+        result_rejected_tracker_filename: str | None = None,
     ) -> None:
-        """Call ``rejection_func(result)``, and synchronise with the device to read its answer.
+        super().__init__(mode, error_injector, result_rejected_tracker_filename)
+        self.outcome = Request.GO_ON
+        self._own = Request.GO_ON  # what this rank asked for after the last pass
+        self._save = state_save_func or (lambda: None)
+        self._restore = state_restore_func or (lambda state: None)
+        self.blamed: Place | None = None  # where a persistent error made this rank's results wrong
+        self._saved: tuple[Any, LargestValues] = None, LargestValues()
+        self._pending_iteration: int | None = None  # of the step of a loaded suspect
 
-        If it returns True anywhere, raise NonFiniteError if ``fatal``, else log a warning.
-        ``comparison_func`` and ``tolerance`` have no effect: no result is computed a second time.
+    def set_mode(self, mode: RerunMode) -> None:
+        """Set the mode, between steps."""
+        log(f"Setting RerunStateMachine mode {mode.value}", once=True)
+        self.mode = mode
+
+    def get_mode(self) -> RerunMode:
+        """Return the mode."""
+        return self.mode
+
+    # -- passes of a step ------------------------------------------------------------------
+
+    def should_run_forward_backward(self, data_iterator: object) -> bool:
+        """Return whether to run the forward and backward passes of the step, for the first time
+        or again.  Collective over all ranks.
+
+        ``data_iterator``: a `RerunDataIterator`, None on ranks that read no data, or a list of
+        them.  A loop calls it before each pass until it returns False, and then
+        `should_checkpoint_and_exit`.
         """
-        del comparison_func, tolerance
-        if not bool(torch.as_tensor(rejection_func(result)).any()):
-            return
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        shown = result.tolist() if isinstance(result, Tensor) else result
-        text = f"rank {rank}: {message}: {shown}"
-        if fatal:
-            raise NonFiniteError(text)
-        logger.warning("%s", text, extra={"all_ranks": True})
+        data = [d for d in _listed(data_iterator) if d is not None]
+        if self.state in (RerunState.NOT_RUNNING_YET, RerunState.WILL_RERUN_FROM_CHECKPOINT):
+            self._begin(data)
+            return True
+        if self._needs_another_pass():
+            self.state = RerunState.RERUNNING_IN_PLACE
+            self._go_back(data)
+            self._pass = Findings()
+            return True
+        self._end_step(data)
+        return False
 
-    def is_unexpectedly_large(
-        self,
-        result: Tensor,
-        threshold: float,
-        context: str,
-        num_samples: int = _NUM_SAMPLES_BEFORE_JUDGING,
-        resample: bool = False,
-    ) -> bool:
-        """Return whether ``result`` is at least ``threshold`` times the maximum so far.
+    def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
+        """Return (save a checkpoint of the state before the step, exit, exit code).
 
-        The maximum is over the first ``num_samples`` values of the series ``context``, for which
-        the result is False.  ``resample`` restarts the series.
+        The same on all ranks.
         """
-        value = float(result)
-        if resample:
-            self._largest.pop(context, None)
-            self._num_seen.pop(context, None)
-        seen = self._num_seen.get(context, 0)
-        if seen < num_samples:
-            self._num_seen[context] = seen + 1
-            self._largest[context] = max(value, self._largest.get(context, value))
+        outcome = self.outcome
+        if outcome in _NEXT_START:
+            return True, True, EXIT_CODE_RESUME_TO_DISAMBIGUATE
+        if outcome == Request.STOP_CORRECT:
+            return False, True, EXIT_CODE_FAILED_ON_RESULT_VALIDATION
+        if outcome in (Request.STOP_PERSISTENT_SHARED, Request.STOP_PERSISTENT):
+            # The new checkpoint has no suspect: the next start does not judge the step again.
+            return True, True, EXIT_CODE_FAILED_ON_RESULT_VALIDATION
+        return False, False, 0
+
+    def read_squared_norm(self, squares: Tensor, *, is_checked: bool) -> float:
+        """Return the value of ``squares``; agree on the ranks' requests in the same host read.
+
+        Collective over all ranks in the first pass of a step.  ``is_checked``: a value that is not
+        finite on some rank makes every rank run the step again.  Without this call the agreement
+        costs a host read of its own.
+        """
+        is_first = self.is_running and self.state == RerunState.INITIAL_RUN
+        if not is_first or num_ranks() == 1:
+            return float(squares)
+        own = float(self._own_request())
+        requests = torch.full_like(squares, own)
+        if is_checked:
+            bad = max(own, float(Request.RERUN_SHARED))
+            requests = torch.where(squares.isfinite(), requests, bad)
+        dist.all_reduce(requests, dist.ReduceOp.MAX)
+        value, agreed = torch.stack([squares, requests]).tolist()
+        self._pass.agreed = int(agreed)
+        return float(value)
+
+    def _begin(self, data: list[Any]) -> None:
+        self.current_iteration += 1
+        if self.mode != RerunMode.DISABLED:
+            for iterator in data:
+                iterator.advance()
+            self._saved = self._save(), self._largest.copy()
+        self._pass, self.explanation = Findings(), None
+        self.outcome = self._own = Request.GO_ON
+        is_pending = self.state == RerunState.WILL_RERUN_FROM_CHECKPOINT
+        self.state = RerunState.INITIAL_RUN
+        if is_pending and self._pending_iteration == self.current_iteration:
+            self.state = RerunState.RERUNNING_FROM_CHECKPOINT
+        else:  # nothing is pending, or its step is skipped
+            self.suspect = None
+        self._pending_iteration = None
+
+    def _needs_another_pass(self) -> bool:
+        """Return whether the step runs again in place.  Collective over all ranks."""
+        if self.mode == RerunMode.DISABLED:
             return False
-        return value >= threshold * self._largest[context]
+        is_first = self.state == RerunState.INITIAL_RUN
+        if self.mode == RerunMode.REPORT_DETERMINISM_STATS:
+            return is_first
+        self._own = self._own_request()
+        found = self._pass
+        self.outcome = Request(self._agree(self._own) if found.agreed is None else found.agreed)
+        if self.state == RerunState.RERUNNING_IN_PLACE and found.difference != 0:
+            self.suspect = found.rejected
+        if is_first and self.outcome != Request.GO_ON:
+            self.suspect = found.rejected
+            log("Need to rerun step to check reproducibility of initial result", once=True)
+            return True
+        return False
+
+    def _end_step(self, data: list[Any]) -> None:
+        """Set the state after the last pass of a step."""
+        if self.mode == RerunMode.REPORT_DETERMINISM_STATS:
+            self._results.clear()
+            if self.current_iteration % self.REPORTING_INTERVAL_ITERATIONS == 0:
+                self.report_stats()
+        self.state = RerunState.NOT_RUNNING_YET
+        if self.outcome == Request.EXPLAINED:
+            log("Continuing normal execution", once=True)
+        elif self.outcome > Request.EXPLAINED:
+            self._go_back(data)
+            if self.outcome == self._own == Request.STOP_PERSISTENT and self.suspect is not None:
+                self.blamed = self.suspect.place
+        if self.outcome in _NEXT_START:
+            self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
+            self._pending_iteration = self.current_iteration
+            self.suspect = self._suspect_for_next_start()
+        else:
+            self.suspect = None
+
+    def _suspect_for_next_start(self) -> Suspect | None:
+        suspect = self.suspect
+        if suspect is None or self.outcome == Request.RERUN_ELSEWHERE:
+            return suspect and replace(suspect, num_starts=suspect.num_starts + 1)
+        if self._own < Request.RERUN_SHARED:
+            return None  # a transient error of this rank
+        # A rank with a result of its own to check also explains the results that all ranks share.
+        return None if suspect.is_shared and self.outcome == Request.RERUN else suspect
+
+    def _go_back(self, data: list[Any]) -> None:
+        """Restore the state before the step."""
+        state, largest = self._saved
+        self._restore(state)
+        self._largest = largest.copy()
+        for iterator in data:
+            iterator.rewind()
+
+    def _agree(self, request: Request) -> int:
+        """Return the largest request of all ranks.  Collective."""
+        if num_ranks() == 1:
+            return request
+        value = torch.tensor(int(request), device=device.current())
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return int(value)
+
+    def _own_request(self) -> Request:
+        return request_after(
+            self.state, self._pass, self.suspect, here=Place.here(my_rank()), num_ranks=num_ranks()
+        )
+
+    # -- state in checkpoints --------------------------------------------------------------
+
+    def saved_state(self) -> dict[str, Any] | None:
+        """Return the state of this rank as JSON; None if the next start needs none."""
+        is_pending = self.state == RerunState.WILL_RERUN_FROM_CHECKPOINT
+        if self.mode == RerunMode.DISABLED or not (is_pending or self._largest.counts):
+            return None
+        return {
+            "state": self.state.value if is_pending else RerunState.NOT_RUNNING_YET.value,
+            "current_iteration": self.current_iteration,
+            "suspect": self.suspect.to_json() if is_pending and self.suspect else None,
+            "error_injector_checkpoint": self.error_injector.state_dict(),
+            "large_value_counts": dict(self._largest.counts),
+            "max_values": dict(self._largest.max_values),
+        }
+
+    def load_saved_state(self, saved: Mapping[str, Any]) -> None:
+        """Restore `saved_state`.  Raises Python's errors for values of other types."""
+        if self.mode == RerunMode.DISABLED:
+            return
+        state = RerunState(saved["state"])
+        suspect = None if saved["suspect"] is None else Suspect.from_json(saved["suspect"])
+        largest = LargestValues()
+        largest.counts = {str(k): int(v) for k, v in saved["large_value_counts"].items()}
+        largest.max_values = {name: float(saved["max_values"][name]) for name in largest.counts}
+        iteration = int(saved["current_iteration"])
+        self.error_injector.load_state_dict(saved["error_injector_checkpoint"])
+        self._largest = largest
+        if state != RerunState.NOT_RUNNING_YET:
+            self.state, self.suspect = RerunState.WILL_RERUN_FROM_CHECKPOINT, suspect
+            self._pending_iteration, self.current_iteration = iteration, iteration - 1
+
+    def state_dict(
+        self, data_iterator: object, ckpt_format: str, force: bool = False
+    ) -> dict[str, Any] | None:
+        """Return the state of this rank for a checkpoint; None if the next start needs none."""
+        del data_iterator, ckpt_format  # data are found again by the number of consumed samples
+        saved = self.saved_state()
+        return {"mode": self.mode, "sharded": saved} if saved is not None or force else None
+
+    def validate_state_dict(self, state_dict: Mapping[str, Any] | None) -> bool:
+        """Return whether `load_state_dict` accepts ``state_dict``: its mode is that of this run."""
+        return state_dict is not None and state_dict.get("mode") == self.mode
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        if state_dict["sharded"] is not None:
+            self.load_saved_state(state_dict["sharded"])
+
+    @classmethod
+    def get_skipped_iterations_from_tracker_file(cls, tracker_file_name: str) -> list[int]:
+        """Return the steps that a run skips because of the tracker file."""
+        return steps_to_skip(tracker_file_name)
 
 
 _machine = RerunStateMachine()
 each_rank_owns(__name__, "_machine")
 
 
+def initialize_rerun_state_machine(**kwargs: Any) -> None:
+    """Create the state machine of this rank; arguments as of `RerunStateMachine`."""
+    global _machine
+    _machine = RerunStateMachine(**kwargs)
+
+
+def destroy_rerun_state_machine() -> None:
+    """Replace the state machine of this rank by one in mode DISABLED."""
+    initialize_rerun_state_machine()
+
+
 def get_rerun_state_machine() -> RerunStateMachine:
-    """Return the checker of this rank."""
+    """Return the state machine of this rank; mode DISABLED until it is initialised."""
     return _machine
+
+
+def _listed(data: object) -> Iterator[Any]:
+    yield from data if isinstance(data, list) else [data]

@@ -26,6 +26,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
 from megatron.core.device import cpu_tuning, determinism, nccl_allocator
 from megatron.core.diagnostics.fault_injection import check_faults
+from megatron.core.diagnostics.result_faults import steps_to_skip
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
@@ -35,6 +36,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import graphs_of
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import plan
 from megatron.training.arguments.flag_requirements import without_effect_on_a_cpu
@@ -63,6 +65,7 @@ from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.schedule import number_of_train_iters
 from megatron.training.runtime.setup import setup_tokenizer
 from megatron.training.runtime.step_graph import StepGraph
+from megatron.training.step.rerun import install_state_machine
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _PROCESS_STARTED_AT_S = time.time()
@@ -97,6 +100,7 @@ def configure(
     if namespace.use_checkpoint_args and namespace.load is not None:
         apply_checkpoint_args(namespace)
     _read_layers(namespace)
+    _skip_rejected(namespace)
     problems = callback_problems(namespace.callback)
     if namespace.check_only:
         status = plan.check_only(namespace, problems=problems)
@@ -152,6 +156,17 @@ def _read_layers(namespace: argparse.Namespace) -> None:
                 f"--heterogeneous-layers-config-path {path} cannot be read: {error}"
             ) from None
         namespace.heterogeneous_layers_config_encoded_json = text
+
+
+def _skip_rejected(namespace: argparse.Namespace) -> None:
+    """Add the steps that --result-rejected-tracker-filename records to --iterations-to-skip.
+
+    Raises ConfigError if the file is no tracker file.
+    """
+    path = namespace.result_rejected_tracker_filename
+    if path is not None and (rejected := steps_to_skip(path)):
+        skipped = {*(namespace.iterations_to_skip or ()), *rejected}
+        namespace.iterations_to_skip = sorted(skipped)
 
 
 def start(config: RunConfig) -> Runtime:
@@ -223,6 +238,7 @@ def create_runtime(config: RunConfig) -> Runtime:
     model = config.model
     if model.uses_graphs and not model.captures_layers and device.records_graphs():
         run.step_graph = StepGraph(model.cuda_graph_warmup_steps)
+    install_state_machine(run)
     if config.model.disable_bf16_reduced_precision_matmul:
         device.keep_bf16_sums_in_fp32()
     return run
@@ -286,6 +302,7 @@ def shut_down(run: Runtime | None = None) -> None:
         run.step_graph.release()
     global_vars.set_run(None)
     destroy_num_microbatches_calculator()
+    destroy_rerun_state_machine()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.process import exit_report
 from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.rerun import StepRejected
 from megatron.training.step.train_step import train_step
 
 
@@ -18,9 +19,21 @@ def train(run: Runtime) -> None:
     run.callbacks.on_train_start(run)
     while not run.finished():
         run.callbacks.on_step_start(run)
-        result = train_step(run)
+        try:
+            result = train_step(run)
+        except StepRejected as rejected:
+            _stop(run, rejected)
+            break
         flops = num_floating_point_operations(run.config, result.batch_size, run.padded_vocab_size)
         run.state.advance(result, flops)
         exit_report.note(iteration=run.state.iteration)
         run.callbacks.on_step_end(run, result)
     run.callbacks.on_train_end(run)
+
+
+def _stop(run: Runtime, rejected: StepRejected) -> None:
+    """Request the end of the run; a checkpoint of the state before the step may be needed."""
+    run.state.stop(str(rejected))
+    run.exit_code = rejected.exit_code
+    if rejected.should_checkpoint:
+        run.saved_at = None  # save again: the checkpoint needs the state of the reruns

@@ -38,7 +38,7 @@ from megatron.training.loop import train
 from megatron.training.memory.report import report_oom
 from megatron.training.memory.warmup import make_optimizer_state, rehearse
 from megatron.training.process import exit_report
-from megatron.training.process.failure_watch import failure_watch
+from megatron.training.process.failure_watch import failure_watch, tell_launcher
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.process.stall_report import FindHang
 from megatron.training.runtime import setup
@@ -91,8 +91,10 @@ def pretrain(
     computes the loss from it.  ``callbacks`` are called after the built-in ones.
 
     A user's error (MegatronError) ends the program with one message and its exit code; an exception
-    on any rank ends all ranks.
+    on any rank ends all ranks.  A step whose result was rejected ends it with status 16 or 17
+    (--rerun-mode).
     """
+    rejected: list[tuple[int, str]] = []  # exit code and reason, of the ranks of this process
     del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout decides
 
     def whole_run(*_ranks: int) -> None:
@@ -122,11 +124,13 @@ def pretrain(
                         _train_and_evaluate(run)
                         forget_memory(run)
             reason = run.state.stop_reason
-            exit_report.write("done" if reason is None else "stopped", 0, reason)
+            kind = "rerun" if run.exit_code else "done" if reason is None else "stopped"
+            exit_report.write(kind, run.exit_code, reason)
         finally:
             for run in begun:
                 run.callbacks.close()
             shut_down(*begun)
+        rejected.extend((r.exit_code, str(r.state.stop_reason)) for r in begun if r.exit_code)
 
     try:
         require_callbacks(callbacks)
@@ -147,6 +151,9 @@ def pretrain(
     except BaseException as error:
         exit_report.write_error(error)
         raise
+    for exit_code, reason in rejected:
+        tell_launcher(reason)
+        raise SystemExit(exit_code)
 
 
 def _watch_sections(config: RunConfig) -> FindHang:

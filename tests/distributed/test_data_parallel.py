@@ -164,8 +164,8 @@ def test_a_nan_is_reported_by_the_rank_that_made_it_with_the_parameter():
     quiet, loud = run_ranks(_nan_in_one_rank, 2, True)
     assert quiet == "no error"
     assert loud == (
-        "rank 1 has a NaN or infinite gradient in second.bias, "
-        "met before reducing over data-parallel ranks"
+        "rank 1: found NaN in local grad norm for bucket #0 in backward pass before data-parallel "
+        "communication collective; rank 1 has a NaN or infinite gradient in second.bias: nan"
     )
 
 

@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.mapping import ParamInfo, ShardedTensor, from_param
 from megatron.core.dist_checkpointing.serialization import Contents, load, save
-from megatron.training.checkpointing.content_checks import check_common, check_rng_state
+from megatron.training.checkpointing.content_checks import check_common, check_rank_state
 from megatron.training.checkpointing.rng_state import rng_state
 from tests.file_fuzz.mutations import (
     change_archive,
@@ -128,7 +128,7 @@ def read_checkpoint(folder: Path) -> Content:
         common, state = reader.common(), reader.rank_state(0)
         check_common(common, folder)
         if state is not None:
-            check_rng_state(state, folder)
+            check_rank_state(state, folder)
         tensors = {key: reader.read(key) for key in reader.tensors}
     return {"tensors": tensors, "common": common, "state": state}
 

@@ -245,16 +245,22 @@ def test_a_nan_in_a_gradient_names_step_and_rank(
 ) -> None:
     culprit = world_size - 1
     monkeypatch.setenv("FAULTS", f"step.gradient:nan:step3:rank{culprit}")
-    expected = f"step 3: rank {culprit} has a NaN or infinite gradient in"
+    expected = f"rank {culprit} has a NaN or infinite gradient in"
     if world_size == 1:
         (said,) = run_ranks(refusal, 1, TINY)
         assert expected in said
+        assert "step 3: rank 0: found NaN or Inf in the global gradient norm" in said
+        assert "the step was computed twice with this result" in said
+        (said,) = run_ranks(refusal, 1, [*TINY, "--rerun-mode", "disabled"])
+        assert f"step 3: {expected}" in said
         return
     stderr = tmp_path / "stderr"
     with pytest.raises(AssertionError, match="exit code 1"):
         run_ranks(_with_stderr, world_size, [*TINY], str(stderr))
     for rank in range(world_size):
-        assert expected in (tmp_path / f"stderr{rank}").read_text().splitlines()[-1]
+        said = (tmp_path / f"stderr{rank}").read_text().splitlines()[-1]
+        assert "step 3: " in said
+        assert expected in said
 
 
 def _with_stderr(rank: int, world_size: int, argv: list[str], stderr: str) -> None:

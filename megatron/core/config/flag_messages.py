@@ -27,11 +27,6 @@ SFT = (
     "fine-tuning on conversations is not available in this program; use tools/preprocess_data.py "
     "to write the conversations as plain text, whose every token is then in the loss"
 )
-RERUN = (
-    "re-running a suspicious step is not available in this program; use the check that is always "
-    "on, which stops the run at a NaN loss or gradient and names step and rank, and "
-    "--check-weight-hash-across-dp-replicas-interval"
-)
 RESTART = (
     "restart inside the process is not available in this program; use torchrun --max-restarts, "
     "which starts the whole job again from the newest checkpoint"

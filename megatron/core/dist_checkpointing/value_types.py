@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
+# Entries of the state of a rank; the keys of Megatron-LM.
+RNG_STATE = "rng_state"
+RERUN_STATE = "rerun_state_machine"
+
 Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
 JsonObject = dict[str, Any]  # parsed
 Arguments = Mapping[str, Any]  # the command line of a run: dest -> value

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.non_finite import GradientCheck
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 
 
@@ -39,6 +40,9 @@ class DataParallelBase(nn.Module, ABC):
         self.ddp_config = ddp_config
         self.module = module
         self.groups = groups
+        self.check = GradientCheck(
+            for_nan=ddp_config.check_for_nan_in_grad, for_large=ddp_config.check_for_large_grads
+        )
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         return self.module(*inputs, **kwargs)
@@ -55,7 +59,7 @@ class DataParallelBase(nn.Module, ABC):
     def finish_grad_sync(self) -> None:
         """Wait until all gradients are reduced.  Collective over data-parallel ranks.
 
-        Raises NonFiniteError if a gradient of this rank is not finite and the run checks for it.
+        Where the run checks for it, a gradient of this rank that is not finite is rejected.
         """
 
     @abstractmethod

@@ -108,6 +108,15 @@ class DistributedDataParallel(DataParallelBase):
         self.start_grad_sync()
         for bucket in self.buckets:
             bucket.finish()
+        for i, bucket in enumerate(self.buckets):
+            if bucket.checked is not None:
+                named = ((slot.name, slot.main_grad) for slot in bucket.slots)
+                self.check.validate(bucket.checked.get(), i, named)
+        if self.check.for_large:
+            read = self.check.read([p.grad for p in self.direct if p.grad is not None])
+            if read is not None:
+                named = ((info_of(p).name, p.grad) for p in self.direct if p.grad is not None)
+                self.check.validate(read.get(), len(self.buckets), named)
 
     def zero_grad_buffer(self) -> None:
         for param in self.direct:
@@ -242,7 +251,7 @@ class DistributedDataParallel(DataParallelBase):
             group=group,
             factor=1.0 / self.groups.dp_cp.size() if is_mean else 1.0,
             average_in_collective=is_mean and self.ddp_config.average_in_collective,
-            check_for_nan=self.ddp_config.check_for_nan_in_grad,
+            check=self.check,
             is_sharded=self._is_sharded,
             outer=self.groups.inter_dist_opt if self._is_sharded else None,
             in_fixed_order=self.config.deterministic_mode,

@@ -24,9 +24,9 @@ class DistributedDataParallelConfig:
     )
     check_for_large_grads: bool = option(
         False,
-        "Stop when a gradient is much larger than before.",
+        "Compute a step again if the norm of a rank's gradients is 10 times the largest one of "
+        "the first 100 buckets.",
         group="training",
-        refused=flag_messages.RERUN,
     )
     grad_reduce_in_bf16: bool = option(
         False,

@@ -47,7 +47,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron.core import device
-from megatron.core.config.errors import ConfigError, NonFiniteError
+from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp_double_buffer import (
@@ -57,7 +57,6 @@ from megatron.core.distributed.fsdp_double_buffer import (
     RegisteredMemory,
 )
 from megatron.core.distributed.grad_buffer import gradient_of
-from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.distributed.sharding import reshards_after_forward, share_of, shares_instances
 from megatron.core.parallel.collectives import all_gather_single
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -90,7 +89,8 @@ class FullyShardedDataParallel(DataParallelBase):
         # For each unit: its number of elements, and the group that shards it.
         self._unit_kinds: list[tuple[int, dist.ProcessGroup]] = []
         self._summed: list[nn.Parameter] = []  # FSDP2 sums their gradients without dividing
-        self._sums: dict[str, Tensor] = {}  # name -> sum of gradient values, to detect NaN and inf
+        # name -> sum of gradient values, or of their squares, over micro-batches, to check them
+        self._sums: dict[str, Tensor] = {}
         # Read before sharding, which replaces the parameters by new objects without a record.
         records = {name: _cut(p, pg_collection) for name, p in module.named_parameters()}
         policy, reshards = self._precision(), reshards_after_forward(self.ddp_config)
@@ -138,9 +138,10 @@ class FullyShardedDataParallel(DataParallelBase):
 
     def finish_grad_sync(self) -> None:
         # One device-to-host copy for all parameters, after all kernels of the backward pass.
-        if self._sums and not torch.stack(list(self._sums.values())).isfinite().all():
-            culprits = non_finite_gradients(self._sums.items())
-            raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")
+        if self._sums:
+            total = torch.stack(list(self._sums.values())).sum()
+            value = total.sqrt() if self.check.for_large else total
+            self.check.validate(float(value), 0, self._sums.items())
         # Experts process tokens of all expert-parallel ranks: their mean is over dp_cp, too.
         grads = [grad for p in self._summed if (grad := gradient_of(p)) is not None]
         if grads and not self.config.calculate_per_token_loss:
@@ -253,7 +254,7 @@ class FullyShardedDataParallel(DataParallelBase):
         sharded = fully_shard(
             unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy
         )
-        if self.ddp_config.check_for_nan_in_grad:
+        if self.check.for_nan or self.check.for_large:
             self._watch(unit, names)
         # FSDP2 divides by the size of the mesh.  The mean is over dp_cp, and an expert's mesh is
         # smaller: `finish_grad_sync` divides the gradients of experts.
@@ -309,7 +310,9 @@ class FullyShardedDataParallel(DataParallelBase):
 
     def _look_at(self, name: str, grad: Tensor) -> None:
         # A sum is not finite if any value is not; so is the total over micro-batches.
-        total = grad.detach().sum(dtype=torch.promote_types(grad.dtype, torch.float32))
+        values, dtype = grad.detach(), torch.promote_types(grad.dtype, torch.float32)
+        values = values.to(dtype).square() if self.check.for_large else values
+        total = values.sum(dtype=dtype)
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
 

@@ -35,11 +35,10 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.autograd import runs_hooks_without_gradient
-from megatron.core.config.errors import NonFiniteError
 from megatron.core.device import cpu_kernels
 from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.distributed.buckets import BufferLayout
-from megatron.core.distributed.non_finite import non_finite_gradients
+from megatron.core.distributed.non_finite import GradientCheck
 from megatron.core.parallel.collectives import all_gather_single, reduce_scatter_single
 from megatron.core.params.param_info import local_part
 
@@ -63,7 +62,7 @@ class Reduction:
     group: ProcessGroup
     factor: float
     average_in_collective: bool  # the collective divides by the number of ranks
-    check_for_nan: bool
+    check: GradientCheck
     is_sharded: bool = False  # each rank keeps only the sum of its own share of the bucket
     outer: ProcessGroup | None = None  # ranks of other instances that own the same share
     in_fixed_order: bool = False  # sums are bitwise identical to those of the sharded reduction
@@ -159,7 +158,7 @@ class GradBucket:
         self.is_started = self.is_finished = False
         self._missing = set(self.slots)  # gradients that the last backward pass has not finished
         self._work: dist.Work | None = None
-        self._is_finite: AsyncHostCopy | None = None
+        self.checked: AsyncHostCopy | None = None  # value for `Reduction.check`
 
     def mark_ready(self, slot: GradSlot) -> bool:
         """Record that backward has finished a parameter; return whether all are finished."""
@@ -187,10 +186,10 @@ class GradBucket:
         for slot in self.slots:
             slot.fill()
         reduction, group = self.reduction, self.reduction.group
-        if reduction.check_for_nan and reduction.num_ranks > 1 and not self.data.is_meta:
-            # A sum is not finite if any value is not.  Reading the result at once would block the
-            # host until backward has caught up, so `finish` reads it.
-            self._is_finite = AsyncHostCopy(torch.isfinite(self.data.sum(dtype=torch.float32)))
+        check = reduction.check
+        if check.for_large or (check.for_nan and reduction.num_ranks > 1):
+            # Reading the result at once would block the host until backward has caught up.
+            self.checked = check.read([self.data])
         factor = reduction.factor
         if reduction.average_in_collective:
             # ReduceOp.AVG divides by this number already.
@@ -207,7 +206,7 @@ class GradBucket:
             self._work = dist.all_reduce(self.data, op=reduction.op, group=group, async_op=True)
 
     def finish(self) -> None:
-        """Wait for the reduction.  Raises NonFiniteError if this rank contributed inf or NaN.
+        """Wait for the reduction.
 
         Collective over the optimizer instances, and with ``in_fixed_order`` over the bucket's
         group: called for every bucket in the order of `start`.
@@ -223,16 +222,12 @@ class GradBucket:
             dist.all_reduce(self._share, op=reduction.op, group=reduction.outer)
         if reduction.in_fixed_order and not reduction.is_sharded and group.size() > 1:
             all_gather_single(self.data, self._share, group=group)
-        if self._is_finite is not None and not self._is_finite.get():
-            culprits = non_finite_gradients((s.name, s.main_grad) for s in self.slots)
-            if culprits is not None:  # None: every value is finite, only their sum overflowed
-                raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")
 
     def reset(self) -> None:
         """Begin a step: expect a gradient of every parameter again."""
         self.is_started = self.is_finished = False
         self._missing = set(self.slots)
-        self._is_finite = None
+        self.checked = None
         for slot in self.slots:
             slot.reset()
 

@@ -1,10 +1,14 @@
-"""Check losses and gradients for NaN and infinity; report the step, the rank and the tensor."""
+"""Check losses and gradients for NaN, infinity and large values; report step, rank and tensor.
+
+The rerun state machine of the rank decides what a rejected value causes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,6 +16,10 @@ from torch import Tensor
 
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.device.async_host_copy import AsyncHostCopy
+from megatron.core.rerun_state_machine import RerunStateMachine, get_rerun_state_machine
+
+SPIKE_FACTOR = LARGE_GRADIENT_FACTOR = 10.0  # as in Megatron-LM
+_LOSS = "local forward loss calculation"
 
 
 @contextmanager
@@ -23,13 +31,23 @@ def naming_step(step: int) -> Iterator[None]:
         raise NonFiniteError(f"step {step}: {error}") from error
 
 
-class FiniteLosses:
-    """Check of the losses of a step, called with one after the other; raises NonFiniteError.
+class LossCheck:
+    """Check of the losses of a step, called with one after the other.
 
-    A call checks the loss of the previous call, so that the host does not wait for the device.
+    ``for_nan``: reject a NaN or infinite loss; ``for_spikes``: warn of a loss that is at least
+    SPIKE_FACTOR times the largest of the first ones.  A call checks the loss of the previous call,
+    so that the host does not wait for the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        machine: RerunStateMachine | None = None,
+        *,
+        for_nan: bool = True,
+        for_spikes: bool = False,
+    ) -> None:
+        self._machine = machine or get_rerun_state_machine()
+        self._for_nan, self._for_spikes = for_nan, for_spikes
         self._last: tuple[AsyncHostCopy, int] | None = None
 
     def __call__(self, loss: Tensor, microbatch: int) -> None:
@@ -38,13 +56,65 @@ class FiniteLosses:
 
     def check(self) -> None:
         """Check the last loss.  Blocks the host until the device has computed it."""
-        if self._last is not None:
-            (read, microbatch), self._last = self._last, None
-            value = read.get()
-            if not math.isfinite(value):
-                raise NonFiniteError(
-                    f"rank {_rank()} has a loss of {value} in micro-batch {microbatch}"
-                )
+        if self._last is None:
+            return
+        (read, microbatch), self._last = self._last, None
+        value = read.get()
+        where = partial(" of micro-batch {}".format, microbatch)
+        validate = self._machine.validate_result
+        if self._for_nan:
+            validate(value, math.isnan, f"found NaN in {_LOSS}", detail=where)
+            validate(value, math.isinf, f"found Inf in {_LOSS}", detail=where)
+        if self._for_spikes:
+            is_spike = partial(
+                self._machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss"
+            )
+            validate(value, is_spike, "Spiky loss", fatal=False, detail=where)
+
+
+class GradientCheck:
+    """Check of this rank's gradients, before the reduction over data-parallel ranks.
+
+    ``for_large``: also warn of a norm that is at least LARGE_GRADIENT_FACTOR times the largest of
+    the first ones.  Collects one value per bucket, a norm or else a sum, without blocking the host.
+    """
+
+    def __init__(self, *, for_nan: bool, for_large: bool) -> None:
+        self.for_nan, self.for_large = for_nan, for_large
+
+    def read(self, grads: Sequence[Tensor]) -> AsyncHostCopy | None:
+        """Start to copy the value of ``grads`` to the host; it is not finite if any of them is."""
+        if not grads or grads[0].is_meta:
+            return None
+        if not self.for_large:
+            sums = [grad.sum(dtype=torch.float32) for grad in grads]
+            return AsyncHostCopy(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
+        norms = torch._foreach_norm(list(grads), 2, torch.float32)
+        return AsyncHostCopy(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def validate(
+        self, value: float, bucket: int, named_grads: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Validate the ``value`` of a bucket, whose gradients are ``named_grads``."""
+        machine = get_rerun_state_machine()
+        where = f"bucket #{bucket} in backward pass before data-parallel communication collective"
+        culprits: str | None = None
+        if not math.isfinite(value):
+            culprits = non_finite_gradients(named_grads)
+        if self.for_nan:
+            machine.validate_result(
+                value,
+                lambda _: culprits is not None,  # None: only the sum of finite values overflows
+                f"found NaN in local grad norm for {where}",
+                detail=lambda: f"; {culprits}",
+            )
+        if self.for_large:
+            is_large = partial(
+                machine.is_unexpectedly_large, threshold=LARGE_GRADIENT_FACTOR, context="grads"
+            )
+            machine.validate_result(
+                value, is_large, f"found unexpected large grads in {where}", fatal=False
+            )
 
 
 def non_finite_gradients(named_grads: Iterable[tuple[str, Tensor]]) -> str | None:

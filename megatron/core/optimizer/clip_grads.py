@@ -13,7 +13,7 @@ rank must call them, also a rank without parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,16 +40,18 @@ def global_norm(
     groups: ProcessGroupCollection,
     *,
     is_sharded: bool = False,
+    read: Callable[[Tensor], float] = float,
 ) -> float:
     """Return the L2 norm over all parameters of the model.  Collective over the model's ranks.
 
-    The result is not finite if any value on any rank is not, even in a copy that does not count.
+    ``read`` copies the sum of squares to the host.  The result is not finite if any value on any
+    rank is not, even in a copy that does not count.
     """
     dense, expert, elsewhere = _sorted_by_counting(tensors, groups)
     squares = torch.stack([sum_of_squares(dense), sum_of_squares(expert)])
     # 0 * inf and 0 * NaN are NaN: this adds nothing unless a copy that does not count is broken.
     squares = squares + 0.0 * sum_of_squares(elsewhere)
-    return math.sqrt(float(_sum_over_model(squares, groups, is_sharded)))
+    return math.sqrt(read(_sum_over_model(squares, groups, is_sharded)))
 
 
 def count_zeros(

@@ -2,8 +2,8 @@
 
 Inf or NaN in any gradient makes the norm non-finite, on every rank alike, since the norm is reduced
 over all of them: no separate collective decides whether to skip.  Such a step updates no parameter.
-With a loss scale it is skipped and the scale shrinks; without one it raises NonFiniteError if the
-run checks for NaN, else it is skipped.
+With a loss scale it is skipped and the scale shrinks; without one the rerun state machine rejects
+it if the run checks for NaN, else it is skipped.
 
 Order of collectives: the norm, then the count of zeros if it is logged (`clip_grads`); before
 NonFiniteError, one all-gather of the error messages of all ranks.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -41,6 +42,7 @@ from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.optimizer.update_rules import RuleState, UpdateRule, update_rule
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
+from megatron.core.rerun_state_machine import RerunStateMachine, get_rerun_state_machine
 
 
 class OptimizerState(TypedDict, total=False):
@@ -84,6 +86,9 @@ class MegatronOptimizer:
         self.rule = self._make_rule(main_groups, spans or {})
         # Stream of the copies between device and offloaded parameters.
         self._copies: device.Stream | None = None
+        # From `prepare_grads` to `finish_step`: the gradients, and their norm times the loss scale.
+        self._grads: list[tuple[ParamInfo, Tensor]] = []
+        self._scaled_norm = 0.0
 
     def _make_rule(
         self,
@@ -129,21 +134,56 @@ class MegatronOptimizer:
         Collective over the ranks of the model.  The norm is the one before clipping, of unscaled
         gradients.  A skipped step returns (False, None, None).
         """
+        self.prepare_grads()
+        return self.finish_step()
+
+    def prepare_grads(self, machine: RerunStateMachine | None = None) -> bool:
+        """Compute the norm of the gradients; return whether it is not finite.
+
+        Collective over the ranks of the model.  Changes no state but gradients, so a step may run
+        again before `finish_step`.  Where the run checks for it, a norm that is not finite is
+        rejected by ``machine``, and without one raises NonFiniteError.
+        """
+        machine = machine or get_rerun_state_machine()
+        is_checked = self.check_for_nan and not isinstance(self.grad_scaler, DynamicGradScaler)
         with self._timed("optimizer-copy-to-main-grad"):
             if self.config.overlap_cpu_optimizer_d2h_h2d and any(p.host for p in self.params):
                 self._copies = device.side_stream()
             with device.on_stream(self._copies):
                 grads = [(p.info, p.bind_main_grad()) for p in self.params]
         with self._timed("optimizer-clip-main-grad"):
-            scaled_norm = global_norm(grads, self.groups, is_sharded=self.is_sharded)
-        # The norm is a Python float: the host has waited for the device to compute it.
-        found_inf = not math.isfinite(scaled_norm)
+            # The norm is a Python float: the host has waited for the device to compute it.
+            self._scaled_norm = global_norm(
+                grads,
+                self.groups,
+                is_sharded=self.is_sharded,
+                read=partial(machine.read_squared_norm, is_checked=is_checked),
+            )
+        self._grads = grads
+        found_inf = _is_not_finite(self._scaled_norm)
+        if is_checked:
+            culprits = self._non_finite_gradients() if found_inf else None
+            if found_inf and not machine.is_running:
+                self._refuse(culprits)
+            # The reduction over data-parallel ranks gives each of them the NaN of the others.
+            machine.validate_result(
+                self._scaled_norm,
+                _is_not_finite,
+                "found NaN or Inf in the global gradient norm",
+                is_shared=culprits is None or self.groups.dp_cp.size() > 1,
+                detail=lambda: "" if culprits is None else f"; {culprits}",
+            )
+        return found_inf
+
+    def finish_step(self) -> tuple[bool, float | None, int | None]:
+        """Update the parameters by the gradients of `prepare_grads`; return as `step`."""
+        grads, scaled_norm = self._grads, self._scaled_norm
+        found_inf = _is_not_finite(scaled_norm)
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale
         if self.grad_scaler is not None:
             self.grad_scaler.update(found_inf)
         if found_inf:
-            self._refuse_if_checked()
-            self._drop_gradients()
+            self.drop_gradients()
             return False, None, None
         norm = scaled_norm / scale
         num_zeros = None
@@ -154,7 +194,7 @@ class MegatronOptimizer:
         # Unscaling and clipping are one division, which the update kernels apply as they read the
         # gradients: the buffers themselves stay scaled.
         self._update(divisor=scale / clip_coefficient(norm, self.config.clip_grad))
-        self._drop_gradients()
+        self.drop_gradients()
         return True, norm, num_zeros
 
     def reload_model_params(self) -> None:
@@ -300,21 +340,25 @@ class MegatronOptimizer:
         if self.grad_scaler is not None and state_dict is not None:
             self.grad_scaler.load_state_dict(state_dict)
 
-    def _refuse_if_checked(self) -> None:
-        if self.check_for_nan and not isinstance(self.grad_scaler, DynamicGradScaler):
-            named = ((p.name, p.main.grad) for p in self.params if p.main.grad is not None)
-            # A rank that found its NaN before the reduction has already raised.  The others then
-            # wait in this collective until they are stopped: the user sees the message of the first
-            # rank, which names the parameter.
-            found = all_gather_json(non_finite_gradients(named), self.groups.world)
-            sentences = (sentence for sentence in found if sentence is not None)
-            raise NonFiniteError(next(sentences, "the norm of finite gradients overflows"))
+    def _non_finite_gradients(self) -> str | None:
+        return non_finite_gradients(
+            (p.name, p.main.grad) for p in self.params if p.main.grad is not None
+        )
 
-    def _drop_gradients(self) -> None:
+    def _refuse(self, culprits: str | None) -> None:
+        # A rank that found its NaN before the reduction has already raised.  The others then wait
+        # in this collective until they are stopped: the user sees the message of the first rank,
+        # which names the parameter.
+        found = all_gather_json(culprits, self.groups.world)
+        sentences = (sentence for sentence in found if sentence is not None)
+        raise NonFiniteError(next(sentences, "the norm of finite gradients overflows"))
+
+    def drop_gradients(self) -> None:
         """Drop ``main.grad``, which aliases the gradient buffer.
 
         Autograd would accumulate into it in the next backward pass, without the wrapper's hook.
         """
+        self._grads = []
         for p in self.params:
             p.main.grad = None
         device.join_stream(self._copies)
@@ -339,3 +383,7 @@ class MegatronOptimizer:
 
     def _timed(self, name: str) -> AbstractContextManager[None]:
         return timed(self.timers, name, log_level=1, barrier=self.config.barrier_with_L1_time)
+
+
+def _is_not_finite(value: float) -> bool:
+    return not math.isfinite(value)

@@ -24,6 +24,7 @@ from megatron.core.optimizer.param_groups import without_wrappers
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, info_of, local_part
+from megatron.core.rerun_state_machine import RerunStateMachine
 
 _STATE_PREFIX = f"{OPTIMIZER_PREFIX}state."
 
@@ -39,6 +40,7 @@ class RunParts:
     stages: Sequence[Sequence[int]] = ()  # layers of each virtual stage, for a file per rank
     kind: str | None = None  # --model-kind
     asked: Arguments | None = None  # this run's command line; None: not compared
+    rerun: RerunStateMachine | None = None  # whose state is saved and restored
     unused: tuple[str, ...] = ()  # prefixes of tensors that only the checkpoint needs to have
 
 

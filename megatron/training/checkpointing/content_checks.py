@@ -16,7 +16,14 @@ import torch
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import rng_json
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, is_count, parsing
-from megatron.core.dist_checkpointing.value_types import Arguments, Common, JsonObject
+from megatron.core.dist_checkpointing.value_types import (
+    RERUN_STATE,
+    RNG_STATE,
+    Arguments,
+    Common,
+    JsonObject,
+)
+from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 _TOO_LARGE = 1e300  # much larger integers cannot become a float
 _NP_WORDS = 624  # of the Mersenne twister
@@ -73,21 +80,29 @@ def holds_run(common: Common) -> bool:
     return not common.keys().isdisjoint(("args", "checkpoint_version", "counters", "iteration"))
 
 
-def check_rng_state(state: JsonObject, where: Path) -> JsonObject:
-    """Return the random states in ``state``, as `set_rng_state` takes them.
+def check_rank_state(state: JsonObject, where: Path) -> JsonObject:
+    """Return the state of a rank if its parts can be restored.
 
-    Raises CheckpointDamaged if a random generator does not accept its state.
+    Raises CheckpointDamaged if a random generator or the rerun state machine does not accept its
+    state.
     """
     with parsing(where):
-        states: JsonObject = state["rng_state"]
-        found = rng_json.from_json(states)
-        random.Random().setstate(found["random_rng_state"])
-        np.random.RandomState().set_state(found["np_rng_state"])
-        position = found["np_rng_state"][2]
-        if not is_count(position) or position > _NP_WORDS:  # numpy does not check this index
-            raise ValueError(f"position {position!r} in numpy's state")
-        torch.Generator().set_state(found["torch_rng_state"])
-    return states
+        if RNG_STATE in state:
+            _check_rng_state(state[RNG_STATE])
+        if RERUN_STATE in state:
+            machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+            machine.load_saved_state(state[RERUN_STATE])
+    return state
+
+
+def _check_rng_state(states: JsonObject) -> None:
+    found = rng_json.from_json(states)
+    random.Random().setstate(found["random_rng_state"])
+    np.random.RandomState().set_state(found["np_rng_state"])
+    position = found["np_rng_state"][2]
+    if not is_count(position) or position > _NP_WORDS:  # numpy does not check this index
+        raise ValueError(f"position {position!r} in numpy's state")
+    torch.Generator().set_state(found["torch_rng_state"])
 
 
 def _is_number(value: object) -> TypeGuard[float]:

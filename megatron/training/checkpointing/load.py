@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.mapping import (
     replica_groups,
 )
 from megatron.core.dist_checkpointing.serialization import load
-from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.dist_checkpointing.value_types import RERUN_STATE, RNG_STATE, JsonObject
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.checkpoint_args import check_kind
 from megatron.training.checkpointing.checkpoint_tensors import (
@@ -45,7 +45,7 @@ from megatron.training.checkpointing.checkpoint_tensors import (
 from megatron.training.checkpointing.content_checks import (
     RunContent,
     check_common,
-    check_rng_state,
+    check_rank_state,
 )
 from megatron.training.checkpointing.non_persistent import (
     claim_directories,
@@ -153,8 +153,7 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     common = all_or_none(partial(_check_local, content, root), root, world)
     _check_model(parts, common, root, is_finetuning=False)
     has_schedule = _restore_scalars(config, parts, common)
-    if not config.no_load_rng and content.rank_state is not None:
-        set_rng_state(content.rank_state["rng_state"])
+    _restore_rank_state(config, parts, content.rank_state or {})
     _log_loaded(parts, str(root), found.iteration)
     exit_report.note(loaded_from=str(root))
     return Loaded(iteration=found.iteration, counters=common["counters"], has_schedule=has_schedule)
@@ -162,7 +161,7 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
 
 def _check_local(content: LocalContent, root: Path) -> RunContent:
     if content.rank_state is not None:
-        check_rng_state(content.rank_state, root)
+        check_rank_state(content.rank_state, root)
     return check_common(content.common, root)
 
 
@@ -290,10 +289,9 @@ def _load_folder(
             config.moe_upcycling_granularity,
         )
     sections.monitor.has_loaded = True
-    states = None if config.no_load_rng else _read_rng_states(folder, parts)
+    state = {} if source["weights_only"] else _read_rank_state(config, folder, parts)
     has_schedule = _restore_scalars(config, parts, common)
-    if states is not None:
-        set_rng_state(states)
+    _restore_rank_state(config, parts, state)
     iteration = 0 if source["weights_only"] else common["iteration"]
     # A program that does not train has no iteration of its own: report the checkpoint's.
     is_training = parts.optimizer is not None
@@ -385,7 +383,7 @@ def _check_folder(folder: Path, config: CheckpointConfig, parts: RunParts) -> Ru
                 f"{folder} holds no optimizer state (it was saved with --no-save-optim): "
                 "use --no-load-optim or --finetune"
             )
-        if not config.no_load_rng and reader.rank_state(0) is None:
+        if not config.no_load_rng and RNG_STATE not in (reader.rank_state(0) or {}):
             raise CheckpointError(
                 f"{folder} holds no random state (it was saved with --no-save-rng): "
                 "use --no-load-rng or --finetune"
@@ -393,8 +391,8 @@ def _check_folder(folder: Path, config: CheckpointConfig, parts: RunParts) -> Ru
     return common
 
 
-def _read_rng_states(folder: Path, parts: RunParts) -> JsonObject | None:
-    """Return this rank's random states, None if the layout of the checkpoint differs.
+def _read_rank_state(config: CheckpointConfig, folder: Path, parts: RunParts) -> JsonObject:
+    """Return this rank's state, empty if the layout of the checkpoint differs.
 
     Collective over all ranks.
     """
@@ -403,15 +401,24 @@ def _read_rng_states(folder: Path, parts: RunParts) -> JsonObject | None:
         with open_reader(folder) as reader:
             is_same = reader.manifest.layout == layout_of(parts.groups)
             state = reader.rank_state(parts.groups.world.rank()) if is_same else None
-            return None if state is None else check_rng_state(state, folder)
+            return None if state is None else check_rank_state(state, folder)
 
     state = all_or_none(read, folder, parts.groups.world)
     if not is_so_everywhere(state is not None, parts.groups.world) or state is None:
-        print_rank_0(
-            "NOTE: random states are not restored: the checkpoint was written in another layout"
-        )
-        return None
+        if not config.no_load_rng:
+            print_rank_0(
+                "NOTE: random states, and the state of a step that would be computed again, are "
+                "not restored: the checkpoint was written in another layout"
+            )
+        return {}
     return state
+
+
+def _restore_rank_state(config: CheckpointConfig, parts: RunParts, state: JsonObject) -> None:
+    if RNG_STATE in state and not config.no_load_rng:
+        set_rng_state(state[RNG_STATE])
+    if RERUN_STATE in state and parts.rerun is not None:
+        parts.rerun.load_saved_state(state[RERUN_STATE])
 
 
 def _restore_scalars(config: CheckpointConfig, parts: RunParts, common: RunContent) -> bool:

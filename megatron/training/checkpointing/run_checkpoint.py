@@ -267,4 +267,5 @@ def _parts(run: Runtime) -> RunParts:
         stages=layers_of_stages(run.config),
         kind=run.config.language_model.model_kind,
         asked=run.config.asked,
+        rerun=run.rerun,
     )

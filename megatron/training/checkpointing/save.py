@@ -22,7 +22,13 @@ from megatron.core.dist_checkpointing.serialization import (
     begin,
     finish,
 )
-from megatron.core.dist_checkpointing.value_types import Arguments, Json, JsonObject
+from megatron.core.dist_checkpointing.value_types import (
+    RERUN_STATE,
+    RNG_STATE,
+    Arguments,
+    Json,
+    JsonObject,
+)
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.checkpoint_tensors import (
     RunParts,
@@ -80,7 +86,7 @@ def contents_of(
     )
     return Contents(
         tensors=_tensors(config, parts, padded=FORMATS[config.ckpt_format].is_foreign),
-        rank_state=None if config.no_save_rng else {"rng_state": rng_state()},
+        rank_state=_rank_state(config, parts),
         common=_common(config, parts, counters, asked),
         layout=layout_of(parts.groups),
         write_config=write_config,
@@ -103,6 +109,12 @@ def announce_memory(config: CheckpointConfig, parts: RunParts) -> None:
     mine = to_write(tensors) if _shares_work(config) else tensors
     size = sum(tensor.num_bytes for tensor in mine)
     print_rank_0(check_host_memory(config, size, replication_of(config), parts.groups.world))
+
+
+def _rank_state(config: CheckpointConfig, parts: RunParts) -> JsonObject | None:
+    state: JsonObject = {} if config.no_save_rng else {RNG_STATE: rng_state()}
+    rerun = None if parts.rerun is None else parts.rerun.saved_state()
+    return (state if rerun is None else {**state, RERUN_STATE: rerun}) or None
 
 
 def begin_save(

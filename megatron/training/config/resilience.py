@@ -8,7 +8,7 @@ from functools import partial
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
-_spike = partial(option, group="training", refused=flag_messages.RERUN)
+_check = partial(option, group="training")
 _autoresume = partial(option, group="autoresume")
 _straggler = partial(option, group="straggler")
 _restart = partial(option, group="In-process restart")
@@ -19,11 +19,15 @@ _restart_detail = partial(_restart, ignored=flag_messages.only_with("--inprocess
 
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
-    check_for_spiky_loss: bool = _spike(
-        False, "Stop when the loss jumps far above what was seen before."
+    check_for_spiky_loss: bool = _check(
+        False,
+        "Compute a step again if the loss of a micro-batch is 10 times the largest one of the "
+        "first 100.",
     )
-    result_rejected_tracker_filename: str | None = _spike(
-        None, "File of steps whose result was rejected before, which are skipped."
+    result_rejected_tracker_filename: str | None = _check(
+        None,
+        "Append rejected results to this file, and skip the steps whose result it records as "
+        "rejected in every rerun.",
     )
     adlr_autoresume: bool = _autoresume(
         False,
@@ -117,19 +121,18 @@ class ResilienceConfig:
         "for later runs.",
     )
     error_injection_rate: int = _rerun(
-        0, "Steps between made-up faults; 0 means none.", refused=flag_messages.RERUN
+        0,
+        "Treat one in this many validated results as unexpected, to test --rerun-mode; 0: none.",
     )
     error_injection_type: str = _rerun(
         "transient_error",
-        "Kind of made-up fault.",
+        "Cause that the reruns find for an injected error.",
         choices=("correct_result", "transient_error", "persistent_error"),
-        ignored=flag_messages.only_with("--error-injection-rate"),
     )
     rerun_mode: str = _rerun(
         "validate_results",
-        "What the reference does about a suspicious step; a NaN loss or gradient always "
-        "stops the run here.",
+        "What follows an unexpected result, such as a NaN loss or gradient: disabled ends the "
+        "run; validate_results computes the step again, at once and after a restart, to find the "
+        "cause; report_stats computes every step twice and logs how far the results differ.",
         choices=("disabled", "validate_results", "report_stats"),
-        refused_values={"report_stats": flag_messages.RERUN},
-        ignored="no step is ever run again here",
     )

@@ -14,21 +14,24 @@ from typing import Any
 import torch
 
 from megatron.core import device
+from megatron.core.rerun_data_iterator import RerunDataIterator
 
 
-class ReadAhead:
-    """Iterator over ``batches`` that can read and copy some of them to the device in advance."""
+class ReadAhead(RerunDataIterator):
+    """Iterator over ``batches`` that can read and copy some of them to the device in advance.
+
+    It keeps micro-batches from the first `advance` on, so that an evaluation keeps none.
+    """
 
     def __init__(self, batches: Iterator[Any]) -> None:
+        super().__init__(batches)
+        self._keeps = False
         self._batches = batches
         self._ahead: list[Any] = []
         self._stream: Any = None
         self._arrived: Any = None
 
-    def __iter__(self) -> ReadAhead:
-        return self
-
-    def __next__(self) -> Any:
+    def _read_next(self) -> Any:
         if not self._ahead:
             return next(self._batches)
         device.wait_event(self._arrived)

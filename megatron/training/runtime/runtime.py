@@ -43,6 +43,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.plan import Placement
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training.config.run import RunConfig
 from megatron.training.runtime.sink_failure import call_each
 from megatron.training.runtime.state import StepResult, TrainState
@@ -221,6 +222,9 @@ class Runtime:
     save_plan: SavePlan | None = None  # with --ckpt-assume-constant-structure
     failed_saves: int = 0  # consecutive
     train_iters: int = 0  # derived from --train-samples where that is given
+    # of this rank; `step.rerun.install_state_machine` replaces it
+    rerun: RerunStateMachine = field(default_factory=RerunStateMachine)
+    exit_code: int = 0  # of the program, where a step was rejected
     phase: str = "start-up"  # current phase, for the out-of-memory report
 
     @property

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.core.diagnostics.timers import timed
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.non_finite import FiniteLosses, naming_step
+from megatron.core.distributed.non_finite import LossCheck, naming_step
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
 from megatron.core.params.param_info import local_part
 from megatron.core.pipeline_parallel.plan import PassKind
@@ -34,6 +35,7 @@ from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
 from megatron.training.step.aux_loss_logging import added_losses
+from megatron.training.step.rerun import end_if_rejected
 from megatron.training.step.weight_hash import check_replicas, params_hash
 
 Data = Iterator[object] | None  # micro-batches; None on ranks that do not read data
@@ -43,9 +45,9 @@ def train_step(run: Runtime) -> StepResult:
     """Run forward, backward and the parameter update on one global batch.
 
     Collective over all ranks.  The caller advances ``run.state``.  A step of --iterations-to-skip
-    reads its data and computes nothing.  Where the run checks for it, raises NonFiniteError for a
-    loss or gradient that is not finite, and ReplicasDiffer for weights that differ between
-    data-parallel ranks.
+    reads its data and computes nothing.  Where the run checks for it, raises for a loss or gradient
+    that is not finite StepRejected, without reruns NonFiniteError, and ReplicasDiffer for weights
+    that differ between data-parallel ranks.
     """
     run.phase = "training"
     config = run.config
@@ -54,7 +56,6 @@ def train_step(run: Runtime) -> StepResult:
     num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
     batch_size = run.batches.global_batch_size(run.state.consumed_train_samples)
     nominal = run.batches.nominal_batch_size(run.state.consumed_train_samples)
-    run.state.skipped_train_samples += nominal - batch_size
     losses: list[dict[str, Tensor]] = []
     updated, grad_norm, num_zeros = False, None, None
     if iteration in config.training.iterations_to_skip:
@@ -62,8 +63,9 @@ def train_step(run: Runtime) -> StepResult:
         run.state.skipped_train_samples += batch_size
     else:
         with naming_step(iteration):
-            losses = _gradients(run, num_microbatches)
+            losses = _accepted_gradients(run, num_microbatches)
             updated, grad_norm, num_zeros = _update(run)
+    run.state.skipped_train_samples += nominal - batch_size
     if fault_point("step.updated", step=iteration) == "bitflip":
         _flip_a_bit(next(_wrapped(run.model_chunks)))
     assert run.optimizer is not None, "a run that trains has one"
@@ -117,6 +119,26 @@ def _pass_over(data: Data | list[Data], num_microbatches: int) -> None:
                 next(iterator)
 
 
+def _accepted_gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
+    """Compute the gradients, again if the rerun state machine rejects a result; return as below.
+
+    Nothing is updated yet.  Collective over all ranks.  Raises StepRejected.
+    """
+    losses: list[dict[str, Tensor]] = []
+    assert run.optimizer is not None, "a run that trains has one"
+    run.rerun.current_iteration = run.state.iteration
+    while run.rerun.should_run_forward_backward(run.train_data):
+        losses = _gradients(run, num_microbatches)
+        with timed(run.timers, "optimizer", log_level=1, barrier=_barrier(run)):
+            run.optimizer.prepare_grads(run.rerun)
+    end_if_rejected(run)
+    return losses
+
+
+def _barrier(run: Runtime) -> bool:
+    return run.config.optimizer.barrier_with_L1_time
+
+
 def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
     """Compute the gradients of the step into the gradient buffers.
 
@@ -126,8 +148,7 @@ def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
         chunk.zero_grad_buffer()
     assert run.optimizer is not None, "a run that trains has one"
     run.optimizer.zero_grad()
-    barrier = run.config.optimizer.barrier_with_L1_time
-    run.timers("forward-backward", log_level=1).start(barrier=barrier)
+    run.timers("forward-backward", log_level=1).start(barrier=_barrier(run))
     passes = partial(forward_backward, run, num_microbatches=num_microbatches, forward_only=False)
     if run.step_graph is None:
         losses = passes(run.train_data)
@@ -143,17 +164,15 @@ def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
 
 @in_phase("parameter update")
 def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
-    """Run the optimizer step.
+    """Update the parameters.
 
     Returns whether it updated the parameters, the gradient norm and the number of zero gradients.
     """
     if run.pending_save is not None:
         run.pending_save.wait_for_copies()
     assert run.optimizer is not None, "a run that trains has one"
-    run.timers("optimizer", log_level=1).start(barrier=run.config.optimizer.barrier_with_L1_time)
-    result = run.optimizer.step()
-    run.timers("optimizer").stop()
-    return result
+    with timed(run.timers, "optimizer", log_level=1):
+        return run.optimizer.finish_step()
 
 
 def _wrapped(chunks: Iterable[nn.Module]) -> Iterator[DataParallelBase]:
@@ -191,7 +210,7 @@ def forward_backward(
 
     Returns the dictionary that the loss function reported for each micro-batch (last stage).
     """
-    check = FiniteLosses() if run.config.ddp.check_for_nan_in_grad else None
+    check = _loss_check(run)
     hooks = hooks or StepHooks(
         grad_scale_func=partial(_scaled_loss, run) if run.optimizer is not None else None,
         finalize_model_grads_func=partial(_finalize, run, check),
@@ -216,6 +235,14 @@ def forward_backward(
     )
 
 
+def _loss_check(run: Runtime) -> LossCheck | None:
+    for_nan = run.config.ddp.check_for_nan_in_grad
+    for_spikes = run.config.resilience.check_for_spiky_loss
+    if not (for_nan or for_spikes):
+        return None
+    return LossCheck(run.rerun, for_nan=for_nan, for_spikes=for_spikes)
+
+
 def _begin_pass(run: Runtime, kind: PassKind) -> None:
     run.phase = f"{kind} pass"
 
@@ -223,7 +250,7 @@ def _begin_pass(run: Runtime, kind: PassKind) -> None:
 @in_phase("gradient reduction")
 def _finalize(
     run: Runtime,
-    check: FiniteLosses | None,
+    check: LossCheck | None,
     chunks: Sequence[DataParallelBase],
     num_tokens: Tensor | None,
 ) -> None:

@@ -167,6 +167,7 @@ VALUES = dict.fromkeys(HALVES, "0.5") | {
     "moe_layer_freq": "2",
 }
 BESIDE = {
+    "error_injection_rate": "--rerun-mode disabled",
     "rehearse_memory": "--skip-train",
     "cpu_offloading": "--cpu-offloading-num-layers 1",
     "overlap_param_gather": "--overlap-grad-reduce",

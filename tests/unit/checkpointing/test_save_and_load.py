@@ -329,7 +329,7 @@ def test_random_states_of_another_layout_are_left_with_a_message(saved, tmp_path
     other = dataclasses.replace(parts.groups.dense_grid, sizes={"tp": 1, "dp": 1})
     parts = dataclasses.replace(parts, groups=dataclasses.replace(parts.groups, dense_grid=other))
     assert load_run(options(tmp_path), parts).iteration == 3
-    assert "random states are not restored" in capsys.readouterr().out
+    assert "random states, and the state of a step" in capsys.readouterr().out
 
 
 # -- saving ---------------------------------------------------------------------------------

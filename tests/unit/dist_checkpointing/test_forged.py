@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
 from megatron.core.dist_checkpointing.serialization import Contents, save
 from megatron.core.text_files import parse_yaml
-from megatron.training.checkpointing.content_checks import check_common, check_rng_state
+from megatron.training.checkpointing.content_checks import check_common, check_rank_state
 from megatron.training.checkpointing.rng_state import rng_state
 from tests.unit.dist_checkpointing.tiny import publish_model, read_all
 
@@ -232,10 +232,10 @@ def test_common_values_of_no_run_are_refused(path, value):
 )
 def test_random_states_of_no_generator_are_refused(change):
     states = json.loads(json.dumps(rng_state()))
-    assert check_rng_state({"rng_state": states}, Path("iter_7")) == states
+    assert check_rank_state({"rng_state": states}, Path("iter_7"))["rng_state"] == states
     change(states)
     with pytest.raises(CheckpointDamaged, match="iter_7 is damaged"):
-        check_rng_state({"rng_state": states}, Path("iter_7"))
+        check_rank_state({"rng_state": states}, Path("iter_7"))
 
 
 def test_an_empty_tensor_of_any_size_is_refused_and_one_of_ours_is_read(tmp_path):

@@ -18,7 +18,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.distributed.grad_buffer import gradient_of
-from megatron.core.distributed.non_finite import FiniteLosses, naming_step
+from megatron.core.distributed.non_finite import LossCheck, naming_step
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
@@ -217,8 +217,9 @@ def test_a_loss_that_is_not_finite_is_named_by_step_rank_and_microbatch(
     model = TinyModel()
     with torch.no_grad():
         model.norm.bias.fill_(float("nan"))
-    check = FiniteLosses()
+    check = LossCheck()
     hooks = StepHooks(loss_check_func=check, finalize_model_grads_func=lambda *_: check.check())
-    with pytest.raises(NonFiniteError, match="step 7: rank 0 has a loss of nan in micro-batch 0"):  # noqa: SIM117
+    message = "step 7: rank 0: found NaN in local forward loss calculation of micro-batch 0: nan"
+    with pytest.raises(NonFiniteError, match=message):  # noqa: SIM117
         with naming_step(7):
             run(model, alone, hooks=hooks)

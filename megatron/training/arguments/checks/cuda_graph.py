@@ -20,12 +20,25 @@ def graphs_are_captured_after_warmup(run: RunConfig) -> Iterator[str]:
 
 
 def a_captured_step_has_no_check_for_nan(run: RunConfig) -> Iterator[str]:
-    """Refuse the NaN check of losses in a captured step.
+    """Refuse checks of results in a captured step.
 
-    The check makes the host wait for each loss, which is not possible during capture.
+    They make the host wait for each result, which is not possible during capture.
     """
     m = run.model
-    if m.uses_graphs and not m.captures_layers and run.ddp.check_for_nan_in_grad:
+    if not m.uses_graphs or m.captures_layers:
+        return
+    others = {
+        "--check-for-spiky-loss": run.resilience.check_for_spiky_loss,
+        "--check-for-large-grads": run.ddp.check_for_large_grads,
+        "--error-injection-rate": bool(run.resilience.error_injection_rate),
+        "--rerun-mode report_stats": run.resilience.rerun_mode == "report_stats",
+    }
+    for flag in (flag for flag, is_given in others.items() if is_given):
+        yield (
+            f"{flag}: a step that --cuda-graph-scope full_iteration captures validates no results; "
+            "use --cuda-graph-scope full"
+        )
+    if run.ddp.check_for_nan_in_grad:
         yield (
             "--cuda-graph-scope full_iteration cannot check each loss for NaN inside the graph: "
             "give "

@@ -1,0 +1,219 @@
+"""Validate results: reject them, compare them with those of an earlier pass, log and track them.
+
+`megatron.core.rerun_state_machine` decides from the findings what runs again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.config.errors import NonFiniteError
+from megatron.core.diagnostics.result_faults import (
+    LargestValues,
+    Place,
+    QuickStats,
+    RerunErrorInjector,
+    RerunMode,
+    RerunState,
+    RerunValidationStatus,
+    TrackedResult,
+    log,
+)
+from megatron.core.diagnostics.suspect_result import (
+    Call,
+    Caller,
+    Findings,
+    Suspect,
+    detached,
+    is_rejected,
+    relative_difference,
+    shown,
+)
+
+T = TypeVar("T")
+# Number of values from which `is_unexpectedly_large` takes the maximum, before it rejects any.
+_NUM_SAMPLES_BEFORE_JUDGING = 100
+
+
+class ResultValidator:
+    """Validations of one rank, and what they have found in the running pass of a step."""
+
+    def __init__(
+        self,
+        mode: RerunMode,
+        error_injector: RerunErrorInjector | None,
+        result_rejected_tracker_filename: str | None,
+    ) -> None:
+        self.mode = mode
+        self.state = RerunState.NOT_RUNNING_YET
+        self.current_iteration = 0  # of the running step; before it, of the step before
+        self.error_injector = error_injector or RerunErrorInjector()
+        self.suspect: Suspect | None = None
+        self.explanation: str | None = None  # what this rank found in the step, for the user
+        self._tracker_file = result_rejected_tracker_filename
+        self._pass = Findings()
+        self._largest = LargestValues()
+        self._results: dict[Call, Any] = {}  # of the first pass, to report statistics
+        self._stats: defaultdict[str, QuickStats] = defaultdict(QuickStats)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass runs whose results may be rejected without ending the run at once."""
+        return self.mode == RerunMode.VALIDATE_RESULTS and self.state not in (
+            RerunState.NOT_RUNNING_YET,
+            RerunState.WILL_RERUN_FROM_CHECKPOINT,
+        )
+
+    def validate_result(
+        self,
+        result: T,
+        rejection_func: Callable[[T], Tensor | bool],
+        message: str = "unexpected result",
+        comparison_func: Callable[[T, T], float] | None = None,
+        tolerance: float = 0.0,
+        fatal: bool = True,
+        *,
+        is_shared: bool = False,
+        detail: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Call ``rejection_func(result)``, and synchronise with the device to read its answer.
+
+        A rejected result makes the step run again.  ``message`` identifies the validation;
+        ``comparison_func(first, second)`` returns a difference, by default the relative one; above
+        ``tolerance`` the results differ.  A ``fatal`` result is never used for training.
+        ``is_shared``: every rank validates this result.  ``detail()`` is appended to log lines.
+
+        Without reruns, that is in mode DISABLED, outside of `should_run_forward_backward`, and in
+        an evaluation, a rejected result raises NonFiniteError if ``fatal``, else it is logged.
+        """
+        call = Call(Caller(message, my_rank()), self._pass.calls[message])
+        self._pass.calls[message] += 1
+        compare = comparison_func or relative_difference
+        if not self.is_running:
+            if self.mode == RerunMode.REPORT_DETERMINISM_STATS:
+                self._record_difference(call, result, compare)
+            if is_rejected(rejection_func, result):
+                self._refuse(result, message + detail(), fatal)
+            return
+        is_initial = self.state == RerunState.INITIAL_RUN
+        is_injected = is_initial and self.error_injector.maybe_inject()
+        if is_injected or is_rejected(rejection_func, result):
+            suspect = Suspect(
+                call=call,
+                result=detached(result),
+                place=Place.here(call.caller.rank),
+                fatal=fatal,
+                is_shared=is_shared,
+            )
+            self._reject(suspect, f"{message}{detail()}")
+        if self.suspect is not None and self.suspect.call == call and not is_initial:
+            self._compare(self.suspect, result, compare, tolerance)
+
+    def is_unexpectedly_large(
+        self,
+        result: Tensor | float,
+        threshold: float,
+        context: str,
+        num_samples: int = _NUM_SAMPLES_BEFORE_JUDGING,
+        resample: bool = False,
+    ) -> bool:
+        """Return whether ``result`` is at least ``threshold`` times the maximum so far.
+
+        The maximum is over the first ``num_samples`` values of the series ``context``, for which
+        the result is False.  ``resample`` restarts the series.
+        """
+        return self._largest.is_exceeded(float(result), threshold, context, num_samples, resample)
+
+    def _refuse(self, result: object, message: str, fatal: bool) -> None:
+        self._track(RerunValidationStatus.INITIAL_RUN, result, message)
+        text = f"rank {my_rank()}: {message}: {shown(result)}"
+        if fatal:
+            raise NonFiniteError(text)
+        log(text)
+
+    def _reject(self, suspect: Suspect, text: str) -> None:
+        """Note a rejected result; log the first one of the first pass."""
+        known, value = self._pass.rejected, shown(suspect.result)
+        if known is None or (suspect.fatal and not known.fatal):
+            self._pass.rejected = suspect
+            self.explanation = f"{text}: {value}"
+        if known is None and self.state == RerunState.INITIAL_RUN:
+            log(
+                f"Unexpected result {value} on rank {suspect.place.rank} at iteration "
+                f"#{self.current_iteration} invocation #{suspect.call.sequence} "
+                f"(message='{text}')",
+                level=logging.ERROR,
+            )
+
+    def _compare(
+        self, suspect: Suspect, result: T, compare: Callable[[T, T], float], tolerance: float
+    ) -> None:
+        """Compare ``result`` with that of ``suspect``, log the diagnosis and track it."""
+        is_first = self.state == RerunState.RERUNNING_IN_PLACE
+        before: Any = suspect.result
+        if before is None:  # of a type that the checkpoint could not hold
+            before = result if self._pass.rejected is not None else math.nan
+        difference = self.error_injector.maybe_miscompare(compare, before, result, self.state)
+        is_same = difference <= tolerance
+        self._pass.difference = 0.0 if is_same else difference
+        status = RerunValidationStatus(
+            f"{'first' if is_first else 'second'}_rerun_{'' if is_same else 'not_'}reproducible"
+        )
+        verb, sign = ("is", "=") if is_same else ("is not", "!=")
+        log(
+            f"{'First' if is_first else 'Second'} rerun: unexpected result {verb} reproducible "
+            f"within the tolerance ({shown(result)} {sign} {shown(before)})"
+        )
+        self._track(status, result, suspect.call.caller.message)
+        self.explanation = self.explanation or f"{suspect.call.caller.message}: {shown(before)}"
+        if is_first and is_same:
+            return  # no diagnosis before the next start
+        diagnosis = "Correct result (but possible Application error)"
+        if not is_same:
+            diagnosis = f"Possible {'transient' if is_first else 'persistent'} error!"
+        rank, node, where = suspect.place
+        log(
+            f"{diagnosis} (rank {rank}, node {node}, device {where}, "
+            f"iteration #{self.current_iteration})"
+        )
+
+    def _record_difference(self, call: Call, result: T, compare: Callable[[T, T], float]) -> None:
+        if self.state == RerunState.INITIAL_RUN:
+            self._results[call] = detached(result)
+        elif call in self._results:
+            self._stats[call.caller.message].record(compare(self._results[call], result))
+
+    def report_stats(self) -> None:
+        """Log the statistics of determinism of this rank."""
+        for message, stats in sorted(self._stats.items()):
+            log(
+                f"Stats on computation determinism of '{message}' on rank {my_rank()} in "
+                f"{self.current_iteration} iterations: {stats.print_stats()}"
+            )
+
+    def _track(self, status: RerunValidationStatus, result: object, message: str) -> None:
+        if self._tracker_file is not None:
+            TrackedResult(
+                place=Place.here(my_rank()),
+                iteration=self.current_iteration,
+                status=status,
+                result=shown(result),
+                message=message,
+            ).append_to(self._tracker_file)
+
+
+def my_rank() -> int:
+    """Return the global rank; 0 without process groups."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """Return the number of ranks; 1 without process groups."""
+    return dist.get_world_size() if dist.is_initialized() else 1
