@@ -217,6 +217,8 @@ class RerunStateMachine(ResultValidator):
             log("Continuing normal execution", once=True)
         elif self.outcome > Request.EXPLAINED:
             self._go_back(data)
+            if self._own != self.outcome:
+                self.explanation = None  # another rank has found more
             if self.outcome == self._own == Request.STOP_PERSISTENT and self.suspect is not None:
                 self.blamed = self.suspect.place
         if self.outcome in _NEXT_START:
