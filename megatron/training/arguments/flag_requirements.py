@@ -350,9 +350,7 @@ _OF_MEMORY_AND_SPEED = (
 
 _OF_FILES_AND_REPORTS = (
     _needs(
-        "--error-injection-rate above 0",
-        "error_injection_type",
-        lambda ns: bool(ns.error_injection_rate),
+        "--error-injection-rate", "error_injection_type", lambda ns: ns.error_injection_rate > 0
     ),
     _needs_value("rerun_mode", "validate_results", "error_injection_rate"),
     _needs(
