@@ -94,7 +94,6 @@ def pretrain(
     on any rank ends all ranks.  A step whose result was rejected ends it with status 16 or 17
     (--rerun-mode).
     """
-    rejected: list[tuple[int, str]] = []  # exit code and reason, of the ranks of this process
     del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout decides
 
     def whole_run(*_ranks: int) -> None:
@@ -123,14 +122,13 @@ def pretrain(
                         _add_callbacks(run, callbacks)
                         _train_and_evaluate(run)
                         forget_memory(run)
-            reason = run.state.stop_reason
-            kind = "rerun" if run.exit_code else "done" if reason is None else "stopped"
-            exit_report.write(kind, run.exit_code, reason)
+            _report_end(run)
         finally:
             for run in begun:
                 run.callbacks.close()
             shut_down(*begun)
-        rejected.extend((r.exit_code, str(r.state.stop_reason)) for r in begun if r.exit_code)
+        if run.exit_code:
+            raise SystemExit(run.exit_code)
 
     try:
         require_callbacks(callbacks)
@@ -151,9 +149,14 @@ def pretrain(
     except BaseException as error:
         exit_report.write_error(error)
         raise
-    for exit_code, reason in rejected:
-        tell_launcher(reason)
-        raise SystemExit(exit_code)
+
+
+def _report_end(run: Runtime) -> None:
+    reason = run.state.stop_reason
+    kind = "rerun" if run.exit_code else "done" if reason is None else "stopped"
+    exit_report.write(kind, run.exit_code, reason)
+    if run.exit_code:
+        tell_launcher(str(reason))
 
 
 def _watch_sections(config: RunConfig) -> FindHang:
