@@ -31,7 +31,8 @@ _VARIABLE = "FAULTS"
 _KINDS = ("raise", "kill", "stop", "hang", "exit", "enospc", "oom", "slow")
 _BY_CALLER = {  # kind -> points whose caller performs it
     "nan": ("step.gradient",),  # makes the loss of a micro-batch NaN
-    "bitflip": ("step.updated", "save.tensor"),  # in a weight; in a file after its checksum
+    # in a weight; in a file after its checksum; in a result; in a file
+    "bitflip": ("step.updated", "save.tensor", "check.matmul", "check.disk"),
 }
 # All fault points, in the order in which a run reaches them.
 POINTS = (
@@ -40,6 +41,7 @@ POINTS = (
     *("save.before_fsync", "save.written", "save.before_manifest", "save.before_rename"),
     *("save.displaced", "save.after_rename", "save.before_tracker", "save.after_tracker"),
     *("save.before_delete", "save.in_delete", "save.copy", "inference.step"),
+    *("check.matmul", "check.memory", "check.disk", "check.collective"),  # tools/check_node.py
 )
 _fired: Counter[_Spec] = Counter()
 each_rank_owns(__name__, "_fired")

@@ -1,0 +1,281 @@
+"""Measurements of a node before a run (tools/check_node.py), each in bounded time.
+
+A check runs in a thread of its own: if a disk or a collective hangs, the rank reports that and goes
+on.  Order of collectives on every rank: the groups of the nodes, then per check (`COLLECTIVE`):
+all-reduces in the node, transfers between neighbouring nodes, three times barrier and all-gather
+for the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.diagnostics import collective_tracer
+from megatron.core.diagnostics.fault_injection import fault_point, flipped
+from megatron.core.optional import available, require
+
+Check = Callable[[], dict[str, Any]]  # returns fields of RankResult; rates under their own names
+_REPEATS = 4  # of a measurement; the fastest counts
+_ROUNDS = 3  # of the fixed computation, which must agree
+_MIB = 2**20
+_FAILURES = (RuntimeError, OSError, ArithmeticError, ValueError)
+
+
+def run_within(limit_s: float, name: str, check: Check) -> tuple[dict[str, Any], str | None]:
+    """Return the result of ``check``, and a problem if it fails or takes longer than ``limit_s``.
+
+    A check that hangs stays in its thread: end the process with ``os._exit``.
+    """
+    result: dict[str, Any] = {}
+    problem: list[str] = []
+
+    def run() -> None:
+        device.use_in_this_thread()
+        try:
+            result.update(check())
+        except _FAILURES as error:
+            problem.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+    thread = threading.Thread(target=run, name=f"check {name}", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        problem.append(f"no result within {limit_s:.0f} s")
+    if problem and name in COLLECTIVE:
+        problem[0] += f" ({collective_tracer.record})"
+    return ({}, problem[0]) if problem else (result, None)
+
+
+def matmul() -> dict[str, Any]:
+    """Return the rate of matmuls, and a hash of a fixed computation that must not change.
+
+    Raises ArithmeticError if its rounds differ on this device.
+    """
+    size = 4096 if device.is_cuda() else 512
+    dtype = torch.bfloat16 if device.is_cuda() else torch.float32
+    fixed = _fixed_matrix(size).to(device.current(), dtype)
+    hashes = set()
+    for _ in range(_ROUNDS):
+        product = fixed
+        for _ in range(3):
+            product = (product @ fixed) / math.sqrt(size)
+        data = product.float().cpu().numpy().tobytes()
+        if fault_point("check.matmul") == "bitflip":
+            data = flipped(data)
+        hashes.add(hashlib.sha256(data).hexdigest()[:16])
+    if len(hashes) > 1:
+        raise ArithmeticError("equal computations give different bits: the device is faulty")
+    calls = 20
+
+    def run() -> None:
+        fault_point("check.matmul")
+        for _ in range(calls):
+            torch.mm(fixed, fixed)
+
+    return {"matmul": calls * 2 * size**3 / _fastest_s(run) / 1e12, "bits": hashes.pop()}
+
+
+def memory() -> dict[str, Any]:
+    """Return the bandwidth of copies in device memory, read and written bytes together."""
+    size = (1024 if device.is_cuda() else 64) * _MIB
+    source = torch.ones(size, dtype=torch.uint8, device=device.current())
+    target = torch.empty_like(source)
+
+    def run() -> None:
+        fault_point("check.memory")
+        target.copy_(source)
+
+    return {"memory": 2 * size / _fastest_s(run) / 1e9}
+
+
+def disk(folder: Path, size: int) -> dict[str, Any]:
+    """Return the rates of writing (with fsync) and reading a file in ``folder``.
+
+    Raises OSError, also if the file has other bytes than were written.
+    """
+    data = os.urandom(min(size, _MIB)) * max(1, size // _MIB)
+    path = folder / f".check_node.{platform.node()}.{os.getpid()}"
+    try:
+        began_s = time.perf_counter()
+        is_flipped = fault_point("check.disk") == "bitflip"
+        with open(path, "wb") as file:
+            file.write(flipped(data) if is_flipped else data)
+            file.flush()
+            os.fsync(file.fileno())
+            with contextlib.suppress(OSError):  # read from the disk, not from memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        written_s = time.perf_counter()
+        found = path.read_bytes()
+        ended_s = time.perf_counter()
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    if found != data:
+        raise OSError(f"{folder} returns other bytes than were written")
+    megabytes = len(data) / 1e6
+    return {
+        "disk write": megabytes / (written_s - began_s),
+        "disk read": megabytes / (ended_s - written_s),
+    }
+
+
+def gpu_health() -> dict[str, Any]:
+    """Raise RuntimeError if NVML reports a fault of this rank's GPU."""
+    if not device.is_cuda() or not available("pynvml"):
+        return {}
+    nvml: Any = require("pynvml", "check_node")
+    nvml.nvmlInit()
+    handle = nvml.nvmlDeviceGetHandleByUUID(device.uuid())
+    if reasons := list(_gpu_faults(nvml, handle)):
+        raise RuntimeError("; ".join(reasons))
+    return {}
+
+
+def _gpu_faults(nvml: Any, handle: Any) -> list[str]:
+    def read(quantity: str, *arguments: int) -> Any:
+        try:
+            return getattr(nvml, f"nvmlDeviceGet{quantity}")(handle, *arguments)
+        except nvml.NVMLError_NotSupported:
+            return 0
+
+    uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    slowdown = (
+        nvml.nvmlClocksThrottleReasonHwSlowdown
+        | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
+        | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+    )
+    faults = []
+    if errors := read("TotalEccErrors", uncorrected, volatile):
+        faults.append(f"{errors} uncorrected memory errors since the start of the driver")
+    rows = read("RemappedRows")
+    if rows and (rows[2] or rows[3]):
+        faults.append("memory rows wait for a reset to be remapped, or cannot be remapped")
+    if read("CurrentClocksThrottleReasons") & slowdown:
+        faults.append("the hardware slows the clock down (temperature or power)")
+    return faults
+
+
+class Groups:
+    """Process groups of the check.  Collective over all ranks when created."""
+
+    def __init__(self, nodes: Sequence[str], limit_s: float) -> None:
+        """``nodes`` has the node of each rank."""
+        self.rank = dist.get_rank()
+        names = list(dict.fromkeys(nodes))
+        members = [[r for r, node in enumerate(nodes) if node == name] for name in names]
+        timeout = timedelta(seconds=limit_s)
+        groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]
+        self.node = names.index(nodes[self.rank])
+        self.own, self.size = groups[self.node], len(members[self.node])
+        self.leaders = [ranks[0] for ranks in members]
+
+    def all_reduce(self) -> dict[str, Any]:
+        """Return the bus bandwidth of an all-reduce of the node's ranks."""
+        if self.size == 1:
+            return {}
+        values = torch.ones((64 if device.is_cuda() else 4) * _MIB, device=device.current())
+
+        def run() -> None:
+            fault_point("check.collective")
+            values.fill_(1)
+            dist.all_reduce(values, group=self.own)
+
+        seconds = _fastest_s(run)
+        if not bool((values == self.size).all()):
+            raise ArithmeticError("an all-reduce in the node gives a wrong sum")
+        num_bytes = 2 * (self.size - 1) / self.size * values.numel() * values.element_size()
+        return {"all-reduce in the node": num_bytes / seconds / 1e9}
+
+    def links(self) -> dict[str, Any]:
+        """Return the faster of the rates to the two neighbouring nodes, on one rank of each node.
+
+        A slow node is slow to both, its neighbours only to one.
+        """
+        count = len(self.leaders)
+        rates = []
+        for phase in range(3):
+            pairs = [(i, (i + 1) % count) for i in range(count) if _phase(i, count) == phase]
+            for pair in pairs if count > 1 and self.rank in self.leaders else ():
+                if self.node in pair:
+                    peer = self.leaders[pair[1] if pair[0] == self.node else pair[0]]
+                    rates.append(_exchange_rate(peer))
+        return {"link to other nodes": max(rates)} if rates else {}
+
+    def clock(self) -> dict[str, Any]:
+        """Return the offset of the host's clock to that of rank 0, within the time of a barrier."""
+        offsets = []
+        for _ in range(3):
+            dist.barrier()
+            now = torch.tensor([time.time()], dtype=torch.float64, device=device.current())
+            times = [torch.empty_like(now) for _ in range(dist.get_world_size())]
+            dist.all_gather(times, now)
+            offsets.append(float(now) - float(times[0]))
+        return {"clock_offset_s": min(offsets, key=abs)}
+
+
+def device_name() -> str:
+    """Return a name that devices have in common whose results are equal by bits."""
+    if device.is_cuda():
+        return device.name()
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+COLLECTIVE = ("all-reduce", "link", "clock")  # names of checks in which ranks communicate
+
+
+def _fixed_matrix(size: int) -> Tensor:
+    """Return values between -0.5 and 0.5 that are the same on every machine."""
+    numbers = torch.arange(size * size, dtype=torch.int64)
+    return ((numbers * 2654435761 % 1000003).double() / 1000003 - 0.5).view(size, size)
+
+
+def _fastest_s(run: Callable[[], None]) -> float:
+    run()
+    seconds = []
+    for _ in range(_REPEATS):
+        device.synchronize()
+        began_s = time.perf_counter()
+        run()
+        device.synchronize()
+        seconds.append(time.perf_counter() - began_s)
+    return min(seconds)
+
+
+def _phase(index: int, count: int) -> int:
+    """Return when pair ``index`` of a ring exchanges, so that a node is in one pair at a time."""
+    return 2 if index == count - 1 and count % 2 else index % 2
+
+
+def _exchange_rate(peer: int) -> float:
+    """Return the bytes per second sent and received with rank ``peer``, in GB/s."""
+    sent = torch.ones((64 if device.is_cuda() else 4) * _MIB, device=device.current())
+    received = torch.empty_like(sent)
+
+    def run() -> None:
+        fault_point("check.collective")
+        operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return 2 * sent.numel() * sent.element_size() / _fastest_s(run) / 1e9
