@@ -247,6 +247,9 @@ def generation_config(
         "distributed_backend": None,
     }
     vars(namespace).update(_OWN | own)
+    is_uneven = (namespace.num_layers or 0) % max(layout.pipeline, 1) != 0
+    if is_uneven and not model_kind(asked.get("model_kind")).has_encoder:
+        namespace.pipeline_split = "auto"
     if not drafts_ahead:
         namespace.mtp_num_layers = None
     # resolve() requires sequence parallelism for experts with tensor parallelism: ranks that
