@@ -126,6 +126,7 @@ def test_two_ranks_give_the_same_text_and_end_together(checkpoint, other_checkpo
         assert [_completions(server, prompt) for prompt in PROMPTS] == expected
         status, found = server.ask("POST", "/update_weights", {"load": "/nowhere"})
         assert (status, found["error"]["param"]) == (400, "load")
+        assert found["error"]["message"].startswith("load: /nowhere holds no checkpoint")
         status, found = server.ask("POST", "/update_weights", {"load": "a\0b"})
         assert (status, found["error"]["param"]) == (400, "load")
         assert _completions(server, PROMPTS[0]) == expected[0]  # the old weights stay

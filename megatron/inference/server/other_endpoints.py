@@ -83,5 +83,5 @@ async def answer_update_weights(service: Service, request: Any, body: Body) -> A
     fields.refuse_others()
     found = await service.client.ask("update_weights", _UPDATE_TIMEOUT_S, load=path)
     if found["error"]:
-        raise ApiError(found["error"], "load")
+        raise ApiError(f"load: {found['error']}", "load")
     return json_answer({"weight_version": found["version"]})

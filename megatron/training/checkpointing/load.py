@@ -120,6 +120,8 @@ def load_run(
         try:
             loaded = _load_folder(config, parts, source, Path(folder), verify_first)
         except CheckpointDamaged as error:
+            if verify_first:  # of a program without the flag
+                raise
             may_go_on = config.load_newest_valid or position < source["num_transient"]
             if not may_go_on or len(folders) == 1:
                 raise CheckpointDamaged(

@@ -18,6 +18,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.device.cpu_tuning import use_huge_pages
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
+from megatron.core.dist_checkpointing.collectives import all_or_none
 from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.engine import Engine
@@ -33,7 +34,7 @@ from megatron.training.checkpointing.checkpoint_args import (
 )
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
-from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.checkpointing.paths import open_checkpoint, resolve_folder
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
@@ -207,6 +208,7 @@ def _longest(run: Runtime) -> int:
 
 def _replace_weights(config: CheckpointConfig, parts: RunParts, directory: str) -> None:
     """Load the newest checkpoint of ``directory``, see `GenerationModel`."""
+    all_or_none(partial(resolve_folder, directory), directory, parts.groups.world)
     load_run(replace(config, load=directory, ckpt_step=None), parts, verify_first=True)
 
 
