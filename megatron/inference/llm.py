@@ -64,7 +64,8 @@ class LLM:
         """Load the checkpoint directory ``path``, saved in any layout.
 
         ``options``: those of `open_writer` (layout, engine sizes, device).  Raises CheckpointError
-        if there is no checkpoint, ConfigError if the model generates no text.
+        if there is no checkpoint, ConfigError if the model generates no text, LaunchError if the
+        process has another model: `shut_down` that one first.
         """
         writer = open_writer(path, **options)
         return cls(writer.engine, writer.tokenizer)
@@ -111,7 +112,7 @@ class LLM:
                 yield answer
 
     def shut_down(self) -> None:
-        """Leave the process groups.  Collective."""
+        """Leave the process groups; another model can be loaded then.  Collective."""
         shut_down()
 
     @contextmanager

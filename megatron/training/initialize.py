@@ -290,6 +290,11 @@ def _end(run: Runtime) -> None:
     shut_down(run)
 
 
+def is_set_up() -> bool:
+    """Return whether this process has the groups of a run: `shut_down` destroys them."""
+    return parallel_state.is_initialized()
+
+
 def shut_down(run: Runtime | None = None) -> None:
     """Clear the global state and destroy the process groups, before the interpreter exits.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.config.errors import LaunchError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM
 from tests.functional.runs import TINY, run_gpt
@@ -52,7 +53,10 @@ def expected(checkpoint: Path) -> list[str]:
 
 
 def _texts(rank: int, world_size: int, folder: str) -> list[str]:
-    llm = LLM.load(folder, device_kind="cpu")
+    return _texts_of(LLM.load(folder, device_kind="cpu"))
+
+
+def _texts_of(llm: LLM) -> list[str]:
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=NUM_TOKENS)
     return [answer.text for answer in llm.generate(PROMPTS, params)]
 
@@ -147,3 +151,16 @@ def test_a_missing_checkpoint_is_reported(tmp_path):
         assert done.returncode != 0
         assert message in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_second_model_needs_the_end_of_the_first(checkpoint, expected):
+    assert run_ranks(_texts_of_two_models, 1, str(checkpoint)) == [(expected, expected)]
+
+
+def _texts_of_two_models(rank: int, world_size: int, folder: str) -> tuple[list[str], list[str]]:
+    first = LLM.load(folder, device_kind="cpu")
+    with pytest.raises(LaunchError, match=r"call shut_down\(\) of that LLM first"):
+        LLM.load(folder, device_kind="cpu")
+    texts = _texts_of(first)
+    first.shut_down()
+    return texts, _texts_of(LLM.load(folder, device_kind="cpu"))

@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference import LLM
 from tests import tolerances
 from tests.functional.runs import TINY, losses, run_gpt
 from tests.ranks import run_ranks
@@ -24,6 +26,10 @@ FLAGS = (
     "--disable-bias-linear --position-embedding-type relative "
     "--tokenizer-type BertWordPieceLowerCase --vocab-extra-ids 20 --make-vocab-size-divisible-by 8 "
     "--calculate-per-token-loss"
+).split()
+WITHOUT_TOKENIZER = (
+    "--model-kind t5 --decoder-num-layers 2 --decoder-seq-length 24 "
+    "--position-embedding-type relative"
 ).split()
 STAGES = "--pipeline-model-parallel-size {} --encoder-pipeline-model-parallel-size {}"
 
@@ -72,3 +78,15 @@ def test_stages_train_as_one_process_and_each_goes_on_from_the_other(
     assert answers[0]["tokens"]
     assert answers[0]["tokens"] == answers[1]["tokens"]
     assert "a b" not in answers[0]["text"]  # it answers the prompt, instead of following it
+
+
+def test_a_tokenizer_without_special_tokens_generates(tmp_path: Path) -> None:
+    load = str(tmp_path / "ck")
+    run_gpt(tmp_path, *WITHOUT_TOKENIZER, "--save", load)
+    (found,) = run_ranks(numbers_after, 1, load)
+    assert len(found) == 4
+
+
+def numbers_after(rank: int, world_size: int, load: str) -> list[str]:
+    params = SamplingParams(top_k=1, num_tokens_to_generate=4)
+    return LLM.load(load, device_kind="cpu").generate("1 2 3", params)[0].text.split()

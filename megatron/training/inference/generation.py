@@ -14,13 +14,16 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from megatron.core import device
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import ConfigError, LaunchError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.device.cpu_tuning import use_huge_pages
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
 from megatron.core.dist_checkpointing.collectives import all_or_none
 from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.inference.fast_linear import use_fast_linears
+from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
+    token_of,
+)
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.runner import GenerationModel
@@ -38,7 +41,7 @@ from megatron.training.checkpointing.paths import open_checkpoint, resolve_folde
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
-from megatron.training.initialize import connect, create_runtime
+from megatron.training.initialize import connect, create_runtime, is_set_up
 from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.process.failure_watch import FailureWatch, failure_watch
 from megatron.training.process.rank_print import world_size
@@ -114,8 +117,14 @@ def open_writer(
 
     ``flags``, dest -> value, override the saved ones.  If one rank fails before ``watch`` is
     closed, all ranks end with its message (`failure_watch`).  Raises CheckpointError if there is no
-    checkpoint, ConfigError if the model does not fit the ranks or generates no text.
+    checkpoint, ConfigError if the model does not fit the ranks or generates no text, LaunchError
+    if the process has another model.
     """
+    if is_set_up():
+        raise LaunchError(
+            f"{load} cannot be loaded: this process has the process groups of another model; call "
+            "shut_down() of that LLM first, or load the second model in a process of its own"
+        )
     content = open_checkpoint(load, step)
     kind = model_kind(content.asked.get("model_kind"))
     if not kind.writes_text:
@@ -262,6 +271,8 @@ def generation_config(
 
 
 def _start_of_decoder(tokenizer: MegatronTokenizer) -> int:
-    """Return the first decoder token, as in training: BOS, else PAD as in the published T5."""
-    begin = tokenizer.id_of("bos")
-    return tokenizer.pad if begin is None else begin
+    """Return the first decoder token, as in training: BOS, else PAD as in the published T5.
+
+    Without both, as with NullTokenizer, it is 0: the PAD of the published T5.
+    """
+    return token_of(tokenizer, "bos", "pad") or 0

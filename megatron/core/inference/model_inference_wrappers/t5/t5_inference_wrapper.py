@@ -38,13 +38,11 @@ class T5InferenceWrapper(AbstractModelInferenceWrapper):
         super().__init__(model, inference_wrapper_config, inference_context)
 
     def start_of_decoder(self, tokenizer: Any) -> int | None:
-        """Return BOS, as in training; without BOS the padding token, as in the published T5."""
-        start = token_of(tokenizer, "bos", "bos_id", "pad", "pad_id")
-        if start is None:
-            raise ConfigError(
-                "the tokenizer has neither a BOS nor a PAD token: a decoder starts with one of them"
-            )
-        return start
+        """Return BOS, as in training; without BOS the padding token, as in the published T5.
+
+        A tokenizer without both, such as NullTokenizer, gets 0: the PAD of the published T5.
+        """
+        return token_of(tokenizer, "bos", "bos_id", "pad", "pad_id") or 0
 
     def tokenize_encoder_prompt(self, encoder_prompt: str, tokenizer: Any) -> list[int]:
         """Return the tokens of a text, in which ``<extra_id_N>`` is the N-th sentinel token."""
