@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from megatron.core.config.errors import ConfigError
 
@@ -13,8 +14,8 @@ from megatron.core.config.errors import ConfigError
 class SamplingParams:
     """``temperature`` 0 or ``top_k`` 1 is greedy.  Filters apply in the order of the fields below.
 
-    Order on logits: ``logit_bias``, penalties, ``min_tokens``, temperature, ``top_k``, ``top_p``,
-    ``min_p``.  Log-probabilities are those of the model, before all of these.
+    Order on logits: ``logit_bias``, penalties, ``min_tokens`` and ``forbidden_after``, temperature,
+    ``top_k``, ``top_p``, ``min_p``.  Log-probabilities are those of the model, before all of these.
     """
 
     temperature: float = 1.0
@@ -27,12 +28,16 @@ class SamplingParams:
     return_prompt_top_n_logprobs: bool = False
     # Not in Megatron-LM:
     seed: int | None = None  # None: drawn when the request is added
+    top_p_decay: float = 0.0  # multiplies top_p after each token; 0 and 1: top_p stays
+    top_p_bound: float = 0.0  # least top_p with a decay
     min_p: float = 0.0  # least probability, as a fraction of the most likely token's
     repetition_penalty: float = 1.0  # divides positive logits of tokens seen, prompt included
     presence_penalty: float = 0.0  # subtracted once for each token generated before
     frequency_penalty: float = 0.0  # subtracted for each time that a token was generated
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
     min_tokens: int = 0  # no end of text before this many tokens
+    # Directly after one of the first tokens, none of the second.
+    forbidden_after: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     stop_token_ids: tuple[int, ...] = ()  # end the text, besides the end-of-document token
     ignore_eos: bool = False  # continue after the end-of-document token
     return_prompt_log_probs: bool = False
@@ -54,6 +59,8 @@ class SamplingParams:
         need("temperature", 0 <= self.temperature < math.inf, "a number of 0 or more")
         need("top_k", self.top_k >= 0, "0 for no limit, or more")
         need("top_p", 0 <= self.top_p <= 1, "a probability, 0 to 1")
+        need("top_p_decay", 0 <= self.top_p_decay <= 1, "a factor, 0 to 1")
+        need("top_p_bound", 0 <= self.top_p_bound <= 1, "a probability, 0 to 1")
         need("min_p", 0 <= self.min_p <= 1, "a probability, 0 to 1")
         need("num_tokens_to_generate", self.num_tokens_to_generate >= 0, "0 or more")
         need("top_n_logprobs", self.top_n_logprobs >= 0, "0 or more")
@@ -62,6 +69,21 @@ class SamplingParams:
         need("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         need("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
         return out
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values; attributes that a script has added are left out."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        bias = {str(token): value for token, value in self.logit_bias.items()}
+        return {**found, "logit_bias": bias}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Return what `to_json` wrote; fields may be missing.  Raises ConfigError."""
+        bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
+        stop = tuple(values.get("stop_token_ids", ()))
+        before, forbidden = values.get("forbidden_after", ((), ()))
+        found = {"logit_bias": bias, "stop_token_ids": stop}
+        return cls(**{**values, **found, "forbidden_after": (tuple(before), tuple(forbidden))})
 
     def add_attributes(self, attribute_value_pair: Mapping[str, object]) -> None:
         """Set further attributes, as Megatron-LM's scripts do."""

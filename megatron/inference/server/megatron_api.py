@@ -36,8 +36,11 @@ class LegacyRequest:
     temperature: float
     top_k: int
     top_p: float
+    top_p_decay: float
+    top_p_bound: float
     adds_bos: bool
     stops: tuple[str, ...]
+    prevents_newline: bool
     seed: int | None
     beam_width: int | None
     stop_token: int | None
@@ -76,10 +79,14 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
         temperature=asked.temperature,
         top_k=asked.top_k,
         top_p=asked.top_p,
+        top_p_decay=asked.top_p_decay,
+        top_p_bound=asked.top_p_bound,
         seed=asked.seed,
         num_tokens_to_generate=asked.num_tokens,
         prompt_log_probs_only=asked.num_tokens == 0,
     )
+    if asked.prevents_newline:
+        params = replace(params, forbidden_after=await model.newlines_after_colons())
     if asked.has_log_probs:
         params = with_log_probs(params, 0, 0)
     if asked.beam_width is not None:
@@ -109,8 +116,11 @@ async def _search(
 ) -> dict[str, Any]:
     """Answer with the beams of one prompt, best first."""
     model = service.model
-    if asked.stops:
-        raise WrongField("beam_width does not go with stop_on_eol and stop_on_double_eol")
+    if asked.stops or asked.prevents_newline:
+        raise WrongField(
+            "beam_width does not go with stop_on_eol, stop_on_double_eol and "
+            "prevent_newline_after_colon"
+        )
     if asked.stop_token is not None and asked.stop_token != model.info.eod:
         if not 0 <= asked.stop_token < model.info.vocab_size:
             raise WrongField(f"stop_token must be below {model.info.vocab_size}")
@@ -155,7 +165,7 @@ def read_request(body: Body) -> LegacyRequest:
         "temperature must be a positive number less than or equal to 100.0",
     )
     top_k, top_p = _top_k_and_top_p(body)
-    _refuse_decay(body, top_p)
+    decay, bound = _decay(body, top_p)
     adds_bos = _boolean(body, "add_BOS")
     _need(all(prompts) or adds_bos, "Empty prompts require add_BOS=true")
     stops = []
@@ -163,10 +173,7 @@ def read_request(body: Body) -> LegacyRequest:
         stops.append("\n\n")
     if _boolean(body, "stop_on_eol"):
         stops.append("\n")
-    _need(
-        not _boolean(body, "prevent_newline_after_colon"),
-        "prevent_newline_after_colon is not supported by this server; leave it out",
-    )
+    prevents_newline = _boolean(body, "prevent_newline_after_colon")
     seed = _field(body, "random_seed", None)
     _need(seed is None or _is_int(seed), "random_seed must be integer")
     _need(seed is None or 0 <= seed < 2**63, "random_seed must be a positive integer")
@@ -181,18 +188,21 @@ def read_request(body: Body) -> LegacyRequest:
     penalty = _field(body, "length_penalty", 1.0)
     _need(_is_number(penalty), "length_penalty must be a float")
     return LegacyRequest(
-        prompts,
-        num_tokens,
-        has_log_probs,
-        float(temperature),
-        top_k,
-        float(top_p),
-        adds_bos,
-        tuple(stops),
-        seed,
-        width,
-        stop_token,
-        float(penalty),
+        prompts=prompts,
+        num_tokens=num_tokens,
+        has_log_probs=has_log_probs,
+        temperature=float(temperature),
+        top_k=top_k,
+        top_p=float(top_p),
+        top_p_decay=decay,
+        top_p_bound=bound,
+        adds_bos=adds_bos,
+        stops=tuple(stops),
+        prevents_newline=prevents_newline,
+        seed=seed,
+        beam_width=width,
+        stop_token=stop_token,
+        length_penalty=float(penalty),
     )
 
 
@@ -228,8 +238,8 @@ def _top_k_and_top_p(body: Body) -> tuple[int, float]:
     return top_k, top_p
 
 
-def _refuse_decay(body: Body, top_p: float) -> None:
-    """Check the fields that lower top_p from token to token, which the engine cannot."""
+def _decay(body: Body, top_p: float) -> tuple[float, float]:
+    """Read the fields that lower top_p from token to token: a factor, and the least top_p."""
     decay = _field(body, "top_p_decay", 0.0)
     _need(_is_number(decay), "top_p_decay must be a positive float less than or equal to 1.0")
     _need(top_p != 0.0 or "top_p_decay" not in body, "top_p_decay cannot be set without top_p")
@@ -239,7 +249,7 @@ def _refuse_decay(body: Body, top_p: float) -> None:
     _need(top_p != 0.0 or "top_p_bound" not in body, "top_p_bound cannot be set without top_p")
     is_bound = "top_p_bound" not in body or 0.0 < bound <= top_p
     _need(is_bound, "top_p_bound must be greater than 0 and less than top_p")
-    _need(decay == 0, "top_p_decay is not supported by this server; leave it out or give 0")
+    return float(decay), float(bound)
 
 
 def _field(body: Body, name: str, default: Any) -> Any:

@@ -114,22 +114,18 @@ def read_hello(message: Mapping[str, Any]) -> EngineInfo:
 
 def request_to_json(request: Request) -> dict[str, Any]:
     """Return a request as JSON values."""
-    params = dict(vars(request.params))
-    params["logit_bias"] = [[token, bias] for token, bias in request.params.logit_bias.items()]
     fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
+    params = request.params.to_json()
     return {**fields, "params": params, "beam": request.beam and asdict(request.beam)}
 
 
 def request_from_json(found: Mapping[str, Any]) -> Request:
     """Return the request that `request_to_json` wrote.  Raises ConfigError for bad parameters."""
-    params = dict(found["params"])
-    params["logit_bias"] = {int(token): float(bias) for token, bias in params["logit_bias"]}
-    params["stop_token_ids"] = tuple(params["stop_token_ids"])
     fields = {name: found[name] for name in _REQUEST_FIELDS}
     if fields["grammar"] is not None:
         fields["grammar"] = tuple(fields["grammar"])
     beam = found["beam"] and BeamParams(**found["beam"])
-    return Request(**fields, params=SamplingParams(**params), beam=beam)
+    return Request(**fields, params=SamplingParams.from_json(found["params"]), beam=beam)
 
 
 def output_to_json(output: RequestOutput) -> dict[str, Any]:

@@ -68,6 +68,10 @@ class Model:
             return None
         return text if is_read else None
 
+    async def newlines_after_colons(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens whose text ends with a colon, and those that begin a line."""
+        return await asyncio.to_thread(_newlines_after_colons, self)
+
     def first_token(self) -> list[int]:
         """Return what an empty prompt is replaced with: BOS, else the end-of-document token."""
         bos = self.tokenizer.id_of("bos")
@@ -79,6 +83,15 @@ class Model:
         bos = self.tokenizer.id_of("bos")
         has_two = bos is not None and list(ids[:2]) == [bos, bos]
         return list(ids[1:] if has_two else ids)
+
+
+@lru_cache(maxsize=1)
+def _newlines_after_colons(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    known = min(model.info.vocab_size, model.tokenizer.vocab_size)
+    texts = [model.decode([token]) for token in range(known)]
+    colons = tuple(token for token, text in enumerate(texts) if text.endswith(":"))
+    newlines = tuple(token for token, text in enumerate(texts) if text.startswith("\n"))
+    return colons, newlines
 
 
 @lru_cache(maxsize=1 << 16)

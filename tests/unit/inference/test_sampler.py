@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,41 @@ def test_end_tokens_are_hidden_until_min_tokens() -> None:
     logits = torch.tensor([[5.0, 1.0, 4.0, 3.0]])
     found = [step(sampler, logits, [segment(0, at, SAMPLE)]).tokens.item() for at in (3, 4, 5)]
     assert found == [3, 3, EOD]
+
+
+@pytest.mark.parametrize(
+    ("params", "numbers"),
+    [
+        ({"top_p_decay": 0.6}, [3, 2, 1, 1]),
+        ({"top_p_decay": 0.6, "top_p_bound": 0.6}, [3, 2, 2, 2]),
+        ({}, [3, 3, 3, 3]),
+        ({"top_p": 0.0, "top_p_decay": 0.6}, [4, 4, 4, 4]),
+    ],
+)
+def test_top_p_decays_from_token_to_token(params: dict[str, object], numbers: list[int]) -> None:
+    many = [{"top_p": 0.9, **params, "seed": seed} for seed in range(300)]
+    sampler = sampler_of(4, *many, {"top_p": 0.9, "seed": 1})  # the last one never decays
+    logits = torch.tensor([[0.45, 0.3, 0.2, 0.05]]).log().repeat(len(many), 1)
+    for position, number in enumerate(numbers, start=3):
+        segments = [segment(slot, position, SAMPLE) for slot in range(len(many))]
+        assert {*step(sampler, logits, segments).tokens.tolist()} == {*range(number)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forbidden_tokens_do_not_follow(temperature: float) -> None:
+    params = {"temperature": temperature, "forbidden_after": [[7, 8], [1, 2]]}
+    sampler = sampler_of(9, params, {"temperature": temperature}, {**params, "top_k": 1})
+    logits = torch.full((3, 9), -100.0)
+    logits[:, :4] = torch.tensor([3.0, 9.0, 8.0, 5.0])
+    for token, expected in ((7, 3), (8, 3), (6, 1)):
+        parts = [replace(segment(i, 3, SAMPLE), tokens=np.array([token])) for i in range(3)]
+        found = step(sampler, logits, parts).tokens.tolist()
+        assert found[2] == expected
+        assert (found[0] in (1, 2)) == (expected == 1)
+        assert found[1] in (1, 2)
+    sampler.admit(Admission(0, {"temperature": 0.0, "seed": 1}, num_prompt=3))
+    part = replace(parts[0], tokens=np.array([7]))
+    assert step(sampler, logits[:1], [part]).tokens.tolist() == [1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 5.0, 1e300])

@@ -25,6 +25,7 @@ from megatron.inference.server import messages
 from megatron.inference.server.completions import LogProbTable
 from megatron.inference.server.engine_client import EngineDied
 from megatron.inference.server.engine_process import EngineLoop
+from megatron.inference.server.errors import ApiError
 from megatron.inference.server.front_end import watch_engine
 from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.messages import EngineInfo, LineBuffer, ProtocolError
@@ -36,7 +37,11 @@ from tests.fake_engine import FakeEngine
 
 INFO = EngineInfo("m", {"tokenizer_type": "NullTokenizer"}, 100, 50, 0, modules=("a",))
 PARAMS = SamplingParams(
-    temperature=0.5, logit_bias={3: -1.5}, stop_token_ids=(1, 2), num_tokens_to_generate=2
+    temperature=0.5,
+    logit_bias={3: -1.5},
+    stop_token_ids=(1, 2),
+    forbidden_after=((3,), (4, 5)),
+    num_tokens_to_generate=2,
 )
 REQUEST = Request(
     "r1", [5, 6], PARAMS, source=[7], grammar=("regex", "a+"), fork_of="r0", beam=BeamParams(3)
@@ -232,6 +237,32 @@ def test_the_text_of_a_beam_keeps_the_space_after_the_prompt():
     body = {"prompts": ["5 6"], "tokens_to_generate": 2, "beam_width": 2}
     answer = asyncio.run(answer_api(Searched(), None, body))
     assert json.loads(answer.body)["text"] == ["5 6 7 8"]
+
+
+def test_fields_of_put_api_become_parameters_of_the_engine():
+    pieces = ["a", ":", "\n", "b:", "\n\n", ":c", " \n"]
+    tokenizer = SimpleNamespace(
+        vocab_size=len(pieces),
+        detokenize=lambda ids: "".join(pieces[i] for i in ids),
+        tokenize=lambda text: [0],
+        id_of=lambda role: None,
+    )
+    asked = []
+
+    class Listening:
+        max_api_tokens, model = 100, Model(INFO, tokenizer)
+
+        async def samples(self, wanted, request):
+            asked.append(wanted)
+            raise ApiError("heard")
+
+    decay = {"top_p": 0.9, "top_p_decay": 0.5, "top_p_bound": 0.2}
+    for more in ({}, {**decay, "prevent_newline_after_colon": True}):
+        asyncio.run(answer_api(Listening(), None, {"prompts": ["a"], **more}))
+    plain, changed = (wanted.params for wanted in asked)
+    assert (plain.top_p_decay, plain.forbidden_after) == (0, ((), ()))
+    assert (changed.top_p, changed.top_p_decay, changed.top_p_bound) == (0.9, 0.5, 0.2)
+    assert changed.forbidden_after == ((1, 3), (2, 4))
 
 
 def test_a_likelier_token_of_the_same_text_stays_in_the_table():

@@ -81,6 +81,7 @@ def check_tokens(request: Request, vocab_size: int) -> None:
         "source": request.source,
         "logit_bias": params.logit_bias,
         "stop_token_ids": params.stop_token_ids,
+        "forbidden_after": [token for group in params.forbidden_after for token in group],
     }
     for param, tokens in ids.items():
         for token in (min(tokens, default=0), max(tokens, default=0)):

@@ -7,7 +7,7 @@ token p + 1.  A request is ready to sample when the rows of all its tokens but t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,10 +20,8 @@ from megatron.core.inference.paged_engine.step_plan import (
     Admission,
     Integers,
 )
-from megatron.core.inference.sampling_params import SamplingParams
 
 _SAMPLE_ONLY: Integers = np.array([SAMPLE], dtype=np.int64)
-_PARAMS = tuple(f.name for f in fields(SamplingParams))
 
 
 class GrowingInts:
@@ -147,10 +145,9 @@ class RequestState:
         """Return what ranks must know of the request, which has a slot."""
         assert self.request.slot is not None, "a request without a slot is not admitted"
         found = self.request.params
-        params: dict[str, object] = {name: getattr(found, name) for name in _PARAMS}
+        params = found.to_json()
         params["seed"] = self.seed
         params["top_n_logprobs"] = self.num_top
-        params["logit_bias"] = {str(k): v for k, v in found.logit_bias.items()}
         params["stop_token_ids"] = sorted(self.end_tokens)
         history = tuple(self.tokens.to_list()) if found.has_penalty else ()
         source = tuple(self.request.source)

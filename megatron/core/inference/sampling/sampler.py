@@ -138,7 +138,7 @@ class Sampler:
         return logits
 
     def _hidden(self, rows: _Rows) -> list[tuple[int, int]]:
-        """Return (row, token) of end tokens that min_tokens hides."""
+        """Return (row, token) that min_tokens or forbidden_after hides."""
         slots = self._slots
         num_generated = rows.positions - slots.num_prompt[rows.slots]
         hidden = []
@@ -147,14 +147,22 @@ class Sampler:
             ends_at_eod = self._eod is not None and not params.ignore_eos
             ends = (*params.stop_token_ids, self._eod) if ends_at_eod else params.stop_token_ids
             hidden += [(row, token) for token in ends]
+        if slots.forbidden_after:
+            for row, slot in enumerate(rows.slots.tolist()):
+                before, forbidden = slots.forbidden_after.get(slot, ((), ()))
+                if int(rows.inputs[row]) in before:
+                    hidden += [(row, token) for token in forbidden]
         return hidden
 
     def _draw(self, logits: Blocks, rows: _Rows) -> Tensor:
         """Return tokens [s] sampled from ``logits`` [s, v] with temperature and filters."""
         values = self._slots.values[rows.slots]
-        wanted = filters.Filters(
-            values[:, 0], values[:, 1].astype(np.int64), values[:, 2], values[:, 3]
-        )
+        temperature, top_k, top_p, min_p = values[:, :4].T
+        decay, bound = self._slots.top_p_decay[rows.slots].T
+        if (decay < 1).any():
+            num_generated = rows.positions - self._slots.num_prompt[rows.slots]
+            top_p = np.maximum(top_p * decay**num_generated, bound).astype(np.float32)
+        wanted = filters.Filters(temperature, top_k.astype(np.int64), top_p, min_p)
         scale = filters.scale_of(logits, wanted, self._upload)
         seeds = [self._slots.params[slot].seed for slot in rows.slots.tolist()]
         assert None not in seeds, "an admission has the seed of its request"
@@ -203,11 +211,12 @@ class Sampler:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Slot, position of the new token, and target of each row: [r]."""
+    """Slot, position of the new token, target and input token of each row: [r]."""
 
     slots: Integers
     positions: Integers
     targets: Integers
+    inputs: Integers
 
     @staticmethod
     def of(plan: StepPlan) -> _Rows:
@@ -215,21 +224,26 @@ class _Rows:
         slots: list[int] = []
         positions: list[int] = []
         targets: list[Integers] = []
+        inputs: list[Integers] = []
         for segment in plan.segments:
             count = len(segment.targets)
             slots += [segment.slot] * count
             positions += range(segment.num_keys - count + 1, segment.num_keys + 1)
             targets.append(segment.targets)
+            inputs.append(segment.tokens[len(segment.tokens) - count :])
         empty = np.zeros(0, dtype=np.int64)
         return _Rows(
             np.array(slots, dtype=np.int64),
             np.array(positions, dtype=np.int64),
             np.concatenate(targets or [empty]),
+            np.concatenate(inputs or [empty]),
         )
 
     def take(self, index: Integers) -> _Rows:
         """Return the rows of ``index``."""
-        return _Rows(self.slots[index], self.positions[index], self.targets[index])
+        return _Rows(
+            self.slots[index], self.positions[index], self.targets[index], self.inputs[index]
+        )
 
 
 def _rows_of(logits: Tensor, index: Integers, sampler: Sampler) -> Tensor:

@@ -6,9 +6,6 @@ whose requests have penalties or a logit bias hold rows of the vocabulary's size
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -33,6 +30,10 @@ class Slots:
         self.wants_log_probs = np.zeros(max_requests, dtype=bool)
         self.has_penalty = np.zeros(max_requests, dtype=bool)
         self.has_bias = np.zeros(max_requests, dtype=bool)
+        # Factor of top_p for each generated token, and least top_p; 1 and 0: it stays.
+        self.top_p_decay = np.tile(np.array([1, 0], dtype=np.float32), (max_requests, 1))
+        # By slot: tokens, and tokens that must not follow them.
+        self.forbidden_after: dict[int, tuple[frozenset[int], tuple[int, ...]]] = {}
         # temperature, top_k (v: no limit), top_p, min_p, repetition, presence, frequency
         self.values = np.zeros((max_requests, 7), dtype=np.float32)
         self.penalties = Penalties(vocab_size, device)
@@ -40,7 +41,7 @@ class Slots:
 
     def admit(self, admission: Admission) -> None:
         """Put a request into its slot, in place of what the slot had."""
-        slot, params = admission.slot, params_of(admission.params)
+        slot, params = admission.slot, SamplingParams.from_json(admission.params)
         self.params[slot] = params
         self.num_prompt[slot] = admission.num_prompt
         self.min_tokens[slot] = params.min_tokens
@@ -52,6 +53,12 @@ class Slots:
         repetition = max(params.repetition_penalty, _LEAST_DIVISOR)
         penalties = (repetition, params.presence_penalty, params.frequency_penalty)
         self.values[slot] = np.clip(filters + penalties, -_LARGEST_VALUE, _LARGEST_VALUE)
+        decays = params.top_p > 0 and params.top_p_decay > 0
+        self.top_p_decay[slot] = (params.top_p_decay, params.top_p_bound) if decays else (1, 0)
+        self.forbidden_after.pop(slot, None)
+        if any(params.forbidden_after):
+            before, forbidden = params.forbidden_after
+            self.forbidden_after[slot] = frozenset(before), forbidden
         self.has_bias[slot] = bool(params.logit_bias)
         self.has_penalty[slot] = params.has_penalty
         self.bias.free(slot)
@@ -62,10 +69,3 @@ class Slots:
         self.penalties.free(slot)
         if self.has_penalty[slot]:
             self.penalties.admit(admission)
-
-
-def params_of(values: Mapping[str, Any]) -> SamplingParams:
-    """Return the parameters that JSON values give; keys of its objects are strings."""
-    bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
-    stop = tuple(values.get("stop_token_ids", ()))
-    return SamplingParams(**{**values, "logit_bias": bias, "stop_token_ids": stop})
