@@ -1,4 +1,4 @@
-"""Linear layers for few rows: y = x W^T + b, limited by the bandwidth of memory that W takes.
+"""Linear layers of generation, y = x W^T + b: few rows are limited by the bandwidth of memory.
 
 ``m`` rows, ``k`` inputs, ``n`` outputs.  W is float32, bfloat16, or int8 with a scale for each
 `GROUP` columns of a row; activations and sums are float32.  With the compiled kernel the bits of a
@@ -19,6 +19,7 @@ from megatron.core.low_precision import Scaled, largest
 GROUP = 128  # columns that share a scale
 _LARGEST = 127  # code
 _TASK_BYTES = 1 << 18  # of W, per task of a thread
+_TASKS = 4  # per thread, at most
 _TILE = 4  # rows of W that the kernel reads at once
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -47,6 +48,8 @@ def small_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tenso
     wide, (outputs, width) = x.detach().to(torch.float32).contiguous(), codes.shape
     out = wide.new_empty(*x.shape[:-1], outputs)
     rows = max(1, _TASK_BYTES // max(1, width * codes.element_size()) // _TILE) * _TILE
+    # Each task copies its inputs, so at most a few tasks per thread.
+    rows = max(rows, -(-outputs // (_TASKS * torch.get_num_threads() * _TILE)) * _TILE)
     cpu_kernels.run(
         "small_linear",
         [wide, codes, scales, None if bias is None else bias.to(torch.float32), out],

@@ -34,9 +34,9 @@ def values_of(weight: Weight) -> torch.Tensor:
 @pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
-    ("outputs", "width"), [(1, 1), (3, 15), (4, 16), (7, 130), (130, 257), (64, 768)]
+    ("outputs", "width"), [(1, 1), (3, 15), (4, 16), (7, 130), (130, 257), (64, 768), (9, 1700)]
 )
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 19])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 19, 50])
 def test_outputs_equal_those_of_the_dequantised_weight(form, outputs, width, rows):
     x, weight, bias = (
         torch.randn(rows, width),
@@ -66,9 +66,10 @@ def test_activations_in_bf16_and_more_dimensions_keep_their_form():
 def test_the_bits_of_a_row_depend_on_nothing_but_its_inputs(form):
     generator = random.Random(0)
     for _ in range(20):
-        outputs, width = generator.randint(1, 300), generator.randint(1, 1000)
+        # One, two or many tiles of rows, one or several blocks of columns and of outputs.
+        outputs, width = generator.randint(1, 300), generator.choice([9, 48, 700, 1003, 2048])
         weight, bias = weight_in(form, outputs, width), torch.randn(outputs)
-        x = torch.randn(generator.choice([2, 3, 5, 16, 17, 100, 400]), width)
+        x = torch.randn(generator.choice([2, 3, 5, 8, 13, 16, 19, 100, 400]), width)
         whole = small_linear(x, weight, bias)
         for _ in range(5):
             start = generator.randrange(len(x))
@@ -78,8 +79,9 @@ def test_the_bits_of_a_row_depend_on_nothing_but_its_inputs(form):
 
 @compiled_only
 @pytest.mark.parametrize("form", FORMATS)
-def test_threads_do_not_change_bits(form):
-    x, weight, before = torch.randn(5, 700), weight_in(form, 2000, 700), torch.get_num_threads()
+@pytest.mark.parametrize("rows", [5, 40])
+def test_threads_do_not_change_bits(form, rows):
+    x, weight, before = torch.randn(rows, 700), weight_in(form, 2000, 700), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3):
@@ -94,7 +96,7 @@ def test_threads_do_not_change_bits(form):
 @compiled_only
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_instruction_set_gives_the_same_values(form):
-    x, weight, bias = torch.randn(9, 333), weight_in(form, 50, 333), torch.randn(50)
+    x, weight, bias = torch.randn(29, 333), weight_in(form, 50, 333), torch.randn(50)
     kernels = cpu_kernels.compiled()
     assert kernels is not None
     with kernels_off():
