@@ -1,4 +1,7 @@
-"""Straggler detection: measure the time that this rank spends in forward passes and reading data.
+"""Straggler detection: measure the time that this rank spends in the sections of a step.
+
+The sections are the forward passes of the model, reading data, forward and backward passes together
+(both lie inside them), and the optimizer.
 
 The time in which the host waits for other ranks is subtracted; otherwise every rank would show the
 time of the slowest one.  On a GPU the times are those of the device's events, which include the
@@ -7,7 +10,9 @@ collectives of the pass.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from megatron.core import device
@@ -17,36 +22,46 @@ from megatron.core.rank_local import each_rank_owns
 
 @dataclass
 class Stopwatch:
-    """Stopwatch for sections of two kinds, model and data; measures only while ``is_on``."""
+    """Stopwatch for named sections; measures only while ``is_on``."""
 
     is_on: bool = False
     _open: list[tuple[device.Moment, float] | None] = field(default_factory=list)
-    _done: list[tuple[bool, device.Moment, device.Moment, float]] = field(default_factory=list)
+    _done: list[tuple[str, device.Moment, device.Moment, float]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Begin a section; sections may be nested."""
         now = (device.moment(), collective_tracer.record.waited_s) if self.is_on else None
         self._open.append(now)
 
-    def end(self, is_data: bool) -> None:
-        """End the innermost section; ``is_data``: it reads data, else it runs the model."""
+    def end(self, section: str) -> None:
+        """End the innermost section and count its time for ``section``."""
         begun = self._open.pop()
         if begun is not None:
             waited_s = collective_tracer.record.waited_s - begun[1]
-            self._done.append((is_data, begun[0], device.moment(), waited_s))
+            self._done.append((section, begun[0], device.moment(), waited_s))
 
-    def lap_s(self) -> tuple[float, float]:
-        """Return the seconds (model, data) of the sections since the last call.
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Context manager for `begin` and `end`."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end(name)
+
+    def lap_s(self) -> dict[str, float]:
+        """Return the seconds of each section since the last call.
 
         Blocks until the device has finished them.
         """
-        seconds = [0.0, 0.0]
-        for is_data, begin, end, waited_s in self._done:
-            seconds[is_data] += device.seconds_between(begin, end) - waited_s
+        seconds: dict[str, float] = defaultdict(float)
+        for section, begin, end, waited_s in self._done:
+            seconds[section] += device.seconds_between(begin, end) - waited_s
         self._done.clear()
-        return seconds[0], seconds[1]
+        return seconds
 
 
+MODEL, DATA, PASSES, OPTIMIZER = "model", "data", "forward-backward", "optimizer"
 stopwatch = Stopwatch()
 each_rank_owns(__name__, "stopwatch")
 
@@ -71,4 +86,4 @@ class StragglerDetector(AbstractContextManager["StragglerDetector"]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        stopwatch.end(self._is_data)
+        stopwatch.end(DATA if self._is_data else MODEL)

@@ -5,6 +5,10 @@ per step in the forward passes of the model.  Pwr, Tmp, Utl, Clk: power, tempera
 and clock of the GPU, if NVML reports them.  DRtt: milliseconds per step in reading data.  Etpt:
 TFLOP/s of the model in its forward passes.
 
+A rank that spends clearly more time than the others of its pipeline stage in a section (data,
+forward and backward passes, optimizer) gets a line of its own, also in the exit report; the time in
+which it waits for others is not counted.
+
 An HTTP request to --straggler-ctrlr-port on rank 0 (``curl localhost:port``) switches the report on
 or off; all ranks follow at the next log interval.  There is no password: by default only processes
 on the host of rank 0 can reach the port (--straggler-ctrlr-address).  Collective over all ranks at
@@ -31,6 +35,7 @@ from megatron.core.diagnostics import straggler
 from megatron.core.optional import available, require
 from megatron.training.callbacks.nvml import Gpu
 from megatron.training.estimates.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
+from megatron.training.process import exit_report
 from megatron.training.runtime.runtime import Callback, PauseReason, Runtime
 from megatron.training.runtime.state import StepResult
 
@@ -46,6 +51,9 @@ _COLUMNS = (
     ("DRtt", "ms", 2),
     ("Etpt", "TF", 4),
 )
+_SECTIONS = (straggler.PASSES, straggler.OPTIMIZER, straggler.DATA)
+# A section is slow if it takes this share of a step longer than on like ranks, and this long.
+_OF_A_STEP, _AT_LEAST_MS = 0.05, 5.0
 _REQUEST = re.compile(rb"(GET|POST|PUT) \S+ HTTP/1\.[01]\r?\n")
 _REQUEST_BYTES = 4096
 _REQUEST_S = 2.0
@@ -100,8 +108,10 @@ class Straggler(Callback):
         Collective over all ranks.
         """
         wanted = self._is_on if self._switch is None else self._switch.is_on
+        row, sections_ms = self._row(run.config.world_size)
+        stage = 0 if run.config.world_size == 1 else run.groups.pp.rank()
         mine = torch.tensor(
-            [float(wanted), *self._row(run.config.world_size)],
+            [float(wanted), float(stage), *sections_ms, *row],
             dtype=torch.float64,
             device=device.current(),
         )
@@ -111,18 +121,29 @@ class Straggler(Callback):
         else:
             rows = [mine]
         if self._is_on and self._steps and run.is_rank_0:
-            for line in report([row[1:].tolist() for row in rows], self._count):
+            values = [row[1:].tolist() for row in rows]
+            split = 1 + len(_SECTIONS)
+            lines = slow_sections([value[:split] for value in values])
+            exit_report.note(stragglers=lines)
+            for line in [*report([value[split:] for value in values], self._count), *lines]:
                 logger.info(line)
         self._is_on = straggler.stopwatch.is_on = bool(rows[0][0])
         self._steps, self._flops = 0, 0.0
 
-    def _row(self, world_size: int) -> list[float]:
-        """Return one value per column; NaN where there is no measurement."""
-        compute_s, data_s = straggler.stopwatch.lap_s()
+    def _row(self, world_size: int) -> tuple[list[float], list[float]]:
+        """Return one value per column, and milliseconds per step in each of `_SECTIONS`.
+
+        Values of columns are NaN where there is no measurement.
+        """
+        seconds = straggler.stopwatch.lap_s()
+        compute_s, data_s = seconds[straggler.MODEL], seconds[straggler.DATA]
+        seconds[straggler.PASSES] = max(0.0, seconds[straggler.PASSES] - data_s)
         steps = max(1, self._steps)
+        sections_ms = [1e3 * seconds[section] / steps for section in _SECTIONS]
         flops = self._flops / FORWARD_AND_BACKWARD / world_size
         throughput = flops / compute_s / 1e12 if compute_s > 0 else 0.0
-        return [1e3 * compute_s / steps, *self._read_gpu(), 1e3 * data_s / steps, throughput]
+        gpu = self._read_gpu()
+        return [1e3 * compute_s / steps, *gpu, 1e3 * data_s / steps, throughput], sections_ms
 
 
 def report(rows: Sequence[Sequence[float]], count: int) -> list[str]:
@@ -146,6 +167,31 @@ def report(rows: Sequence[Sequence[float]], count: int) -> list[str]:
             f"^^^^ Top    {count} Ranks with highest Etpt: {', '.join(shown[: -count - 1 : -1])}",
         ]
     return lines
+
+
+def slow_sections(rows: Sequence[Sequence[float]]) -> list[str]:
+    """Return a line for each rank and section that is clearly slower than others.
+
+    ``rows`` has the pipeline stage and milliseconds in each of `_SECTIONS` for each rank.  Ranks
+    of one stage do the same work; of two ranks the faster one is the measure.
+    """
+    lines = []
+    for stage in sorted({row[0] for row in rows}):
+        alike = [(rank, row[1:]) for rank, row in enumerate(rows) if row[0] == stage]
+        step_ms = _median([sum(values) for _, values in alike])
+        for index, section in enumerate(_SECTIONS):
+            usual_ms = _median([values[index] for _, values in alike])
+            lines += [
+                f"slow: rank {rank} computes {values[index]:.1f} ms per step in section {section}, "
+                f"the median of like ranks is {usual_ms:.1f} ms"
+                for rank, values in alike
+                if values[index] > usual_ms + max(_AT_LEAST_MS, _OF_A_STEP * step_ms)
+            ]
+    return lines
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 class Switch:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import device
+from megatron.core.diagnostics import straggler
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.diagnostics.timers import timed
 from megatron.core.distributed.data_parallel_base import DataParallelBase
@@ -129,7 +130,8 @@ def _accepted_gradients(run: Runtime, num_microbatches: int) -> list[dict[str, T
     run.rerun.current_iteration = run.state.iteration
     while run.rerun.should_run_forward_backward(run.train_data):
         losses = _gradients(run, num_microbatches)
-        with timed(run.timers, "optimizer", log_level=1, barrier=_barrier(run)):
+        timer = timed(run.timers, "optimizer", log_level=1, barrier=_barrier(run))
+        with timer, straggler.stopwatch.section(straggler.OPTIMIZER):
             run.optimizer.prepare_grads(run.rerun)
     end_if_rejected(run)
     return losses
@@ -151,7 +153,8 @@ def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
     run.timers("forward-backward", log_level=1).start(barrier=_barrier(run))
     passes = partial(forward_backward, run, num_microbatches=num_microbatches, forward_only=False)
     if run.step_graph is None:
-        losses = passes(run.train_data)
+        with straggler.stopwatch.section(straggler.PASSES):
+            losses = passes(run.train_data)
         read_ahead(run.train_data)
     else:
         losses = run.step_graph.run(passes, run.train_data, num_microbatches, run.model_chunks)
@@ -171,7 +174,8 @@ def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
     if run.pending_save is not None:
         run.pending_save.wait_for_copies()
     assert run.optimizer is not None, "a run that trains has one"
-    with timed(run.timers, "optimizer", log_level=1):
+    timer = timed(run.timers, "optimizer", log_level=1)
+    with timer, straggler.stopwatch.section(straggler.OPTIMIZER):
         return run.optimizer.finish_step()
 
 

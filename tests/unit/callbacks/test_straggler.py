@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.diagnostics import collective_tracer, straggler
 from megatron.core.utils import StragglerDetector
 from megatron.training.callbacks import straggler as straggler_callback
-from megatron.training.callbacks.straggler import Straggler, Switch, report
+from megatron.training.callbacks.straggler import Straggler, Switch, report, slow_sections
 from tests.ranks import run_virtual_ranks
 from tests.unit.callbacks.helpers import fake_run, step_result
 
@@ -45,6 +45,19 @@ def test_the_line_names_the_ranks_at_either_end() -> None:
 def test_what_no_rank_can_tell_is_left_out() -> None:
     (line,) = report([[5.0, NONE, NONE, NONE, NONE, 0.5, 2.5]], 1)
     assert line.startswith("MnRtt/Rnk: 5.00ms/0 | MxRtt/Rnk: 5.00ms/0 | MnDRtt/Rnk")
+
+
+def test_the_slow_rank_is_named_with_its_section() -> None:
+    rows = [[0, 20.0, 5.0, 1.0], [0, 70.0, 5.5, 1.5], [0, 21.0, 5.0, 1.0]]
+    assert slow_sections(rows) == [
+        "slow: rank 1 computes 70.0 ms per step in section forward-backward, the median of like "
+        "ranks is 21.0 ms"
+    ]
+    assert slow_sections(rows[:2])[0].endswith("is 20.0 ms"), "of two ranks the faster is usual"
+    assert slow_sections([[0, *rows[0][1:]], [1, *rows[1][1:]]]) == [], "other pipeline stages"
+    (line,) = slow_sections([[0, 20.0, 5.0, 1.0], [0, 24.0, 5.0, 7.0]])
+    assert "rank 1 computes 7.0 ms per step in section data" in line
+    assert slow_sections([[0, 900.0, 5.0, 1.0], [0, 940.0, 5.0, 1.0]]) == [], "within the noise"
 
 
 def train_with_a_clock(rank: int, world_size: int, is_on: bool) -> None:
