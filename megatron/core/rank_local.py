@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Collection
 
 State = dict[tuple[int, str], object]
 
@@ -31,6 +32,11 @@ def each_rank_owns(owner: object, *names: str) -> None:
 def take() -> State:
     """Return the values of the running rank."""
     return {(owner, name): getattr(_owners[owner], name) for owner, name in _at_start}
+
+
+def reset(keep: Collection[str] = ()) -> None:
+    """Set every variable to its initial value, except those with a name in ``keep``."""
+    put({place: value for place, value in take().items() if place[1] in keep})
 
 
 def put(state: State) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
 from megatron.core.device import cpu_tuning, determinism, nccl_allocator
-from megatron.core.diagnostics.fault_injection import check_faults
+from megatron.core.diagnostics.fault_injection import ATTEMPT, check_faults
 from megatron.core.diagnostics.result_faults import steps_to_skip
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.num_microbatches_calculator import (
@@ -45,8 +46,11 @@ from megatron.training.arguments.sections import SECTIONS
 from megatron.training.arguments.validated import resolve_args
 from megatron.training.callbacks.user import callback_problems
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
+from megatron.training.checkpointing.paths import find, is_same_directory
 from megatron.training.compat import global_vars
+from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.run import RunConfig
+from megatron.training.fault_tolerance.inprocess.options import RestartOptions
 from megatron.training.models.registry import model_kind
 from megatron.training.process import exit_report
 from megatron.training.process.failure_watch import tell_launcher
@@ -54,6 +58,7 @@ from megatron.training.process.launcher_watch import end_with_launcher
 from megatron.training.process.log_setup import setup_logging
 from megatron.training.process.preflight import (
     folder_problems,
+    launch_problems,
     needs_rendezvous,
     rendezvous_problems,
 )
@@ -113,6 +118,38 @@ def configure(
     return config
 
 
+def restart_options(
+    extra_args_provider: ExtraArgs | None, args_defaults: Mapping[str, object] | None
+) -> RestartOptions | None:
+    """Return the options of --inprocess-restart; None without the flag.
+
+    None also if the run does not start or has one process: `configure` then reports why.
+    """
+    is_possible = "--inprocess-restart" in sys.argv or "--yaml-cfg" in " ".join(sys.argv)
+    if not is_possible or not needs_rendezvous(os.environ) or launch_problems(os.environ):
+        return None
+    try:
+        asked = vars(parse_args(extra_args_provider, args_defaults=args_defaults))
+    except ConfigError:
+        return None
+    is_run = asked["virtual_ranks"] is None and not asked["check_only"]
+    if not asked["inprocess_restart"] or not is_run or dist.is_initialized():
+        return None
+    flags = ResilienceConfig(**{f.name: asked[f.name] for f in fields(ResilienceConfig)})
+    return RestartOptions(flags, world_size(), 60.0 * asked["distributed_timeout_minutes"])
+
+
+def continued(config: RunConfig, attempt: int) -> RunConfig:
+    """Return the configuration with which ``attempt`` continues what the one before has saved."""
+    asked = config.checkpoint
+    if attempt == 0 or asked.save is None or is_same_directory(asked.load, asked.save):
+        return config
+    if asked.load is not None and find(asked.save, None) is None:
+        return config
+    own = replace(asked, load=asked.save, finetune=False, ckpt_step=None)
+    return replace(config, checkpoint=own)
+
+
 def _checked(namespace: argparse.Namespace, ranks: int, problems: list[str]) -> RunConfig:
     """Return the resolved configuration of the run.
 
@@ -127,6 +164,12 @@ def _checked(namespace: argparse.Namespace, ranks: int, problems: list[str]) -> 
         if error.problems:
             ConfigError.raise_for((*error.problems, *problems))
         raise
+    if config.resilience.inprocess_restart and ATTEMPT not in os.environ:
+        problems = [
+            *problems,
+            "--inprocess-restart needs processes that torchrun or another launcher has started, "
+            "and a script that calls pretrain(); without them use torchrun --max-restarts",
+        ]
     ConfigError.raise_for((*problems, *folder_problems(config)))
     return config
 
@@ -175,9 +218,10 @@ def start(config: RunConfig) -> Runtime:
     return create_runtime(config)
 
 
-def connect(config: RunConfig) -> None:
+def connect(config: RunConfig, store: dist.Store | None = None) -> None:
     """Choose the device and create the default process group.  Collective over all ranks.
 
+    ``store``: used in place of the launcher's store, by ranks that have already met.
     Raises ConfigError if the requested device is missing, or if the environment forbids
     --deterministic-mode.
     """
@@ -204,7 +248,7 @@ def connect(config: RunConfig) -> None:
             )
         cpu_tuning.keep_freed_memory()
         cpu_tuning.choose_float32_products(config.model.hidden_size)
-    _init_default_group(config)
+    _init_default_group(config, store)
     if config.profiling.record_memory_history:
         path = Path(config.profiling.memory_snapshot_path)
         device.record_memory_history(str(path.with_name(f"oom_rank-{rank()}_{path.name}")))
@@ -313,7 +357,7 @@ def shut_down(run: Runtime | None = None) -> None:
         dist.destroy_process_group()
 
 
-def _init_default_group(config: RunConfig) -> None:
+def _init_default_group(config: RunConfig, store: dist.Store | None) -> None:
     if dist.is_initialized():
         return
     backend = config.distributed.distributed_backend or device.default_backend()
@@ -333,7 +377,7 @@ def _init_default_group(config: RunConfig) -> None:
     print_rank_0("> initializing torch distributed ...")
     if needs_rendezvous(os.environ):
         rank, world_size = int(os.environ["RANK"]), config.world_size
-        store = meet(rank, world_size, timeout)
+        store = store or meet(rank, world_size, timeout)
         if device.is_cuda() and "nccl" in backend:  # gloo connects ranks on one GPU too
             claim_gpu(store, rank)
         dist.init_process_group(

@@ -1,7 +1,4 @@
-"""Megatron-LM's function for in-process restart, which does nothing in this project.
-
-``--inprocess-restart`` is refused when the command line is parsed.
-"""
+"""Megatron-LM's function for in-process restart; `pretrain` itself restarts here."""
 
 from __future__ import annotations
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
 
 from megatron.core import virtual_ranks
 from megatron.core.config.errors import MegatronError
@@ -16,6 +21,7 @@ from megatron.training.arguments.flat_values import flat_values
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.user import require_callbacks
 from megatron.training.checkpointing.run_checkpoint import (
+    abandon_save,
     convert,
     finish_at_failure,
     forget_memory,
@@ -25,13 +31,18 @@ from megatron.training.checkpointing.run_checkpoint import (
 from megatron.training.config.run import RunConfig
 from megatron.training.data import loaders
 from megatron.training.fault_tolerance import sections
+from megatron.training.fault_tolerance.inprocess.monitor import run_with_restarts
+from megatron.training.fault_tolerance.inprocess.nvrx import WrapperAttempt
+from megatron.training.fault_tolerance.inprocess.worker import Attempt
 from megatron.training.fault_tolerance.simulated_fault import simulate_fault
 from megatron.training.initialize import (
     configure,
     connect,
+    continued,
     create_runtime,
     fail,
     fail_before_start,
+    restart_options,
     shut_down,
 )
 from megatron.training.loop import train
@@ -80,7 +91,8 @@ def pretrain(
     get_embedding_ranks: object = None,
     get_position_embedding_ranks: object = None,
     non_loss_data_func: Callable[..., object] | None = None,
-    store: object = None,
+    store: dist.Store | None = None,
+    inprocess_call_wrapper: Any = None,
     *,
     callbacks: Sequence[Callback] = (),
 ) -> None:
@@ -88,61 +100,71 @@ def pretrain(
 
     ``train_valid_test_dataset_provider`` is called once, ``model_provider`` once per model chunk of
     this rank.  ``forward_step_func(data_iterator, model)`` returns the output and a function that
-    computes the loss from it.  ``callbacks`` are called after the built-in ones.
+    computes the loss from it.  ``callbacks`` are called after the built-in ones.  ``store`` is used
+    for the process groups; ``inprocess_call_wrapper`` is that of NVIDIA's in-process restart.
 
     A user's error (MegatronError) ends the program with one message and its exit code; an exception
     on any rank ends all ranks.  A step whose result was rejected ends it with status 16 or 17
-    (--rerun-mode).
+    (--rerun-mode).  With --inprocess-restart all of this is called again after a fault, and it also
+    returns in ranks that waited in reserve.
     """
-    del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout decides
+    del model_type, get_embedding_ranks, get_position_embedding_ranks  # the layout decides
+    script = _Script(
+        train_valid_test_dataset_provider,
+        model_provider,
+        forward_step_func,
+        process_non_loss_data_func,
+        non_loss_data_func,
+        extra_args_provider,
+        args_defaults,
+        callbacks,
+        store,
+    )
+    if inprocess_call_wrapper is not None:
+        _pretrain(script, WrapperAttempt(inprocess_call_wrapper, store))
+        return
+    options = restart_options(extra_args_provider, args_defaults)
+    if options is None:
+        _pretrain(script, None)
+    else:
+        run_with_restarts(partial(_pretrain, script), options)
 
-    def whole_run(*_ranks: int) -> None:
-        connect(config)
-        find_hang = _watch_sections(config)
-        begun: list[Runtime] = []  # empty until create_runtime() returns
-        timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
 
-        def finish(store: RunStore) -> None:
-            for run in begun:
-                finish_at_failure(run, store)
+@dataclass(frozen=True)
+class _Script:
+    """Arguments of `pretrain`."""
 
-        try:
-            with failure_watch(timeout_s=timeout_s, before_end=finish, find_hang=find_hang):
-                run = create_runtime(config)
-                begun.append(run)
-                with report_oom(run):
-                    run.forward_step_func = forward_step_func
-                    run.process_non_loss_data_func = process_non_loss_data_func
-                    run.non_loss_data_func = non_loss_data_func
-                    _build(run, model_provider)
-                    if config.checkpoint.ckpt_convert_format is not None:
-                        convert(run)
-                    else:
-                        _prepare_data(run, train_valid_test_dataset_provider)
-                        _add_callbacks(run, callbacks)
-                        _train_and_evaluate(run)
-                        forget_memory(run)
-            _report_end(run)
-        finally:
-            for run in begun:
-                run.callbacks.close()
-            shut_down(*begun)
-        if run.exit_code:
-            raise SystemExit(run.exit_code)
+    provider: loaders.Provider
+    model_provider: setup.ModelProvider
+    forward_step_func: ForwardStepFunc
+    process_non_loss_data_func: Callable[..., object] | None
+    non_loss_data_func: Callable[..., object] | None
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
+    args_defaults: Mapping[str, object] | None
+    callbacks: Sequence[Callback]
+    store: dist.Store | None
 
+
+def _pretrain(script: _Script, attempt: Attempt | WrapperAttempt | None) -> None:
+    """Call `_whole_run`, which raises errors to ``attempt`` if there is one; else report them."""
     try:
-        require_callbacks(callbacks)
+        require_callbacks(script.callbacks)
         sections.start_heartbeat()
-        config = configure(extra_args_provider, args_defaults)
+        config = configure(script.extra_args_provider, script.args_defaults)
     except MegatronError as error:
         fail_before_start(error)
         raise SystemExit(error.exit_code) from None
+    if attempt is not None:
+        _whole_run(script, continued(config, attempt.number), attempt)
+        return
     try:
         if config.distributed.virtual_ranks is None:
-            whole_run()
+            _whole_run(script, config, None)
         else:
             sections.monitor.close()  # threads have no heartbeat of their own
-            virtual_ranks.run(whole_run, config.distributed.virtual_ranks)
+            virtual_ranks.run(
+                lambda *_ranks: _whole_run(script, config, None), config.distributed.virtual_ranks
+            )
     except MegatronError as error:
         fail(error)
         raise SystemExit(error.exit_code) from None
@@ -151,9 +173,56 @@ def pretrain(
         raise
 
 
-def _report_end(run: Runtime) -> None:
+def _whole_run(
+    script: _Script, config: RunConfig, attempt: Attempt | WrapperAttempt | None
+) -> None:
+    connect(config, attempt.store if attempt else script.store)
+    find_hang = _watch_sections(config)
+    begun: list[Runtime] = []  # empty until create_runtime() returns
+    timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
+
+    def finish(store: RunStore) -> None:
+        for run in begun:
+            finish_at_failure(run, store)
+
+    try:
+        with (
+            attempt.watch()
+            if attempt
+            else failure_watch(timeout_s=timeout_s, before_end=finish, find_hang=find_hang)
+        ):
+            run = create_runtime(config)
+            begun.append(run)
+            with report_oom(run):
+                run.forward_step_func = script.forward_step_func
+                run.process_non_loss_data_func = script.process_non_loss_data_func
+                run.non_loss_data_func = script.non_loss_data_func
+                _build(run, script.model_provider)
+                if config.checkpoint.ckpt_convert_format is not None:
+                    convert(run)
+                else:
+                    _prepare_data(run, script.provider)
+                    _add_callbacks(run, script.callbacks)
+                    _train_and_evaluate(run)
+                    if not run.exit_code:
+                        forget_memory(run)
+        _report_end(run, attempt)
+    finally:
+        for run in begun:
+            run.callbacks.close()
+            if attempt:
+                abandon_save(run)
+        shut_down(*begun)
+    if run.exit_code:
+        raise SystemExit(run.exit_code)
+
+
+def _report_end(run: Runtime, attempt: Attempt | WrapperAttempt | None) -> None:
     reason = run.state.stop_reason
     kind = "rerun" if run.exit_code else "done" if reason is None else "stopped"
+    if attempt and not run.exit_code:
+        attempt.result = kind, reason  # another rank may still fail
+        return
     exit_report.write(kind, run.exit_code, reason)
     if run.exit_code:
         tell_launcher(str(reason))

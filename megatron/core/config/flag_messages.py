@@ -27,10 +27,6 @@ SFT = (
     "fine-tuning on conversations is not available in this program; use tools/preprocess_data.py "
     "to write the conversations as plain text, whose every token is then in the loss"
 )
-RESTART = (
-    "restart inside the process is not available in this program; use torchrun --max-restarts, "
-    "which starts the whole job again from the newest checkpoint"
-)
 
 # ---- refused: not part of this project -----------------------------------------------------
 LEGACY_MODELS = (

@@ -3,10 +3,10 @@
 The environment variable FAULTS contains comma-separated specs
 ``point:kind[:rankR][:stepS][:startN][:timesT][:Xs]``, for example
 ``save.after_rename:kill:rank1:step3``.  Without ``rank`` or ``step`` the spec applies to every rank
-or step.  ``start``: number of restarts of the run by its launcher before, for instance 0: only the
-first start; ``times``: maximum number of times that it fires in one process; ``Xs``: seconds that
-``slow`` sleeps (default 1).  If FAULTS is unset, a point costs one look-up of an environment
-variable.
+or step.  ``start``: number of restarts of the run before, by its launcher and inside its processes,
+for instance 0: only the first start; ``times``: maximum number of times that it fires in one
+process; ``Xs``: seconds that ``slow`` sleeps (default 1).  If FAULTS is unset, a point costs one
+look-up of an environment variable.
 
 Kinds at every point: raise, kill (SIGKILL), stop (SIGSTOP), hang, exit, enospc (OSError: disk
 full), oom (MemoryError), slow.  Kinds at some points: nan and bitflip, which the caller performs if
@@ -28,6 +28,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.rank_local import each_rank_owns
 
 _VARIABLE = "FAULTS"
+ATTEMPT = "MEGATRON_INPROCESS_ATTEMPT"  # number of restarts inside this process
 _KINDS = ("raise", "kill", "stop", "hang", "exit", "enospc", "oom", "slow")
 _BY_CALLER = {  # kind -> points whose caller performs it
     "nan": ("step.gradient",),  # makes the loss of a micro-batch NaN
@@ -63,7 +64,8 @@ class _Spec:
 
     def fires(self, point: str, step: int | None) -> bool:
         rank = int(os.environ.get("RANK", "0"))
-        start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", ATTEMPT))
+        start = sum(int(count) for count in counts)
         return (
             self.point == point
             and self.rank in (None, rank)

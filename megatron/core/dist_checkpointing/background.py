@@ -57,21 +57,25 @@ class Worker:
     """One daemon thread for all saves; after a call that raises, a new thread takes its place."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         start_in_thread(self._serve)
 
     def start(self, call: Callable[[], None]) -> None:
         """Queue ``call``; the thread runs calls in order."""
         self._calls.put(call)
 
+    def close(self) -> None:
+        """End the thread after the queued calls."""
+        self._calls.put(None)
+
     def _serve(self) -> None:
         try:
-            while True:
-                call = self._calls.get()
+            while (call := self._calls.get()) is not None:
                 call()
                 del call  # it refers to the tensors of a save
-        finally:  # the call has raised, which its save reports; later calls need a thread
+        except BaseException:  # its save reports it; later calls need a thread
             start_in_thread(self._serve)
+            raise
 
 
 def start_in_thread(call: Callable[[], None]) -> None:
@@ -192,6 +196,12 @@ class BackgroundSave:
     def conclude_apart(self, verdict: Verdict) -> SaveResult:
         """Return the result of a verdict, or raise SaveFailed.  Not collective."""
         return conclude(self._begun, verdict, None)
+
+    def abandon(self) -> None:
+        """Wait until the threads of this rank have ended.  Not collective."""
+        futures.wait([self._writing])
+        if self._publishing is not None:
+            futures.wait([self._publishing])
 
     def _copy_and_write(self, buffer: HostBuffer, stream: device.Stream | None) -> JsonObject:
         device.use_in_this_thread()

@@ -1,7 +1,6 @@
 """Flags that have an effect only together with another flag.
 
-A flag that is given without the other one causes one warning.  The table `NEEDS` ensures that no
-accepted flag is silently without effect.
+A flag that is given without the other one causes one warning (table `NEEDS`).
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ from megatron.core.distributed.sharding import is_fully_sharded, shares_instance
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP, layer_pattern
 from megatron.training.arguments.sections import flags_and_defaults
+from megatron.training.config.resilience import RESTART_FLAGS
 from megatron.training.models.registry import model_kind
 
 
 @dataclass(frozen=True)
 class FlagRequirement:
-    """Requirement of ``flags`` (dests) for having an effect.
-
-    ``words`` describes it for a warning, ``is_met`` tests it on the derived namespace.
-    """
+    """Requirement of ``flags`` (dests) for having an effect; ``is_met`` tests the namespace."""
 
     words: str
     flags: tuple[str, ...]
@@ -393,6 +390,7 @@ _OF_FILES_AND_REPORTS = (
     _needs_flag(
         "profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"
     ),
+    _needs_flag("inprocess_restart", " ".join(f.name for f in RESTART_FLAGS)),
     _needs_flag("record_memory_history", "memory_snapshot_path"),
     _needs_flag("check_only", "check_world_size check_rank check_device_memory_gib"),
 )

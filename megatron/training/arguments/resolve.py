@@ -34,6 +34,7 @@ from megatron.training.arguments.checks import (
     ranges,
     recompute,
     required,
+    resilience,
     schedule,
     sharding,
 )
@@ -73,6 +74,7 @@ CHECKS: tuple[Check, ...] = tuple(
         data,
         checkpoint,
         logging,
+        resilience,
     )
     for name, check in vars(subject).items()
     if isfunction(check) and check.__module__ == subject.__name__ and not name.startswith("_")

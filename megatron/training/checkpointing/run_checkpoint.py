@@ -205,6 +205,17 @@ def finish_at_failure(run: Runtime, store: RunStore) -> None:
         log_saved(run.groups, saved)
 
 
+def abandon_save(run: Runtime) -> None:
+    """Wait until this rank's threads no longer write a pending save, which is lost.
+
+    For a run that continues in the same process.  Not collective.
+    """
+    if run.pending_save is not None:
+        run.pending_save.abandon()
+    if run.checkpoint_worker is not None:
+        run.checkpoint_worker.close()
+
+
 def _ask(run: Runtime, how: Callable[[BackgroundSave], SaveResult | None]) -> None:
     pending = run.pending_save
     if pending is None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, fields
 from functools import partial
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
+
+_STARTED = os.environ.get("WORLD_SIZE", "")
+_WORLD_SIZE = int(_STARTED) if _STARTED.isascii() and _STARTED.isdigit() else 1
 
 _check = partial(option, group="training")
 _autoresume = partial(option, group="autoresume")
@@ -14,7 +18,6 @@ _straggler = partial(option, group="straggler")
 _restart = partial(option, group="In-process restart")
 _ft_package = partial(option, group="ft_package")
 _rerun = partial(option, group="rerun engine")
-_restart_detail = partial(_restart, ignored=flag_messages.only_with("--inprocess-restart"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,48 +69,60 @@ class ResilienceConfig:
         refused="the workload inspector is NVIDIA's own; use --profile",
     )
     inprocess_restart: bool = _restart(
-        False, "Restart training inside the process after a fault.", refused=flag_messages.RESTART
+        False,
+        "After a fault of a rank, leave all collectives, replace the rank by a reserve and call "
+        "the training function again in the same processes.",
     )
-    inprocess_max_iterations: int | None = _restart_detail(None, "Restarts that are tried.")
-    inprocess_monitor_thread_interval: float = _restart_detail(
-        1.0, "Seconds between looks of the monitoring thread."
+    inprocess_max_iterations: int | None = _restart(
+        None, "Maximum number of attempts, the first included; no limit if not given.", at_least=1
     )
-    inprocess_monitor_process_interval: float = _restart_detail(
-        1.0, "Seconds between looks of the monitoring process."
+    inprocess_monitor_thread_interval: float = _restart(
+        1.0, "Seconds between two looks of the monitoring thread for a stop of the attempt."
     )
-    inprocess_progress_watchdog_interval: float = _restart_detail(
-        1.0, "Seconds between automatic signs of progress."
+    inprocess_monitor_process_interval: float = _restart(
+        1.0, "Seconds between two looks of the monitor process at its worker."
     )
-    inprocess_heartbeat_interval: float = _restart_detail(30.0, "Seconds between heartbeats.")
-    inprocess_soft_timeout: float = _restart_detail(
-        60.0, "Seconds without progress after which a restart is asked for."
+    inprocess_progress_watchdog_interval: float = _restart(
+        1.0, "Seconds between two looks for progress: a collective, or movement of the main thread."
     )
-    inprocess_hard_timeout: float = _restart_detail(
-        90.0, "Seconds without progress after which a rank is killed."
+    inprocess_heartbeat_interval: float = _restart(
+        30.0, "Seconds between two heartbeats of a monitor process."
     )
-    inprocess_heartbeat_timeout: float = _restart_detail(
-        60.0, "Seconds without heartbeat after which a rank counts as lost."
+    inprocess_soft_timeout: float = _restart(
+        60.0, "Seconds without progress of a rank after which the attempt is stopped."
     )
-    inprocess_barrier_timeout: float = _restart_detail(
-        120.0, "Seconds that ranks wait for each other in a restart."
+    inprocess_hard_timeout: float = _restart(
+        90.0,
+        "Seconds without progress of a rank after which its monitor process ends it; more than "
+        "--inprocess-soft-timeout.",
     )
-    inprocess_completion_timeout: float = _restart_detail(
-        120.0, "Seconds that ranks wait for each other at the end."
+    inprocess_heartbeat_timeout: float = _restart(
+        60.0, "Seconds without heartbeat of a monitor process after which its rank counts as lost."
     )
-    inprocess_last_call_wait: float = _restart_detail(
-        1.0, "Seconds between a fault and the restart, for others to report."
+    inprocess_barrier_timeout: float = _restart(
+        120.0, "Seconds that ranks wait for each other before an attempt; late ranks are excluded."
     )
-    inprocess_termination_grace_time: float = _restart_detail(
-        1.0, "Seconds between the two signals that end a rank."
+    inprocess_completion_timeout: float = _restart(
+        120.0,
+        "Seconds that finished ranks wait for the others; an unfinished rank then has failed.",
     )
-    inprocess_granularity: str = _restart_detail(
-        "node", "What leaves after a fault: a rank or its node.", choices=("node", "rank")
+    inprocess_last_call_wait: float = _restart(
+        1.0,
+        "Seconds between a fault and the next attempt, in which other ranks report their faults.",
     )
-    inprocess_active_world_size: int = _restart_detail(
-        1, "Ranks that train; the others wait in reserve."
+    inprocess_termination_grace_time: float = _restart(
+        1.0, "Seconds between SIGTERM and SIGKILL when a monitor process ends its worker."
     )
-    inprocess_empty_cuda_cache: bool = _restart_detail(
-        False, "Return cached GPU memory before a restart."
+    inprocess_granularity: str = _restart(
+        "node", "What is excluded after a fault: the rank or its node.", choices=("node", "rank")
+    )
+    inprocess_active_world_size: int = _restart(
+        _WORLD_SIZE,
+        "Number of ranks that train; the others wait in reserve.  Default: all started ranks.",
+        at_least=1,
+    )
+    inprocess_empty_cuda_cache: bool = _restart(
+        False, "Return cached GPU memory to the device before a restart."
     )
     enable_ft_package: bool = _ft_package(
         False,
@@ -136,3 +151,12 @@ class ResilienceConfig:
         "cause; report_stats computes every step twice and logs how far the results differ.",
         choices=("disabled", "validate_results", "report_stats"),
     )
+
+
+# Fields that only configure --inprocess-restart.
+RESTART_FLAGS = tuple(
+    f
+    for f in fields(ResilienceConfig)
+    if f.name.startswith("inprocess_")
+    and f.name not in ("inprocess_restart", "inprocess_active_world_size")  # the launcher's default
+)

@@ -49,6 +49,18 @@ def blame(rank: int, why: str, *, host: str | None = None, device: str | None = 
     _suspects.append({"rank": rank, "host": host, "device": device, "why": why})
 
 
+def noted(name: str) -> Any:
+    """Return a value that `note` has stored, None if there is none."""
+    return _noted.get(name)
+
+
+def take_suspects() -> list[dict[str, Any]]:
+    """Return the suspects and forget them: the caller acts on them."""
+    found = list(_suspects)
+    _suspects.clear()
+    return found
+
+
 def write(kind: str, code: int, reason: str | None = None) -> None:
     """Write the report, unless this process has written one.
 

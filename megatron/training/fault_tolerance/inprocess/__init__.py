@@ -1,0 +1,1 @@
+"""Restart inside the processes after a fault (--inprocess-restart)."""

@@ -1,0 +1,78 @@
+"""Runs under torchrun that restart inside their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional.runs import TINY, losses, run_gpt
+from tests.ranks import ROOT
+
+RESTART = "--inprocess-restart --inprocess-granularity rank --inprocess-active-world-size 2"
+FLAGS = "--hidden-dropout 0.1 --save-interval 2 --inprocess-last-call-wait 0.2"
+FAST = "--inprocess-soft-timeout 5 --inprocess-hard-timeout 8"
+
+
+def train(folder: Path, faults: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Train with two active ranks and one reserve."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "3", "pretrain_gpt.py", *TINY, *RESTART.split(), *FLAGS.split()]
+    command += ["--metrics-file", str(folder / "metrics.jsonl"), "--save", str(folder / "ck")]
+    environment = {**os.environ, "FAULTS": faults, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *flags],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def losses_of(folder: Path) -> dict[int, set[float]]:
+    """Return iteration -> the losses that its executions had."""
+    found: dict[int, set[float]] = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if "lm loss" in line:
+            found.setdefault(line["iteration"], set()).add(line["lm loss"])
+    return found
+
+
+@pytest.mark.feature("Faults: a reserve takes the place of a rank inside the processes")
+@pytest.mark.parametrize(
+    ("faults", "cause"),
+    [
+        (
+            "step.before:kill:rank1:step5:start0",
+            "was killed by SIGKILL; reserve 2 becomes rank 1",
+        ),
+        ("evaluate.iter:raise:rank0:start0", "rank 0 failed: InjectedFault: injected by FAULTS"),
+    ],
+)
+def test_losses_after_a_fault_are_those_of_an_undisturbed_run(
+    tmp_path: Path, faults: str, cause: str
+) -> None:
+    unbroken = losses(run_gpt(tmp_path / "unbroken", "--hidden-dropout", "0.1", world_size=2))
+    ended = train(tmp_path, faults, *FAST.split())
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    assert cause in said
+    assert "restart 1 inside the processes" in said
+    assert "successfully loaded checkpoint from" in said
+    assert losses_of(tmp_path) == {i: {loss} for i, loss in enumerate(unbroken, 1)}
+
+
+def test_without_a_reserve_left_the_run_ends_with_the_first_cause(tmp_path: Path) -> None:
+    faults = "load.before:kill:rank1:start0,step.before:kill:rank0:step2:start1"
+    ended = train(tmp_path, faults)
+    assert ended.returncode != 0
+    assert "rank 0 failed: its process" in ended.stderr
+    assert "no reserve is left: 1 of 3 ranks live and --inprocess-active-world-size is 2" in (
+        ended.stderr
+    )
