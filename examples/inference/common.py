@@ -22,7 +22,9 @@ from megatron.training.initialize import initialize_megatron
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of prompts and sampling; set those of training that are not needed."""
-    parser.set_defaults(skip_train=True, finetune=True)  # finetune: load the weights alone
+    # Load the weights alone (--finetune), in the precision of this run whatever was saved.
+    only_weights = {"finetune": True, "no_load_optim": True, "load_main_params_from_ckpt": True}
+    parser.set_defaults(skip_train=True, **only_weights)
     group = parser.add_argument_group("text generation")
     group.add_argument("--prompts", nargs="+", required=True, metavar="TEXT")
     group.add_argument("--encoder-prompts", nargs="+", metavar="TEXT", help="T5: texts to read.")

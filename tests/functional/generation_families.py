@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.conversion.convert import ConversionRequest, convert
+from tests.tokenizer_files import write_bpe
 from tests.unit.conversion import models
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -162,6 +163,23 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     fast = models.transformers.PreTrainedTokenizerFast
     fast(tokenizer_object=tokenizer, pad_token="0").save_pretrained(folder)
+
+
+def write_llama(folder: Path) -> Any:
+    """Write a Llama with a BPE tokenizer in Hugging Face's form; return the model.
+
+    Its vocabulary is padded: no padding is the likeliest token, but it counts in probabilities.
+    """
+    model = models.make(
+        "llama 3, tied", vocab_size=608, num_hidden_layers=2, tie_word_embeddings=False
+    )
+    spread_logits(model, list(range(1, 60)))
+    model.get_output_embeddings().weight.data[600:] = 0
+    model.save_pretrained(folder)
+    file = write_bpe(folder / "bpe") / "tokenizer.json"
+    fast = models.transformers.PreTrainedTokenizerFast
+    fast(tokenizer_file=str(file), eos_token="<|endoftext|>").save_pretrained(folder)
+    return model
 
 
 def _is_final_norm(name: str) -> bool:

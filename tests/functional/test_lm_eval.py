@@ -17,7 +17,7 @@ import pytest
 
 from megatron.training.conversion.convert import ConversionRequest, convert
 from tests.server_process import ROOT, started
-from tests.tokenizer_files import corpus_texts, write_bpe
+from tests.tokenizer_files import corpus_texts
 
 pytest.importorskip("lm_eval", reason="needs lm-eval")
 pytest.importorskip("accelerate", reason="lm-eval's backend hf needs it")
@@ -47,20 +47,8 @@ TOLERANCE = 1e-4
 
 
 def write_model(folder: Path) -> None:
-    """Write a model with a tokenizer, converted to ``folder``/ours.
-
-    Its vocabulary is padded: no padding is the likeliest token, but it counts in probabilities.
-    """
-    models = families.models
-    model = models.make(
-        "llama 3, tied", vocab_size=608, num_hidden_layers=2, tie_word_embeddings=False
-    )
-    families.spread_logits(model, list(range(1, 60)))
-    model.get_output_embeddings().weight.data[600:] = 0
-    model.save_pretrained(folder / "theirs")
-    file = write_bpe(folder / "tokenizer") / "tokenizer.json"
-    fast = models.transformers.PreTrainedTokenizerFast
-    fast(tokenizer_file=str(file), eos_token="<|endoftext|>").save_pretrained(folder / "theirs")
+    """Write a model with its tokenizer to ``folder``/theirs, and converted to ``folder``/ours."""
+    families.write_llama(folder / "theirs")
     convert(
         ConversionRequest(
             source=folder / "theirs",

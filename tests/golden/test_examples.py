@@ -2,8 +2,9 @@
 
     python -m tests.golden.test_examples     writes examples.json anew: read the difference
 
-`examples.json` has, for each script, the world it starts and every value of its resolved config
-that is not the default.
+`examples.json` has, for each script that trains, the world it starts and every value of its
+resolved config that is not the default.  A script of examples/inference is read with the parser of
+the tool that it starts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -20,26 +22,54 @@ from typing import Any
 
 import pytest
 
+from examples.inference.common import add_flags
+from examples.inference.gpt.gpt_dynamic_inference import add_arrival_flags
 from megatron.training.arguments.config_file import resolved_values
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.config.run import RunConfig
 from megatron.training.plan.check import check_only
+from megatron.training.process.user_code import parse_tool_args
 from tests.functional.runs import ROOT, defaults_of
+from tools import run_text_generation_server
+from tools.checkpoint import convert as checkpoint_convert
 
 GOLDEN = Path(__file__).parent / "examples.json"
 # Whole ways from text to a trained model, and what they share: test_quickstart.py runs them.
 WHOLE_WAYS = {"quickstart.sh", "common.sh"}
-SCRIPTS = sorted(
+ALL = sorted(
     str(path.relative_to(ROOT / "examples"))
     for path in ROOT.glob("examples/**/*.sh")
     if path.name not in WHOLE_WAYS
 )
+SCRIPTS = [script for script in ALL if not script.startswith("inference/")]
 
 SLOW_TO_PLAN = {"gpt_oss/train_gpt_oss_20b.sh"}  # sinks take attention apart into many blocks
 
-# Stands in for torchrun: writes the words it was given, a line each.
+# Entry of examples/inference -> the parser of its command line.
+PARSERS: dict[str, Callable[[list[str]], Any]] = {
+    **dict.fromkeys(
+        ("tools/run_text_generation_server.py", "tools/run_mamba_text_generation_server.py"),
+        lambda words: parse_args(run_text_generation_server.add_server_flags, argv=words),
+    ),
+    **dict.fromkeys(
+        (
+            "examples/inference/gpt/gpt_static_inference.py",
+            "examples/inference/mamba/mamba_static_inference.py",
+            "examples/inference/t5/simple_t5_batch_inference.py",
+        ),
+        lambda words: parse_args(add_flags, argv=words, args_defaults={"micro_batch_size": 1}),
+    ),
+    "examples/inference/gpt/gpt_dynamic_inference.py": lambda words: parse_args(
+        add_arrival_flags, argv=words, args_defaults={"micro_batch_size": 1}
+    ),
+    "tools/checkpoint/convert.py": lambda words: checkpoint_convert.wanted_of(
+        parse_tool_args(checkpoint_convert.get_parser, words)
+    ),
+}
+
+# Stands in for torchrun and python: writes the words it was given, a line each.
 RECORDER = '#!/bin/bash\nprintf "%s\\n" "$@" >"$RECORD"\n'
 
 
@@ -56,16 +86,18 @@ class Launch:
         """By running it."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            (folder / "torchrun").write_text(RECORDER)
-            (folder / "torchrun").chmod(0o755)
+            for name_of_program in ("torchrun", "python"):
+                (folder / name_of_program).write_text(RECORDER)
+                (folder / name_of_program).chmod(0o755)
             path = f"{folder}{os.pathsep}{os.environ['PATH']}"
             environment |= {"PATH": path, "RECORD": str(folder / "words")}
             command = ["bash", str(ROOT / "examples" / script)]
             subprocess.run(command, check=True, env={**os.environ, **environment}, cwd=ROOT)
             words = (folder / "words").read_text().splitlines()
-        at = next(i for i, word in enumerate(words) if word.startswith("pretrain_"))
+        at = next(i for i, word in enumerate(words) if word.endswith(".py"))
         of_launcher = dict(zip(words[:at], words[1:at], strict=False))
-        world_size = int(of_launcher["--nproc_per_node"]) * int(of_launcher.get("--nnodes", 1))
+        per_node, nodes = (of_launcher.get(f"--{n}", 1) for n in ("nproc_per_node", "nnodes"))
+        world_size = int(per_node) * int(nodes)
         return cls(world_size, words[at], tuple(words[at + 1 :]))
 
     def parse(self) -> Any:
@@ -116,6 +148,21 @@ def test_the_fp8_form_of_llama3_parses() -> None:
     parsed = Launch.of("llama/train_llama3_8b_h100.sh", FP8="1", TP_SIZE="2").parse()
     assert parsed.fp8 == "hybrid"
     assert parsed.sequence_parallel
+
+
+@pytest.mark.feature("Examples: scripts that serve and generate, in Megatron-LM's spelling")
+@pytest.mark.parametrize("script", [s for s in ALL if s not in SCRIPTS])
+def test_a_script_of_inference_is_read_by_the_tool_that_it_starts(script: str) -> None:
+    started = Launch.of(script, **dict.fromkeys(("TP_SIZE", "GPUS_PER_NODE"), "2"))
+    assert (ROOT / started.entry).is_file()
+    args = PARSERS[started.entry](list(started.words))
+    if started.entry != "tools/checkpoint/convert.py":
+        assert started.world_size == 2
+        assert args.load.startswith("checkpoints/")
+        assert args.tensor_model_parallel_size == (1 if "t5" in script else 2)
+    if "server" in started.entry:
+        assert run_text_generation_server.warnings_of(started.words) == []
+        assert args.port == 5000
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Generate text with Llama 3 8B on one GPU, or with tensor parallelism on TP_SIZE of them.
+#
+#   bash examples/inference/llama/llama3_8b_static_inference.sh CHECKPOINT_DIR [FLAGS...]
+#
+# FLAGS go to examples/inference/gpt/gpt_static_inference.py, for instance --prompts or --output-path.
+# CHECKPOINT_DIR is what convert_llama3_8b.sh wrote.
+set -euo pipefail
+
+CHECKPOINT_PATH=${1:-checkpoints/llama3_8b}
+
+DISTRIBUTED_ARGS=(
+    --nproc_per_node "${GPUS_PER_NODE:-${TP_SIZE:-1}}"
+    --nnodes 1
+    --node_rank 0
+    --master_addr "${MASTER_ADDR:-localhost}"
+    --master_port "${MASTER_PORT:-6000}"
+)
+
+INFERENCE_ARGS=(
+    --load "$CHECKPOINT_PATH"
+    --use-checkpoint-args
+    --tensor-model-parallel-size "${TP_SIZE:-1}"
+    --bf16
+    --inference-max-requests 8
+    --inference-max-seq-length 8192
+    --temperature 1.0
+    --top_k 1
+    --num-tokens-to-generate 32
+    --prompts "def main(" "The capital of France is"
+)
+
+exec torchrun "${DISTRIBUTED_ARGS[@]}" examples/inference/gpt/gpt_static_inference.py \
+    "${INFERENCE_ARGS[@]}" "${@:2}"

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Serve Llama 3 8B on one GPU, or with tensor parallelism on TP_SIZE of them.
+#
+#   bash examples/inference/llama/run_text_generation_server_llama3_8b.sh CHECKPOINT_DIR [FLAGS...]
+#
+# FLAGS go to tools/run_text_generation_server.py; docs/serving.md lists them.
+# CHECKPOINT_DIR is what convert_llama3_8b.sh wrote.
+# Ask it: curl localhost:5000/v1/completions -d '{"prompt": "def main(", "max_tokens": 32}'
+set -euo pipefail
+
+CHECKPOINT_PATH=${1:-checkpoints/llama3_8b}
+
+DISTRIBUTED_ARGS=(
+    --nproc_per_node "${GPUS_PER_NODE:-${TP_SIZE:-1}}"
+    --nnodes 1
+    --node_rank 0
+    --master_addr "${MASTER_ADDR:-localhost}"
+    --master_port "${MASTER_PORT:-6000}"
+)
+
+SERVER_ARGS=(
+    --load "$CHECKPOINT_PATH"
+    --use-checkpoint-args
+    --tensor-model-parallel-size "${TP_SIZE:-1}"
+    --pipeline-model-parallel-size 1
+    --inference-dynamic-batching
+    --inference-dynamic-batching-buffer-size-gb 20
+    --inference-max-seq-length 8192
+    --port "${PORT:-5000}"
+)
+
+exec torchrun "${DISTRIBUTED_ARGS[@]}" tools/run_text_generation_server.py "${SERVER_ARGS[@]}" "${@:2}"

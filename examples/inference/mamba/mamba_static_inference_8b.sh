@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Generate text with a Mamba-2 model, or a hybrid, of 8B parameters on 8 GPUs.
+#
+#   bash examples/inference/mamba/mamba_static_inference_8b.sh CHECKPOINT_DIR [FLAGS...]
+#
+# FLAGS go to examples/inference/mamba/mamba_static_inference.py, for instance --prompts or --output-path.
+set -euo pipefail
+
+CHECKPOINT_PATH=${1:-checkpoints/mamba_8b}
+
+DISTRIBUTED_ARGS=(
+    --nproc_per_node "${GPUS_PER_NODE:-${TP_SIZE:-8}}"
+    --nnodes 1
+    --node_rank 0
+    --master_addr "${MASTER_ADDR:-localhost}"
+    --master_port "${MASTER_PORT:-6000}"
+)
+
+INFERENCE_ARGS=(
+    --load "$CHECKPOINT_PATH"
+    --use-checkpoint-args
+    --tensor-model-parallel-size "${TP_SIZE:-8}"
+    --inference-max-requests 8
+    --inference-max-seq-length 4096
+    --temperature 1.0
+    --top_k 1
+    --num-tokens-to-generate 32
+    --prompts "def main(" "The capital of France is"
+)
+
+exec torchrun "${DISTRIBUTED_ARGS[@]}" examples/inference/mamba/mamba_static_inference.py \
+    "${INFERENCE_ARGS[@]}" "${@:2}"
