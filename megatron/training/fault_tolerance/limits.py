@@ -157,16 +157,17 @@ class HangWatch:
         self._suspects = {hang.heartbeat.rank: hang.heartbeat.sign_ns for hang in hangs}
         return sorted(
             (h for h in hangs if known.get(h.heartbeat.rank) == h.heartbeat.sign_ns),
-            key=lambda h: likely_cause(h.heartbeat.is_in_collective, h.heartbeat.sign_ns),
+            key=lambda hang: likely_cause(hang.heartbeat),
         )
 
 
-def likely_cause(is_in_collective: bool, sign: float) -> tuple[bool, float]:
+def likely_cause(heartbeat: Heartbeat, is_stopped: bool = False) -> tuple[bool, bool, int]:
     """Return a sort key of hanging ranks: the rank that the others wait for comes first.
 
-    That is a rank in no collective, else the one whose last sign is oldest.
+    That is a rank whose process is stopped, then one in no collective, then the one whose last sign
+    is oldest.
     """
-    return (is_in_collective, sign)
+    return (not is_stopped, heartbeat.is_in_collective, heartbeat.sign_ns)
 
 
 def _mapping(value: object) -> dict[str, object]:

@@ -49,8 +49,8 @@ class PeerMonitor:
             store.set(_CALLED, str(self._rank))
             self._polls_since_call = 0
         if store.get(_CALLED) is not None:
-            silent_s = (now_ns - mine.sign_ns) / 1e9
-            store.set(f"{_ANSWER}{self._rank}", json.dumps([silent_s, asdict(mine)]))
+            answer = json.dumps([now_ns - mine.sign_ns, asdict(mine)])
+            store.set(f"{_ANSWER}{self._rank}", answer)
         if not is_late:
             self._polls_since_call = None
         elif self._polls_since_call is not None:
@@ -64,7 +64,7 @@ class PeerMonitor:
 
     def _found(self, store: RunStore) -> HungRank:
         limit_s = self._limits().seconds[self._heartbeat().section]
-        answers: list[tuple[float, Heartbeat]] = []
+        answers: list[Heartbeat] = []
         for rank, answer in enumerate(self._answers(store)):
             if answer is None or answer == self._old_answers[rank]:
                 why = (
@@ -72,14 +72,12 @@ class PeerMonitor:
                     f"answers; {self._heartbeat()}, longer than the limit of {limit_s:.0f} s"
                 )
                 return HungRank(rank, why, is_stopped=True)
-            silent_s, fields = json.loads(answer)
-            answers.append((silent_s, Heartbeat(**fields)))
-        # Clocks of hosts differ: compare ages, not times.
-        silent_s, beat = min(
-            answers, key=lambda answer: likely_cause(answer[1].is_in_collective, -answer[0])
-        )
+            silent_ns, fields = json.loads(answer)
+            # Clocks of hosts differ: compare ages, not times.
+            answers.append(Heartbeat(**{**fields, "sign_ns": -silent_ns}))
+        beat = min(answers, key=likely_cause)
         return HungRank(
             beat.rank,
             f"it hangs in section {beat.section or 'none'} of iteration {beat.iteration}: no sign "
-            f"for {silent_s:.0f} s, the limit is {limit_s:.0f} s; {beat}",
+            f"for {-beat.sign_ns / 1e9:.0f} s, the limit is {limit_s:.0f} s; {beat}",
         )

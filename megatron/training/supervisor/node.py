@@ -215,6 +215,9 @@ class Supervisor:
         )
 
     def _limits(self) -> Limits:
+        learnt = self._launch.memory / "heartbeats" / STATE_FILE  # in this attempt
+        if learnt.exists():
+            return Limits.load(learnt)
         save = value_of(self._launch.script, "--save")
         return Limits() if save is None else Limits.load(Path(save) / STATE_FILE)
 

@@ -17,6 +17,7 @@ from megatron.training.fault_tolerance.limits import (
     Hang,
     HangWatch,
     Limits,
+    likely_cause,
 )
 
 BEAT = Heartbeat(
@@ -101,6 +102,13 @@ def test_only_limits_that_were_learnt_are_saved(tmp_path: Path) -> None:
 def test_a_damaged_state_file_gives_the_defaults(tmp_path: Path, text: str) -> None:
     (tmp_path / "ft_state.json").write_text(text)
     assert Limits.load(tmp_path / "ft_state.json") == Limits()
+
+
+def test_a_stopped_rank_is_the_likeliest_cause() -> None:
+    stopped = likely_cause(replace(BEAT, sign_ns=9, is_in_collective=True), is_stopped=True)
+    outside = likely_cause(replace(BEAT, sign_ns=7, is_in_collective=False))
+    oldest, other = likely_cause(replace(BEAT, sign_ns=3)), likely_cause(replace(BEAT, sign_ns=4))
+    assert stopped < outside < oldest < other
 
 
 def test_a_hang_counts_once_two_polls_have_found_it() -> None:
