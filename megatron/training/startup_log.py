@@ -69,6 +69,11 @@ def print_attention_backends(run: Runtime) -> None:
         print_rank_0(
             "attention: Transformer Engine; PyTorch computes calls that it does not support:"
         )
+    if model.batch_invariant_mode:
+        print_rank_0(
+            "forward pass: matmuls and attention by the kernels of generation "
+            "(--batch-invariant-mode); backward passes:"
+        )
     for kind in kinds:
         print_rank_0(f"attention backends{f' with {kind}' if kind else ''}:")
         request = _attention_request(run.config, kind)

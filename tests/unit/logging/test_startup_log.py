@@ -78,6 +78,16 @@ def test_each_exchange_of_a_divided_sequence_names_what_computes_it(
     assert chosen == {"p2p": ["flash"], "a2a": ["blocks"], "allgather": ["flash"]}
 
 
+def test_the_kernels_of_a_batch_invariant_forward_pass_are_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "--batch-invariant-mode --attention-dropout 0 --hidden-dropout 0"
+    print_attention_backends(small_run(run_of(words)))
+    forward, backward = capsys.readouterr().out.splitlines()[:2]
+    assert forward.endswith("kernels of generation (--batch-invariant-mode); backward passes:")
+    assert backward == "attention backends:"
+
+
 @pytest.mark.feature("Kernels: a table at the start says which are on, and why the others are not")
 def test_what_is_fused_and_what_is_missing_for_it_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
