@@ -7,6 +7,8 @@ that a checkpoint or an update of the weights can be loaded into them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -40,6 +42,28 @@ def use_fast_linears(
             module.quantizer is None or isinstance(module.quantizer, _FastLinear)
         ):
             module.quantizer = _FastLinear(weights, batch_invariant)
+
+
+class FastLinears:
+    """Fast matmuls for a model that is also used otherwise: bound to its layers in a context."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._bound = [
+            (vars(module), _FastLinear("fp32", batch_invariant=False))
+            for module in model.modules()
+            if isinstance(module, Linear) and module.quantizer is None
+        ]
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Bind them until the context ends; meanwhile the model gets no gradients."""
+        for attributes, fast in self._bound:
+            attributes["quantizer"] = fast
+        try:
+            yield
+        finally:
+            for attributes, _ in self._bound:
+                attributes["quantizer"] = None
 
 
 class _FastLinear:

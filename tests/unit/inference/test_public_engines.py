@@ -24,6 +24,8 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
     GPTInferenceWrapper,
 )
 from megatron.core.inference.paged_engine.request import RequestError
+from megatron.core.inference.paged_engine.runner import ModelRunner
+from megatron.core.inference.paged_engine.step_plan import StepPlan
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.scheduler import Scheduler
 from tests.ranks import run_ranks
@@ -174,6 +176,43 @@ def test_weights_may_change_between_two_calls() -> None:
     wanted = fresh.generate([PROMPTS[2]], sampling_params=GREEDY)[0].generated_text
     assert engine.generate([PROMPTS[2]], sampling_params=GREEDY)[0].generated_text == wanted
     assert wanted != before
+
+
+def test_a_request_shares_the_prompt_of_one_that_still_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[int] = []
+    execute = ModelRunner.execute
+
+    def counted(self: ModelRunner, plan: StepPlan) -> Any:
+        rows.append(plan.num_rows)
+        return execute(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute", counted)
+    engine = dynamic_engine(chunk_size_tokens=4)
+    prompt = "the same beginning"
+    for number in range(2):
+        engine.add_request(number, prompt, 8)
+        engine.step(GREEDY)
+    assert rows[-2] == len(prompt)
+    assert rows[-1] < 6  # the second prompt's last page, and a token of the first request
+    while engine.has_unfinished_requests():
+        engine.step(GREEDY)
+    engine.add_request(2, prompt, 8)  # the weights may have changed: nothing is shared
+    engine.step(GREEDY)
+    assert rows[-1] == len(prompt)
+
+
+def test_a_model_that_has_generated_trains_as_before() -> None:
+    losses = []
+    for generates in (False, True):
+        model = scripts.model_of(1, {})
+        if generates:
+            StaticInferenceEngine(scripts.controller_of(model)).generate([PROMPTS[0]])
+        logits_of(model.train(), [1, 2, 3]).square().mean().backward()
+        losses.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*losses, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_stream_gives_the_text_after_each_token() -> None:

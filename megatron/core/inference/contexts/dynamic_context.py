@@ -91,7 +91,6 @@ class DynamicInferenceContext(BaseInferenceContext):
             overflow_factor=buffer_overflow_factor or 1.0,
             max_sequence_length=max_sequence_length,
             max_waiting=2**62,
-            has_prefix_cache=False,  # a script may change the weights between two requests
             **_given(max_requests=max_requests_override, max_step_tokens=max_tokens_override),
         )
         self._engine: CollectiveEngine | None = None

@@ -3,16 +3,23 @@
 Every rank of a replica adds the same requests and calls `advance` as often as the others; its first
 rank schedules, and all ranks return the same outputs.  Replicas are independent of each other,
 unless experts are distributed over them: then the ranks of all replicas make the same calls.
+
+The model belongs to the script, which may train it while no request is unfinished: the matmuls of
+generation are bound to it in `advance` only, and a request that finds the engine empty shares no
+prefix with earlier ones.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron.core.device import is_cuda
+from megatron.core.inference.fast_linear import FastLinears
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
 from megatron.core.inference.paged_engine.request import (
     Beam,
@@ -47,6 +54,7 @@ class CollectiveEngine(Engine):
             peers = model.groups.dense_grid.groups("tp", "pp")
         super().__init__(replace(model, groups=groups), options, peers)
         self._is_root = self.model.groups.world.rank() == 0
+        self._linears = None if is_cuda(self.model.device) else FastLinears(self.model.module)
         self._unfinished: set[str] = set()
 
     @property
@@ -63,6 +71,8 @@ class CollectiveEngine(Engine):
         """Queue a request.  Raises RequestError on every rank if it can never run."""
         self.check(request)
         if self._is_root:
+            if not self._unfinished:
+                self._start_anew()  # the weights may have changed
             super().add(request)
         self._unfinished.add(request.request_id)
 
@@ -80,6 +90,13 @@ class CollectiveEngine(Engine):
         Collective over the ranks of the engine.
         """
         self.model.module.eval()
+        with nullcontext() if self._linears is None else self._linears.bound():
+            found = self._advance(to_end=to_end)
+        ended = {f.output.request_id for f in found if f.output.finish_reason is not None}
+        self._unfinished -= ended
+        return found
+
+    def _advance(self, *, to_end: bool) -> list[TimedOutput]:
         if self._is_root:
             found: list[TimedOutput] = []
             while super().has_unfinished:
@@ -94,8 +111,6 @@ class CollectiveEngine(Engine):
         else:
             self.follow()
             found = _unpack(self._channel.receive(self._channel.root))
-        ended = {f.output.request_id for f in found if f.output.finish_reason is not None}
-        self._unfinished -= ended
         return found
 
     def _timed_steps(self, count: int) -> list[TimedOutput]:

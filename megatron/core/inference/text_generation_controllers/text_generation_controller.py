@@ -168,7 +168,6 @@ class TextGenerationController:
                     max_requests=self.max_requests,
                     max_sequence_length=config.inference_max_seq_length,
                     max_waiting=_ENDLESS,
-                    has_prefix_cache=False,  # a script may change the weights between two calls
                 ),
             )
         return self._engine
