@@ -7,6 +7,8 @@ Takes all flags of torchrun; docs/fault_tolerance.md describes the others.
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,9 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
-from megatron.core.config.errors import MegatronError
-from megatron.training.supervisor.command_line import parse
+from megatron.core.config.errors import MegatronError, MissingDependency
+from megatron.training.supervisor.command_line import Launch, parse, value_of, without_own_flags
 from megatron.training.supervisor.node import Supervisor
+
+_CHECK_NODE = str(Path(__file__).resolve().parent / "check_node.py")
+_UNHEALTHY = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,16 +29,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         launch = parse(words)
+        if launch.launcher == "nvrx":
+            command = nvrx_command(words)
+            os.execv(command[0], command)
     except MegatronError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
-    return Supervisor(launch, run_program).run()
+    return Supervisor(launch, run_program, lambda: node_problem(launch)).run()
 
 
 def run_program(command: Sequence[str]) -> tuple[int, str]:
     """Run a program as a single process; return its exit status and output."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    environ = {name: value for name, value in os.environ.items() if name != "FAULTS"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
     return done.returncode, done.stdout + done.stderr
+
+
+def node_problem(launch: Launch) -> str | None:
+    """Return the report of tools/check_node.py if this node is unhealthy, else None."""
+    command = [sys.executable]
+    if launch.config.nproc_per_node > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(launch.config.nproc_per_node)]
+    command.append(_CHECK_NODE)
+    folder = value_of(launch.script, "--save")
+    if folder is not None and Path(folder).is_dir():
+        command += ["--folder", folder]
+    if (device := value_of(launch.script, "--device")) is not None:
+        command += ["--device", device]
+    code, output = run_program(command)
+    return output if code == _UNHEALTHY else None
+
+
+def nvrx_command(words: Sequence[str]) -> list[str]:
+    """Return the command line of NVIDIA's ft_launcher.  Raises MissingDependency."""
+    beside = Path(sys.executable).parent / "ft_launcher"
+    program = str(beside) if beside.exists() else shutil.which("ft_launcher")
+    if program is None:
+        raise MissingDependency(
+            "--launcher nvrx: ft_launcher is not installed; "
+            'pip install "megatron-train[ft]", or remove the flag'
+        )
+    return [program, "--ignore-missing-fault-tol-cfg", *without_own_flags(words)]
 
 
 if __name__ == "__main__":

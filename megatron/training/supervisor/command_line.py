@@ -64,63 +64,18 @@ def parser() -> argparse.ArgumentParser:
     found.prog = "tools/launch.py"
     found.description = "Start the ranks of a run as torchrun does, and restart the run."
     found.set_defaults(max_restarts=_MAX_RESTARTS)
-    group = found.add_argument_group("supervisor")
-    add = group.add_argument
-    add(
-        "--max-no-progress-restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="stop after N restarts without a new checkpoint or --min-progress-iterations steps",
-    )
-    add(
-        "--min-progress-iterations",
-        type=int,
-        default=200,
-        metavar="N",
-        help="number of new steps that count as progress without a new checkpoint",
-    )
-    add(
-        "--restart-backoff",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="pause before a restart; it doubles with each restart without progress, up to 60",
-    )
-    add(
-        "--exit-report-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder of exit.json and of the exit reports of each attempt; default: --log-dir",
-    )
-    add(
-        "--peer-timeout",
-        type=float,
-        default=15.0,
-        metavar="SECONDS",
-        help="time for the ranks of a node to end by themselves after another rank has failed",
-    )
-    add(
-        "--node-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="time without a sign of life after which a node counts as lost",
-    )
-    add("--node-name", default=None, help="name of this node; default: its host name")
-    add("--no-hang-detection", action="store_true", help="do not watch the heartbeats of the ranks")
-    add(
-        "--check-node",
-        action="store_true",
-        help="run tools/check_node.py before the first attempt and after a node is blamed",
-    )
-    add(
-        "--launcher",
-        choices=("own", "nvrx"),
-        default="own",
-        help="nvrx: replace this supervisor by ft_launcher of nvidia-resiliency-ext",
-    )
+    _add_own_flags(found.add_argument_group("supervisor"))
     return found
+
+
+def without_own_flags(argv: Sequence[str]) -> list[str]:
+    """Return the command line without the flags that torchrun does not have."""
+    parsed = parser().parse_args(argv)
+    first = len(argv) - len(parsed.training_script_args) - 1
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_own_flags(own)
+    _, others = own.parse_known_args(argv[:first])
+    return [*others, *argv[first:]]
 
 
 def parse(argv: Sequence[str]) -> Launch:
@@ -181,6 +136,64 @@ def value_of(script: Sequence[str], flag: str) -> str | None:
         elif word.startswith(f"{flag}="):
             found = word.partition("=")[2]
     return found
+
+
+def _add_own_flags(group: argparse._ActionsContainer) -> None:
+    add = group.add_argument
+    add(
+        "--max-no-progress-restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="stop after N restarts without a new checkpoint or --min-progress-iterations steps",
+    )
+    add(
+        "--min-progress-iterations",
+        type=int,
+        default=200,
+        metavar="N",
+        help="number of new steps that count as progress without a new checkpoint",
+    )
+    add(
+        "--restart-backoff",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="pause before a restart; it doubles with each restart without progress, up to 60",
+    )
+    add(
+        "--exit-report-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of exit.json and of the exit reports of each attempt; default: --log-dir",
+    )
+    add(
+        "--peer-timeout",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="time for the ranks of a node to end by themselves after another rank has failed",
+    )
+    add(
+        "--node-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="time without a sign of life after which a node counts as lost",
+    )
+    add("--node-name", default=None, help="name of this node; default: its host name")
+    add("--no-hang-detection", action="store_true", help="do not watch the heartbeats of the ranks")
+    add(
+        "--check-node",
+        action="store_true",
+        help="run tools/check_node.py before the first attempt and after a node is blamed",
+    )
+    add(
+        "--launcher",
+        choices=("own", "nvrx"),
+        default="own",
+        help="nvrx: replace this supervisor by ft_launcher of nvidia-resiliency-ext",
+    )
 
 
 def _rendezvous(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,11 @@ class Outcome:
     was_stopped: bool = False  # ranks report that they stopped before the last iteration
 
     @property
+    def blames_hardware(self) -> bool:
+        """Whether the failure may come from faulty hardware."""
+        return self.code in RERUN_CODES or bool(self.suspects)
+
+    @property
     def resumable(self) -> bool:
         """Whether a checkpoint of the run exists."""
         return bool(self.saved_iteration or self.loaded_iteration)

@@ -46,14 +46,14 @@ class HangDetector:
         if not hangs:
             return False
         states = {beat.rank: process_state(beat.pid) for beat in beats}
-        hangs.sort(key=lambda h: likely_cause(h.heartbeat, states[h.heartbeat.rank] == "stopped"))
-        processes.send(signal.SIGUSR2)  # a rank prints the stacks of all its threads
+        # A rank with a heartbeat prints the stacks of all its threads; others would end.
+        processes.send(signal.SIGUSR2, list(states))
         time.sleep(_STACKS_S)
         for hang in hangs:
-            rank = hang.heartbeat.rank
-            is_stopped = states[rank] == "stopped"
+            beat = hang.heartbeat
+            is_stopped = states[beat.rank] == "stopped"
             text = f"its process is stopped; {hang}" if is_stopped else str(hang)
-            order = likely_cause(hang.heartbeat, is_stopped)
-            self.found[rank] = (text, (float(order[0]), float(order[1]), -hang.waited_s))
-        processes.kill(hangs[0].heartbeat.rank)
+            order = likely_cause(beat.is_in_collective, -hang.waited_s)
+            self.found[beat.rank] = (text, (float(not is_stopped), *map(float, order)))
+        processes.kill(min(self.found, key=lambda rank: self.found[rank][1]))
         return True

@@ -7,6 +7,7 @@ others go on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -48,8 +49,11 @@ _FAREWELL_S = 5.0  # for other nodes to read the decision from the store that th
 class Supervisor:
     """``run`` returns the exit status of the run."""
 
-    def __init__(self, launch: Launch, runner: Runner) -> None:
-        self._launch, self._runner = launch, runner
+    def __init__(
+        self, launch: Launch, runner: Runner, node_problem: Callable[[], str | None]
+    ) -> None:
+        """``node_problem`` returns why this node is unhealthy, for --check-node."""
+        self._launch, self._runner, self._node_problem = launch, runner, node_problem
         self._stop = StopSignals()
         self._connector = Connector(launch.config, launch.node, launch.folder, launch.times.node_s)
         self._rendezvous: Rendezvous | None = None
@@ -86,6 +90,7 @@ class Supervisor:
         return decision.code
 
     def _attempts(self) -> Decision:
+        self._check_node()
         while True:
             decision = self._attempt()
             self._history = decision.history
@@ -99,7 +104,17 @@ class Supervisor:
             if self._launch.node in self._history.excluded:
                 return self._wait_for_the_end()
             self._stop.has_ranks = False
+            if self._outcomes[-1].blames_hardware:
+                self._check_node()
             time.sleep(decision.backoff_s)
+
+    def _check_node(self) -> None:
+        """Raise LaunchError if --check-node is given and this node is unhealthy.
+
+        Its supervisor then ends, and a spare node takes its place in the rendezvous.
+        """
+        if self._launch.check_node and (problem := self._node_problem()) is not None:
+            raise LaunchError(f"--check-node: node {self._launch.node} is unhealthy:\n{problem}")
 
     def _attempt(self) -> Decision:
         rendezvous = self._connected()
@@ -140,6 +155,9 @@ class Supervisor:
         """
         self._stop.has_ranks = False
         log(f"lost the store of the rendezvous: {error}")
+        if self._rendezvous is not None:
+            with contextlib.suppress(dist.DistError, RendezvousError):
+                self._rendezvous.shutdown()  # its thread would go on to send signs of life
         report = agent.report(self._launch.node)
         outcome = outcome_of([replace(report, lost_store=True)])
         self._outcomes.append(outcome)

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from megatron.training.process.exit_report import RERUN_CODES
 from megatron.training.supervisor.evidence import BAD_DATA, USER_ERROR, Outcome
 
 FAILED_VALIDATION = 17
@@ -142,12 +141,11 @@ def _restart(
         if (failure.signature, failure.iteration) == (outcome.signature, outcome.iteration)
     ]
     suspects = tuple(node for node, _ in outcome.suspects if node not in history.excluded)
-    blames_hardware = outcome.code in RERUN_CODES or bool(suspects)
     why = "failed"
     if suspects and has_spare_node:
         history = replace(history, excluded=(*history.excluded, suspects[0]))
         why = f"node {suspects[0]} is excluded"
-    elif blames_hardware:
+    elif outcome.blames_hardware:
         history = replace(history, placement=history.placement + 1)
         why = "another rank placement, after an unexpected result"
     elif len(repeats) == 2:

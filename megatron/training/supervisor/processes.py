@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,9 +60,9 @@ class RankProcesses:
         """Whether a rank ended with another exit status than 0."""
         return any(end.code != 0 for end in self.ends.values())
 
-    def send(self, signum: int) -> None:
-        """Send ``signum`` to the running ranks, not to their children."""
-        for rank in self.running():
+    def send(self, signum: int, ranks: Iterable[int] | None = None) -> None:
+        """Send ``signum`` to the running ranks, or those of ``ranks``; not to their children."""
+        for rank in self.running() if ranks is None else ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signum)
 

@@ -1,0 +1,30 @@
+"""A small part of the storm; `python -m tests.functional.storm` runs all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.functional.storm import Plan, Storm, draw
+
+PLANS = (
+    Plan(0, "NaN on a rank", 3, 5, ((11, "kill launcher 0 (store)"),)),
+    Plan(1, "stopped process", 2, 5, ((11, "kill rank"), (17, "SIGUSR1 to a launcher"))),
+    Plan(2, "NaN always", 1, 4, ()),
+)
+
+
+@pytest.mark.feature(
+    "Fault tolerance: runs on two nodes end with the numbers of an undisturbed one"
+)
+def test_runs_in_a_storm_end_with_the_numbers_of_the_undisturbed_one(tmp_path: Path) -> None:
+    storm = Storm(tmp_path)
+    for plan in PLANS:
+        storm.strike(plan)
+    assert not storm.wrong, "\n".join(storm.wrong)
+
+
+def test_a_seed_always_gives_the_same_plan() -> None:
+    assert draw(7) == draw(7)
+    assert len({draw(seed) for seed in range(50)}) == 50
