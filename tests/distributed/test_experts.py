@@ -21,6 +21,11 @@ from megatron.core.parallel.context_parallel_partition import held_tokens
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import info_of, name_parameters
 from megatron.core.params.param_init import initialize_parameters
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import loss_name
@@ -329,6 +334,29 @@ def test_nan_logits_are_named() -> None:
     found = run_ranks(nan_on_rank_1, 2)
     named = "step 7: rank 1: the router of layer 1 computes NaN for a token: its input or its "
     assert found == ["", f"{named}weight is not finite"]
+
+
+def rerun_of_nan_on_rank_1(rank: int, size: int) -> list[bool]:
+    """Whether the outputs of two passes are finite; the first one has NaN on rank 1."""
+    groups = create_process_groups(*make_grids(size, ep=size))
+    layer = build(config_of(Situation({"moe_token_dispatcher_type": "alltoall"})), groups)
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    machine, finite = get_rerun_state_machine(), []
+    while machine.should_run_forward_backward(None):
+        hidden = tokens_of("random", rank)[0]
+        if rank == 1 and not finite:
+            hidden[3, 1, 0] = torch.nan
+        output = layer(hidden)[0]
+        output.sum().backward()
+        finite.append(bool(output.isfinite().all()))
+    assert machine.should_checkpoint_and_exit() == (False, False, 0)
+    return finite
+
+
+def test_a_step_with_nan_in_a_router_runs_again_on_all_ranks() -> None:
+    first, second = run_ranks(rerun_of_nan_on_rank_1, 2)
+    assert first[1], "the second pass of rank 0"
+    assert second == [False, True]
 
 
 def order_of_events(rank: int, size: int) -> list[str]:

@@ -25,6 +25,7 @@ from megatron.core.config.errors import NonFiniteError
 from megatron.core.parallel.context_parallel_partition import held_tokens
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.linear import Multiply
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens
@@ -85,7 +86,7 @@ class TopKRouter(MegatronModule):
 
         Collective as described at the top of this file.
         """
-        logits = self.logits(self._jittered(hidden)).flatten(0, 1)
+        logits, marker = self._without_nan(self.logits(self._jittered(hidden)).flatten(0, 1))
         logits = self._with_z_loss(logits)
         if self.config.moe_router_load_balancing_type == ("sinkhorn",):
             routing = self._sinkhorn(logits, hidden)
@@ -100,16 +101,42 @@ class TopKRouter(MegatronModule):
             routing = self._within_capacity(routing, hidden)
         if self.tokens_per_expert is not None and self.training and torch.is_grad_enabled():
             self.tokens_per_expert += routing.counts()
-        return routing
+        return routing if marker is None else replace(routing, weights=routing.weights * marker)
+
+    def _without_nan(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return ``logits`` without NaN, and a factor of the weights that is NaN if there was one.
+
+        A step that the rerun state machine can reject goes on with valid choices, so that no other
+        rank waits for this one, and its loss is NaN.
+        """
+        if not self.can_rerun:
+            return logits, None
+        is_nan = logits.detach().isnan()
+        is_bad = is_nan.any()
+        if not device.is_cuda(logits.device):  # reading the value costs nothing
+            message = f"the router of layer {self.layer_number} computes NaN for a token"
+            get_rerun_state_machine().validate_result(bool(is_bad), bool, message)
+            if not is_bad:
+                return logits, None
+        marker = logits.new_ones(()).masked_fill(is_bad, torch.nan)
+        return logits.masked_fill(is_nan, 0.0), marker
+
+    @property
+    def can_rerun(self) -> bool:
+        """Whether this is a pass of a step that can be computed again."""
+        return self.training and get_rerun_state_machine().is_running
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute router logits: [.., h] -> [.., E].
 
-        Raises NonFiniteError on NaN; on a GPU a device-side assertion fails instead.
+        Outside of a step that can run again, raises NonFiniteError on NaN; on a GPU a device-side
+        assertion fails instead.
         """
         dtype = self.dtype or hidden.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = self.multiply(hidden.to(dtype), self.weight.to(dtype), bias)
+        if self.can_rerun:
+            return logits
         is_sound = ~logits.isnan().any()
         rank = self.groups.world.rank()
         message = f"rank {rank}: the router of layer {self.layer_number} computes NaN for a token"
