@@ -221,6 +221,8 @@ class RerunStateMachine(ResultValidator):
                 self.explanation = None  # another rank has found more
             if self.outcome == self._own == Request.STOP_PERSISTENT and self.suspect is not None:
                 self.blamed = self.suspect.place
+        if self.outcome == Request.RERUN_ELSEWHERE:
+            log("Need to restart job again because it was scheduled on the same GPU", once=True)
         if self.outcome in _NEXT_START:
             self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
             self._pending_iteration = self.current_iteration

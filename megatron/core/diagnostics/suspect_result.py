@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
@@ -66,7 +66,15 @@ class Suspect:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {**asdict(self), "result": _to_json(self.result)}
+        (message, rank), sequence = self.call
+        return {
+            "call": [[message, rank], sequence],
+            "result": _to_json(self.result),
+            "place": list(self.place),
+            "fatal": self.fatal,
+            "is_shared": self.is_shared,
+            "num_starts": self.num_starts,
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Suspect:
@@ -110,7 +118,7 @@ def request_after(
         if is_fatal:  # another result, but again an unexpected one: it cannot be used
             return _rerun(rejected)
         return Request.GO_ON if suspect is None else Request.EXPLAINED
-    if suspect is None:
+    if suspect is None or found.difference is None:  # nothing to compare
         return Request.STOP_CORRECT if is_fatal else Request.GO_ON
     if not is_same:
         is_shared = suspect.is_shared and num_ranks > 1

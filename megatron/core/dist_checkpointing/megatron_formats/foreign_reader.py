@@ -39,6 +39,8 @@ from megatron.core.dist_checkpointing.reader import Box, CheckpointReader
 from megatron.core.dist_checkpointing.rng_json import to_json
 from megatron.core.dist_checkpointing.stored_index import StoredBox, StoredTensor
 from megatron.core.dist_checkpointing.value_types import (
+    RERUN_STATE,
+    RNG_STATE,
     Arguments,
     JsonObject,
     Layout,
@@ -95,8 +97,14 @@ class ForeignReader(CheckpointReader):
         if not self.manifest.layout.get("dense"):
             return None
         with parsing(self.folder):
-            state = self._rng_state(rank)
-            return None if state is None else {"rng_state": rng_state_of(state)}
+            state, rerun = self._rng_state(rank), self._rerun_state(rank)
+            found = {} if state is None else {RNG_STATE: rng_state_of(state)}
+            return (found if rerun is None else {**found, RERUN_STATE: rerun}) or None
+
+    def _rerun_state(self, rank: int) -> JsonObject | None:
+        """Return the state of the rerun state machine of ``rank``; None if there is none."""
+        del rank
+        return None
 
     @abstractmethod
     def _rng_state(self, rank: int) -> Unpickled | None:

@@ -6,6 +6,7 @@ is stored by parameter number as in format ``torch``, or by parameter name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,7 +24,13 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.names import is_buffer, our_name
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import State, optimizer_state
-from megatron.core.dist_checkpointing.value_types import Nested, StateDict, Unpickled
+from megatron.core.dist_checkpointing.value_types import (
+    RERUN_STATE,
+    JsonObject,
+    Nested,
+    StateDict,
+    Unpickled,
+)
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _HALVES = {"_w": 0, "_v": 1}
@@ -73,6 +80,12 @@ class TorchDcpReader(ForeignReader):
                 return None
             rank = 0
         return _with_arrays(states[rank])
+
+    def _rerun_state(self, rank: int) -> JsonObject | None:
+        """Return what this program has saved; Megatron-LM saves that of one rank only."""
+        text = self.values.get(RERUN_STATE)
+        states = json.loads(text) if isinstance(text, str) else []
+        return states[rank] if rank < len(states) else None
 
     def _optimizer_state(
         self, optimizer: object, params: list[tuple[str, DcpTensor]]

@@ -11,6 +11,7 @@ inferred.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,7 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     reference_values,
 )
 from megatron.core.dist_checkpointing.value_types import (
+    RERUN_STATE,
     Common,
     PlaceEntry,
     StateDict,
@@ -82,8 +84,7 @@ def write_rank_files(rank_save: RankSave, *, in_halves: bool = False) -> RankRep
                 "dtype": str(part.dtype).removeprefix("torch."),
                 "pieces": [file.add_box(p.data.to(part.dtype), p.offset) for p in part.pieces],
             }
-    if rank_save.rank_state is not None:
-        report.objects[_RNG] = rank_save.rank_state[_RNG]
+    report.objects.update(rank_save.rank_state or {})
     report.files[file.name] = file.close()
     return report
 
@@ -103,6 +104,9 @@ def complete(
     state = state_dict(stored, common)
     if states:
         state[_RNG] = list(map(reference_rng, states))
+    reruns = [report.objects.get(RERUN_STATE) for report in reports]
+    if any(reruns):
+        state[RERUN_STATE] = json.dumps(reruns)
     extra = DcpFile(folder, 0, 1, common["iteration"])
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, PlaceEntry] = {}

@@ -51,7 +51,11 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
     split_state,
 )
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import optimizer_state
-from megatron.core.dist_checkpointing.value_types import Arguments, Unpickled
+from megatron.core.dist_checkpointing.megatron_formats.rerun_values import (
+    RERUN_SHARDS,
+    rerun_state_of,
+)
+from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject, Unpickled
 from megatron.core.params.param_info import flat_boxes
 
 _GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")
@@ -136,6 +140,10 @@ class TorchDistReader(ForeignReader):
             return None
         (states,) = self._index.object(key)  # every object is stored in a list
         return states[at["dp"] % len(states)]
+
+    def _rerun_state(self, rank: int) -> JsonObject | None:
+        key = f"{RERUN_SHARDS}/shard_{rank}_{self.manifest.layout['world_size']}"
+        return rerun_state_of(self._index.object(key)[0]) if key in self._index.objects else None
 
 
 class _Share(NamedTuple):

@@ -53,8 +53,15 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     reference_rng,
     reference_values,
 )
+from megatron.core.dist_checkpointing.megatron_formats.rerun_values import (
+    RERUN_SHARDS,
+    reference_mode,
+    reference_rerun,
+)
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.core.dist_checkpointing.value_types import (
+    RERUN_STATE,
+    RNG_STATE,
     Arguments,
     Common,
     StateDict,
@@ -99,9 +106,12 @@ def write_rank_files(rank_save: RankSave) -> RankReport:
                 offset, values = (_start_in_shard(offset, tensor),), values.reshape(-1)
             whole = (1,) * len(front) + tuple(values.shape)
             entry["pieces"].append(file.add_box(values.reshape(whole), [*front, *offset]))
-    if rank_state is not None:
-        state = [[reference_rng(rank_state["rng_state"])]]
+    if rank_state is not None and RNG_STATE in rank_state:
+        state = [[reference_rng(rank_state[RNG_STATE])]]
         report.objects[f"{_RNG}/{rank_save.rank}"] = file.add(state)
+    if rank_state is not None and RERUN_STATE in rank_state:
+        shard = f"{RERUN_SHARDS}/shard_{rank_save.rank}_{int(arguments['world_size'])}"
+        report.objects[shard] = file.add([reference_rerun(rank_state[RERUN_STATE])])
     report.files[file.name] = file.close()
     return report
 
@@ -111,6 +121,8 @@ def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dic
     tensors = merge_tensors(report.tensors for report in reports)
     states = {key: place for report in reports for key, place in report.objects.items()}
     objects = {shard: states[key] for key, shard in _rng_shards(common).items() if key in states}
+    reruns = {key: place for key, place in states.items() if key.startswith(RERUN_SHARDS)}
+    objects |= reruns
     unflattened: dict[str, tuple[int, ...]] = {}
     matrices: dict[str, list[int]] = {}  # matrix -> numbers of stacked layers and experts
     for key, entry in tensors.items():
@@ -132,7 +144,7 @@ def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dic
         for place in product(*map(range, counts or [1])):
             shard = f"_extra_state/shard_{'.'.join(map(str, place))}_{shape}"
             objects[f"{matrix}.{shard}"] = extra.add([None])
-    write_archive(folder / COMMON_FILE, _common_file(common))
+    write_archive(folder / COMMON_FILE, _common_file(common, has_reruns=bool(reruns)))
     return {
         extra.name: extra.close(),
         METADATA: write_metadata(folder, tensors, objects, unflattened=unflattened),
@@ -144,8 +156,10 @@ def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dic
 TORCH_DIST = Format("torch_dist", write_rank_files, complete, is_foreign=True)
 
 
-def _common_file(common: Common) -> StateDict:
+def _common_file(common: Common, *, has_reruns: bool) -> StateDict:
     values = reference_values(common)
+    if has_reruns:
+        values[RERUN_STATE] = reference_mode()
     content: StateDict = {"chained_optim_avoid_prefix": True, "singleton_local_shards": False}
     if common.get("optimizer") is not None:
         values["optimizer"] = _optimizer(common)

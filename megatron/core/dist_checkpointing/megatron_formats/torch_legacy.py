@@ -38,7 +38,15 @@ from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import (
     State,
     optimizer_state,
 )
-from megatron.core.dist_checkpointing.value_types import Arguments, Nested, StateDict, Unpickled
+from megatron.core.dist_checkpointing.megatron_formats.rerun_values import RANKS, rerun_state_of
+from megatron.core.dist_checkpointing.value_types import (
+    RERUN_STATE,
+    Arguments,
+    JsonObject,
+    Nested,
+    StateDict,
+    Unpickled,
+)
 from megatron.core.parallel.rank_grid import RankGrid
 
 MODEL_FILE = "model_optim_rng.pt"
@@ -117,6 +125,19 @@ class TorchLegacyReader(ForeignReader):
         ep = RankGrid(dict(self.manifest.layout["expert"])).coordinate(rank).get("ep", 0)
         states = self._ranks.get((at["tp"], at["pp"], ep), {}).get("rng_state")
         return states[at["dp"] % len(states)] if states else None
+
+    def _rerun_state(self, rank: int) -> JsonObject | None:
+        at = self._coordinate(rank)
+        found = next(
+            (c for (tp, pp, _), c in self._ranks.items() if (tp, pp) == (at["tp"], at["pp"])), {}
+        ).get(RERUN_STATE)
+        if found is None:
+            return None
+        own: Mapping[int, JsonObject] = found.get(RANKS, {})
+        if own:
+            return own.get(rank)
+        # Megatron-LM saves that of the first data-parallel rank.
+        return rerun_state_of(found["sharded"]) if at["dp"] == 0 else None
 
     def _load_ranks(self) -> dict[Rank, StateDict]:
         """Return the contents of the file of each rank."""

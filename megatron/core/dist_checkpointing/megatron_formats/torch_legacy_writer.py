@@ -61,6 +61,11 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     reference_rng,
     reference_values,
 )
+from megatron.core.dist_checkpointing.megatron_formats.rerun_values import (
+    RANKS,
+    reference_mode,
+    reference_rerun,
+)
 from megatron.core.dist_checkpointing.megatron_formats.torch_legacy import (
     BUFFER_FILE,
     MODEL_FILE,
@@ -70,7 +75,14 @@ from megatron.core.dist_checkpointing.megatron_formats.torch_legacy import (
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY, shorten
-from megatron.core.dist_checkpointing.value_types import Arguments, Common, StateDict
+from megatron.core.dist_checkpointing.value_types import (
+    RERUN_STATE,
+    RNG_STATE,
+    Arguments,
+    Common,
+    JsonObject,
+    StateDict,
+)
 from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.params.param_info import ParamInfo
 
@@ -173,8 +185,16 @@ class _Tree:
         buffers = None
         if self.common.get("optimizer") is not None:
             content["optimizer"], buffers = self._optimizers(params, tp, pp)
-        if (state := self._rng(tp, pp)) is not None:
-            content["rng_state"] = [state]
+        states = dict(self._rank_states(tp, pp))
+        first = next(iter(states.values()), {})
+        if RNG_STATE in first:
+            content["rng_state"] = [reference_rng(first[RNG_STATE])]
+        if RERUN_STATE in first:
+            content[RERUN_STATE] = {
+                **reference_mode(),
+                "sharded": reference_rerun(first[RERUN_STATE]),
+                RANKS: {r: state[RERUN_STATE] for r, state in states.items()},
+            }
         yield MODEL_FILE, content
         if buffers is not None:
             yield BUFFER_FILE, buffers
@@ -304,11 +324,18 @@ class _Tree:
             buffers[number] = {(dtype, grads): {**entry, "numel_unpadded": total}}
         return buffers
 
-    def _rng(self, tp: int, pp: int) -> StateDict | None:
+    def _rank_states(self, tp: int, pp: int) -> Iterator[tuple[int, JsonObject]]:
+        """Yield the global ranks of (tp, pp) and their states.
+
+        Only the first one, unless the state of reruns is saved, of which every rank has its own.
+        """
         layout = self.reader.manifest.layout
         if not layout:
-            return None
+            return
         grid = RankGrid(dict(layout["dense"]))
-        rank = grid.rank(**{**dict.fromkeys(grid.sizes, 0), "tp": tp, "pp": pp})
-        state = self.reader.rank_state(rank)
-        return reference_rng(state["rng_state"]) if state else None
+        for rank in range(int(layout["world_size"])):
+            at = grid.coordinate(rank)
+            if (at["tp"], at["pp"]) == (tp, pp) and (state := self.reader.rank_state(rank)):
+                yield rank, state
+                if RERUN_STATE not in state:
+                    return
