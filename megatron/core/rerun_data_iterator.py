@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 
 class RerunDataIterator:
@@ -50,5 +50,8 @@ class RerunDataIterator:
 
     def _read_next(self) -> Any:
         if self._iterator is None:
-            self._iterator = iter(self.iterable)
+            is_iterator = hasattr(self.iterable, "__next__")
+            self._iterator = (
+                cast(Iterator[Any], self.iterable) if is_iterator else iter(self.iterable)
+            )
         return next(self._iterator)

@@ -16,6 +16,11 @@ from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import ParamInfo, set_info
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
@@ -167,6 +172,35 @@ def test_a_nan_is_reported_by_the_rank_that_made_it_with_the_parameter():
         "rank 1: found NaN in local grad norm for bucket #0 in backward pass before data-parallel "
         "communication collective; rank 1 has a NaN or infinite gradient in second.bias: nan"
     )
+
+
+def _large_on_rank_1(rank: int, world_size: int, sharded: bool) -> list[int]:
+    """Passes of each step; a gradient of rank 1 is much larger once, in the last step but one."""
+    model, passes = TinyModel(), []
+    factors = iter([1.0] * 150 + [1e6] + [1.0] * 2)
+    model.second.bias.register_hook(lambda grad: grad * (next(factors) if rank == 1 else 1.0))
+    ddp = wrap(
+        model,
+        check_for_nan_in_grad=False,
+        check_for_large_grads=True,
+        use_distributed_optimizer=sharded,
+    )
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    machine = get_rerun_state_machine()
+    for _ in range(152):
+        passes.append(0)
+        while machine.should_run_forward_backward(None):
+            passes[-1] += 1
+            ddp.zero_grad_buffer()
+            mean_loss(ddp, token_batch(2)).backward()
+            ddp.finish_grad_sync()
+        assert machine.should_checkpoint_and_exit() == (False, False, 0)
+    return passes[149:]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_with_large_gradients_on_one_rank_runs_again_on_all(sharded: bool):
+    assert run_ranks(_large_on_rank_1, 2, sharded) == [[1, 2, 1]] * 2
 
 
 def test_nothing_is_checked_when_the_run_does_not_ask():

@@ -228,6 +228,7 @@ def test_counts_of_largest_values_are_those_of_one_pass():
 def test_each_injected_error_gets_its_diagnosis(kind: str, outcomes: list[object]):
     injector = RerunErrorInjector(1, RerunDiagnostic(kind))
     run = Run(error_injector=injector)
+    assert run.step(1.0) == GO_ON, "not in the first step"
     assert run.step(1.0, 1.0) == outcomes[0]
     if len(outcomes) > 1:
         again = run.restarted(error_injector=RerunErrorInjector(1, RerunDiagnostic(kind)))

@@ -103,7 +103,9 @@ class ResultValidator:
                 self._refuse(result, message + detail(), fatal)
             return
         is_initial = self.state == RerunState.INITIAL_RUN
-        is_injected = is_initial and self.error_injector.maybe_inject()
+        # The first step has no checkpoint of the step before, which a restart needs.
+        can_inject = is_initial and self.current_iteration > 1
+        is_injected = can_inject and self.error_injector.maybe_inject()
         if is_injected or is_rejected(rejection_func, result):
             suspect = Suspect(
                 call=call,

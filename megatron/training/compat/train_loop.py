@@ -21,6 +21,7 @@ from megatron.core.optimizer.param_groups import ParamCondition
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.rerun_data_iterator import RerunDataIterator
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.metrics import Metrics
 from megatron.training.checkpointing.run_checkpoint import load
@@ -29,11 +30,12 @@ from megatron.training.compat.global_vars import get_run
 from megatron.training.compat.utils import Model, chunks_of
 from megatron.training.data import loaders
 from megatron.training.estimates.flops import num_floating_point_operations
-from megatron.training.process.rank_print import print_rank_last
+from megatron.training.process.rank_print import print_rank_0, print_rank_last
 from megatron.training.runtime import setup
 from megatron.training.runtime.schedule import build_scheduler
 from megatron.training.step import evaluate
 from megatron.training.step import train_step as optimizer_step
+from megatron.training.step.rerun import StepRejected
 
 T = TypeVar("T")
 ThreeSets = tuple[object, object, object]  # training, validation, test
@@ -150,8 +152,8 @@ def train_step(
     """Run one optimizer step on a global batch, and count it.  Collective over all ranks.
 
     Returns losses (last stage), 1 if the update was skipped, should_checkpoint, should_exit, exit
-    code, gradient norm and number of zeros.  should_checkpoint and should_exit are always False: a
-    value that is not finite raises NonFiniteError.
+    code, gradient norm and number of zeros.  should_exit: the result of the step was rejected
+    (--rerun-mode) and nothing was updated; save a checkpoint if should_checkpoint, and exit.
     """
     del config  # the model has its own
     if forward_backward_func not in (None, get_forward_backward_func()):
@@ -160,14 +162,27 @@ def train_step(
             "get_forward_backward_func(); leave the argument out"
         )
     run = get_run()
-    run.forward_step_func, run.train_data = forward_step_func, data_iterator
+    run.forward_step_func, run.train_data = forward_step_func, _rewindable(data_iterator)
     run.model_chunks = chunks_of(model)
     run.optimizer, run.scheduler = optimizer, opt_param_scheduler
-    result = run.last_step = optimizer_step.train_step(run)
+    try:
+        result = run.last_step = optimizer_step.train_step(run)
+    except StepRejected as rejected:
+        print_rank_0(rejected)
+        run.saved_at = None
+        return {}, 1, rejected.should_checkpoint, True, rejected.exit_code, None, None
     flops = num_floating_point_operations(run.config, result.batch_size, run.padded_vocab_size)
     run.state.advance(result, flops)
     skipped = int(result.skipped)
     return result.losses, skipped, False, False, 0, result.grad_norm, result.num_zeros
+
+
+def _rewindable(data: object) -> object:
+    """Return iterators that can return the micro-batches of this step again."""
+    if isinstance(data, list):
+        return [_rewindable(each) for each in data]
+    is_plain = data is not None and not isinstance(data, RerunDataIterator)
+    return RerunDataIterator(data) if is_plain else data  # type: ignore[arg-type]
 
 
 def evaluate_and_print_results(

@@ -22,6 +22,7 @@ from megatron.core.distributed.non_finite import LossCheck, naming_step
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
+from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 from tests import tolerances
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
 
@@ -223,3 +224,16 @@ def test_a_loss_that_is_not_finite_is_named_by_step_rank_and_microbatch(
     with pytest.raises(NonFiniteError, match=message):  # noqa: SIM117
         with naming_step(7):
             run(model, alone, hooks=hooks)
+
+
+def test_a_spiky_loss_is_computed_again_and_used():
+    machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    values, outcomes = iter([1.0] * 100 + [9.0, 10.0, 1.0]), []
+    check = LossCheck(machine, for_nan=False, for_spikes=True)
+    for _ in range(102):
+        while machine.should_run_forward_backward(None):
+            check(torch.tensor(next(values)), 0)
+            check.check()
+        outcomes.append(machine.should_checkpoint_and_exit())
+    assert outcomes == [(False, False, 0)] * 102
+    assert next(values, None) is None, "the spike of 10 was computed again, that of 9 was not"

@@ -36,6 +36,8 @@ def reference_rerun(saved: JsonObject) -> StateDict:
     caller = None if suspect is None else _object("Caller", message, rank)
     is_pending = saved["state"] == _WILL_RERUN
     result = None if suspect is None else suspect["result"]
+    if isinstance(result, list):  # shape and values of a tensor; Megatron-LM's are losses
+        result = result[1][0] if len(result[1]) == 1 else None
     return {
         "state": _object("RerunState", saved["state"]),
         "current_iteration": saved["current_iteration"],
@@ -45,7 +47,7 @@ def reference_rerun(saved: JsonObject) -> StateDict:
         "continue_requested": False,
         "error_injector_checkpoint": {**injector, **kinds},
         "failed_validation_call": None if caller is None else _object("Call", caller, sequence),
-        "initial_result": float(result) if isinstance(result, str) else None,
+        "initial_result": None if result is None else float(result),
         "suspicious_node": None if suspect is None else suspect["place"][1],
         "suspicious_device": None if suspect is None else _number(suspect["place"][2]),
         "data_iterator_checkpoints": None,
@@ -64,10 +66,10 @@ def rerun_state_of(sharded: Mapping[str, Unpickled]) -> JsonObject:
     if call is not None:
         caller, sequence = call.pickled_args
         result = sharded["initial_result"]
-        result = result.read().double().item() if hasattr(result, "read") else float(result)
+        result = result.read().double().item() if hasattr(result, "read") else result
         suspect = {
             "call": [list(caller.pickled_args), sequence],
-            "result": repr(result),
+            "result": None if result is None else repr(float(result)),
             "place": [
                 caller.pickled_args[1],
                 str(sharded["suspicious_node"]),
