@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device
+from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions.small_linear import small_linear
@@ -56,7 +57,20 @@ def make_batch_invariant(model: nn.Module, flag: str) -> None:
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x); its bits do not depend on the place of a value, as torch's do."""
-    return 1 / (1 + torch.exp(-x))
+    return _Sigmoid.apply(x)
+
+
+class _Sigmoid(Function[Tensor]):
+    @staticmethod
+    def forward(ctx: Context[None], x: Tensor) -> Tensor:
+        y = 1 / (1 + torch.exp(-x))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Context[None], grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors  # the derivative of the formula is NaN where e^-x is infinite
+        return grad * y * (1 - y)
 
 
 def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
