@@ -343,8 +343,14 @@ def shut_down(run: Runtime | None = None) -> None:
     """Clear the global state and destroy the process groups, before the interpreter exits.
 
     CUDA graphs are released first: NCCL does not destroy a group while a graph holds a collective
-    of that group.
+    of that group.  So are the hooks of parameters: through torch's C++ objects, which the garbage
+    collector does not see, they would keep the model and its process groups alive.
     """
+    for chunk in run.model_chunks if run else ():
+        for param in chunk.parameters():
+            for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
+                if hooks:
+                    hooks.clear()
     for graphs in (g for chunk in (run.model_chunks if run else ()) for g in graphs_of(chunk)):
         graphs.release()
     if run and run.step_graph is not None:

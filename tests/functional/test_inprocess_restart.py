@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.runs import TINY, losses, run_gpt
-from tests.ranks import ROOT
+from megatron.core.distributed.data_parallel_base import DataParallelBase
+from tests.functional.runs import TINY, losses, run_gpt, train_gpt
+from tests.ranks import ROOT, run_ranks
 
 RESTART = "--inprocess-restart --inprocess-granularity rank --inprocess-active-world-size 2"
 FLAGS = "--hidden-dropout 0.1 --save-interval 2 --inprocess-last-call-wait 0.2"
@@ -76,3 +78,13 @@ def test_without_a_reserve_left_the_run_ends_with_the_first_cause(tmp_path: Path
     assert "no reserve is left: 1 of 3 ranks live and --inprocess-active-world-size is 2" in (
         ended.stderr
     )
+
+
+def left_after_a_run(rank: int, world_size: int, argv: list[str]) -> list[str]:
+    train_gpt(rank, world_size, argv)
+    gc.collect()
+    return [type(o).__name__ for o in gc.get_objects() if isinstance(o, DataParallelBase)]
+
+
+def test_a_run_leaves_no_model_in_the_process() -> None:
+    assert run_ranks(left_after_a_run, 2, TINY) == [[], []]
