@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core import device
 from megatron.core.device import cpu_kernels
-from megatron.core.fusions import linear_cross_entropy
+from megatron.core.fusions import linear_cross_entropy, paged_attention
 from megatron.core.models.T5 import t5_model
 from megatron.core.tensor_parallel import layers
 
@@ -181,5 +181,6 @@ def graphs_on_cpu() -> Iterator[type[TapeGraph]]:
         mock.patch.object(layers, "device", _sees_a_gpu),
         mock.patch.object(t5_model, "device", _sees_a_gpu),
         mock.patch.object(linear_cross_entropy, "device", _sees_a_gpu),
+        mock.patch.object(paged_attention, "device", _sees_a_gpu),
     ):
         yield TapeGraph

@@ -150,6 +150,22 @@ GENERATED = {
 }
 
 
+@pytest.mark.feature("Generation: the host waits once a decode step, for the tokens")
+def test_the_host_waits_once_a_decode_step(compiled: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.host_gpu", "tests/functional/decode_waits.py"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+    waits = json.loads(ended.stdout.splitlines()[-1])
+    assert waits == {kind: [1] * 36 for kind in waits}
+    assert len(waits) == 7
+
+
 @pytest.mark.parametrize("name", GENERATED)
 def test_text_of_the_device_is_that_of_a_cpu(name: str, tmp_path: Path, compiled: Path) -> None:
     world_size, of_model, of_engine = GENERATED[name]

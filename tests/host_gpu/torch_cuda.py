@@ -20,6 +20,7 @@ from tests.host_gpu import attention, nccl
 
 _threads = threading.local()
 kept: list[Any] = []  # what would unregister itself
+waits: Any = None  # returns how often the host has waited for the device, once installed
 _DOING_NOTHING = {
     torch.cuda: ("_lazy_init", "set_device", "synchronize", "empty_cache"),
     torch._C: ("_cuda_attach_out_of_memory_observer",),
@@ -100,6 +101,8 @@ class _DefaultGenerator:
 
 def install(compiled: Any) -> None:
     """Let torch find the device; collectives of its tensors are those of the host."""
+    global waits
+    waits = compiled.waits
     properties = SimpleNamespace(total_memory=80 * 2**30, name="host", uuid="0", major=9, minor=0)
     stands_for = {
         "is_available": lambda: True,
@@ -137,6 +140,7 @@ def install(compiled: Any) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.mend()
     kept.append(attention.register())
+    device.records_graphs = lambda: False  # tests.graph_stand_in shows graphs
     device.default_backend = lambda: _LIKE_NCCL if device.is_cuda() else "gloo"
     dist.ProcessGroupNCCL = nccl.ProcessGroupNCCL  # type: ignore[misc, assignment]
     backend = dist.get_backend

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core import device
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
 from megatron.core.fusions.quantized_rows import SCALE_BYTES, decode, store_rows
@@ -86,6 +87,8 @@ def paged_attention(
             sink=rule.sink,
         )
         return y
+    if device.is_cuda(query.device) and len(query) == len(batch.num_keys):
+        return _attend_single_rows(query, keys, values, batch, rule)
     out = query.new_empty(*query.shape[:2], _width(values))
     first_rows, num_keys = batch.first_row.tolist(), batch.num_keys.tolist()
     for i, total in enumerate(num_keys):
@@ -150,6 +153,34 @@ def gather(cache: Tensor, pages: Tensor, first: int, stop: int) -> Tensor:
 def _width(cache: Tensor) -> int:
     """Return the width of the values in a cache."""
     return cache.shape[-1] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
+
+
+def _attend_single_rows(
+    query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rule: PagedRule
+) -> Tensor:
+    """Attend if each segment has one row; the host reads no index, so it need not wait for them.
+
+    Copies all pages of the block table, of which it hides what the rows do not see.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    pages = batch.block_table.long()
+    k, v = (cache[pages].flatten(1, 2) for cache in (keys, values))  # [S, t, g, d]
+    k, v = ((decode(x) if x.dtype == torch.int8 else x).to(wide) for x in (k, v))
+    q = query.to(wide).unflatten(1, (keys.shape[2], -1))  # [S, g, n/g, d]
+    scores = torch.einsum("sgrd,stgd->sgrt", q, k) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    place, stop = torch.arange(k.shape[1], device=k.device), batch.num_keys[:, None]
+    is_hidden = place >= stop
+    if rule.window is not None:
+        is_hidden |= place < stop - 1 - rule.window
+    scores = scores.masked_fill(is_hidden[:, None, None], -torch.inf)
+    v = v.masked_fill(is_hidden[:, :, None, None], 0)  # memory that nobody has written may be NaN
+    if rule.sink is not None:
+        sink = rule.sink.to(wide).view(1, *scores.shape[1:3], 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), -1)
+    probs = torch.softmax(scores, -1)[..., : k.shape[1]]
+    return torch.einsum("sgrt,stgd->sgrd", probs, v).flatten(1, 2).to(query.dtype)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, rule: PagedRule) -> Tensor:

@@ -135,6 +135,7 @@ class RotaryEmbedding(nn.Module):
         self._table: RotaryTable | None = None
         self._table_key: object = None
         self._held: Tensor | None = None
+        self._on_gpu: dict[object, Tensor] = {}  # frequencies, by context and device
 
     def frequencies(self, num_positions: int) -> Tensor:
         """Return the frequencies for contexts of ``num_positions``: [r/2] float32 on the CPU."""
@@ -153,9 +154,19 @@ class RotaryEmbedding(nn.Module):
         where = positions.float()
         if self.interpolation_factor is not None:
             where = where / self.interpolation_factor
-        frequencies = self.frequencies(num_positions).to(positions.device)
-        angles = where.unsqueeze(-1) * frequencies
+        angles = where.unsqueeze(-1) * self._frequencies_on(positions.device, num_positions)
         return angles[:, None, None] if positions.dim() == 1 else angles[:, :, None]
+
+    def _frequencies_on(self, where: torch.device, num_positions: int) -> Tensor:
+        """Return `frequencies` on a device; a GPU keeps them, since the host waits for a copy."""
+        if not device.launches_kernels(where):
+            return self.frequencies(num_positions).to(where)
+        scaling = self.scaling
+        is_long = scaling is not None and num_positions > scaling.original_max_positions
+        key = is_long, where
+        if key not in self._on_gpu:
+            self._on_gpu[key] = self.frequencies(num_positions).to(where)
+        return self._on_gpu[key]
 
     def table(
         self, num_positions: int, offset: int, dtype: torch.dtype, held: Tensor | None = None

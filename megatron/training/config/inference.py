@@ -75,11 +75,11 @@ class InferenceConfig:
     inference_dynamic_batching_max_tokens_override: int | None = _engine(
         None, "Maximum number of tokens of a forward pass; default: 2048.", at_least=1
     )
-    inference_dynamic_batching_num_cuda_graphs: int = _inference(
+    inference_dynamic_batching_num_cuda_graphs: int = _engine(
         16,
-        "Number of batch sizes for which decoding is captured as a CUDA graph.",
+        "Number of batch sizes for which decoding on a GPU is captured as a CUDA graph; 0: none, "
+        "-1: all.",
         at_least=-1,
-        ignored="decoding is not captured as a CUDA graph in this version",
     )
     inference_max_waiting_requests: int = _engine(
         1024, "Maximum number of requests that wait for their start; the server answers 429 then."

@@ -83,4 +83,5 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         weights=c.inference_weights,
         batch_invariant=c.inference_batch_invariant,
         kv_cache=c.inference_kv_cache_dtype,
+        num_cuda_graphs=c.inference_dynamic_batching_num_cuda_graphs,
     )

@@ -316,10 +316,9 @@ def test_arguments_without_effect_are_announced_once(caplog: pytest.LogCaptureFi
     log_once.warn_once.cache_clear()
     for _ in range(2):
         scripts.controller_of(scripts.model_of(1, {}), nccl_all_reduce_for_prefill=True)
-        scripts.context_of(num_cuda_graphs=4, materialize_only_last_token_logits=False)
+        scripts.context_of(materialize_only_last_token_logits=False)
     assert [r.message.split(" has no effect")[0] for r in caplog.records] == [
         "InferenceWrapperConfig: nccl_all_reduce_for_prefill",
-        "DynamicInferenceContext: num_cuda_graphs",
         "DynamicInferenceContext: materialize_only_last_token_logits=False",
     ]
 

@@ -91,13 +91,13 @@ class DynamicInferenceContext(BaseInferenceContext):
             overflow_factor=buffer_overflow_factor or 1.0,
             max_sequence_length=max_sequence_length,
             max_waiting=2**62,
-            **_given(max_requests=max_requests_override, max_step_tokens=max_tokens_override),
+            **_given(
+                max_requests=max_requests_override,
+                max_step_tokens=max_tokens_override,
+                num_cuda_graphs=num_cuda_graphs,
+            ),
         )
         self._engine: CollectiveEngine | None = None
-        if num_cuda_graphs is not None:
-            warn_once(
-                "DynamicInferenceContext: num_cuda_graphs has no effect: steps are not graphs"
-            )
         if not materialize_only_last_token_logits:
             warn_once(
                 "DynamicInferenceContext: materialize_only_last_token_logits=False has no effect: "

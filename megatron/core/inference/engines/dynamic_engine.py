@@ -15,7 +15,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.inference.contexts.dynamic_context import (
     ChunkOverflowError,
     DynamicInferenceContext,
@@ -39,7 +38,8 @@ class DynamicInferenceEngine(AbstractEngine):
     """Continuous batching.  Construction is collective over the ranks of the model.
 
     ``termination_id``: the token that ends a text; None: as the tokenizer says.
-    ``random_seed``: of requests without a seed of their own.
+    ``enable_cuda_graph``: decode on a GPU with CUDA graphs.  ``random_seed``: of requests without a
+    seed of their own.
     """
 
     def __init__(
@@ -50,8 +50,6 @@ class DynamicInferenceEngine(AbstractEngine):
         enable_cuda_graph: bool,
         random_seed: int | None = None,
     ) -> None:
-        if enable_cuda_graph:
-            warn_once("DynamicInferenceEngine: enable_cuda_graph has no effect")
         self.controller, self.context = controller, context
         wrapper = controller.inference_wrapped_model
         model = wrapper.generation_model(controller.tokenizer, termination_id)
@@ -59,7 +57,10 @@ class DynamicInferenceEngine(AbstractEngine):
         self.random_seed = random_seed
         self.request_counter = Counter()
         self.requests: dict[int, DynamicInferenceRequest] = {}
-        self._engine = CollectiveEngine(model, context.options)
+        options = context.options
+        if not enable_cuda_graph:
+            options = replace(options, num_cuda_graphs=0)
+        self._engine = CollectiveEngine(model, options)
         context.bind(self._engine)
         self.reset()
 

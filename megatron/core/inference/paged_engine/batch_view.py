@@ -26,7 +26,8 @@ class BatchView:
     ``start_lengths`` [slots]: tokens of the request in each slot when it started.  ``sources``:
     slot and number of tokens of each sequence that the encoder has read in this step.
     ``row_invariant``: recurrent layers run each request alone, so that its bits do not depend on
-    the others.
+    the others.  ``into``: a tensor of `num_integers` that receives the integers of the rows, and
+    the width of the block table.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class BatchView:
         start_lengths: Integers,
         sources: Sequence[tuple[int, int]] = (),
         row_invariant: bool = False,
+        into: tuple[Tensor, int] | None = None,
     ) -> None:
         self._cache, self._segments, self._sources = cache, plan.segments, sources
         self._row_invariant = row_invariant
         self._depth = 0
+        self.reads_host = False  # whether a layer has read the numbers of the plan on the host
         self.hidden: Tensor | None = None  # of all rows, after the last layer [N, 1, h]
         segments = self._segments
         starts = np.array([s.start for s in segments])
@@ -51,7 +54,8 @@ class BatchView:
         self._rows = list(map(slice, first_row[:-1].tolist(), first_row[1:].tolist()))
         of_row = np.arange(len(lengths)).repeat(lengths)
         positions = _count_up(starts, lengths)
-        table = np.zeros((len(lengths), max(len(s.pages) for s in segments)), np.int64)
+        width = max(len(s.pages) for s in segments) if into is None else into[1]
+        table = np.zeros((len(lengths), width), np.int64)
         for row, segment in zip(table, segments, strict=True):
             row[: len(segment.pages)] = segment.pages
         pages, offsets = np.divmod(positions, cache.page_size)
@@ -72,10 +76,20 @@ class BatchView:
         )
         # One copy to the device, which the host does not wait for.
         whole = host_array(torch.from_numpy(np.concatenate(rows)), device)
-        uploaded = whole.to(device, non_blocking=True).split([len(x) for x in rows])
+        if into is None:
+            on_device = whole.to(device, non_blocking=True)
+        else:
+            on_device = into[0].copy_(whole, non_blocking=True)
+        uploaded = on_device.split([len(x) for x in rows])
         self.token_ids, self._positions, self._contexts, self._at, self._outputs = uploaded[:5]
-        first, num_keys, pages_of = (x.int() for x in uploaded[5:])
-        self._batch = PagedBatch(first, num_keys, pages_of.view(table.shape))
+        self._indices = (*uploaded[5:7], uploaded[7].view(table.shape))
+        self._batch: PagedBatch | None = None
+        if into is None:
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Convert the indices of this step for the kernels.  With ``into`` the pass calls it."""
+        self._batch = PagedBatch(*(x.int() for x in self._indices))
 
     def at_depth(self, depth: int) -> BatchView:
         """Return these rows for the MTP layer of ``depth``, from 1, which has entries of its own.
@@ -110,8 +124,10 @@ class BatchView:
             values = keys
         if bias is None and isinstance(core, DotProductAttention):
             rule = core.paged_rule(query)
+            assert self._batch is not None, "the pass has called prepare()"
             out = paged_attention(query[:, 0], keys, values, self._batch, rule)
             return out.flatten(1).unsqueeze(1)
+        self.reads_host = True
         parts = []
         for segment, rows in zip(self._segments, self._rows, strict=True):
             k, v = (self._gathered(x, segment).to(query.dtype) for x in (keys, values))
@@ -130,6 +146,7 @@ class BatchView:
     ) -> Tensor:
         """Attend to the sequence that the encoder has read for each request."""
         assert mask is None, "sources have no padding"
+        self.reads_host = True
         if self._sources:
             lengths = [length for _, length in self._sources]
             keys, values = (x.split(lengths) for x in project())
@@ -149,6 +166,7 @@ class BatchView:
         step: Callable[[State, State | None], tuple[Tensor, State]],
     ) -> Tensor:
         """Scan each request from the state of its slot; single tokens go through as one batch."""
+        self.reads_host = True
         parts: list[Tensor] = [rows[0]] * len(self._segments)
         single = []
         for i, (segment, of_segment) in enumerate(zip(self._segments, self._rows, strict=True)):
@@ -177,6 +195,11 @@ class BatchView:
         """Copy the tokens of a segment's request out of the pages: [t, 1, g, d]."""
         own = torch.from_numpy(segment.pages).to(pages.device)
         return gather(pages, own, 0, segment.num_keys).unsqueeze(1)
+
+
+def num_integers(num_rows: int, table_width: int) -> int:
+    """Return how many integers a view of ``num_rows`` requests with one token each uploads."""
+    return num_rows * (7 + table_width) + 1
 
 
 def _count_up(starts: Integers, lengths: Integers) -> Integers:

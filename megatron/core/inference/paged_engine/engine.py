@@ -366,6 +366,7 @@ class Engine:
             row_invariant=self.options.batch_invariant,
             num_draft_layers=self._num_draft_layers,
             num_draft_tokens=self.options.num_draft_tokens,
+            num_graphs=0 if self.options.batch_invariant else self.options.num_cuda_graphs,
         )
 
     def _ranks(self, replica: int) -> Iterator[int]:

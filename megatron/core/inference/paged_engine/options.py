@@ -41,6 +41,7 @@ class EngineOptions:
     weights: Literal["saved", "bf16", "int8"] = "saved"
     batch_invariant: bool = False
     kv_cache: KVFormat = "auto"
+    num_cuda_graphs: int = 16  # numbers of requests whose decoding is captured; -1: all
     timeout_s: float = 600.0  # until a rank that does not answer ends the engine
 
     def __post_init__(self) -> None:
@@ -78,6 +79,7 @@ class EngineOptions:
             ("--inference-max-seq-length", self.max_sequence_length, 1),
             ("--inference-max-waiting-requests", self.max_waiting, 1),
             ("--inference-num-draft-tokens", self.num_draft_tokens, 0),
+            (f"{_BATCHING}-num-cuda-graphs", self.num_cuda_graphs, -1),
         ):
             need(value is None or value >= least, flag, value, f"{least} or more")
         return out

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.decode_graphs import DecodeGraphs
 from megatron.core.inference.paged_engine.draft_model import DraftModel
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.paged_engine.step_plan import Admission, StepPlan, StepResult
@@ -77,6 +78,8 @@ class ModelRunner:
     """Executes plans with a model, a cache and a sampler of ``cache.max_requests`` slots.
 
     ``num_draft_layers`` MTP layers draft at most ``num_draft_tokens`` tokens after each step.
+    ``num_graphs``: numbers of requests for which decoding is captured as a CUDA graph, see
+    `DecodeGraphs`; not for models that draft, have stages, experts or an encoder.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class ModelRunner:
         row_invariant: bool = False,
         num_draft_layers: int = 0,
         num_draft_tokens: int = 0,
+        num_graphs: int = 0,
     ) -> None:
         self.model, self.cache, self._row_invariant = model, cache, row_invariant
         slots = cache.max_requests + 1
@@ -104,6 +108,9 @@ class ModelRunner:
                 num_layers=num_draft_layers,
                 num_tokens=num_draft_tokens,
             )
+        self._graphs: DecodeGraphs | None = None
+        if num_graphs and not num_draft_layers and _runs_alone(model):
+            self._graphs = DecodeGraphs(model.module, cache, num_graphs, self._decode)
         self._num_steps = 0
         self._sent: tuple[dist.Work, Tensor] | None = None  # the tensor lives until it is sent
         c = model.config
@@ -125,15 +132,18 @@ class ModelRunner:
         self.cache.copy_pages(plan.copies)
         if not plan.segments:
             return None
-        view = BatchView(
-            self.cache,
-            plan,
-            self.model.device,
-            start_lengths=self._start_lengths,
-            sources=[(a.slot, len(a.source)) for a in sources],
-            row_invariant=self._row_invariant,
-        )
-        out = self._forward(view, sources)
+        view = None
+        out = None if self._graphs is None else self._graphs.run(plan, self._start_lengths)
+        if out is None:
+            view = BatchView(
+                self.cache,
+                plan,
+                self.model.device,
+                start_lengths=self._start_lengths,
+                sources=[(a.slot, len(a.source)) for a in sources],
+                row_invariant=self._row_invariant,
+            )
+            out = self._forward(view, sources)
         rows = None
         if self._sampler is not None:
             num_logits = self.model.num_logits or self.model.vocab_size
@@ -141,9 +151,15 @@ class ModelRunner:
         result = None if rows is None else rows.to_result()
         if self._draft_model is not None:
             sampled = None if rows is None else rows.tokens
+            assert view is not None, "a model that drafts has no graphs"
             drafts = self._draft_model.draft(plan, view, sampled, self._start_lengths)
             result = None if result is None else replace(result, drafts=drafts)
         return result
+
+    def _decode(self, view: BatchView) -> Tensor:
+        """Return the logits of a decode step; a CUDA graph captures this."""
+        view.prepare()
+        return self._forward(view, [])
 
     def _forward(self, view: BatchView, sources: list[Admission]) -> Tensor:
         """Return logits [1, r, v] on the last stage; send hidden states on from the others."""
@@ -181,3 +197,13 @@ class ModelRunner:
             ids = torch.tensor([admission.source], device=self.model.device)
             hidden.append(self.model.module(ids, None, output_encoder_hidden_only=True))
         return torch.cat([part.to(hidden[-1].dtype) for part in hidden])
+
+
+def _runs_alone(model: GenerationModel) -> bool:
+    """Return whether a forward pass needs no other stage, and no numbers of experts' tokens."""
+    return (
+        model.groups.pp.size() == 1
+        and model.groups.ep.size() == 1
+        and model.config.num_moe_experts is None
+        and model.decoder_start is None
+    )

@@ -38,13 +38,13 @@ class SampledRows:
     top_log_probs: Tensor
 
     def to_result(self) -> StepResult:
-        """Wait for the device and return the result on the host."""
+        """Wait for the device, once, and return the result on the host."""
         floats = torch.cat([self.log_probs[:, None], self.top_log_probs], dim=1)
-        integers = torch.cat([self.tokens[:, None], self.top_tokens], dim=1)
-        floats_here, integers_here = floats.cpu().numpy(), integers.cpu().numpy()
-        return StepResult(
-            integers_here[:, 0], floats_here[:, 0], integers_here[:, 1:], floats_here[:, 1:]
-        )
+        bits = floats.view(torch.int32).long()
+        every = torch.cat([self.tokens[:, None], self.top_tokens, bits], dim=1).cpu().numpy()
+        integers, found = np.split(every, [1 + self.top_tokens.shape[1]], axis=1)
+        numbers = found.astype(np.int32).view(np.float32)
+        return StepResult(integers[:, 0], numbers[:, 0], integers[:, 1:], numbers[:, 1:])
 
 
 class Sampler:

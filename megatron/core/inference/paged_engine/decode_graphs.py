@@ -1,0 +1,136 @@
+"""CUDA graphs of decode steps: forward passes in which every request has one token.
+
+Such a step has little work per kernel, and the host needs longer to launch the kernels than the
+device to run them.  A graph is captured for a number of rows and of pages in a request, at its
+first use: requests are padded to a captured number with rows that use the extra page and slot of
+the cache, and block tables to a power of two pages.  The integers of a step are copied into the
+buffer that the graph reads.  Sampling is not part of a graph.
+
+Collectives are those of the model: all ranks execute equal plans, so they capture together.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron.core import device
+from megatron.core.inference.paged_engine.batch_view import BatchView, num_integers
+from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.step_plan import SAMPLE, Integers, Segment, StepPlan
+from megatron.core.tensor_parallel.layers import Linear
+
+Forward = Callable[[BatchView], Tensor]
+
+
+@dataclass
+class _Captured:
+    integers: Tensor  # static input
+    graph: device.Graph | None = None
+    logits: Tensor | None = None  # static output; the next replay of any graph overwrites it
+
+
+class DecodeGraphs:
+    """The graphs of one model.  ``forward`` maps a view to logits [1, r, v] on this rank."""
+
+    def __init__(
+        self, module: nn.Module, pages: PagedCache, num_graphs: int, forward: Forward
+    ) -> None:
+        """``num_graphs``: numbers of rows that are captured; -1: every number."""
+        self._module, self._cache, self._forward = module, pages, forward
+        self._sizes = captured_sizes(num_graphs, pages.max_requests)
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._is_possible = device.records_graphs() and not any(
+            isinstance(m, Linear) and m.quantizer is not None for m in module.modules()
+        )
+        self._pool = cache(device.graph_pool)  # one memory pool: no output outlives its step
+        self._weights = self._version()
+
+    def run(self, plan: StepPlan, start_lengths: Integers) -> Tensor | None:
+        """Return the logits of a decode step [1, r, v], until the next call; None: not possible.
+
+        The first step of a size runs without a graph and is captured afterwards.
+        """
+        if not (self._is_possible and self._sizes and _is_decoding(plan)):
+            return None
+        if len(plan.segments) > self._sizes[-1]:
+            return None
+        if (version := self._version()) != self._weights:
+            self.release()  # weights may have another address now
+            self._weights = version
+        rows = self._sizes[bisect_left(self._sizes, len(plan.segments))]
+        width = _power_of_two(max(len(s.pages) for s in plan.segments))
+        where = next(self._module.parameters()).device
+        known = self._captured.get((rows, width))
+        if known is None:
+            integers = torch.empty(num_integers(rows, width), dtype=torch.int64, device=where)
+            known = _Captured(integers)
+        view = BatchView(
+            self._cache,
+            self._padded(plan, rows),
+            where,
+            start_lengths=start_lengths,
+            into=(known.integers, width),
+        )
+        if known.graph is not None:
+            known.graph.replay()
+            assert known.logits is not None, "captured with the graph"
+            return known.logits[:, : len(plan.segments)]
+        logits = self._forward(view)
+        if view.reads_host:  # a layer needs the numbers of the plan: a graph would repeat these
+            self._is_possible = False
+            return logits[:, : len(plan.segments)]
+        self._capture(known, view)
+        self._captured[rows, width] = known
+        return logits[:, : len(plan.segments)]
+
+    def release(self) -> None:
+        """Free all graphs."""
+        for captured in self._captured.values():
+            if captured.graph is not None:
+                captured.graph.release()
+        self._captured.clear()
+
+    def _capture(self, captured: _Captured, view: BatchView) -> None:
+        graph = captured.graph = device.Graph(self._pool())
+        stream = device.side_stream()  # the default stream cannot be captured
+        with device.about_to_record(), device.on_stream(stream), graph.recording():
+            captured.logits = self._forward(view)
+        device.join_stream(stream)
+
+    def _padded(self, plan: StepPlan, num_rows: int) -> StepPlan:
+        """Return ``plan`` with idle rows behind its own."""
+        slot, page = self._cache.max_requests, self._cache.num_pages  # the extra ones
+        idle = Segment(slot, 0, _ints(0), _ints(page), targets=_ints(SAMPLE))
+        missing = num_rows - len(plan.segments)
+        return replace(plan, segments=(*plan.segments, *[idle] * missing))
+
+    def _version(self) -> int:
+        """Return a number that changes when `refit.note_new_weights` is called."""
+        return next(self._module.parameters())._version
+
+
+def captured_sizes(num_graphs: int, most: int) -> list[int]:
+    """Return at most ``num_graphs`` numbers of rows up to ``most``, evenly spaced; -1: all."""
+    count = most if num_graphs < 0 else min(num_graphs, most)
+    return sorted({-(-most * i // count) for i in range(1, count + 1)})
+
+
+def _is_decoding(plan: StepPlan) -> bool:
+    return bool(plan.segments) and all(
+        len(s.tokens) == len(s.targets) == 1 and s.start for s in plan.segments
+    )
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _ints(*values: int) -> Integers:
+    return np.array(values, dtype=np.int64)
