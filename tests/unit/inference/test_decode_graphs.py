@@ -88,6 +88,15 @@ def test_new_weights_are_captured_again() -> None:
         assert_equal(found, tokens_of(plain))
 
 
+def test_an_engine_that_ends_releases_its_graphs() -> None:
+    with graphs_on_cpu() as graph:
+        one = made()
+        one.generate(requests()[1:2])
+        assert graph.living == graph.graphs > 0
+        one.close()
+        assert graph.living == 0
+
+
 @pytest.mark.parametrize("changes", [MOE, {"quantized": True}])
 def test_models_that_graphs_cannot_hold_run_without(changes: dict[str, Any]) -> None:
     with graphs_on_cpu() as graph:

@@ -266,6 +266,7 @@ class Engine:
         for rank in self._channel.ranks[1:]:
             self._channel.send(np.array([_STOP]), rank)
         self._channel.flush()
+        self._runner.release_graphs()
 
     def _run(self, plans: dict[int, StepPlan], lane: int) -> None:
         """Send the plans to the ranks of their replicas; execute that of this rank's replica."""
@@ -344,6 +345,7 @@ class Engine:
                 message = self._channel.receive(self._channel.root)
             if message[0] == _STOP:
                 self._channel.flush()
+                self._runner.release_graphs()
                 return
             if message[0] == _UPDATE:
                 assert self.model.load_weights is not None, "rank 0 has checked it"

@@ -156,6 +156,11 @@ class ModelRunner:
             result = None if result is None else replace(result, drafts=drafts)
         return result
 
+    def release_graphs(self) -> None:
+        """Free CUDA graphs: NCCL does not destroy a group while a graph holds its collectives."""
+        if self._graphs is not None:
+            self._graphs.release()
+
     def _decode(self, view: BatchView) -> Tensor:
         """Return the logits of a decode step; a CUDA graph captures this."""
         view.prepare()
