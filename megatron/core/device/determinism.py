@@ -41,13 +41,16 @@ def require(environ: MutableMapping[str, str]) -> list[str]:
     return problems
 
 
-def cumulative_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+def cumulative_sum(
+    x: Tensor, dim: int, *, dtype: torch.dtype | None = None, in_fixed_order: bool = False
+) -> Tensor:
     """Return ``x.cumsum(dim)``; in deterministic mode on a GPU, sum floats in a fixed order.
 
-    That order (Hillis and Steele 1986) takes log2(n) passes over ``n`` elements.
+    That order (Hillis and Steele 1986) takes log2(n) passes over ``n`` elements.  With
+    ``in_fixed_order`` a GPU always uses it: the order of its kernel depends on the other sums.
     """
     if not (
-        torch.are_deterministic_algorithms_enabled()
+        (in_fixed_order or torch.are_deterministic_algorithms_enabled())
         and device.is_cuda(x.device)
         and x.is_floating_point()
     ):

@@ -1,8 +1,9 @@
 """Linear layers of generation, y = x W^T + b: few rows are limited by the bandwidth of memory.
 
 ``m`` rows, ``k`` inputs, ``n`` outputs.  W is float32, bfloat16, or int8 with a scale for each
-`GROUP` columns of a row; activations and sums are float32.  With the compiled kernel the bits of a
-row do not depend on m; the plain form on other devices does not promise that.
+`GROUP` columns of a row; activations and sums are float32.  With the compiled kernel of a CPU, and
+with that of a GPU for a W of the dtype of x, the bits of a row do not depend on m; the plain form
+does not promise that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import cpu_kernels
+from megatron.core.fusions import kernels
 from megatron.core.low_precision import Scaled, largest
 
 GROUP = 128  # columns that share a scale
@@ -43,6 +45,13 @@ def small_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tenso
     codes = weight.codes if isinstance(weight, Scaled) else weight
     scales = weight.scale if isinstance(weight, Scaled) else None
     if not _has_kernel(x, codes):
+        if (
+            scales is None
+            and x.dtype == codes.dtype
+            and (fused := kernels.find("matmul", x, codes))
+        ):
+            y: Tensor = fused.linear(x.detach().flatten(0, -2), codes, bias)
+            return y.view(*x.shape[:-1], len(codes))
         values = weight.values(torch.float32) if isinstance(weight, Scaled) else weight
         return F.linear(x, values.to(x.dtype), None if bias is None else bias.to(x.dtype))
     wide, (outputs, width) = x.detach().to(torch.float32).contiguous(), codes.shape

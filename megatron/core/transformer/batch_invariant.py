@@ -7,6 +7,10 @@ Of torch's operations on a CPU, matmuls depend on the number of rows, and sigmoi
 and GELU (tanh) on the place of a value unless rows have a multiple of 16 values; norms, softmax,
 top-k, exp, GELU (erf), tanh, embeddings and rotary positions do not.  MLPs use compiled kernels,
 which do not either.  `make_batch_invariant` replaces the others.
+
+On a GPU, for generation only, matmuls, attention over pages, norms and sums of probabilities are
+Triton's kernels, whose tiles and order do not depend on the number of rows; other operations
+compute each value alone.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions.small_linear import small_linear
+from megatron.core.optional import why_missing
 from megatron.core.tensor_parallel.layers import Linear
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer
@@ -29,6 +34,8 @@ from megatron.core.transformer.dot_product_attention import CAUSAL, DotProductAt
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+TRAINING = "--batch-invariant-mode"
 
 
 def make_batch_invariant(model: nn.Module, flag: str) -> None:
@@ -106,7 +113,8 @@ def _dependence(module: nn.Module) -> str | None:
 def _check_kernels(model: nn.Module, flag: str) -> None:
     dtypes = {p.dtype for p in model.parameters()}
     if any(device.is_cuda(p.device) for p in model.parameters()):
-        raise ConfigError(f"{flag} runs on a CPU only: add --device cpu, or leave it out")
+        _check_gpu(model, flag)
+        return
     for dtype in dtypes:
         reason = cpu_kernels.unsupported_reason(dtype)
         names = "small_linear", "paged_attention"
@@ -114,3 +122,23 @@ def _check_kernels(model: nn.Module, flag: str) -> None:
             reason = "the compiled kernels are of an older version"
         if reason is not None:
             raise MissingDependency(f"{flag} needs compiled kernels: {reason}")
+
+
+def _check_gpu(model: nn.Module, flag: str) -> None:
+    """Raise unless all sums of ``model`` have a kernel of a GPU with a fixed order."""
+    if flag == TRAINING:
+        raise ConfigError(f"{flag} runs on a CPU only: add --device cpu, or leave it out")
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            raise ConfigError(
+                f"{flag} on a GPU: grouped GEMMs of experts sum in an order that depends on the "
+                "number of rows; add --device cpu, or leave it out"
+            )
+        group = getattr(module, "tp_group", None)
+        if group is not None and group.size() > 1:
+            raise ConfigError(
+                f"{flag} on a GPU: NCCL adds in an order that depends on the number of rows; use "
+                "--tensor-model-parallel-size 1, with a replica of the model on each rank"
+            )
+    if (reason := why_missing("triton")) is not None:
+        raise MissingDependency(f"{flag} on a GPU needs Triton's kernels: {reason}")

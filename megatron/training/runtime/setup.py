@@ -26,7 +26,7 @@ from megatron.core.optimizer.param_groups import (
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.overlapped_linear import overlap_layers
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
-from megatron.core.transformer.batch_invariant import make_batch_invariant
+from megatron.core.transformer.batch_invariant import TRAINING, make_batch_invariant
 from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
@@ -105,7 +105,7 @@ def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: boo
     run.model_chunks = [_wrapped(run, chunk, wrap) for chunk in chunks]
     if run.config.model.batch_invariant_mode:
         for model in run.model_chunks:
-            make_batch_invariant(model, "--batch-invariant-mode")
+            make_batch_invariant(model, TRAINING)
     if run.config.model.tp_comm_overlap and device.is_cuda():  # a CPU has announced it
         _overlap(run)
     if wrap:

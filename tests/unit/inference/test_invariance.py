@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.transformer import batch_invariant
 from tests.unit.inference.test_batch_view import gpt, mamba
 from tests.unit.inference.test_engine import LENGTH, engine
 
@@ -102,3 +104,25 @@ def test_models_that_cannot_be_invariant_are_refused() -> None:
     with pytest.raises(ConfigError, match="the scan of a Mamba layer"):
         use_fast_linears(mamba(), batch_invariant=True)
     use_fast_linears(alibi)  # without the promise they are as fast as others
+
+
+@pytest.mark.feature("Generation: on a GPU batch invariance is refused where sums depend on rows")
+def test_on_a_gpu_models_are_refused_whose_sums_depend_on_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, experts = made({}).model.module, made(FAMILIES["experts"]).model.module
+    reasons: dict[str, str | None] = {"triton": None}
+    monkeypatch.setattr(batch_invariant.device, "is_cuda", lambda *_: True)
+    monkeypatch.setattr(batch_invariant, "why_missing", reasons.get)
+    use_fast_linears(plain, batch_invariant=True)
+    with pytest.raises(ConfigError, match="on a GPU: grouped GEMMs of experts sum"):
+        use_fast_linears(experts, batch_invariant=True)
+    with pytest.raises(ConfigError, match="--batch-invariant-mode runs on a CPU only"):
+        batch_invariant.make_batch_invariant(plain, batch_invariant.TRAINING)
+    plain.output_layer.tp_group = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ConfigError, match="on a GPU: NCCL adds in an order.*parallel-size 1, with"):
+        use_fast_linears(plain, batch_invariant=True)
+    plain.output_layer.tp_group = SimpleNamespace(size=lambda: 1)
+    reasons["triton"] = "triton is not installed"
+    with pytest.raises(MissingDependency, match="Triton's kernels: triton is not installed"):
+        use_fast_linears(plain, batch_invariant=True)

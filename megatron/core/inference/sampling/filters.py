@@ -90,6 +90,6 @@ def _last_of_top_p(best: Tensor, last: Tensor, top_p: Tensor) -> Tensor:
     not count.
     Nucleus sampling, Holtzman et al. 2020.
     """
-    sums = cumulative_sum(best.exp_(), -1, dtype=torch.float64)
+    sums = cumulative_sum(best.exp_(), -1, dtype=torch.float64, in_fixed_order=True)
     enough = sums.gather(-1, last[:, None]) * top_p[:, None]
     return torch.where(top_p < 1, torch.searchsorted(sums, enough)[:, 0].clamp(max=last), last)
