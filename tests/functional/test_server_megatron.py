@@ -129,6 +129,7 @@ K = "equal to or greater than 0 and less than or equal to 1000"
         ),
         ({"prompts": ["a"], "stop_token": "x"}, "stop_token must be an integer"),
         ({"prompts": ["a"], "length_penalty": "x"}, "length_penalty must be a float"),
+        ({"prompts": ["a"], "length_penalty": 10**400}, "length_penalty must be a float"),
     ],
 )
 def test_a_wrong_field_gets_the_message_of_megatron(server, fields, message):

@@ -187,6 +187,7 @@ def read_request(body: Body) -> LegacyRequest:
     _need(stop_token is None or _is_int(stop_token), "stop_token must be an integer")
     penalty = _field(body, "length_penalty", 1.0)
     _need(_is_number(penalty), "length_penalty must be a float")
+    _need(abs(penalty) <= 1e308, "length_penalty must be a float")  # an integer may be more
     return LegacyRequest(
         prompts=prompts,
         num_tokens=num_tokens,

@@ -186,6 +186,10 @@ def test_an_ended_text_outside_the_best_ones_is_not_kept() -> None:
     ("beam", "params", "message"),
     [
         (BeamParams(0), {}, "beam width 0: give 1 or more"),
+        *(
+            (BeamParams(2, penalty), {}, f"length_penalty {penalty:g}: give a number from -10 to")
+            for penalty in (1e4, -1e4, float("nan"))
+        ),
         (BeamParams(2), {"logit_bias": {1: 2.0}}, "logit_bias has no effect on beam search"),
         (
             BeamParams(2),

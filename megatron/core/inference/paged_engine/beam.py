@@ -21,6 +21,8 @@ from megatron.core.inference.paged_engine.request import (
 )
 from megatron.core.inference.paged_engine.request_state import RequestState
 
+_LARGEST_PENALTY = 10  # for lengths: their power is a finite number above 0
+
 
 class BeamGroup:
     """The open beams of ``request``.  ``root`` is the state that computes its prompt."""
@@ -153,6 +155,13 @@ def check_beam_request(request: Request) -> None:
         return
     if request.beam.width < 1:
         raise RequestError(f"beam width {request.beam.width}: give 1 or more", "beam_width")
+    penalty = request.beam.length_penalty
+    if not -_LARGEST_PENALTY <= penalty <= _LARGEST_PENALTY:  # also NaN
+        raise RequestError(
+            f"length_penalty {penalty:g}: give a number from {-_LARGEST_PENALTY} to "
+            f"{_LARGEST_PENALTY}",
+            "length_penalty",
+        )
     neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
     for name, value in neutral.items():
         if getattr(params, name) != value:
