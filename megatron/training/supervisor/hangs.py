@@ -53,7 +53,8 @@ class HangDetector:
             beat = hang.heartbeat
             is_stopped = states[beat.rank] == "stopped"
             text = f"its process is stopped; {hang}" if is_stopped else str(hang)
-            order = likely_cause(beat.is_in_collective, -hang.waited_s)
-            self.found[beat.rank] = (text, (float(not is_stopped), *map(float, order)))
+            runs, is_in_collective, _ = likely_cause(beat, is_stopped)
+            # Other hosts have another clock: compare the time that has passed since the sign.
+            self.found[beat.rank] = (text, (float(runs), float(is_in_collective), -hang.waited_s))
         processes.kill(min(self.found, key=lambda rank: self.found[rank][1]))
         return True
