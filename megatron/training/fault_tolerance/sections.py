@@ -72,9 +72,11 @@ class Monitor:
     def start(self, folder: str | None = None) -> None:
         """Begin the setup; write the heartbeat into ``folder``, else into private memory.
 
-        A second call has no effect.  Raises LaunchError.
+        A later call begins the setup again (restart inside the process).  Raises LaunchError.
         """
         if self._file is not None:
+            self._open.clear()
+            self.begin("setup")
             return
         if folder is not None:
             # The supervisor asks for stacks with this signal, which would end other processes.
@@ -92,7 +94,8 @@ class Monitor:
         ``learns``: save the learnt limits in ``state_folder`` (--calc-ft-timeouts), where they are
         read in any case.  Raises MissingDependency, LaunchError or ConfigError.
         """
-        self.start()
+        if not self.is_on:
+            self.start()
         if state_folder is not None:
             path = Path(state_folder) / STATE_FILE
             self.limits = self._saved = Limits.load(path)
@@ -193,6 +196,7 @@ class Monitor:
         if self._file is not None:
             self._file.begin("ended")
             self._open.clear()
+            self._closed_at_s = 0.0
         if self.client is not None:
             self.client.close()
             self.client = None
@@ -216,6 +220,10 @@ each_rank_owns(__name__, "monitor")
 
 
 def start_heartbeat() -> None:
-    """Start the monitor if a supervisor has asked for heartbeats.  Raises LaunchError."""
-    if folder := os.environ.get(VARIABLE):
-        monitor.start(folder)
+    """Start the monitor if a supervisor has asked for heartbeats, or if it is on already.
+
+    Raises LaunchError.
+    """
+    folder = os.environ.get(VARIABLE)
+    if folder or monitor.is_on:
+        monitor.start(folder or None)
