@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.core.config.errors import MegatronError
 from megatron.core.inference.paged_engine.request import BeamParams
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.endpoint import Service, json_answer
-from megatron.inference.server.errors import ApiError
+from megatron.inference.server.errors import ApiError, as_api_error
 from megatron.inference.server.fields import Body, log_prob_of
 from megatron.inference.server.generation import Sample, Wanted
 from megatron.inference.server.sampling_fields import with_log_probs
@@ -22,29 +23,17 @@ _DEFAULT_TOKENS = 64
 _LONGEST_TEXT = 1 << 20  # characters of a prompt
 
 
-class WrongField(ApiError):
-    """A field that does not fit; the answer is the message, as a JSON string."""
-
-
 @dataclass(frozen=True)
 class LegacyRequest:
     """The fields of a request, checked."""
 
     prompts: list[str]
-    num_tokens: int
-    has_log_probs: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    top_p_decay: float
-    top_p_bound: float
+    params: SamplingParams
     adds_bos: bool
     stops: tuple[str, ...]
     prevents_newline: bool
-    seed: int | None
-    beam_width: int | None
+    beam: BeamParams | None
     stop_token: int | None
-    length_penalty: float
 
 
 async def answer_api(service: Service, request: Any, body: Body) -> Any:
@@ -52,45 +41,33 @@ async def answer_api(service: Service, request: Any, body: Body) -> Any:
     try:
         asked = read_request(body)
         return json_answer(await _generate(service, request, asked))
-    except WrongField as error:
-        return json_answer(error.message, 400)
-    except ApiError as error:
-        if error.status != 400:
+    except MegatronError as error:
+        found = as_api_error(error)  # of a field, or of the engine
+        if found.status != 400:
             raise
-        return json_answer(error.message, 400)
+        return json_answer(found.message, 400)
 
 
 async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dict[str, Any]:
     model = service.model
     bos = model.first_token()
     if asked.adds_bos and not bos:
-        raise WrongField("add_BOS: this tokenizer has no BOS token")
+        raise ApiError("add_BOS: this tokenizer has no BOS token")
     prompts = []
     for text in asked.prompts:
         ids = await model.tokenize(text, "prompts") if text else []
         has_bos = ids[:1] == bos  # the tokenizer has added it
         prompts.append(bos + ids if asked.adds_bos and not has_bos else ids)
-    num_tokens = sum(len(ids) + asked.num_tokens for ids in prompts)
+    params = asked.params
+    num_tokens = sum(len(ids) + params.num_tokens_to_generate for ids in prompts)
     _need(
         num_tokens <= service.max_api_tokens,
         f"Too many tokens.  {num_tokens} is greater than {service.max_api_tokens}",
     )
-    params = SamplingParams(
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        top_p_decay=asked.top_p_decay,
-        top_p_bound=asked.top_p_bound,
-        seed=asked.seed,
-        num_tokens_to_generate=asked.num_tokens,
-        prompt_log_probs_only=asked.num_tokens == 0,
-    )
     if asked.prevents_newline:
         params = replace(params, forbidden_after=await model.newlines_after_colons())
-    if asked.has_log_probs:
-        params = with_log_probs(params, 0, 0)
-    if asked.beam_width is not None:
-        return await _search(service, request, asked, prompts[0], params)
+    if asked.beam is not None:
+        return await _search(service, request, asked, prompts[0], asked.beam)
     rules = TextRules(model.end_tokens(params), asked.stops, keeps_stop=True)
     samples = await service.samples(Wanted(prompts, params, rules), request)
     rows, texts, log_probs = [], [], []
@@ -102,7 +79,7 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
     return {
         "text": texts,
         "segments": [[model.token_text(token) for token in row] for row in rows],
-        "logprobs": log_probs if asked.has_log_probs else None,
+        "logprobs": log_probs if params.return_log_probs else None,
         "tokens": rows,
     }
 
@@ -112,30 +89,28 @@ async def _search(
     request: Any,
     asked: LegacyRequest,
     prompt: list[int],
-    params: SamplingParams,
+    beam: BeamParams,
 ) -> dict[str, Any]:
     """Answer with the beams of one prompt, best first."""
-    model = service.model
+    model, params = service.model, asked.params
     if asked.stops or asked.prevents_newline:
-        raise WrongField(
+        raise ApiError(
             "beam_width does not go with stop_on_eol, stop_on_double_eol and "
             "prevent_newline_after_colon"
         )
     if asked.stop_token is not None and asked.stop_token != model.info.eod:
         if not 0 <= asked.stop_token < model.info.vocab_size:
-            raise WrongField(f"stop_token must be below {model.info.vocab_size}")
+            raise ApiError(f"stop_token must be below {model.info.vocab_size}")
         params = replace(params, ignore_eos=True, stop_token_ids=(asked.stop_token,))
-    assert asked.beam_width is not None, "the caller has checked it"
-    beam = BeamParams(asked.beam_width, asked.length_penalty)
     (sample,) = await service.samples(Wanted([prompt], params, TextRules(), beam=beam), request)
     ends = model.end_tokens(params)
-    rows = [[t.token for t in beam.tokens if t.token not in ends] for beam in sample.beams]
+    rows = [[t.token for t in found.tokens if t.token not in ends] for found in sample.beams]
     return {
         "text": [
             asked.prompts[0] + Detokenizer(model.decode, sample.prompt).add_all(row) for row in rows
         ],
         "segments": [[model.token_text(token) for token in prompt + row] for row in rows],
-        "scores": [beam.score for beam in sample.beams],
+        "scores": [found.score for found in sample.beams],
     }
 
 
@@ -152,14 +127,14 @@ def _log_probs(sample: Sample, num_new: int) -> list[float]:
 
 
 def read_request(body: Body) -> LegacyRequest:
-    """Check the fields in Megatron-LM's order.  Raises WrongField."""
+    """Check the fields in Megatron-LM's order.  Raises ApiError."""
     prompts = _prompts(body)
-    num_tokens = _field(body, "tokens_to_generate", _DEFAULT_TOKENS)
+    num_tokens = body.get("tokens_to_generate", _DEFAULT_TOKENS)
     _need(_is_int(num_tokens), "tokens_to_generate must be an integer greater than 0")
     _need(num_tokens >= 0, "tokens_to_generate must be an integer greater than or equal to 0")
     has_log_probs = _boolean(body, "logprobs")
     _need(num_tokens > 0 or has_log_probs, "tokens_to_generate=0 implies logprobs should be True")
-    temperature = _field(body, "temperature", 1.0)
+    temperature = body.get("temperature", 1.0)
     _need(
         _is_number(temperature) and 0.0 < temperature <= 100.0,
         "temperature must be a positive number less than or equal to 100.0",
@@ -174,36 +149,38 @@ def read_request(body: Body) -> LegacyRequest:
     if _boolean(body, "stop_on_eol"):
         stops.append("\n")
     prevents_newline = _boolean(body, "prevent_newline_after_colon")
-    seed = _field(body, "random_seed", None)
+    seed = body.get("random_seed", None)
     _need(seed is None or _is_int(seed), "random_seed must be integer")
     _need(seed is None or 0 <= seed < 2**63, "random_seed must be a positive integer")
     _boolean(body, "no_log")  # this server logs no prompts
-    width = _field(body, "beam_width", None)
+    width = body.get("beam_width", None)
     _need(width is None or _is_int(width), "beam_width must be integer")
     _need(width is None or width >= 1, "beam_width must be an integer > 1")
     _need(width is None or width <= MAX_PROMPTS, f"beam_width must be at most {MAX_PROMPTS}")
     _need(width is None or len(prompts) == 1, "When doing beam_search, batch size must be 1")
-    stop_token = _field(body, "stop_token", None)
+    stop_token = body.get("stop_token", None)
     _need(stop_token is None or _is_int(stop_token), "stop_token must be an integer")
-    penalty = _field(body, "length_penalty", 1.0)
+    penalty = body.get("length_penalty", 1.0)
     _need(_is_number(penalty), "length_penalty must be a float")
     _need(abs(penalty) <= 1e308, "length_penalty must be a float")  # an integer may be more
-    return LegacyRequest(
-        prompts=prompts,
-        num_tokens=num_tokens,
-        has_log_probs=has_log_probs,
+    params = SamplingParams(
         temperature=float(temperature),
         top_k=top_k,
         top_p=float(top_p),
         top_p_decay=decay,
         top_p_bound=bound,
+        seed=seed,
+        num_tokens_to_generate=num_tokens,
+        prompt_log_probs_only=num_tokens == 0,
+    )
+    return LegacyRequest(
+        prompts=prompts,
+        params=with_log_probs(params, 0, 0) if has_log_probs else params,
         adds_bos=adds_bos,
         stops=tuple(stops),
         prevents_newline=prevents_newline,
-        seed=seed,
-        beam_width=width,
+        beam=None if width is None else BeamParams(width, float(penalty)),
         stop_token=stop_token,
-        length_penalty=float(penalty),
     )
 
 
@@ -228,11 +205,11 @@ def _prompts(body: Body) -> list[str]:
 
 
 def _top_k_and_top_p(body: Body) -> tuple[int, float]:
-    top_k = _field(body, "top_k", 0)
+    top_k = body.get("top_k", 0)
     limits = "equal to or greater than 0 and less than or equal to 1000"
     _need(_is_int(top_k), f"top_k must be an integer {limits}")
     _need(0 <= top_k <= 1000, f"top_k must be {limits}")
-    top_p = _field(body, "top_p", 0.0)
+    top_p = body.get("top_p", 0.0)
     _need(_is_number(top_p), "top_p must be a positive float less than or equal to 1.0")
     _need(not (top_p > 0.0 and top_k > 0), "cannot set both top-k and top-p samplings.")
     _need(0 <= top_p <= 1.0, "top_p must be less than or equal to 1.0")
@@ -241,20 +218,16 @@ def _top_k_and_top_p(body: Body) -> tuple[int, float]:
 
 def _decay(body: Body, top_p: float) -> tuple[float, float]:
     """Read the fields that lower top_p from token to token: a factor, and the least top_p."""
-    decay = _field(body, "top_p_decay", 0.0)
+    decay = body.get("top_p_decay", 0.0)
     _need(_is_number(decay), "top_p_decay must be a positive float less than or equal to 1.0")
     _need(top_p != 0.0 or "top_p_decay" not in body, "top_p_decay cannot be set without top_p")
     _need(0 <= decay <= 1.0, "top_p_decay must be less than or equal to 1.0")
-    bound = _field(body, "top_p_bound", 0.0)
+    bound = body.get("top_p_bound", 0.0)
     _need(_is_number(bound), "top_p_bound must be a positive float less than or equal to top_p")
     _need(top_p != 0.0 or "top_p_bound" not in body, "top_p_bound cannot be set without top_p")
     is_bound = "top_p_bound" not in body or 0.0 < bound <= top_p
     _need(is_bound, "top_p_bound must be greater than 0 and less than top_p")
     return float(decay), float(bound)
-
-
-def _field(body: Body, name: str, default: Any) -> Any:
-    return body.get(name, default)
 
 
 def _boolean(body: Body, name: str) -> bool:
@@ -273,7 +246,7 @@ def _is_number(value: object) -> bool:
 
 def _need(fits: bool, message: str) -> None:
     if not fits:
-        raise WrongField(message)
+        raise ApiError(message)
 
 
 _KNOWN = frozenset(

@@ -17,6 +17,7 @@ from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,
     Request,
+    RequestError,
     RequestOutput,
     TokenOutput,
 )
@@ -263,6 +264,26 @@ def test_fields_of_put_api_become_parameters_of_the_engine():
     assert (plain.top_p_decay, plain.forbidden_after) == (0, ((), ()))
     assert (changed.top_p, changed.top_p_decay, changed.top_p_bound) == (0.9, 0.5, 0.2)
     assert changed.forbidden_after == ((1, 3), (2, 4))
+
+
+def test_what_the_engine_refuses_is_a_message_of_megatron_too():
+    class Refusing:
+        max_api_tokens = 100
+        model = Model.of(
+            replace(
+                INFO, tokenizer=vars(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=99))
+            )
+        )
+
+        async def samples(self, wanted, request):
+            raise RequestError("length_penalty 100: give a number from -10 to 10")
+
+    body = {"prompts": ["5"], "beam_width": 2, "length_penalty": 100}
+    answer = asyncio.run(answer_api(Refusing(), None, body))
+    assert (answer.status_code, json.loads(answer.body)) == (
+        400,
+        "length_penalty 100: give a number from -10 to 10",
+    )
 
 
 def test_a_likelier_token_of_the_same_text_stays_in_the_table():
