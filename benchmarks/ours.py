@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import pretrain_gpt
 from benchmarks.peers import ADAM, CLIP, WEIGHT_DECAY, Shape, batches, weights
 from megatron.core.params.param_info import info_of
+from megatron.core.rerun_data_iterator import RerunDataIterator
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.initialize import configure, start
 from megatron.training.runtime import setup
@@ -63,8 +64,12 @@ class OurTrainer:
         return float(result.losses["lm loss"])
 
 
-def endless(data: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Yield the batches, without end, in the form of the data loader."""
+def endless(data: Tensor) -> RerunDataIterator:
+    """Return an iterator over the batches, without end, in the form of the data loader."""
+    return RerunDataIterator(_endless(data))
+
+
+def _endless(data: Tensor) -> Iterator[dict[str, Tensor]]:
     s = data.size(-1) - 1
     while True:
         for batch in data:
