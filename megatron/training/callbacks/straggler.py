@@ -7,7 +7,8 @@ TFLOP/s of the model in its forward passes.
 
 A rank that spends clearly more time than the others of its pipeline stage in a section (data,
 forward and backward passes, optimizer) gets a line of its own, also in the exit report; the time in
-which it waits for others is not counted.
+which it waits for others is not counted.  On a GPU with nvidia-resiliency-ext its detector adds the
+ranks whose kernels are slow.
 
 An HTTP request to --straggler-ctrlr-port on rank 0 (``curl localhost:port``) switches the report on
 or off; all ranks follow at the next log interval.  There is no password: by default only processes
@@ -25,6 +26,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from megatron.core.diagnostics import straggler
 from megatron.core.optional import available, require
 from megatron.training.callbacks.nvml import Gpu
 from megatron.training.estimates.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
+from megatron.training.fault_tolerance.nvrx import KernelDetector
 from megatron.training.process import exit_report
 from megatron.training.runtime.runtime import Callback, PauseReason, Runtime
 from megatron.training.runtime.state import StepResult
@@ -74,13 +77,25 @@ class Straggler(Callback):
         self._read_gpu = gpu_reader()
         self._switch: Switch | None = None
         self._steps, self._flops = 0, 0.0
+        self._kernels: KernelDetector | None = None
+        self._step: AbstractContextManager[None] | None = None
 
     def on_train_start(self, run: Runtime) -> None:
+        if KernelDetector.is_offered():
+            self._kernels = KernelDetector()
         if run.is_rank_0:
             self._switch = Switch(self._is_on, self._address)
         straggler.stopwatch.is_on = self._is_on
 
+    def on_step_start(self, run: Runtime) -> None:
+        if self._kernels is not None and self._is_on:
+            self._step = self._kernels.step()
+            self._step.__enter__()
+
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
         if not result.skipped:
             self._steps += 1
             self._flops += num_floating_point_operations(
@@ -99,6 +114,8 @@ class Straggler(Callback):
         straggler.stopwatch.is_on = False
 
     def close(self) -> None:
+        if self._kernels is not None:
+            self._kernels.close()
         if self._switch is not None:
             self._switch.close()
 
@@ -120,10 +137,12 @@ class Straggler(Callback):
             dist.all_gather(rows, mine)
         else:
             rows = [mine]
-        if self._is_on and self._steps and run.is_rank_0:
+        is_measured = self._is_on and self._steps > 0
+        slow_gpus = self._kernels.slow_ranks() if self._kernels is not None and is_measured else []
+        if is_measured and run.is_rank_0:
             values = [row[1:].tolist() for row in rows]
             split = 1 + len(_SECTIONS)
-            lines = slow_sections([value[:split] for value in values])
+            lines = [*slow_sections([value[:split] for value in values]), *slow_gpus]
             exit_report.note(stragglers=lines)
             for line in [*report([value[split:] for value in values], self._count), *lines]:
                 logger.info(line)

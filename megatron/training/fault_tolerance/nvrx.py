@@ -1,20 +1,25 @@
-"""Client of NVIDIA's rank monitor (package nvidia-resiliency-ext), which ``ft_launcher`` starts.
+"""NVIDIA's rank monitor and straggler detector (package nvidia-resiliency-ext).
 
-The monitor is a process beside each rank.  It ends the rank when a section is open for longer than
-its limit, and ft_launcher then restarts all ranks.
+``ft_launcher`` starts the rank monitor, a process beside each rank.  It ends the rank when a
+section is open for longer than its limit, and ft_launcher then restarts all ranks.  The detector
+compares the times of GPU kernels over all ranks.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
-from megatron.core.optional import require
+from megatron.core.optional import available, require
 from megatron.training.fault_tolerance.limits import LEARNT, OUT_OF_SECTION, Limits
 
 _SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"  # ft_launcher sets it
 _FLAG = "--enable-ft-package"
+_DETECTOR = "nvidia_resiliency_ext.straggler"
+_PROFILED_STEPS = 10  # one of so many: profiling kernels takes time
 
 
 class RankMonitor:
@@ -64,3 +69,43 @@ class RankMonitor:
     def close(self) -> None:
         """Stop the monitoring of this rank."""
         self.client.shutdown_workload_monitoring()
+
+
+class KernelDetector:
+    """Find the ranks whose GPU kernels are slower than on other ranks."""
+
+    def __init__(self) -> None:
+        """Begin to profile.  Raises MissingDependency."""
+        self._detector: Any = require(_DETECTOR, "--log-straggler").Detector
+        self._detector.initialize(
+            scores_to_compute=["relative_perf_scores"],
+            gather_on_rank0=True,
+            profiling_interval=_PROFILED_STEPS,
+        )
+
+    @staticmethod
+    def is_offered() -> bool:
+        """Return whether this rank has a GPU, and the package is installed."""
+        return device.is_cuda() and available(_DETECTOR)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context manager that measures the kernels of one step."""
+        section: AbstractContextManager[None] = self._detector.detection_section("step")
+        return section
+
+    def slow_ranks(self) -> list[str]:
+        """Return a line per slow GPU since the last call, on rank 0.  Collective over all ranks."""
+        report = self._detector.generate_report()
+        if report is None or not report.gpu_relative_perf_scores:
+            return []
+        slow = report.identify_stragglers()["straggler_gpus_relative"]
+        scores = report.gpu_relative_perf_scores
+        return [
+            f"slow: the kernels of rank {one.rank} on {one.node} have {scores[one.rank]:.0%} of "
+            "the speed of the fastest rank"
+            for one in sorted(slow, key=lambda one: one.rank)
+        ]
+
+    def close(self) -> None:
+        """End the profiling."""
+        self._detector.shutdown()
