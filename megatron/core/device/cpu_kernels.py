@@ -44,19 +44,18 @@ def take(*tensors: Tensor | None) -> bool:
     Ignores None.  The caller must check that the tensors are contiguous.  True also for meta and
     fake tensors, for which `run` does nothing.
     """
-    given = [t for t in tensors if t is not None]
-    return (
-        compiled() is not None
-        and not torch.compiler.is_compiling()  # torch.compile fuses the reference implementation
-        and given[0].dtype in _FORMATS
-        and all(
-            (t.is_cpu or t.is_meta)
-            and type(t) in _TYPES
-            and t.dtype == given[0].dtype
-            and not device.is_cuda(t.device)
-            for t in given
-        )
-    )
+    if compiled() is None or torch.compiler.is_compiling():
+        return False  # torch.compile fuses the reference implementation
+    dtype = None
+    for t in tensors:  # no comprehensions: a step of generation calls this function 100 times
+        if t is None:
+            continue
+        dtype = dtype or t.dtype
+        if t.dtype is not dtype or type(t) not in _TYPES or not (t.is_cpu or t.is_meta):
+            return False
+        if device.is_cuda(t.device):
+            return False
+    return dtype in _FORMATS
 
 
 @cache
@@ -81,13 +80,19 @@ def run(
 
     Does nothing if a tensor is meta or fake (memory planning).
     """
-    if any(isinstance(t, FakeTensor) or (t is not None and t.is_meta) for t in tensors):
-        return
+    addresses = []
+    for t in tensors:
+        if t is None:
+            addresses.append(0)
+        elif t.is_meta or isinstance(t, FakeTensor):
+            return
+        else:
+            addresses.append(t.data_ptr())
     kernels = compiled()
     assert kernels is not None, "kernels are run where `take` says so"
     kernels.run(
         name + _NAMES[format],
-        [0 if t is None else t.data_ptr() for t in tensors],
+        addresses,
         sizes,
         numbers,
         count,

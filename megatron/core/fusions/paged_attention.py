@@ -10,6 +10,7 @@ float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -56,6 +57,19 @@ def store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, at: Tensor) 
 
     ``at`` [N], int64: page * page_size + offset, different for each row.
     """
+    # Every layer of a step calls this function: one kernel instead of two operations of torch.
+    if _can_copy(key, keys, value, values):
+        pairs = ((key, keys), (value, values))
+        layouts = ((x.shape[-1], *x.stride()[:2], *y.stride()[1:3]) for x, y in pairs)
+        cpu_kernels.run(
+            "store_rows",
+            [key, keys, value, values, at],
+            format=key.dtype,
+            sizes=(key.shape[1], *chain.from_iterable(layouts)),
+            count=len(key),
+            width=key.shape[1] * key.shape[2],
+        )
+        return
     for cache, rows in ((keys, key), (values, value)):
         if cache.dtype == torch.int8 and rows.shape[-1]:  # width 0: the keys are the values
             store_rows(cache, rows, at)
@@ -100,6 +114,14 @@ def paged_attention(
         k, v = (gather(cache, batch.block_table[i], first, total) for cache in (keys, values))
         out[rows] = _attend(query[rows], k, v, rule)
     return out
+
+
+def _can_copy(*tensors: Tensor) -> bool:
+    return (
+        cpu_kernels.take(*tensors)
+        and cpu_kernels.has("store_rows", tensors[0].dtype)
+        and all(t.stride(-1) == 1 for t in tensors)
+    )
 
 
 def _has_kernel(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> bool:

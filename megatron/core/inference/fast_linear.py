@@ -95,7 +95,7 @@ class _FastLinear:
 
     def _weight(self, weight: Tensor) -> Weight:
         if self._format == "fp32" or (self._format == "bf16" and weight.dtype == torch.bfloat16):
-            return weight.detach()
+            return weight
         made = self._made
         if made is None or made[0] is not weight or made[1] != weight._version:
             copy = quantize_weight(weight) if self._format == "int8" else weight.bfloat16()

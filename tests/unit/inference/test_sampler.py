@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -159,13 +158,13 @@ def test_forbidden_tokens_do_not_follow(temperature: float) -> None:
     logits = torch.full((3, 9), -100.0)
     logits[:, :4] = torch.tensor([3.0, 9.0, 8.0, 5.0])
     for token, expected in ((7, 3), (8, 3), (6, 1)):
-        parts = [replace(segment(i, 3, SAMPLE), tokens=np.array([token])) for i in range(3)]
+        parts = [segment(i, 3, SAMPLE)._replace(tokens=np.array([token])) for i in range(3)]
         found = step(sampler, logits, parts).tokens.tolist()
         assert found[2] == expected
         assert (found[0] in (1, 2)) == (expected == 1)
         assert found[1] in (1, 2)
     sampler.admit(Admission(0, {"temperature": 0.0, "seed": 1}, num_prompt=3))
-    part = replace(parts[0], tokens=np.array([7]))
+    part = parts[0]._replace(tokens=np.array([7]))
     assert step(sampler, logits[:1], [part]).tokens.tolist() == [1]
 
 

@@ -48,6 +48,7 @@ void add_kernels(Kernels& found, const std::string& format) {
     add("sums_of_squares", sums_of_squares<T>);
     add("small_linear", small_linear<T>);
     add("quantize_rows", quantize_rows<T>);
+    add("store_rows", store_rows<T>);
     add("paged_attention", paged_attention<T>);
 }
 

@@ -345,6 +345,21 @@ void attend_rows(const Pages<T>& p, const Call& c, Block& block, int64_t segment
     for (const Line& line : block.lines) finish(line, c.at<float>(6), p.value_width);
 }
 
+// Pointers: key [rows, groups, width], keys [tokens, groups, width], value, values (alike), token of
+// each row (int64) [rows].  Sizes: groups, then for keys and for values: width, strides of rows and
+// heads, strides of tokens and heads of the cache.  A unit is a row.
+template <class T>
+void store_rows(const Call& c, int64_t begin, int64_t end) {
+    for (int part = 0; part < 2; ++part) {
+        const int64_t* sizes = &c.sizes[1 + 5 * part];
+        for (int64_t i = begin; i < end; ++i)
+            for (int64_t group = 0; group < c.sizes[0]; ++group)
+                std::memcpy(c.at<T>(2 * part + 1) + c.at<int64_t>(4)[i] * sizes[3] + group * sizes[4],
+                            c.at<T>(2 * part) + i * sizes[1] + group * sizes[2],
+                            sizes[0] * sizeof(T));
+    }
+}
+
 // Pointers: query (float), keys, values, first_row, num_keys, block_table (int32), sink (float,
 // optional) [heads], out (float) [rows, heads, value width].  Sizes and numbers: fields of Pages, in
 // order.  A unit is `rows_per_unit` rows of the step in `groups_per_unit` groups of heads.

@@ -156,7 +156,7 @@ def _pack(found: list[TimedOutput]) -> Integers:
 
     items = []
     for timed in found:
-        fields = vars(timed.output)
+        fields = timed.output._asdict()
         lists = {name: tokens(fields[name]) for name in ("new", "prompt_scores")}
         beams = [[tokens(b.tokens), b.score, b.finish_reason] for b in timed.output.beams]
         items.append([timed.elapsed_s, {**fields, **lists, "beams": beams}])

@@ -218,6 +218,8 @@ class RequestState:
     def keep_full_pages(self, pool: PagePool) -> None:
         """Make the pages that have become full findable, unless older weights computed some."""
         num_cached = self.request.num_cached
+        if num_cached // pool.page_size <= self.num_kept:
+            return
         count = min(num_cached // pool.page_size, pool.num_full(self.tokens.size))
         if count > self.num_kept and self.weight_version == pool.weight_version:
             digests = self.find_digests(count, pool)

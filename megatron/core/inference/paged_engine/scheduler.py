@@ -270,7 +270,11 @@ class Scheduler:
         MTP layers beyond their number take entries behind the rows.
         """
         end = state.request.num_cached + count
-        if self.pool.pages_for(end) > state.pages.size and not self._add_page(state):
+        num_pages = self.pool.pages_for(end)
+        if num_pages > state.pages.size and not self._add_page(state):
+            return 0
+        if state.speculation is None:
+            step.add(state, count, (), num_pages)
             return 0
         layers = self.limits.num_draft_layers
         samples = end == state.goal and state.generates
@@ -371,7 +375,7 @@ class Scheduler:
         state.keep_full_pages(self.pool)
         if state.children and state.has_prompt:
             self._release_children(state)
-        if is_done and any(score.token == NO_TOKEN for score in state.scores):
+        if is_done and state.scores and any(s.token == NO_TOKEN for s in state.scores):
             state.scores = []
             reason = "error"
         elif samples:
@@ -388,10 +392,8 @@ class Scheduler:
             return None
         if reason is not None:
             self._end(state)
-        scores: tuple[TokenOutput, ...] = ()
-        if state.scores:
-            scores = tuple(state.scores)
-            state.scores = []
+        scores = tuple(state.scores)
+        state.scores = []
         return RequestOutput(
             request.request_id,
             new,
@@ -407,8 +409,10 @@ class Scheduler:
         self, state: RequestState, rows: ResultRows, first: int, drafts: list[int]
     ) -> tuple[tuple[TokenOutput, ...], FinishReason | None]:
         """Add the token of row ``first``, and those after it while they follow their drafts."""
+        if state.speculation is None:
+            only = rows.output(first, state.num_top)
+            return ((), "error") if only.token == NO_TOKEN else ((only,), state.accept(only.token))
         new: list[TokenOutput] = []
-        reason: FinishReason | None = None
         for row in range(first, first + len(drafts) + 1):
             found = rows.output(row, state.num_top)
             if found.token == NO_TOKEN:
@@ -418,10 +422,9 @@ class Scheduler:
             if reason is not None or len(new) > len(drafts) or found.token != drafts[row - first]:
                 break
         state.request.num_cached = state.goal - 1  # rows of rejected drafts are computed again
-        if state.speculation is not None:
-            state.speculation.record(len(drafts), [t.token for t in new], rows.drafts())
-            self.num_drafts += len(drafts)
-            self.num_accepted_drafts += len(new) - 1
+        state.speculation.record(len(drafts), [t.token for t in new], rows.drafts())
+        self.num_drafts += len(drafts)
+        self.num_accepted_drafts += len(new) - 1
         return tuple(new), reason
 
     def _record_beam(
@@ -444,6 +447,4 @@ class Scheduler:
 
 
 _NO_TOKEN_ERROR = "the model gave no finite logits, or none of a token that is allowed"
-
-
 _ORDER = attrgetter("order")

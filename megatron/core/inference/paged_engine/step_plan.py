@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,7 @@ NO_TOKEN = -1  # result of an output row without finite logits, or without an al
 NO_INTEGERS: Integers = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Rows of one request: ``tokens`` [n] at positions ``start`` to ``start + n - 1``.
 
     ``slot``: index of the request in the state of every rank, below --inference-max-requests.
@@ -37,7 +36,7 @@ class Segment:
     tokens: Integers
     pages: Integers
     targets: Integers
-    ahead: Integers = field(default_factory=lambda: NO_INTEGERS)
+    ahead: Integers = NO_INTEGERS
     num_drafts: int = 0
 
     @property

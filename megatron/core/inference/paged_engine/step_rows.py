@@ -10,6 +10,7 @@ import numpy as np
 from megatron.core.inference.paged_engine.request import TokenOutput
 from megatron.core.inference.paged_engine.request_state import RequestState
 from megatron.core.inference.paged_engine.step_plan import (
+    NO_INTEGERS,
     SAMPLE,
     Admission,
     Integers,
@@ -59,7 +60,9 @@ class StepBuilder:
         if request.matcher is not None and end == state.goal:
             self.masks[slot] = request.matcher.allowed().astype(np.int64)
         pages = state.pages.values[:num_pages]
-        ahead = state.tokens.values[end : min(end + self.num_ahead, state.tokens.size)]
+        ahead = NO_INTEGERS
+        if self.num_ahead:
+            ahead = state.tokens.values[end : min(end + self.num_ahead, state.tokens.size)]
         self.segments.append(Segment(slot, start, tokens, pages, targets, ahead, num_wanted))
         self.states.append(state)
         self.room -= len(tokens)

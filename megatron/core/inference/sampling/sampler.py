@@ -73,8 +73,13 @@ class Sampler:
         A row with NaN or infinity among its largest logits, or without an allowed token, gets
         `NO_TOKEN`; other rows are not affected.
         """
-        rows = _Rows.of(plan)
         known = logits[:, : self._vocab_size]
+        if self._is_plain(plan):
+            blocks = Blocks.of(known.float())
+            tokens = _checked(blocks.argmax(), blocks)
+            log_probs = tokens.new_zeros((len(tokens), 1), dtype=torch.float32)
+            return SampledRows(tokens, log_probs[:, 0], tokens[:, None][:, :0], log_probs[:, :0])
+        rows = _Rows.of(plan)
         tokens = self._upload(rows.targets)
         sampled = np.flatnonzero(rows.targets == SAMPLE)
         if len(sampled):
@@ -84,6 +89,15 @@ class Sampler:
             else:
                 tokens = tokens.index_copy(0, self._upload(sampled), chosen)
         return self._with_log_probs(logits, tokens, rows)
+
+    def _is_plain(self, plan: StepPlan) -> bool:
+        """Return whether all rows are sampled, one of each request, from plain slots."""
+        is_plain = self._slots.is_plain
+        return not plan.masks and all(
+            len(s.targets) == 1 and s.targets[0] == SAMPLE and is_plain[s.slot]
+            for s in plan.segments
+            if len(s.targets)
+        )
 
     def draft(self, logits: Tensor, plan: StepPlan) -> Tensor:
         """Return the tokens that `sample` would choose from ``logits`` [r, v]."""
@@ -100,7 +114,7 @@ class Sampler:
             if len(drawn):
                 at = self._upload(drawn)
                 tokens.index_copy_(0, at, self._draw(blocks.take(at), rows.take(drawn)))
-        tokens = tokens.where(blocks.maxima.amax(-1).isfinite(), NO_TOKEN)
+        tokens = _checked(tokens, blocks)
         penalised = np.flatnonzero(self._slots.has_penalty[rows.slots])
         if len(penalised):
             part, chosen = rows.take(penalised), tokens[self._upload(penalised)]
@@ -244,6 +258,11 @@ class _Rows:
         return _Rows(
             self.slots[index], self.positions[index], self.targets[index], self.inputs[index]
         )
+
+
+def _checked(tokens: Tensor, blocks: Blocks) -> Tensor:
+    """Return ``tokens`` [r] with `NO_TOKEN` in rows without a finite largest logit."""
+    return tokens.where(blocks.maxima.amax(-1).isfinite(), NO_TOKEN)
 
 
 def _rows_of(logits: Tensor, index: Integers, sampler: Sampler) -> Tensor:

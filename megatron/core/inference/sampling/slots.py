@@ -30,6 +30,8 @@ class Slots:
         self.wants_log_probs = np.zeros(max_requests, dtype=bool)
         self.has_penalty = np.zeros(max_requests, dtype=bool)
         self.has_bias = np.zeros(max_requests, dtype=bool)
+        # Greedy, and nothing changes or reports logits: the largest logit is the whole answer.
+        self.is_plain = np.ones(max_requests, dtype=bool)
         # Factor of top_p for each generated token, and least top_p; 1 and 0: it stays.
         self.top_p_decay = np.tile(np.array([1, 0], dtype=np.float32), (max_requests, 1))
         # By slot: tokens, and tokens that must not follow them.
@@ -61,6 +63,13 @@ class Slots:
             self.forbidden_after[slot] = frozenset(before), forbidden
         self.has_bias[slot] = bool(params.logit_bias)
         self.has_penalty[slot] = params.has_penalty
+        self.is_plain[slot] = params.is_greedy and not (
+            self.has_bias[slot]
+            or self.has_penalty[slot]
+            or self.min_tokens[slot]
+            or self.wants_log_probs[slot]
+            or slot in self.forbidden_after
+        )
         self.bias.free(slot)
         if params.logit_bias:
             bias = np.zeros(self._vocab_size, dtype=np.float32)
