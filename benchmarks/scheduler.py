@@ -1,4 +1,4 @@
-"""Measure the host work of a generation step: plan it, write it as an array, record its result.
+"""Measure the host work of a generation step: plan, array for other ranks, view of layers, record.
 
     python -m benchmarks.scheduler [--requests 1 16 256] [--top 0] [--drafts 0]
 
@@ -18,11 +18,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
+import torch
 
+from megatron.core.inference.paged_engine.batch_view import BatchView
+from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.paged_engine.scheduler import EngineLimits, Scheduler
-from megatron.core.inference.paged_engine.step_plan import StepPlan, StepResult
+from megatron.core.inference.paged_engine.step_plan import Integers, StepPlan, StepResult
 from megatron.core.inference.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -60,6 +63,11 @@ def result_of(plan: StepPlan, number: int, top: int, drafts: int) -> StepResult:
     )
 
 
+def view_of(plan: StepPlan, cache: PagedCache, start_lengths: Integers) -> BatchView:
+    """Return what the layers of a model see of a plan."""
+    return BatchView(cache, plan, torch.device("cpu"), start_lengths=start_lengths)
+
+
 def timed(times: list[float], work: Callable[[], T]) -> T:
     """Return the result of ``work`` and append its CPU time in microseconds."""
     start = time.process_time()
@@ -71,17 +79,22 @@ def timed(times: list[float], work: Callable[[], T]) -> T:
 def measure(num_requests: int, top: int, drafts: int) -> str:
     """Return a row of a table: medians over all steps but the first two."""
     scheduler = new_scheduler(num_requests, top, drafts)
+    cache = PagedCache(scheduler.limits.num_pages, _PAGE_SIZE, num_requests)
+    start_lengths = np.full(num_requests, _PROMPT)
     plans: list[float] = []
     arrays: list[float] = []
+    views: list[float] = []
     records: list[float] = []
     number = 0
     while (plan := timed(plans, scheduler.plan)) is not None:
         timed(arrays, plan.to_array)
+        timed(views, lambda p=plan: view_of(p, cache, start_lengths))  # type: ignore[misc]
         result = result_of(plan, number, top, drafts)
         timed(records, lambda p=plan, r=result: scheduler.record(p, r))  # type: ignore[misc]
         number += 1
-    found = [statistics.median(times[2:number]) for times in (plans, arrays, records)]
-    sums = sorted(sum(step) for step in zip(plans[2:number], arrays[2:], records[2:], strict=True))
+    found = [statistics.median(times[2:number]) for times in (plans, arrays, views, records)]
+    parts_of = zip(plans[2:number], arrays[2:], views[2:], records[2:], strict=True)
+    sums = sorted(map(sum, parts_of))
     parts = " | ".join(
         f"{t:.0f}" for t in (*found, sums[len(sums) // 2], sums[len(sums) * 99 // 100])
     )
@@ -95,10 +108,9 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=0, help="likely tokens to report with each")
     parser.add_argument("--drafts", type=int, default=0, help="draft tokens of a step")
     args = parser.parse_args()
-    print(
-        "| requests | top | drafts | steps | plan | to_array | record | sum | p99 of sum | goal |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    parts = "plan | to_array | view | record | sum | p99 of sum"
+    print(f"| requests | top | drafts | steps | {parts} | goal |")
+    print("|---" * 11 + "|")
     for num_requests in args.requests:
         print(measure(num_requests, args.top, args.drafts))
 

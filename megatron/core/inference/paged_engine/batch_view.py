@@ -46,26 +46,25 @@ class BatchView:
         self._depth = 0
         self.reads_host = False  # whether a layer has read the numbers of the plan on the host
         self.hidden: Tensor | None = None  # of all rows, after the last layer [N, 1, h]
-        segments = self._segments
-        starts = np.array([s.start for s in segments])
-        lengths = np.array([len(s.tokens) for s in segments])
-        num_outputs = np.array([len(s.targets) for s in segments])
+        slots, first, tokens, pages, targets, *_ = zip(*plan.segments, strict=True)
+        starts = np.array(first)
+        lengths, num_pages, num_outputs = (
+            np.array([*map(len, arrays)]) for arrays in (tokens, pages, targets)
+        )
         first_row = np.concatenate([[0], lengths.cumsum()])
         self._rows = list(map(slice, first_row[:-1].tolist(), first_row[1:].tolist()))
         of_row = np.arange(len(lengths)).repeat(lengths)
         positions = _count_up(starts, lengths)
-        width = max(len(s.pages) for s in segments) if into is None else into[1]
+        width = num_pages.max() if into is None else into[1]
         table = np.zeros((len(lengths), width), np.int64)
-        for row, segment in zip(table, segments, strict=True):
-            row[: len(segment.pages)] = segment.pages
-        pages, offsets = np.divmod(positions, cache.page_size)
-        at = table[of_row, pages] * cache.page_size + offsets
-        contexts = np.maximum(positions + 1, start_lengths[[s.slot for s in segments]][of_row])
+        table[np.arange(width) < num_pages[:, None]] = np.concatenate(pages)
+        page_of, offsets = np.divmod(positions, cache.page_size)
+        at = table[of_row, page_of] * cache.page_size + offsets
+        contexts = np.maximum(positions + 1, start_lengths[list(slots)][of_row])
 
         outputs = _count_up(first_row[1:] - num_outputs, num_outputs)
-        token_ids = np.concatenate([s.tokens for s in segments])
         rows = (
-            token_ids,
+            np.concatenate(tokens),
             positions,
             contexts,
             at,

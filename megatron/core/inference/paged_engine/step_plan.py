@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -93,12 +94,12 @@ class StepPlan:
         head = [len(self.segments), len(self.copies), len(self.masks), len(text)]
         for copy in self.copies:
             head += copy
-        for s in self.segments:
-            lengths = len(s.tokens), len(s.pages), len(s.targets), len(s.ahead)
-            head += (s.slot, s.start, s.num_drafts, *lengths)
         parts = [np.array(head, dtype=np.int64)]
-        for s in self.segments:
-            parts += (s.tokens, s.pages, s.targets, s.ahead)
+        if self.segments:
+            slots, starts, *arrays, num_drafts = zip(*self.segments, strict=True)
+            lengths = ([*map(len, x)] for x in arrays)  # of tokens, pages, targets, ahead
+            parts.append(np.array([slots, starts, num_drafts, *lengths]).T.ravel())
+            parts += chain.from_iterable(zip(*arrays, strict=True))
         for slot, words in self.masks.items():
             parts += (np.array([slot, len(words)]), words)
         parts.append(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
