@@ -129,7 +129,7 @@ def restart_options(
     if not is_possible or not needs_rendezvous(os.environ) or launch_problems(os.environ):
         return None
     try:
-        asked = vars(parse_args(extra_args_provider, args_defaults=args_defaults))
+        asked = vars(parse_args(extra_args_provider, True, args_defaults=args_defaults))
     except ConfigError:
         return None
     is_run = asked["virtual_ranks"] is None and not asked["check_only"]

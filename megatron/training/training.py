@@ -31,6 +31,7 @@ from megatron.training.checkpointing.run_checkpoint import (
 from megatron.training.config.run import RunConfig
 from megatron.training.data import loaders
 from megatron.training.fault_tolerance import sections
+from megatron.training.fault_tolerance.inprocess.coordinator import FINAL_CODES
 from megatron.training.fault_tolerance.inprocess.monitor import run_with_restarts
 from megatron.training.fault_tolerance.inprocess.nvrx import WrapperAttempt
 from megatron.training.fault_tolerance.inprocess.worker import Attempt
@@ -155,7 +156,13 @@ def _pretrain(script: _Script, attempt: Attempt | WrapperAttempt | None) -> None
         fail_before_start(error)
         raise SystemExit(error.exit_code) from None
     if attempt is not None:
-        _whole_run(script, continued(config, attempt.number), attempt)
+        try:
+            _whole_run(script, continued(config, attempt.number), attempt)
+        except MegatronError as error:
+            if isinstance(attempt, Attempt) or error.exit_code not in FINAL_CODES:
+                raise
+            fail(error)  # NVIDIA's wrapper restarts after an Exception, and ends at SystemExit
+            raise SystemExit(error.exit_code) from None
         return
     try:
         if config.distributed.virtual_ranks is None:
@@ -220,8 +227,8 @@ def _whole_run(
 def _report_end(run: Runtime, attempt: Attempt | WrapperAttempt | None) -> None:
     reason = run.state.stop_reason
     kind = "rerun" if run.exit_code else "done" if reason is None else "stopped"
-    if attempt and not run.exit_code:
-        attempt.result = kind, reason  # another rank may still fail
+    if attempt:  # it reports: another rank may still fail, and a restart may follow
+        attempt.result = kind, reason
         return
     exit_report.write(kind, run.exit_code, reason)
     if run.exit_code:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core import optional
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from tests.functional.runs import TINY, losses, run_gpt, train_gpt
 from tests.ranks import ROOT, run_ranks
@@ -20,12 +21,14 @@ FLAGS = "--hidden-dropout 0.1 --save-interval 2 --inprocess-last-call-wait 0.2"
 FAST = "--inprocess-soft-timeout 5 --inprocess-hard-timeout 8"
 
 
-def train(folder: Path, faults: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, faults: str, *flags: str, script: str = "pretrain_gpt.py"
+) -> subprocess.CompletedProcess[str]:
     """Train with two active ranks and one reserve."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "3", "pretrain_gpt.py", *TINY, *RESTART.split(), *FLAGS.split()]
+    command += ["--nproc-per-node", "3", script, *TINY, *RESTART.split(), *FLAGS.split()]
     command += ["--metrics-file", str(folder / "metrics.jsonl"), "--save", str(folder / "ck")]
-    environment = {**os.environ, "FAULTS": faults, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "FAULTS": faults, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*command, *flags],
         cwd=ROOT,
@@ -88,3 +91,17 @@ def left_after_a_run(rank: int, world_size: int, argv: list[str]) -> list[str]:
 
 def test_a_run_leaves_no_model_in_the_process() -> None:
     assert run_ranks(left_after_a_run, 2, TINY) == [[], []]
+
+
+@pytest.mark.skipif(
+    not optional.available("nvidia_resiliency_ext.inprocess"),
+    reason="nvidia-resiliency-ext is not installed",
+)
+def test_nvidias_wrapper_restarts_after_an_exception(tmp_path: Path) -> None:
+    unbroken = losses(run_gpt(tmp_path / "unbroken", "--hidden-dropout", "0.1", world_size=2))
+    times = "--inprocess-heartbeat-interval 1 --inprocess-heartbeat-timeout 20"
+    faults = "step.before:raise:rank1:step5:start0"
+    ended = train(tmp_path, faults, *times.split(), script="tests/functional/user_inprocess.py")
+    assert ended.returncode == 0, ended.stderr
+    assert "Interruption.EXCEPTION on ranks={1}" in ended.stderr
+    assert losses_of(tmp_path) == {i: {loss} for i, loss in enumerate(unbroken, 1)}

@@ -54,11 +54,9 @@ def noted(name: str) -> Any:
     return _noted.get(name)
 
 
-def take_suspects() -> list[dict[str, Any]]:
-    """Return the suspects and forget them: the caller acts on them."""
-    found = list(_suspects)
-    _suspects.clear()
-    return found
+def suspects() -> list[dict[str, Any]]:
+    """Return the suspects of this process."""
+    return list(_suspects)
 
 
 def write(kind: str, code: int, reason: str | None = None) -> None:

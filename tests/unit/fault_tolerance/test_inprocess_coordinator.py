@@ -187,6 +187,18 @@ def test_blamed_ranks_are_excluded() -> None:
     assert start.text.startswith("rank 2 failed: excluded: weights differ")
 
 
+def test_a_rejected_result_ends_the_run_unless_a_rank_is_blamed() -> None:
+    run = started()
+    run.fault(0, "SystemExit: 17", code=17)
+    assert run.restarted(0, 1, 2, 3) == End(17, "rank 0 failed: SystemExit: 17")
+    run = started()
+    run.fault(0, "SystemExit: 17", code=17)
+    run.late(1, "SystemExit: 17", code=17, excluded=[1])
+    start = run.restarted(0, 2, 3)
+    assert isinstance(start, Start)
+    assert start.active == (0, 3, 2)
+
+
 def test_events_of_another_attempt_are_ignored() -> None:
     run = started()
     run.fault(0, "boom")

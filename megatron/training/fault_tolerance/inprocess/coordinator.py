@@ -19,6 +19,9 @@ from typing import Any
 
 from megatron.training.fault_tolerance.inprocess.placement import first_placement, next_placement
 
+# Exit codes that no restart cures, unless a blamed rank is excluded: error of the user, rejected
+# result, damaged data (see docs/fault_tolerance.md).
+FINAL_CODES = (2, 16, 17, 65)
 _WITHOUT_PROGRESS = 3  # attempts in a row without a new step after which the run ends
 
 Event = dict[str, Any]
@@ -77,6 +80,7 @@ class _Fault:
     text: str
     is_primary: bool
     is_stall: bool = False
+    code: int = 1  # exit status of the run if no restart cures the fault
 
 
 @dataclass
@@ -96,6 +100,7 @@ class Coordinator:
     _faults: list[_Fault] = field(default_factory=list)
     _computing: list[_Fault] = field(default_factory=list)  # in no collective at the stop
     _best: int = -1  # last step that any attempt has finished
+    _has_excluded: bool = False  # a blamed rank since the last start
     _has_progressed: bool = False  # in the last attempt
     _without_progress: int = 0  # attempts in a row
     _end: End | None = None
@@ -105,8 +110,9 @@ class Coordinator:
 
         Keys: ``kind``, ``worker``; ``attempt`` of those of the worker itself; ``text``.
         Kinds: ready (for the attempt), finished, fault (``is_primary``, ``is_stall``, ``step``,
-        ``excluded``: ranks to exclude), computing (in no collective when the attempt was stopped),
-        dead (also of a lost node), end (``code``: stop everything).
+        ``code``: exit status of the error, ``excluded``: ranks to exclude), computing (in no
+        collective when the attempt was stopped), dead (also of a lost node), end (``code``: stop
+        everything).
         """
         kind, worker = event["kind"], event["worker"]
         if kind == "dead":
@@ -123,9 +129,10 @@ class Coordinator:
         elif kind == "fault":
             self._note_step(event.get("step"))
             for rank in event.get("excluded", ()):
+                self._has_excluded = True
                 self._die(self.active[rank], f"excluded: {event['text']}")
-            is_stall = event.get("is_stall", False)
-            self._faults.append(_Fault(worker, event["text"], event["is_primary"], is_stall))
+            more = {key: event[key] for key in ("is_stall", "code") if key in event}
+            self._faults.append(_Fault(worker, event["text"], event["is_primary"], **more))
         elif kind == "computing":
             self._computing.append(_Fault(worker, event["text"], is_primary=True))
 
@@ -181,6 +188,9 @@ class Coordinator:
 
     def _start(self, now_s: float) -> Decision:
         cause = self._cause()
+        final = [f.code for f in self._causes() if f.code in FINAL_CODES]
+        if final and not self._has_excluded:
+            return self._finish(End(final[0], cause))
         if self.number == 0 and not self._faults and not self.lost:
             try:
                 after: list[int] | None = first_placement(
@@ -207,6 +217,7 @@ class Coordinator:
         self.active = after
         self._enter("running", now_s)
         self._finished, self._faults, self._computing = set(), [], []
+        self._has_excluded = False
         return Start(self.number, tuple(after), f"{cause}{text}" if cause else "")
 
     def _blamed(self) -> set[int]:

@@ -6,6 +6,7 @@ process of rank 0 is lost, which serves its store.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.diagnostics import collective_tracer
+from megatron.core.diagnostics.fault_injection import ATTEMPT
 
 
 class WrapperAttempt:
@@ -20,11 +22,12 @@ class WrapperAttempt:
 
     def __init__(self, wrapper: Any, store: dist.Store | None) -> None:
         self.number: int = wrapper.iteration
+        os.environ[ATTEMPT] = str(self.number)
         self.store = store and dist.PrefixStore(f"attempt/{self.number}", store)
         self.result: tuple[str, str | None] = ("done", None)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Context manager for the training function; the wrapper handles its errors."""
+        """Context manager for the training function; the wrapper restarts after an Exception."""
         collective_tracer.note_collectives()
         yield

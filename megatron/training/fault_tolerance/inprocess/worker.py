@@ -40,7 +40,6 @@ WORKER = "MEGATRON_INPROCESS_WORKER"  # number of this worker
 _SIGNAL = signal.SIGRTMIN + 7
 _AGAIN_S = 0.5  # between two interruptions of a main thread that has not left
 _FAST_S = 0.02  # polling interval while a decision is near
-_FINAL_CODES = (2, 17, 65)  # exit codes that no restart cures
 
 
 Slots = MutableSequence[int]  # memory that is shared with the monitor process
@@ -188,6 +187,7 @@ class Worker:
         self._end_process = end
         self._control = Control(token)
         self._result: tuple[str, str | None] = ("done", None)
+        self._num_suspects = 0  # of the exit report that were sent
 
     def run(self, call: Callable[[Attempt], None]) -> None:
         """Call ``call`` in every attempt in which this worker is active.
@@ -240,11 +240,14 @@ class Worker:
 
     def _report(self, error: BaseException, attempt: Attempt) -> None:
         """Send the fault to the coordinator, or that the run must end."""
-        if attempt.is_stopped:  # the error is a consequence
+        suspects = exit_report.suspects()[self._num_suspects :]
+        self._num_suspects += len(suspects)
+        if attempt.is_stopped and not suspects:  # the error is a consequence
             return
         code = exit_report.exit_code(error)
         text = f"{type(error).__name__}: {in_few_lines(str(error))}"
-        is_primary = not (is_lost_connection(error) or is_timeout(error))
+        is_consequence = attempt.is_stopped or is_lost_connection(error) or is_timeout(error)
+        is_primary = not is_consequence
         if isinstance(error, SystemExit) and not code:
             self._send("finished", attempt.number)
             return
@@ -252,9 +255,7 @@ class Worker:
             print(error, file=sys.stderr, flush=True)
         elif is_primary and not isinstance(error, SystemExit):
             traceback.print_exception(error)
-        suspects = [suspect["rank"] for suspect in exit_report.take_suspects()]
-        is_final = is_primary and (code in _FINAL_CODES or isinstance(error, KeyboardInterrupt))
-        if is_final and not suspects:
+        if is_primary and (code in (2, 65) or isinstance(error, KeyboardInterrupt)):
             self._send("end", attempt.number, code=code, text=text)
             return
         self._send(
@@ -263,7 +264,8 @@ class Worker:
             text=text,
             is_primary=is_primary,
             step=exit_report.noted("iteration"),
-            excluded=suspects,
+            code=code,
+            excluded=[suspect["rank"] for suspect in suspects],
         )
 
     def _send(self, kind: str, number: int, **values: object) -> None:
