@@ -225,3 +225,18 @@ def test_prompt_tokens_without_finite_logits_are_an_error_not_a_score(
     assert found["good"].finish_reason == "length"
     stats = made.stats()
     assert stats.num_free_pages == stats.num_pages
+
+
+def test_the_scores_of_a_prompt_do_not_read_the_row_of_its_last_token() -> None:
+    params = SamplingParams(prompt_log_probs_only=True, return_prompt_log_probs=True, seed=1)
+    found = []
+    for is_bad in (False, True):
+        made = engine(EngineOptions(page_size=4), 1, {})
+        if is_bad:
+            with torch.no_grad():
+                made.model.module.embedding.word_embeddings.weight[7].fill_(float("nan"))
+        made.add(Request("a", [5, 6, 7], params))
+        (out,) = made.step()
+        found.append((out.finish_reason, [score.log_prob for score in out.prompt_scores]))
+    assert found[0] == found[1]
+    assert found[0][0] == "length"
