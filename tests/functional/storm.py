@@ -40,7 +40,7 @@ INJECTED = {
     "exception": "step.before:raise:rank{rank}:step{step}:start0",
     "stopped process": "step.before:stop:rank{rank}:step{step}:start0",
     "exit": "step.before:exit:rank{rank}:step{step}:start0",
-    "full disk": "save.write:enospc:rank{rank}:start0",
+    "full disk": "save.write:enospc:rank{rank}:start0:times1",
     "slow rank": "step.before:slow:rank{rank}:step{step}:start0:3s",
     "NaN once": "step.gradient:nan:rank{rank}:step{step}:start0:times1",
     "NaN on a rank": "step.gradient:nan:rank{rank}:step{step}:start0",

@@ -40,6 +40,7 @@ class SupervisedRun:
 
     folder: Path
     nodes: int = 1
+    nnodes: str = ""  # in place of the number of nodes
     ranks: int = 2
     steps: int = 8
     launcher: Sequence[str] = ()  # further flags of tools/launch.py
@@ -58,7 +59,7 @@ class SupervisedRun:
         launcher = [*QUICK, "--nproc-per-node", str(self.ranks), *self.launcher]
         launcher += ["--exit-report-dir", str(self.folder / "reports")]
         if self.nodes > 1:
-            launcher += ["--nnodes", str(self.nodes), "--rdzv-backend", "c10d"]
+            launcher += ["--nnodes", self.nnodes or str(self.nodes), "--rdzv-backend", "c10d"]
             launcher += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.run_id]
             launcher += ["--node-name", f"node{node}", "--local-addr", "127.0.0.1"]
         saved = str(self.folder / "checkpoints")

@@ -62,6 +62,8 @@ class RankEnd:
         if self.code is not None and self.code < 0:
             names = {s.value: s.name for s in signal.Signals}
             return f"ended by {names.get(-self.code, f'signal {-self.code}')} without a report"
+        if self.code == 0:
+            return f"{self.report.get('kind', 'ended')} with exit status 0"
         return f"ended with exit status {self.code} without a report"
 
 
