@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableSequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +73,7 @@ def _told(note: _Note) -> str:
 class Board:
     """Memory that another process can read, into which the tracer writes the current collective."""
 
-    slots: MutableSequence[int]  # see SIGN_NS, PROGRESS, IS_INSIDE, CALL
+    slots: memoryview[int]  # see SIGN_NS, PROGRESS, IS_INSIDE, CALL
     name: memoryview  # operation, group and ranks in UTF-8, padded with zeros
 
     def begin(self, note: _Note) -> None:

@@ -15,7 +15,6 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import MutableSequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,8 +84,8 @@ class HeartbeatFile:
 
     def _fill(self) -> None:
         whole = memoryview(self._map)
-        self._slots: MutableSequence[int] = whole[: 8 * _SLOTS].cast("q")
-        self.board: MutableSequence[int] = whole[8 * _BOARD : _NAME_AT].cast("q")
+        self._slots: memoryview[int] = whole[: 8 * _SLOTS].cast("q")
+        self.board: memoryview[int] = whole[8 * _BOARD : _NAME_AT].cast("q")
         self.name = whole[_NAME_AT : _NAME_AT + _NAME_BYTES]
         self._slots[_PID] = os.getpid()
         self._slots[_MAGIC_SLOT] = _MAGIC

@@ -101,7 +101,7 @@ def expectations(results: Iterable[RankResult]) -> dict[str, dict[str, Any]]:
 def read_expectations(path: Path) -> dict[str, dict[str, Any]]:
     """Return the stored expectations.  Raises ConfigError."""
     try:
-        stored = json.loads(path.read_text())
+        stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
         is_valid = isinstance(stored, dict) and all(
             isinstance(one, dict)
             and isinstance(one.get("bits"), str)

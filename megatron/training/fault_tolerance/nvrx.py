@@ -57,7 +57,7 @@ class RankMonitor:
         Its limit between heartbeats is removed: sections replace heartbeats.
         """
         timeouts = self.client.section_timeouts
-        section = {
+        section: dict[str, Any] = {
             "section": {**timeouts.section, **limits.learnt_s()},
             "calculated_sections": sorted(limits.learnt - {OUT_OF_SECTION}),
             "is_out_of_section_calculated": OUT_OF_SECTION in limits.learnt,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -80,7 +79,7 @@ class Monitor:
             return
         if folder is not None:
             # The supervisor asks for stacks with this signal, which would end other processes.
-            faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
+            faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
             self._shared_folder = Path(folder)
         self._file = HeartbeatFile(self._shared_folder, rank())
         collective_tracer.record.board = collective_tracer.Board(self._file.board, self._file.name)

@@ -117,7 +117,7 @@ class AttemptAgent(LocalElasticAgent):
         if self._detector is not None:
             self._detector.begin()
         self._stop.has_ranks = True  # from here on a signal ends the ranks first
-        started = super()._start_workers(worker_group)
+        started: dict[int, Any] = super()._start_workers(worker_group)
         self._stop.install()
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}

@@ -50,7 +50,7 @@ class Control:
 
     def store_of_attempt(self, number: int, timeout: timedelta) -> dist.Store:
         """Return a store for the process groups of one attempt, over a connection of its own."""
-        tcp = self._tcp.clone()
+        tcp = self._tcp.clone()  # type: ignore[attr-defined]
         tcp.set_timeout(timeout)
         return dist.PrefixStore(f"inprocess/{self._token}/attempt/{number}", tcp)
 

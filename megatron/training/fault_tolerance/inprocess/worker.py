@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
 from types import FrameType, TracebackType
+from typing import TypeAlias
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.diagnostics import collective_tracer
@@ -42,7 +43,7 @@ _AGAIN_S = 0.5  # between two interruptions of a main thread that has not left
 _FAST_S = 0.02  # polling interval while a decision is near
 
 
-Slots = MutableSequence[int]  # memory that is shared with the monitor process
+Slots: TypeAlias = "memoryview[int]"  # memory that is shared with the monitor process
 
 
 class Interrupted(BaseException):
