@@ -42,6 +42,8 @@ from megatron.training.supervisor.stop import StopRequested, StopSignals
 # A program: its command line -> exit status and output.  megatron itself starts none.
 Runner = Callable[[Sequence[str]], tuple[int, str]]
 _MEMORY_DIR = "MEGATRON_MEMORY_DIR"  # of --non-persistent-ckpt-type in_memory
+_OWNER = "supervisor"  # file with its process id, in the folder in shared memory
+_UNUSED_S = 3600.0
 _MARGIN_S = 20.0  # for reports of other nodes, beyond the time in which they end their ranks
 _FAREWELL_S = 5.0  # for other nodes to read the decision from the store that this node may host
 
@@ -67,7 +69,7 @@ class Supervisor:
         script = self._launch.script
         if value_of(script, "--non-persistent-local-ckpt-dir") is None:
             os.environ.setdefault(_MEMORY_DIR, str(self._launch.memory / "memory"))
-        self._launch.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        claim_memory(self._launch.memory)
         self._stop.install(self._launch.signals)
         try:
             decision = self._attempts()
@@ -298,6 +300,23 @@ class Supervisor:
                 here = store.add("left", 0)
         except (dist.DistError, RendezvousError):
             pass  # the host has ended
+
+
+def claim_memory(folder: Path) -> None:
+    """Create this run's folder in shared memory; delete those of killed supervisors.
+
+    A folder with in-memory checkpoints is kept for an hour, because its run may be started again.
+    """
+    for other in folder.parent.glob(f"megatron-{os.getuid()}-*"):
+        owner = other / _OWNER
+        with contextlib.suppress(OSError, ValueError):
+            is_alive = Path(f"/proc/{int(owner.read_text())}").exists()
+            is_old = time.time() - owner.stat().st_mtime > _UNUSED_S
+            has_checkpoints = any((other / "memory").glob("*"))
+            if other != folder and not is_alive and (is_old or not has_checkpoints):
+                shutil.rmtree(other, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / _OWNER).write_text(str(os.getpid()))
 
 
 def restart_flags(script: Sequence[str], history: History) -> list[str]:

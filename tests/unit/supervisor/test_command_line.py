@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch.distributed.run import get_args_parser
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.supervisor.command_line import parse, parser, value_of
-from megatron.training.supervisor.node import older_checkpoint, restart_flags
+from megatron.training.supervisor.node import claim_memory, older_checkpoint, restart_flags
 from megatron.training.supervisor.policy import History
 from megatron.training.supervisor.rendezvous import nodes_that_fit
 from tests.unit.dist_checkpointing.tiny import publish_model
@@ -90,6 +91,19 @@ def test_the_checkpoint_before_the_loaded_one_is_found(tmp_path: Path) -> None:
     assert older_checkpoint(str(folders[3])) == 4
     assert older_checkpoint(str(folders[2])) is None
     assert older_checkpoint(str(tmp_path / "iter_0000009")) is None, "it is gone"
+
+
+def test_the_memory_of_a_killed_supervisor_is_deleted_at_the_next_start(tmp_path: Path) -> None:
+    names = ("dead", "alive", "resumable")
+    dead, alive, resumable = (tmp_path / f"megatron-{os.getuid()}-{name}" for name in names)
+    for folder in (dead, alive, resumable):
+        folder.mkdir()
+        (folder / "supervisor").write_text("1" if folder == alive else str(2**22 + 1))
+    (resumable / "memory").mkdir()
+    (resumable / "memory/lock").touch()
+    mine = tmp_path / f"megatron-{os.getuid()}-mine"
+    claim_memory(mine)
+    assert sorted(tmp_path.iterdir()) == sorted([alive, resumable, mine])
 
 
 def test_the_largest_number_of_nodes_that_the_flags_allow_trains() -> None:
