@@ -4,6 +4,8 @@ In this order: a stop signal ends the run; errors that no restart cures end it; 
 progress is restarted a limited number of times.  Of failures that repeat at the same step, the
 second is answered with another rank placement, which separates faulty hardware from software; the
 third with the checkpoint before the loaded one, which may be the cause; the next ends the run.
+A rejected result that other placements reproduced (exit status 17 that blames no rank) counts as
+the third.
 """
 
 from __future__ import annotations
@@ -141,26 +143,25 @@ def _restart(
         if (failure.signature, failure.iteration) == (outcome.signature, outcome.iteration)
     ]
     suspects = tuple(node for node, _ in outcome.suspects if node not in history.excluded)
+    # Ranks that reproduce a rejected result on another start blame nobody.
+    is_reproducible = outcome.code == FAILED_VALIDATION and not outcome.suspects
     why = "failed"
     if suspects and has_spare_node:
         history = replace(history, excluded=(*history.excluded, suspects[0]))
         why = f"node {suspects[0]} is excluded"
-    elif outcome.blames_hardware:
-        history = replace(history, placement=history.placement + 1)
-        why = "another rank placement, after an unexpected result"
-    elif len(repeats) == 2:
-        history = replace(history, placement=history.placement + 1)
-        why = "another rank placement, after the same failure at the same step"
-    elif len(repeats) > 2:
+    elif is_reproducible or (not outcome.blames_hardware and len(repeats) > 2):
         step = None
         if outcome.loaded_from is not None and not history.blamed:
             step = older_checkpoint(outcome.loaded_from)
         if step is None:
+            times = "a rejected result on every start"
+            if not is_reproducible:
+                times = f"the same failure {len(repeats)} times"
             return _stop(
                 history,
                 outcome,
-                f"the same failure {len(repeats)} times at iteration {outcome.iteration}, on "
-                "different rank placements: it is deterministic",
+                f"{times} at iteration {outcome.iteration}, on different rank placements: it is "
+                "deterministic",
             )
         blamed = outcome.loaded_iteration
         history = replace(
@@ -169,6 +170,12 @@ def _restart(
             blamed=history.blamed if blamed is None else (*history.blamed, blamed),
         )
         why = f"the checkpoint of iteration {blamed} is blamed, that of {step} is loaded"
+    elif outcome.blames_hardware:
+        history = replace(history, placement=history.placement + 1)
+        why = "another rank placement, after an unexpected result"
+    elif len(repeats) == 2:
+        history = replace(history, placement=history.placement + 1)
+        why = "another rank placement, after the same failure at the same step"
     exponent = max(0, history.no_progress - 1)
     return Decision(
         restarts=True,
