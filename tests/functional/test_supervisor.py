@@ -79,3 +79,18 @@ def test_a_checkpoint_directory_that_goes_away_ends_the_run_with_2(tmp_path: Pat
     refusals = {line for line in run.said().splitlines() if "holds no checkpoint" in line}
     assert len(refusals) == 1, "each rank prints the first failure, and there is one"
     assert run.exit()["restarts"] == 1
+
+
+@pytest.mark.parametrize("conf", ["join_timeout=1", "join_timeout=1,is_host=false"])
+def test_a_rendezvous_that_nobody_joins_ends_with_2_and_one_message(
+    tmp_path: Path, conf: str
+) -> None:
+    """Also on a node that does not host the store, whose host never starts."""
+    run = SupervisedRun(tmp_path, nodes=2, launcher=("--rdzv-conf", conf))
+    run.start(0)
+    assert run.wait() == [2], run.said()
+    (line,) = run.said().splitlines()
+    assert line.startswith("ConfigError: ")
+    assert "raise --rdzv-conf join_timeout" in line
+    report = run.exit()
+    assert (report["kind"], report["attempts"], report["restarts"]) == ("user_error", 0, 0)

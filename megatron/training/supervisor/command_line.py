@@ -24,6 +24,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from megatron.core.config.errors import ConfigError
 from megatron.training.supervisor.agent import Times
 from megatron.training.supervisor.policy import Options
+from megatron.training.supervisor.rendezvous import check_parameters
 
 _MAX_RESTARTS = 100
 _PORT = 29500
@@ -100,6 +101,7 @@ def parse(argv: Sequence[str]) -> Launch:
                 }
             )
         )
+        check_parameters(config)
     except (OSError, ValueError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"tools/launch.py: {error}") from None
     assert isinstance(program, str), "--run-path was switched off"
@@ -234,3 +236,7 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"--standalone --nnodes {nodes}: --standalone is for one node; remove one of them"
     if given["no_python"] and given["module"]:
         yield "--no-python --module: a module needs Python; remove one of them"
+    script = Path(given["training_script"])
+    if not (given["module"] or given["no_python"] or script.is_file()):
+        what = "is not a file" if script.exists() else "there is no such file"
+        yield f"{script}: {what}; give the training script after the flags of tools/launch.py"

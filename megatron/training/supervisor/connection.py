@@ -18,10 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
-from megatron.core.config.errors import LaunchError
-from megatron.training.supervisor.rendezvous import Rendezvous, Round
+from megatron.core.config.errors import ConfigError, LaunchError
+from megatron.training.supervisor.rendezvous import Rendezvous, Round, hosts_store
 from megatron.training.supervisor.report import log
 
 _FILE = "rendezvous.json"
@@ -47,11 +49,15 @@ class Connector:
     def connect(self, last: Round | None) -> Rendezvous:
         """Return a new connection; ``last`` is the attempt in which the store was lost, if any.
 
-        Raises LaunchError after the time limit of a rendezvous.
+        After the time limit of a rendezvous it raises LaunchError, or ConfigError if no attempt was
+        made.
         """
         begin_s, reason = time.monotonic(), ""
         for config in self._candidates(last, begin_s):
             try:
+                # torch's client would try for minutes, and print a stack.
+                if not hosts_store(config) and not _is_reachable(config.rdzv_endpoint):
+                    raise RendezvousConnectionError("nobody listens at this address")
                 found = Rendezvous(config, self._node)
             except (RendezvousConnectionError, RendezvousError) as error:
                 reason = str(error.__cause__ or error).splitlines()[0]
@@ -61,7 +67,8 @@ class Connector:
             if time.monotonic() - begin_s > self.join_timeout_s:
                 break
             time.sleep(_PAUSE_S)
-        raise LaunchError(
+        kind = ConfigError if last is None else LaunchError
+        raise kind(
             f"--rdzv-endpoint {self._config.rdzv_endpoint}: no store there within "
             f"{self.join_timeout_s:.0f} s ({reason}); start the supervisor of that node, or raise "
             "--rdzv-conf join_timeout"
@@ -109,9 +116,9 @@ class Connector:
 
 
 def _is_reachable(endpoint: str) -> bool:
-    host, _, port = endpoint.rpartition(":")
+    address = parse_rendezvous_endpoint(endpoint, default_port=DEFAULT_PORT)
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        socket.create_connection(address, timeout=_CONNECT_S).close()
     except OSError:
         return False
     return True

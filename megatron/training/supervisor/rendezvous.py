@@ -24,14 +24,25 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    DEFAULT_PORT,
+    create_backend,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    parse_rendezvous_endpoint,
+)
 from torch.distributed.launcher.api import LaunchConfig
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.supervisor.policy import History
 
 NodeCount = Callable[[int], int]  # nodes that joined -> nodes that train
+_NUMBERS = (  # of --rdzv-conf
+    *("join_timeout", "last_call_timeout", "close_timeout", "read_timeout"),
+    *("keep_alive_interval", "keep_alive_max_attempt"),
+)
 
 
 @dataclass(frozen=True)
@@ -61,15 +72,7 @@ class Rendezvous(RendezvousHandler):
 
     def __init__(self, config: LaunchConfig, node: str) -> None:
         """Connect to the store.  Raises RendezvousError."""
-        parameters = RendezvousParameters(
-            backend=config.rdzv_backend,
-            endpoint=config.rdzv_endpoint,
-            run_id=config.run_id,
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            local_addr=config.local_addr,
-            **config.rdzv_configs,
-        )
+        parameters = _parameters(config)
         backend, store = create_backend(parameters)
         self._inner = create_handler(store, backend, parameters)
         self._node, self._local_addr = node, config.local_addr
@@ -138,6 +141,37 @@ class Rendezvous(RendezvousHandler):
         """Return the names of all nodes whose supervisor has connected to this store."""
         count = self.run_store.add("names", 0)
         return {self.run_store.get(f"names/{i}").decode() for i in range(1, count + 1)}
+
+
+def check_parameters(config: LaunchConfig) -> None:
+    """Raise ValueError if --rdzv-endpoint or --rdzv-conf contains a wrong value."""
+    parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=DEFAULT_PORT)
+    parameters = _parameters(config)
+    parameters.get_as_bool("is_host")
+    for name in _NUMBERS:
+        if (value := parameters.get_as_int(name)) is not None and value <= 0:
+            raise ValueError(f"--rdzv-conf {name}={value}: at least 1 is needed")
+
+
+def hosts_store(config: LaunchConfig) -> bool:
+    """Return whether this node hosts the store, if no other process of this host does."""
+    given = _parameters(config).get_as_bool("is_host")
+    if given is not None:
+        return given
+    host, _ = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=DEFAULT_PORT)
+    return _matches_machine_hostname(host)
+
+
+def _parameters(config: LaunchConfig) -> RendezvousParameters:
+    return RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
 
 
 def nodes_that_fit(

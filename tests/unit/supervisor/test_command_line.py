@@ -16,6 +16,8 @@ from megatron.training.supervisor.rendezvous import nodes_that_fit
 from tests.unit.dist_checkpointing.tiny import publish_model
 from tools import launch
 
+_SCRIPT = __file__  # any file
+
 
 def test_every_flag_of_torchrun_is_taken() -> None:
     theirs = {flag for action in get_args_parser()._actions for flag in action.option_strings}
@@ -25,17 +27,17 @@ def test_every_flag_of_torchrun_is_taken() -> None:
 
 def test_a_command_line_of_torchrun_starts_the_same_ranks(tmp_path: Path) -> None:
     flags = "--nnodes 2 --node_rank 1 --nproc_per_node 4 --master_addr node0 --master_port 6000"
-    launch = parse([*flags.split(), "--log-dir", str(tmp_path), "train.py", "--lr", "1", "--x=2"])
+    launch = parse([*flags.split(), "--log-dir", str(tmp_path), _SCRIPT, "--lr", "1", "--x=2"])
     assert (launch.config.min_nodes, launch.config.nproc_per_node) == (2, 4)
     assert (launch.config.rdzv_backend, launch.config.rdzv_endpoint) == ("c10d", "node0:6000")
     assert launch.config.rdzv_configs["is_host"] == "false"
-    assert launch.script == ("-u", "train.py", "--lr", "1", "--x=2")
+    assert launch.script == ("-u", _SCRIPT, "--lr", "1", "--x=2")
     assert launch.folder == tmp_path
     assert launch.options.max_restarts > 1
 
 
 def test_one_node_needs_no_address(tmp_path: Path) -> None:
-    first, second = (parse(["--exit-report-dir", str(tmp_path), "x.py"]) for _ in range(2))
+    first, second = (parse(["--exit-report-dir", str(tmp_path), _SCRIPT]) for _ in range(2))
     assert first.config.rdzv_endpoint == "localhost:0"
     assert first.config.run_id != second.config.run_id, "two runs on a host share nothing"
 
@@ -53,20 +55,26 @@ def test_one_node_needs_no_address(tmp_path: Path) -> None:
         ("--no-python --module", "--no-python --module: a module needs Python"),
         ("--max-restarts -1", "--max-restarts -1: at least 0 is needed"),
         ("--exit-report-dir /dev/null/x", "Not a directory"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:x", "port number"),
+        ("--rdzv-conf join_timeout=soon", "join_timeout"),
+        ("--rdzv-conf join_timeout=0", "--rdzv-conf join_timeout=0: at least 1 is needed"),
+        ("--rdzv-conf is_host=perhaps", "is_host"),
+        ("no/such.py", "no/such.py: there is no such file; give the training script"),
+        ("/dev", "/dev: is not a file; give the training script"),
     ],
 )
 def test_a_wrong_flag_is_one_message_and_exit_status_2(
     flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse([*flags.split(), "train.py"])
-    assert launch.main([*flags.split(), "train.py"]) == 2
+        parse([*flags.split(), _SCRIPT])
+    assert launch.main([*flags.split(), _SCRIPT]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        parse(["--nnodes", "0", "--max-restarts", "-1", "train.py"])
+        parse(["--nnodes", "0", "--max-restarts", "-1", _SCRIPT])
     assert len(error.value.problems) == 2
 
 
