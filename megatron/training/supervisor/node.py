@@ -8,6 +8,7 @@ others go on.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -36,7 +37,7 @@ from megatron.training.supervisor.hangs import HangDetector
 from megatron.training.supervisor.meeting import Meeting
 from megatron.training.supervisor.policy import Decision, History, decide
 from megatron.training.supervisor.rendezvous import Rendezvous, WaitingNode, nodes_that_fit
-from megatron.training.supervisor.report import log, print_causes, print_end, write_exit
+from megatron.training.supervisor.report import exit_text, log, print_causes, print_end, write_exit
 from megatron.training.supervisor.stop import StopRequested, StopSignals
 
 # A program: its command line -> exit status and output.  megatron itself starts none.
@@ -61,6 +62,7 @@ class Supervisor:
         self._rendezvous: Rendezvous | None = None
         self._history = History()
         self._outcomes: list[Outcome] = []
+        self._ended: str | None = None  # exit.json of the nodes that trained until the end
 
     def run(self) -> int:
         """Start the ranks, and restart them as the policy decides.  Returns the exit status."""
@@ -85,10 +87,11 @@ class Supervisor:
         finally:
             self._stop.has_ranks = True  # from here on a signal must not interrupt
             shutil.rmtree(self._launch.memory, ignore_errors=True)
-        write_exit(self._launch.folder, decision, self._outcomes)
+        text = self._ended or exit_text(decision, self._outcomes)
+        write_exit(self._launch.folder, text)
         if self._outcomes:
             print_end(self._launch.folder, decision, self._outcomes[-1])
-        self._leave(decision)
+        self._leave(text)
         return decision.code
 
     def _attempts(self) -> Decision:
@@ -116,6 +119,9 @@ class Supervisor:
         Its supervisor then ends, and a spare node takes its place in the rendezvous.
         """
         if self._launch.check_node and (problem := self._node_problem()) is not None:
+            if self._rendezvous is not None:  # the other nodes go on in it
+                self._rendezvous.leave()
+                self._rendezvous = None
             raise LaunchError(f"--check-node: node {self._launch.node} is unhealthy:\n{problem}")
 
     def _attempt(self) -> Decision:
@@ -269,7 +275,9 @@ class Supervisor:
         code = 0
         try:
             store = self._rendezvous.run_store
-            code = int(store.get("end")) if store.check(["end"]) else 0
+            if store.check(["end"]):
+                self._ended = store.get("end").decode()
+                code = int(json.loads(self._ended)["code"])
         except dist.DistError:
             why = "the rendezvous was closed"
         return Decision(restarts=False, code=code, why=why, history=self._history)
@@ -280,19 +288,20 @@ class Supervisor:
         self._stop.has_ranks = False
         assert self._rendezvous is not None, "it was connected"
         try:
+            self._rendezvous.leave()
             while not self._rendezvous.run_store.check(["end"]):
                 time.sleep(1.0)
-        except dist.DistError:
+        except (dist.DistError, RendezvousError):
             pass  # the other nodes have ended
         return self._ended_elsewhere()
 
-    def _leave(self, decision: Decision) -> None:
+    def _leave(self, exit_report: str) -> None:
         """End the rendezvous; wait shortly, because this node may host the store."""
         if self._rendezvous is None:
             return
         try:
             store = self._rendezvous.run_store
-            store.set("end", str(decision.code))
+            store.set("end", exit_report)
             self._rendezvous.shutdown()
             here, deadline_s = store.add("left", 1), time.monotonic() + _FAREWELL_S
             while here < store.add("names", 0) and time.monotonic() < deadline_s:

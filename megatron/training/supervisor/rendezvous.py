@@ -28,7 +28,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
     DEFAULT_PORT,
     create_backend,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    _RendezvousExitOp,
+    create_handler,
+)
 from torch.distributed.elastic.rendezvous.utils import (
     _matches_machine_hostname,
     parse_rendezvous_endpoint,
@@ -136,6 +139,16 @@ class Rendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return self._inner.shutdown()
+
+    def leave(self) -> None:
+        """Leave the latest round without an end of the run; torch's next round waits for this.
+
+        Raises RendezvousError.
+        """
+        inner = self._inner
+        inner._stop_heartbeats()
+        deadline_s = inner._get_deadline(inner._settings.timeout.join)
+        inner._op_executor.run(_RendezvousExitOp(), deadline_s)
 
     def known_nodes(self) -> set[str]:
         """Return the names of all nodes whose supervisor has connected to this store."""

@@ -21,8 +21,8 @@ def log(text: str) -> None:
     print(f"[supervisor] {text}", file=sys.stderr, flush=True)
 
 
-def write_exit(folder: Path, decision: Decision, outcomes: Sequence[Outcome]) -> None:
-    """Write ``exit.json``: exit status, reason, resumable, and the outcome of each attempt."""
+def exit_text(decision: Decision, outcomes: Sequence[Outcome]) -> str:
+    """Return exit.json: exit status, reason, resumable, and the outcome of each attempt."""
     last = outcomes[-1] if outcomes else None
     history = decision.history
     content = {
@@ -39,10 +39,15 @@ def write_exit(folder: Path, decision: Decision, outcomes: Sequence[Outcome]) ->
         "blamed_checkpoints": history.blamed,
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
+    return json.dumps(content, indent=1)
+
+
+def write_exit(folder: Path, text: str) -> None:
+    """Write ``exit.json``."""
     path = folder / "exit.json"
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        draft.write_text(json.dumps(content, indent=1))
+        draft.write_text(text)
         draft.replace(path)
     except OSError as error:
         log(f"cannot write {path}: {error.strerror}")
