@@ -27,10 +27,11 @@ STEP=$!
 trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 
-CODE=0
 while kill -0 "$STEP" 2>/dev/null; do # a trap interrupts wait
-    wait "$STEP" && CODE=0 || CODE=$?
+    wait "$STEP" || true
 done
+CODE=0
+wait "$STEP" || CODE=$? # its status, not that of an interrupted wait
 
 REPORT="$CHECKPOINTS/reports/exit.json"
 if grep -q '"kind": "stopped"' "$REPORT" && grep -q '"resumable": true' "$REPORT"; then

@@ -167,6 +167,7 @@ def _embedding(rank: int, world_size: int, words: str) -> Tensor:
     run.train_data = [_data(run.config) for _ in run.model_chunks]
     for _ in range(3):
         _gradients(run, run.batches.num_microbatches(0))
+        run.optimizer.prepare_grads()
         _update(run)
     (copy,) = (p for p in run.model_chunks[0].parameters() if info_of(p).is_shared_embedding)
     assert dist.get_world_size() == world_size

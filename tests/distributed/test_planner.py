@@ -141,6 +141,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
             tracker.peak = tracker.alive
             _gradients(run, run.batches.num_microbatches(0))
             own = _bytes(p.grad for p in params if p.grad is not None)
+            run.optimizer.prepare_grads()
             _update(run)
             peaks.append(tracker.peak - own)
     held = _bytes(params)

@@ -178,6 +178,6 @@ def test_nccl_is_started_by_ranks_that_have_claimed_their_gpus(
     with device.simulate_device("cuda"):
         for backend in ("nccl", "gloo"):
             distributed = replace(config.distributed, distributed_backend=backend)
-            initialize._init_default_group(replace(config, distributed=distributed))
+            initialize._init_default_group(replace(config, distributed=distributed), None)
     assert started == ["nccl", "gloo"]
     assert claims == [1]

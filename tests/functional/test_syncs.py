@@ -23,7 +23,7 @@ from tests.functional.runs import TINY, train_gpt
 from tests.ranks import run_ranks
 
 AHEAD = ("/datasets/", "torch/utils/data", "async_host_copy")  # of the device: nothing to wait for
-NORM = "clip_grads.py:global_norm"
+NORM = "rerun_state_machine.py:read_squared_norm"
 # On a GPU the device asserts, other ways are taken, and the loss scale lies on the host.
 ONLY_HERE = {
     "layers.py:check_token_ids",

@@ -63,7 +63,7 @@ def test_nccl_registers_no_memory_for_graphs_that_pytorch_moves(
     for conf, expected in (("max_split_size_mb:64", None), ("expandable_segments:True", "0")):
         monkeypatch.delenv("NCCL_GRAPH_REGISTER")
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
-        _init_default_group(run_of("--enable-cuda-graph --device auto"))
+        _init_default_group(run_of("--enable-cuda-graph --device auto"), None)
         assert os.environ.get("NCCL_GRAPH_REGISTER") == expected
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
 

@@ -81,6 +81,11 @@ class Limits:
         """Return the limits that were learnt."""
         return {name: self.seconds[name] for name in LEARNT if name in self.learnt}
 
+    def updated(self, newer: Limits) -> Limits:
+        """Return these limits with those that ``newer`` has learnt in their place."""
+        learnt = {name: newer.seconds[name] for name in newer.learnt}
+        return Limits({**self.seconds, **learnt}, self.learnt | newer.learnt)
+
     def to_state(self) -> dict[str, object]:
         """Return the content of the state file; limits that were not learnt are null."""
         learnt = self.learnt_s()

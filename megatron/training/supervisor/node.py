@@ -241,11 +241,10 @@ class Supervisor:
         )
 
     def _limits(self) -> Limits:
-        learnt = self._launch.memory / "heartbeats" / STATE_FILE  # in this attempt
-        if learnt.exists():
-            return Limits.load(learnt)
+        learnt = Limits.load(self._launch.memory / "heartbeats" / STATE_FILE)  # in this attempt
         save = value_of(self._launch.script, "--save")
-        return Limits() if save is None else Limits.load(Path(save) / STATE_FILE)
+        saved = Limits() if save is None else Limits.load(Path(save) / STATE_FILE)
+        return saved.updated(learnt)
 
     def _nodes_that_train(self, joined: int) -> int:
         config = self._launch.config

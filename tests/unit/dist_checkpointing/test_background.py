@@ -108,7 +108,7 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
     counts.zero_()
     made.common["iteration"] = 2
     steps = []
-    optimizer = SimpleNamespace(step=lambda: steps.append(saving._copied.is_set()))
+    optimizer = SimpleNamespace(finish_step=lambda: steps.append(saving._copied.is_set()))
     wait = saving.wait_for_copies
 
     def open_and_wait():
