@@ -92,7 +92,8 @@ def attention(rounds: int) -> Iterator[str]:
             found = alternate(_contenders(heads, groups, width, rows, lengths, dtype), rounds)
             num_bytes = 2 * sum(lengths) * groups * width * dtype.itemsize
             label = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-            sdpa, kernel = found["torch"], found["kernel"]
+            sdpa = found["torch"]
+            kernel = found["kernel"]
             speed = num_bytes / kernel / 1e6
             yield (
                 f"| {name}, {label} | {sdpa:.3f} | {kernel:.3f} | {sdpa / kernel:.2f} | "
@@ -106,7 +107,8 @@ def _contenders(
     pages = [-(-n // _PAGE) for n in lengths]
     order = torch.randperm(sum(pages)).split(pages)
     shape = sum(pages), _PAGE, groups, width
-    keys, values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    keys = torch.zeros(shape, dtype=dtype)
+    values = torch.zeros(shape, dtype=dtype)
     table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
     inputs = []
     for line, own, count, length in zip(table, order, rows, lengths, strict=True):

@@ -37,7 +37,8 @@ class Worker:
     """A contender in a process of its own."""
 
     def __init__(self, name: str, python: str, model: Path, log: Path) -> None:
-        self.name, self._log = name, log
+        self.name = name
+        self._log = log
         start = "from benchmarks.inference_contenders import main; main()"
         self.process = subprocess.Popen(
             [python, "-c", start, name, str(model)],
@@ -112,7 +113,8 @@ def batches(workers: Sequence[Worker], rounds: int, bandwidth: float, num_bytes:
     print("|---|---|---|---|---|")
     steps = {batch: decode_steps(workers, batch, rounds) for batch in (1, 8)}
     for worker in workers:
-        one, eight = steps[1][worker.name], steps[8][worker.name]
+        one = steps[1][worker.name]
+        eight = steps[8][worker.name]
         share = num_bytes * WEIGHT_SIZE.get(worker.name, 1.0) / one / bandwidth
         print(
             f"| {worker.name} | {1 / one:.1f} | {share:.2f} | {8 / eight:.1f} | {eight / one:.2f} |"
@@ -174,7 +176,8 @@ def arrivals(workers: Sequence[Worker], capacity: dict[str, float]) -> None:
         for worker in workers:
             source = random.Random(2)
             prompts, lengths = mixed_requests(64, seed=3, prompts_seed=number)
-            now_s, requests = 0.0, []
+            now_s = 0.0
+            requests = []
             for words, length in zip(prompts, lengths, strict=True):
                 now_s += source.expovariate(load * capacity[worker.name])
                 requests.append((now_s, words, length))
@@ -208,7 +211,8 @@ def prefix_hit(workers: Sequence[Worker], rounds: int) -> None:
     """Print the time to the first token with a prefix of 1,024 tokens, new and seen before."""
     print("\n| contender | new prefix (ms) | seen before | ratio |\n|---|---|---|---|")
     for worker in workers:
-        new, seen = [], []
+        new = []
+        seen = []
         for number in range(rounds):
             prefix = prompt(1024, 500 + number)
             texts = [prefix + prompt(16, 600 + 2 * number + i) for i in range(2)]
@@ -216,7 +220,8 @@ def prefix_hit(workers: Sequence[Worker], rounds: int) -> None:
             times = worker.ask("serve", requests=requests)["times_s"]
             new.append(times[0][0])
             seen.append(times[1][0] - 100.0)
-        a, b = statistics.median(new), statistics.median(seen)
+        a = statistics.median(new)
+        b = statistics.median(seen)
         print(f"| {worker.name} | {1e3 * a:.0f} | {1e3 * b:.0f} | {b / a:.2f} |")
 
 

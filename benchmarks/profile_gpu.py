@@ -85,7 +85,9 @@ def summary_of(kernels: Sequence[Kernel], steps: int) -> str:
     if not kernels:
         return "no kernels were found"
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
-    first, end, busy = ordered[0].start, ordered[0].start, 0.0
+    first = ordered[0].start
+    end = ordered[0].start
+    busy = 0.0
     for kernel in ordered:  # overlapping kernels count once
         busy += max(0.0, kernel.stop - max(kernel.start, end))
         end = max(end, kernel.stop)

@@ -52,7 +52,8 @@ def step_us(mode: RerunMode, num_losses: int) -> float:
 def main() -> None:
     get_rng_tracker().reset()
     model_parallel_seed(1, tp_rank=0)
-    on, off = RerunMode.VALIDATE_RESULTS, RerunMode.DISABLED
+    on = RerunMode.VALIDATE_RESULTS
+    off = RerunMode.DISABLED
     step = step_us(on, 0) - step_us(off, 0)
     loss = (step_us(on, 100) - step_us(on, 0)) / 100
     total = step + 2 * _MICROBATCHES * loss

@@ -48,7 +48,8 @@ def main() -> None:
         for scale in (1, 4):
             logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(0)) * scale
             for name, params in _CASES.items():
-                here, there = _ours(logits, params), _theirs(logits, params)
+                here = _ours(logits, params)
+                there = _theirs(logits, params)
                 here(), there()
                 times = [(_seconds(here), _seconds(there)) for _ in range(rounds)]
                 ms = [statistics.median(column) * 1e3 for column in zip(*times, strict=True)]

@@ -29,7 +29,9 @@ from megatron.core.inference.paged_engine.step_plan import Integers, StepPlan, S
 from megatron.core.inference.sampling_params import SamplingParams
 
 T = TypeVar("T")
-_PAGE_SIZE, _PROMPT, _NEW = 16, 512, 600
+_PAGE_SIZE = 16
+_PROMPT = 512
+_NEW = 600
 
 
 def new_scheduler(num_requests: int, top: int, drafts: int) -> Scheduler:

@@ -52,7 +52,8 @@ def share_of_core(launcher: list[str], seconds: float) -> float:
         try:
             while not metrics.exists() or metrics.stat().st_size == 0:
                 time.sleep(0.5)
-            before_s, began_s = cpu_s(run.pid), time.monotonic()
+            before_s = cpu_s(run.pid)
+            began_s = time.monotonic()
             time.sleep(seconds)
             return (cpu_s(run.pid) - before_s) / (time.monotonic() - began_s)
         finally:

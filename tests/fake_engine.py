@@ -38,7 +38,9 @@ class FakeEngine:
     """Keeps the contract of `megatron.core.inference.paged_engine.engine.Engine`."""
 
     def __init__(self, info: EngineInfo, max_requests: int = 64, gate: Path | None = None) -> None:
-        self.info, self.max_requests, self.gate = info, max_requests, gate
+        self.info = info
+        self.max_requests = max_requests
+        self.gate = gate
         self.open: dict[str, Request] = {}
         self.num_added = 0
 
@@ -66,7 +68,8 @@ class FakeEngine:
     def _next(self, request: Request) -> RequestOutput | None:
         if self.gate and request.tokens[0] == 0 and not self.gate.exists():
             return None
-        params, count = request.params, len(request.output)
+        params = request.params
+        count = len(request.output)
         source = request.source or request.prompt
         top = tuple((j, -float(j)) for j in range(params.top_n_logprobs))
         scores: tuple[TokenOutput, ...] = ()

@@ -31,7 +31,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "benchmarks" / "gpu_lease_losses.json"
 _STAGE_S = 520.0
-_ON_GPU, _ON_CPU = "--device cuda".split(), "--device cpu".split()
+_ON_GPU = "--device cuda".split()
+_ON_CPU = "--device cpu".split()
 _OUTPUT_LINES = 60  # of a failed command, in the log
 _TOLERANCE = {"fp32": 1e-4, "16 bits": 1e-2}  # relative, of losses
 
@@ -142,7 +143,8 @@ def _arguments() -> argparse.Namespace:
 
 def run_stage(commands: Sequence[Command], log: Path, stage_s: float = _STAGE_S) -> list[Row]:
     """Run the commands one after the other; return a row for each."""
-    rows, ends_s = [], time.monotonic() + stage_s
+    rows = []
+    ends_s = time.monotonic() + stage_s
     with log.open("w") as file:
         for command in commands:
             left_s = ends_s - time.monotonic()
@@ -167,7 +169,8 @@ def _run(command: Command, limit_s: float, write: Callable[[str], object]) -> Ro
             errors="replace",
             timeout=limit_s,
         )
-        output, code = ended.stdout, ended.returncode
+        output = ended.stdout
+        code = ended.returncode
         result = command.judge(output) if code == 0 else f"failed with exit code {code}"
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode(errors="replace") if error.stdout else ""

@@ -182,7 +182,8 @@ def add_grammars(writer: Writer) -> bool:
 
     It cannot without llguidance, or if the texts of the tokenizer are not its tokens' bytes.
     """
-    tokens, eod = token_bytes(writer.tokenizer), writer.engine.model.eod
+    tokens = token_bytes(writer.tokenizer)
+    eod = writer.engine.model.eod
     if tokens is None or eod is None or not available("llguidance"):
         return False
     writer.engine.make_matcher = Grammars(tokens, eod).matcher
@@ -191,7 +192,8 @@ def add_grammars(writer: Writer) -> bool:
 
 def engine_info(args: argparse.Namespace, writer: Writer, features: tuple[str, ...]) -> EngineInfo:
     """Return what the front end must know of the engine."""
-    model, longest = writer.engine.model, writer.engine.options.max_sequence_length
+    model = writer.engine.model
+    longest = writer.engine.options.max_sequence_length
     return EngineInfo(
         model=args.served_model_name or Path(args.load).resolve().name,
         tokenizer=dataclasses.asdict(writer.tokenizer_spec),

@@ -103,7 +103,8 @@ def _shown(answer: Answer, as_json: bool, llm: LLM) -> str:
     if not as_json:
         is_read_apart = llm.engine.model.decoder_start is not None
         return answer.text if is_read_apart else f"{answer.prompt}{answer.text}"
-    ids, log_probs = [t.token for t in answer.tokens], [t.log_prob for t in answer.tokens]
+    ids = [t.token for t in answer.tokens]
+    log_probs = [t.log_prob for t in answer.tokens]
     found = {"prompt": answer.prompt, "text": answer.text, "tokens": ids, "log_probs": log_probs}
     return json.dumps(found)
 

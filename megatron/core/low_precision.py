@@ -129,7 +129,8 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> 
 
 def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """Compute `product` by ``torch._scaled_mm``; a GPU needs multiples of 16 for k and n."""
-    left, right = _in_sixteens(a.codes), _in_sixteens(b.codes, rows=device.is_cuda(a.codes.device))
+    left = _in_sixteens(a.codes)
+    right = _in_sixteens(b.codes, rows=device.is_cuda(a.codes.device))
     y: Tensor = torch._scaled_mm(
         left,
         right.t(),

@@ -178,7 +178,8 @@ class RerunStateMachine(ResultValidator):
             for iterator in data:
                 iterator.advance()
             self._saved = self._save(), self._largest.copy()
-        self._pass, self.explanation = Findings(), None
+        self._pass = Findings()
+        self.explanation = None
         self.outcome = self._own = Request.GO_ON
         is_pending = self.state == RerunState.WILL_RERUN_FROM_CHECKPOINT
         self.state = RerunState.INITIAL_RUN
@@ -289,8 +290,10 @@ class RerunStateMachine(ResultValidator):
         self.error_injector.load_state_dict(saved["error_injector_checkpoint"])
         self._largest = largest
         if state != RerunState.NOT_RUNNING_YET:
-            self.state, self.suspect = RerunState.WILL_RERUN_FROM_CHECKPOINT, suspect
-            self._pending_iteration, self.current_iteration = iteration, iteration - 1
+            self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
+            self.suspect = suspect
+            self._pending_iteration = iteration
+            self.current_iteration = iteration - 1
 
     def state_dict(
         self, data_iterator: object, ckpt_format: str, force: bool = False

@@ -56,7 +56,8 @@ class LLM:
     """
 
     def __init__(self, engine: Engine, tokenizer: MegatronTokenizer) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+        self.engine = engine
+        self.tokenizer = tokenizer
         self._ids = count()
 
     @classmethod
@@ -131,7 +132,8 @@ class LLM:
         self, answers: list[Answer], params: SamplingParams | None, stop: str | Sequence[str]
     ) -> Iterator[TextDelta]:
         """Complete ``answers`` on rank 0, yielding what is new."""
-        engine, params = self.engine, params or SamplingParams()
+        engine = self.engine
+        params = params or SamplingParams()
         unfinished: dict[str, tuple[Answer, SampleText]] = {}
         try:
             for answer in answers:
@@ -144,7 +146,8 @@ class LLM:
                     answer.text += delta.text
                     answer.tokens += [placed.output for placed in delta.tokens]
                     answer.prompt_scores += output.prompt_scores
-                    answer.finish_reason, answer.error = delta.finish_reason, output.error
+                    answer.finish_reason = delta.finish_reason
+                    answer.error = output.error
                     if delta.finish_reason is not None:
                         engine.abort(output.request_id)  # at a stop string it still runs
                         del unfinished[output.request_id]

@@ -112,7 +112,8 @@ class _Adapter:
         """
         if not string or add_special_tokens is False:
             return self._tokenizer.tokenize_plain(string) if string else []
-        ids, bos = self._tokenizer.tokenize(string), self._tokenizer.id_of("bos")
+        ids = self._tokenizer.tokenize(string)
+        bos = self._tokenizer.id_of("bos")
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _loglikelihood_tokens(
@@ -182,7 +183,8 @@ class _Adapter:
         self, asked: Iterable[tuple[Tokens, SamplingParams, tuple[str, ...]]]
     ) -> list[_Answer]:
         """Run requests to their end, as many at a time as the engine takes."""
-        engine, answers = self._writer.engine, {}
+        engine = self._writer.engine
+        answers = {}
         waiting: Iterator[_Answer] = iter(
             [
                 _Answer(Request(str(i), tokens, params), self._detokenize, stops)
@@ -216,9 +218,11 @@ class _Answer:
     """A request with what it has so far: the scores of its prompt, and its text."""
 
     def __init__(self, request: Request, decode: Any, stops: tuple[str, ...]) -> None:
-        self.request, self.text = request, ""
+        self.request = request
+        self.text = ""
         self.scores: list[TokenOutput] = []
-        self._detokenizer, self._finder = Detokenizer(decode), StopFinder(stops)
+        self._detokenizer = Detokenizer(decode)
+        self._finder = StopFinder(stops)
         self._is_stopped = False
 
     def add(self, tokens: Tokens) -> bool:

@@ -76,7 +76,8 @@ class StopFinder:
         found = [(at, stop) for at, stop in found if at >= 0]
         if found:
             at, stop = min(found)
-            self._held, self.rest = "", text[at + len(stop) :]
+            self._held = ""
+            self.rest = text[at + len(stop) :]
             return text[:at], stop
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
@@ -84,7 +85,8 @@ class StopFinder:
 
     def end(self) -> str:
         """Return what was kept back."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 
@@ -148,7 +150,8 @@ class SampleText:
 
     def add(self, output: RequestOutput) -> TextDelta:
         """Return what ``output`` adds."""
-        text, stopped_by = "", None
+        text = ""
+        stopped_by = None
         for token in output.new:
             self.num_tokens += 1
             is_last = token is output.new[-1] and output.finish_reason is not None
@@ -181,7 +184,8 @@ class SampleText:
     def _next(self, text: str) -> TextDelta:
         self._shown += len(text)
         count = sum(placed.offset < self._shown for placed in self._waiting)
-        ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        ready = self._waiting[:count]
+        self._waiting = self._waiting[count:]
         return TextDelta(text, tuple(ready))
 
     def _end(self, text: str, reason: FinishReason, stopped_by: str | int | None) -> TextDelta:

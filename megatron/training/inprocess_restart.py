@@ -53,7 +53,8 @@ def _wrapped(
 
     # NVIDIA's wrapper passes itself to the argument with this annotation.
     call.__annotations__ = {"inprocess_call_wrapper": inprocess.CallWrapper}
-    flags, active = options.flags, options.active
+    flags = options.flags
+    active = options.active
     before: dict[str, int] = {}
 
     def remember_sockets(state: Any) -> Any:
@@ -105,10 +106,12 @@ def _part(base: type, function: Callable[[Any], Any]) -> Any:
 def _layers(options: RestartOptions, inprocess: Any) -> Sequence[Any]:
     """Return the levels at which a lost rank is replaced: the world, and with granularity node."""
     module = inprocess.rank_assignment
-    layer, reserve = module.Layer, module.LayerFlag.RESERVE
+    layer = module.Layer
+    reserve = module.LayerFlag.RESERVE
     layers = [layer(min_ranks=options.active, max_ranks=options.active, flag=reserve)]
     if options.flags.inprocess_granularity == "node":
-        ranks, node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), socket.gethostname()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        node = socket.gethostname()
         layers.append(
             layer(min_ranks=ranks, max_ranks=ranks, key_or_fn=lambda _: node, flag=reserve)
         )

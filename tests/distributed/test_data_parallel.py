@@ -176,7 +176,8 @@ def test_a_nan_is_reported_by_the_rank_that_made_it_with_the_parameter():
 
 def _large_on_rank_1(rank: int, world_size: int, sharded: bool) -> list[int]:
     """Passes of each step; a gradient of rank 1 is much larger once, in the last step but one."""
-    model, passes = TinyModel(), []
+    model = TinyModel()
+    passes = []
     factors = iter([1.0] * 150 + [1e6] + [1.0] * 2)
     model.second.bias.register_hook(lambda grad: grad * (next(factors) if rank == 1 else 1.0))
     ddp = wrap(

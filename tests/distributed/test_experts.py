@@ -341,7 +341,8 @@ def rerun_of_nan_on_rank_1(rank: int, size: int) -> list[bool]:
     groups = create_process_groups(*make_grids(size, ep=size))
     layer = build(config_of(Situation({"moe_token_dispatcher_type": "alltoall"})), groups)
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
-    machine, finite = get_rerun_state_machine(), []
+    machine = get_rerun_state_machine()
+    finite = []
     while machine.should_run_forward_backward(None):
         hidden = tokens_of("random", rank)[0]
         if rank == 1 and not finite:

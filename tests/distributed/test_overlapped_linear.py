@@ -49,7 +49,8 @@ class _OnCpu:
 def fused_and_separate(rank: int, world_size: int) -> dict[str, list[str]]:
     groups = create_process_groups(*make_grids(world_size, tp=2))
     tokens, labels, positions = batch()
-    ops, calls = _OnCpu(), {}
+    ops = _OnCpu()
+    calls = {}
 
     def gradients(model: Any, *, later: bool) -> dict[str, Any]:
         loss = model(tokens, positions, None, labels=labels).mean()

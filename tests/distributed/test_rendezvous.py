@@ -166,7 +166,8 @@ def test_nccl_is_started_by_ranks_that_have_claimed_their_gpus(
 ) -> None:
     """gloo connects ranks on one GPU as well."""
     config = run_of(world_size=2)
-    started, claims = [], []
+    started = []
+    claims = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(initialize, "meet", lambda *_: dist.HashStore())

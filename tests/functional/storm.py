@@ -28,7 +28,8 @@ from pathlib import Path
 from megatron.training.fault_tolerance.limits import STATE_FILE
 from tests.functional.supervised import SupervisedRun
 
-STEPS, EVERY = 24, 2
+STEPS = 24
+EVERY = 2
 PACE = "step.before:slow:0.1s"  # faults from outside must find the step that they wait for
 FLAGS = (
     "--global-batch-size 8 --load-newest-valid --check-weight-hash-across-dp-replicas-interval 1"
@@ -114,7 +115,8 @@ class Storm:
 
     def _problems(self, run: SupervisedRun, plan: Plan) -> list[str]:
         codes = self._live(run, plan)
-        report, problems = run.exit(), []
+        report = run.exit()
+        problems = []
         if plan.injected in ENDLESS:
             if not all(codes) or report["kind"] == "done":
                 problems.append(f"not ended by its fault: {codes}, {report['reason']}")
@@ -210,7 +212,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time")
     asked = parser.parse_args()
-    plans, count = [], 0
+    plans = []
+    count = 0
     while count < asked.faults:
         plans.append(draw(asked.first + len(plans)))
         count += len(plans[-1].faults)

@@ -9,7 +9,9 @@ import pytest
 
 from tests.server_process import fake_server
 
-C, H, A = "/v1/completions", "/v1/chat/completions", "/api"
+C = "/v1/completions"
+H = "/v1/chat/completions"
+A = "/api"
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 

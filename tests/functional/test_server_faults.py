@@ -71,7 +71,8 @@ def test_a_killed_rank_fails_open_requests_in_time(
     axis: str, victim: str, message: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(checkpoint, axis, monkeypatch) as server:
-        plain, stream = ask(server, is_stream=False), ask(server, is_stream=True)
+        plain = ask(server, is_stream=False)
+        stream = ask(server, is_stream=True)
         events = stream.getresponse()
         assert events.readline().startswith(b"data: ")
         assert plain.sock is not None

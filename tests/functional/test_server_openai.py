@@ -185,8 +185,10 @@ def test_a_tool_call_of_hermes_form_is_found(client, is_stream):
         calls = [call for d in deltas for call in d.delta.tool_calls or []]
         reason = deltas[-1].finish_reason
     else:
-        message, reason = found.choices[0].message, found.choices[0].finish_reason
-        content, calls = message.content, message.tool_calls
+        message = found.choices[0].message
+        reason = found.choices[0].finish_reason
+        content = message.content
+        calls = message.tool_calls
     assert content.strip() == "Look."
     assert [call.function.name for call in calls] == ["weather"]
     assert json.loads(calls[0].function.arguments) == {"city": "Paris"}

@@ -34,7 +34,8 @@ def answers(saved: str, world_size: int, pipeline: int) -> list[tuple[list[int],
 def test_three_layers_give_the_tokens_of_one_process(
     saved: str, world_size: int, pipeline: int
 ) -> None:
-    wanted, found = answers(saved, 1, 1), answers(saved, world_size, pipeline)
+    wanted = answers(saved, 1, 1)
+    found = answers(saved, world_size, pipeline)
     for (tokens, log_probs), (others, more) in zip(found, wanted, strict=True):
         assert tokens == others
         assert log_probs == pytest.approx(more, abs=1e-5)

@@ -32,7 +32,9 @@ def step(
     sizes: Sizes, parts: list[tuple[int, int]], dtype: torch.dtype, where: str
 ) -> tuple[Tensor, Tensor, Tensor, PagedBatch]:
     """Return the tensors of a step of requests with (rows, keys)."""
-    cache, segments, queries = Pages(sizes, dtype), [], []
+    cache = Pages(sizes, dtype)
+    segments = []
+    queries = []
     for seed, (num_rows, num_keys) in enumerate(parts):
         q, k, v = (x.to(dtype) for x in drawn(sizes, num_keys, seed))
         segments.append((num_rows, num_keys, cache.add(k, v)))
@@ -65,7 +67,8 @@ def test_attention_over_pages(
 
 
 def test_rows_do_not_depend_on_other_requests_or_on_chunks(where: str) -> None:
-    sizes, rule = SIZES["3 heads share keys"], PagedRule(0.2)
+    sizes = SIZES["3 heads share keys"]
+    rule = PagedRule(0.2)
     query, keys, values, batch = step(sizes, [(30, 130), (9, 40)], torch.float32, where)
     whole = paged_attention(query, keys, values, batch, rule)
     for row in (0, 4, 28):  # the first rows of tiles: NumPy rounds by place, a GPU does not

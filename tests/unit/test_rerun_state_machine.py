@@ -39,7 +39,9 @@ from megatron.core.rerun_state_machine import (
 from tests.ranks import run_ranks
 
 NAN = math.nan
-GO_ON, RESTART, STOP = (False, False, 0), (True, True, 16), (False, True, 17)
+GO_ON = (False, False, 0)
+RESTART = (True, True, 16)
+STOP = (False, True, 17)
 SAVE_AND_STOP = (True, True, 17)
 
 
@@ -236,7 +238,8 @@ def test_each_injected_error_gets_its_diagnosis(kind: str, outcomes: list[object
 
 
 def test_an_injector_of_rate_n_rejects_one_in_n_results_and_changes_no_random_state():
-    injector, before = RerunErrorInjector(50), torch.get_rng_state()
+    injector = RerunErrorInjector(50)
+    before = torch.get_rng_state()
     count = 0
     for _ in range(5000):
         count += injector.maybe_inject()
@@ -261,7 +264,8 @@ def test_statistics_of_determinism_compare_two_passes_of_every_step(
 
 
 def test_without_reruns_a_step_has_one_pass_and_its_data_are_not_kept():
-    machine, data = RerunStateMachine(), RerunDataIterator(range(3))
+    machine = RerunStateMachine()
+    data = RerunDataIterator(range(3))
     for expected in (0, 1):
         assert machine.should_run_forward_backward(data)
         assert next(data) == expected
@@ -301,7 +305,8 @@ def _one_bad_rank(rank: int, world_size: int, values: Sequence[Sequence[float]])
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
     own, shared = map(iter, values)
     while machine.should_run_forward_backward(None):
-        mine, everyones = next(own), next(shared)
+        mine = next(own)
+        everyones = next(shared)
         if rank == 1:
             machine.validate_result(mine, math.isnan, "local")
         squares = torch.tensor(everyones, dtype=torch.float64)
@@ -365,7 +370,8 @@ def test_a_tensor_keeps_its_values_in_the_saved_state():
 
 
 def test_statistics_of_ranks_combine():
-    a, b = QuickStats(max_size=2), QuickStats()
+    a = QuickStats(max_size=2)
+    b = QuickStats()
     for value in (0.0, 1.0, 2.0, 3.0):
         a.record(value)
     b.record(5.0)

@@ -58,7 +58,8 @@ def main() -> None:
     tokenizer = get_tokenizer()
     controller = TextGenerationController(wrapped, tokenizer)
     engine = DynamicInferenceEngine(controller, make_context(), None, enable_cuda_graph=False)
-    args, params = get_args(), sampling_params()
+    args = get_args()
+    params = sampling_params()
     arrivals = list(enumerate(args.prompts))
     finished: list[DynamicInferenceRequest] = []
     num_steps = 0

@@ -206,7 +206,8 @@ class LargestValues:
     def copy(self) -> LargestValues:
         """Return a copy."""
         other = LargestValues()
-        other.max_values, other.counts = dict(self.max_values), dict(self.counts)
+        other.max_values = dict(self.max_values)
+        other.counts = dict(self.counts)
         return other
 
     def is_exceeded(
@@ -276,7 +277,9 @@ def steps_to_skip(path: str) -> list[int]:
                 f"--result-rejected-tracker-filename {path}: line {number} is no record of a "
                 "rejected result: remove the line, or name another file"
             )
-        rank, iteration, status = int(match[1]), int(match[2]), match[3].lower()
+        rank = int(match[1])
+        iteration = int(match[2])
+        status = match[3].lower()
         if status == RerunValidationStatus.SECOND_RERUN_REPRODUCIBLE.value:
             skipped.add(iteration)
         elif status == RerunValidationStatus.INITIAL_RUN.value:

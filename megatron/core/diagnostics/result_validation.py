@@ -142,7 +142,8 @@ class ResultValidator:
 
     def _reject(self, suspect: Suspect, text: str) -> None:
         """Note a rejected result; log the first one of the first pass."""
-        known, value = self._pass.rejected, shown(suspect.result)
+        known = self._pass.rejected
+        value = shown(suspect.result)
         if known is None or (suspect.fatal and not known.fatal):
             self._pass.rejected = suspect
             self.explanation = f"{text}: {value}"

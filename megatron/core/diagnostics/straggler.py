@@ -61,7 +61,10 @@ class Stopwatch:
         return seconds
 
 
-MODEL, DATA, PASSES, OPTIMIZER = "model", "data", "forward-backward", "optimizer"
+MODEL = "model"
+DATA = "data"
+PASSES = "forward-backward"
+OPTIMIZER = "optimizer"
 stopwatch = Stopwatch()
 each_rank_owns(__name__, "stopwatch")
 

@@ -310,7 +310,8 @@ class FullyShardedDataParallel(DataParallelBase):
 
     def _look_at(self, name: str, grad: Tensor) -> None:
         # A sum is not finite if any value is not; so is the total over micro-batches.
-        values, dtype = grad.detach(), torch.promote_types(grad.dtype, torch.float32)
+        values = grad.detach()
+        dtype = torch.promote_types(grad.dtype, torch.float32)
         values = values.to(dtype).square() if self.check.for_large else values
         total = values.sum(dtype=dtype)
         self._sums[name] = self._sums[name] + total if name in self._sums else total

@@ -47,7 +47,8 @@ class LossCheck:
         for_spikes: bool = False,
     ) -> None:
         self._machine = machine or get_rerun_state_machine()
-        self._for_nan, self._for_spikes = for_nan, for_spikes
+        self._for_nan = for_nan
+        self._for_spikes = for_spikes
         self._last: tuple[AsyncHostCopy, int] | None = None
 
     def __call__(self, loss: Tensor, microbatch: int) -> None:
@@ -58,7 +59,8 @@ class LossCheck:
         """Check the last loss.  Blocks the host until the device has computed it."""
         if self._last is None:
             return
-        (read, microbatch), self._last = self._last, None
+        (read, microbatch) = self._last
+        self._last = None
         value = read.get()
         where = partial(" of micro-batch {}".format, microbatch)
         validate = self._machine.validate_result
@@ -80,7 +82,8 @@ class GradientCheck:
     """
 
     def __init__(self, *, for_nan: bool, for_large: bool) -> None:
-        self.for_nan, self.for_large = for_nan, for_large
+        self.for_nan = for_nan
+        self.for_large = for_large
 
     def read(self, grads: Sequence[Tensor]) -> AsyncHostCopy | None:
         """Start to copy the value of ``grads`` to the host; it is not finite if any of them is."""

@@ -104,7 +104,8 @@ def paged_attention(
     if device.is_cuda(query.device) and len(query) == len(batch.num_keys):
         return _attend_single_rows(query, keys, values, batch, rule)
     out = query.new_empty(*query.shape[:2], _width(values))
-    first_rows, num_keys = batch.first_row.tolist(), batch.num_keys.tolist()
+    first_rows = batch.first_row.tolist()
+    num_keys = batch.num_keys.tolist()
     for i, total in enumerate(num_keys):
         rows = slice(first_rows[i], first_rows[i + 1])
         num_rows = rows.stop - rows.start
@@ -138,7 +139,8 @@ def _has_kernel(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) 
 
 def _run(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rule: PagedRule) -> Tensor:
     num_rows, heads, width = query.shape
-    groups, segments = keys.shape[2], len(batch.num_keys)
+    groups = keys.shape[2]
+    segments = len(batch.num_keys)
     q = query.float()
     q = q if q.stride(-1) == 1 else q.contiguous()
     value_width = _width(values)
@@ -192,7 +194,8 @@ def _attend_single_rows(
     scores = torch.einsum("sgrd,stgd->sgrt", q, k) * rule.scale
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    place, stop = torch.arange(k.shape[1], device=k.device), batch.num_keys[:, None]
+    place = torch.arange(k.shape[1], device=k.device)
+    stop = batch.num_keys[:, None]
     is_hidden = place >= stop
     if rule.window is not None:
         is_hidden |= place < stop - 1 - rule.window
@@ -208,7 +211,8 @@ def _attend_single_rows(
 def _attend(query: Tensor, key: Tensor, value: Tensor, rule: PagedRule) -> Tensor:
     """Attend of the last rows: [m, n, d], [t, g, d], [t, g, dv] -> [m, n, dv]."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    num_rows, num_keys = len(query), len(key)
+    num_rows = len(query)
+    num_keys = len(key)
     q = query.to(wide).unflatten(1, (key.shape[1], -1))  # [m, g, n/g, d]
     scores = torch.einsum("mgrd,tgd->grmt", q, key.to(wide)) * rule.scale
     if rule.softcap is not None:

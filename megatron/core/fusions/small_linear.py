@@ -54,7 +54,8 @@ def small_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tenso
             return y.view(*x.shape[:-1], len(codes))
         values = weight.values(torch.float32) if isinstance(weight, Scaled) else weight
         return F.linear(x, values.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    wide, (outputs, width) = x.to(torch.float32).contiguous(), codes.shape
+    wide = x.to(torch.float32).contiguous()
+    (outputs, width) = codes.shape
     out = wide.new_empty(*x.shape[:-1], outputs)
     rows = max(1, _TASK_BYTES // max(1, width * codes.element_size()) // _TILE) * _TILE
     # Each task copies its inputs, so at most a few tasks per thread.

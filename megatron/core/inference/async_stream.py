@@ -15,7 +15,8 @@ class AsyncStream:
 
     def __init__(self, request_id: int, cancel: Callable[[int], None]) -> None:
         """``cancel`` is called with ``request_id`` if the reader stops before the end."""
-        self._request_id, self._cancel = request_id, cancel
+        self._request_id = request_id
+        self._cancel = cancel
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[object] = asyncio.Queue()
         self._is_finished = False

@@ -70,7 +70,8 @@ class _FastLinear:
     """The matmul of one layer, in place of a quantizer."""
 
     def __init__(self, weights: WeightFormat, batch_invariant: bool) -> None:
-        self._format, self._batch_invariant = weights, batch_invariant
+        self._format = weights
+        self._batch_invariant = batch_invariant
         self._made: tuple[Tensor, int, Weight] | None = None  # parameter, its version, copy
 
     def __call__(

@@ -61,7 +61,8 @@ class _Box:
             return
         step = max(most // prod(self.shape[dim + 1 :]), 1)
         for low in range(0, self.shape[dim], step):
-            offset, shape = list(self.offset), list(self.shape)
+            offset = list(self.offset)
+            shape = list(self.shape)
             offset[dim] += low
             shape[dim] = min(step, self.shape[dim] - low)
             yield from _Box(tuple(offset), tuple(shape)).split(most)
@@ -101,7 +102,9 @@ class Refit:
         *,
         buffer_bytes: int = 2**26,
     ) -> None:
-        self._sources, self._targets, self._group = sources, targets, group
+        self._sources = sources
+        self._targets = targets
+        self._group = group
         every = all_gather_json((_described(sources()), _described(targets)), group)
         held, wanted = ([ranks[i] for ranks in every] for i in (0, 1))
         self._rounds = _my_rounds(_transfers(held, wanted, buffer_bytes), group, buffer_bytes)
@@ -109,7 +112,8 @@ class Refit:
     @torch.no_grad()
     def copy(self) -> None:
         """Copy all values.  Collective."""
-        sources, me = self._sources(), self._group.rank()
+        sources = self._sources()
+        me = self._group.rank()
         for transfers in self._rounds:
             operations: list[dist.P2POp] = []
             arrivals: list[tuple[_Transfer, Tensor]] = []
@@ -159,7 +163,8 @@ def share_parameters(sources: Iterable[nn.Module], target: nn.Module) -> int:
             found[info_of(param).name] = param
     count = 0
     for param in target.parameters():
-        info, source = info_of(param), found.get(info_of(param).name)
+        info = info_of(param)
+        source = found.get(info_of(param).name)
         if source is None or not info.name or param.shape != source.shape:
             continue
         other = info_of(source)

@@ -177,7 +177,8 @@ class MegatronOptimizer:
 
     def finish_step(self) -> tuple[bool, float | None, int | None]:
         """Update the parameters by the gradients of `prepare_grads`; return as `step`."""
-        grads, scaled_norm = self._grads, self._scaled_norm
+        grads = self._grads
+        scaled_norm = self._scaled_norm
         found_inf = _is_not_finite(scaled_norm)
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale
         if self.grad_scaler is not None:

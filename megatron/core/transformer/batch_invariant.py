@@ -57,7 +57,8 @@ def make_batch_invariant(model: nn.Module, flag: str) -> None:
             module.multiply = multiply
             module.choice = replace(module.choice, sigmoid=sigmoid)
         elif isinstance(module, SharedExpertMLP):
-            module.multiply, module.sigmoid = multiply, sigmoid
+            module.multiply = multiply
+            module.sigmoid = sigmoid
         elif isinstance(module, MLASelfAttention):
             module.multiply_heads = multiply_heads
 

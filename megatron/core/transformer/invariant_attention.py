@@ -74,7 +74,8 @@ class _Attention(Function[Tensor]):
 
 def _batch_of(lengths: tuple[int, ...], num_sequences: int) -> PagedBatch:
     """Return the segments of documents of ``lengths`` in each of ``num_sequences`` sequences."""
-    num_tokens, longest = sum(lengths), max(lengths)
+    num_tokens = sum(lengths)
+    longest = max(lengths)
     of_all = torch.tensor(lengths, dtype=torch.int32).repeat(num_sequences)
     ends = of_all.cumsum(0, dtype=torch.int32)
     starts = (ends - of_all) % num_tokens

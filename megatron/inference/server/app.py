@@ -49,7 +49,8 @@ class FrontEnd:
     def __init__(self, keys: Sequence[str], max_body_bytes: int) -> None:
         self.service: Service | None = None
         self.is_draining = False
-        self._keys, self._max_body_bytes = keys, max_body_bytes
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -74,7 +74,8 @@ async def answer_chat(service: Service, request: Any, body: Body) -> Any:
 
 async def read_chat(service: Service, body: Body) -> ChatRequest:
     """Check the fields of a request and render its prompt.  Raises ApiError."""
-    fields, model = Fields(body), service.model
+    fields = Fields(body)
+    model = service.model
     service.check_model(fields)
     messages = read_messages(fields)
     tools = read_tools(fields, model)
@@ -175,7 +176,8 @@ class _Stream:
 
     def choices(self, model: Model, sample: Sample, delta: TextDelta) -> list[dict[str, Any]]:
         """Return the choices to send, at most one with content and one for the end."""
-        tools, is_last = self.asked.tools, delta.finish_reason is not None
+        tools = self.asked.tools
+        is_last = delta.finish_reason is not None
         content = delta.text
         calls: list[dict[str, Any]] = []
         if tools.is_call:

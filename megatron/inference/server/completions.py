@@ -77,7 +77,8 @@ async def answer_completion(service: Service, request: Any, body: Body) -> Any:
 
 async def read_completion(service: Service, body: Body) -> CompletionRequest:
     """Check the fields of a request.  Raises ApiError."""
-    fields, model = Fields(body), service.model
+    fields = Fields(body)
+    model = service.model
     service.check_model(fields)
     prompts, texts = await read_prompts(fields, model)
     has_echo = fields.boolean("echo")
@@ -120,7 +121,8 @@ async def read_prompts(fields: Fields, model: Model) -> tuple[list[list[int]], l
     if not many or len(many) > MAX_PROMPTS:
         raise ApiError(f"prompt: give 1 to {MAX_PROMPTS} prompts", "prompt")
     check = fields.token_id(model.info.vocab_size)
-    prompts, texts = [], []
+    prompts = []
+    texts = []
     for item in many:
         if isinstance(item, str):
             text = fields.check_text("prompt", item)
@@ -180,7 +182,8 @@ class LogProbTable:
 
     def add_prompt(self, prompt: Sequence[int], scores: Sequence[TokenOutput]) -> None:
         """Add the prompt's tokens; its first one has no log-probability."""
-        detokenizer, offset = Detokenizer(self.model.decode), 0
+        detokenizer = Detokenizer(self.model.decode)
+        offset = 0
         for index, token in enumerate(prompt):
             score = scores[index - 1] if 0 < index <= len(scores) else None
             self._add(token, score, offset)
@@ -237,7 +240,8 @@ def _all_of(sample: Sample) -> TextDelta:
 
 def _best(samples: list[Sample], asked: CompletionRequest) -> list[Sample]:
     """Return for each prompt the samples with the highest mean log-probability (``best_of``)."""
-    made, kept = asked.wanted.num_samples, asked.num_returned
+    made = asked.wanted.num_samples
+    kept = asked.num_returned
     if made == kept:
         return samples
     groups = [samples[at : at + made] for at in range(0, len(samples), made)]

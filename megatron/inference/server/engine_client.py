@@ -30,7 +30,8 @@ class EngineClient:
     """Requests to the engine, and its answers."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
         self._calls: dict[str, Call] = {}  # by request id
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
@@ -131,7 +132,8 @@ class Call:
     """Requests of one HTTP request.  `start` it, read its `outputs`, and always `close` it."""
 
     def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
-        self._client, self._requests = client, requests
+        self._client = client
+        self._requests = requests
         self._queue: asyncio.Queue[RequestOutput | MegatronError | None] = asyncio.Queue()
         self._open = {request.request_id for request in requests}
         self._early: list[RequestOutput] = []  # outputs that came before the last acceptance

@@ -60,8 +60,10 @@ class EngineLoop:
         explain: Callable[[BaseException], str] = _described,
     ) -> None:
         self._explain = explain
-        self._engine, self._connection = engine, connection
-        self._info, self._update_weights = info, update_weights
+        self._engine = engine
+        self._connection = connection
+        self._info = info
+        self._update_weights = update_weights
         self._buffer = LineBuffer()
         self._open: set[str] = set()
 
@@ -136,7 +138,8 @@ class EngineLoop:
 
     def _update(self, message: dict[str, Any]) -> None:
         """Replace the weights; with an error message, the old ones stay."""
-        error, version = "", None
+        error = ""
+        version = None
         if self._update_weights is None:
             error = "this engine cannot update its weights"
         else:

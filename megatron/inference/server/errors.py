@@ -27,7 +27,10 @@ class ApiError(MegatronError):
         message = message.encode("utf-8", "backslashreplace").decode()
         param = param and param.encode("utf-8", "backslashreplace").decode()
         super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
+        self.message = message
+        self.param = param
+        self.status = status
+        self.code = code
         self.retry_after_s = retry_after_s
 
     @property

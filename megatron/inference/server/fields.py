@@ -24,7 +24,8 @@ class Fields:
     """
 
     def __init__(self, body: Body, prefix: str = "") -> None:
-        self._body, self._prefix = body, prefix
+        self._body = body
+        self._prefix = prefix
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:

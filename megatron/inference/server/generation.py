@@ -137,7 +137,8 @@ class Generation:
 
 def check_length(prompt: Sequence[int], params: SamplingParams, model: Model) -> None:
     """Raise ApiError if the model has too few positions."""
-    longest, num_tokens = model.info.max_sequence_length, params.num_tokens_to_generate
+    longest = model.info.max_sequence_length
+    num_tokens = params.num_tokens_to_generate
     if not prompt:
         raise ApiError("prompt: it is empty; give at least one token", "prompt")
     num_positions = num_tokens + (0 if model.info.decoder_start is not None else len(prompt))

@@ -70,7 +70,9 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
         return await _search(service, request, asked, prompts[0], asked.beam)
     rules = TextRules(model.end_tokens(params), asked.stops, keeps_stop=True)
     samples = await service.samples(Wanted(prompts, params, rules), request)
-    rows, texts, log_probs = [], [], []
+    rows = []
+    texts = []
+    log_probs = []
     for prompt_text, sample in zip(asked.prompts, samples, strict=True):
         new = _text_ids(sample, rules)
         rows.append(sample.prompt + new)
@@ -92,7 +94,8 @@ async def _search(
     beam: BeamParams,
 ) -> dict[str, Any]:
     """Answer with the beams of one prompt, best first."""
-    model, params = service.model, asked.params
+    model = service.model
+    params = asked.params
     if asked.stops or asked.prevents_newline:
         raise ApiError(
             "beam_width does not go with stop_on_eol, stop_on_double_eol and "

@@ -19,7 +19,8 @@ class Metrics:
         self._library: Any = require("prometheus_client", "the server")
         self.clock = clock
         self._registry = self._library.CollectorRegistry()
-        count, timing = self._library.Counter, self._library.Histogram
+        count = self._library.Counter
+        timing = self._library.Histogram
         self._requests = self._make(count, "requests", "Finished samples", ["finish_reason"])
         self._answers = self._make(count, "http_responses", "HTTP answers", ["path", "status"])
         self._prompt = self._make(count, "prompt_tokens", "Tokens of prompts")

@@ -49,7 +49,8 @@ def answer_tokenizer_info(service: Service) -> Any:
 
 async def answer_tokenize(service: Service, request: Any, body: Body) -> Any:
     """POST /tokenize: text -> ids."""
-    fields, model = Fields(body), service.model
+    fields = Fields(body)
+    model = service.model
     service.check_model(fields)
     text = fields.text("prompt", None)
     if text is None:
@@ -63,7 +64,8 @@ async def answer_tokenize(service: Service, request: Any, body: Body) -> Any:
 
 async def answer_detokenize(service: Service, request: Any, body: Body) -> Any:
     """POST /detokenize: ids -> text."""
-    fields, model = Fields(body), service.model
+    fields = Fields(body)
+    model = service.model
     service.check_model(fields)
     if fields.get("tokens") is None:
         raise ApiError("tokens: give a list of token ids", "tokens")

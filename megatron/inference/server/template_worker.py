@@ -25,7 +25,9 @@ def serve(connection: Connection, source: str) -> None:
 
     The answers are JSON lists: whether it succeeded, and the text or the reason.
     """
-    template, problem, errors = None, "", _errors_of_templates()
+    template = None
+    problem = ""
+    errors = _errors_of_templates()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end ends this process
     _limit_memory()
     # The default action of SIGALRM ends the process, also in code that runs for long in C.

@@ -31,14 +31,16 @@ class ToolCallParser:
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Return new content and new calls."""
-        content, calls = "", []
+        content = ""
+        calls = []
         while True:
             if self._inside is None:
                 shown, tag = self._finder.add(text)
                 content += shown
                 if tag is None:
                     break
-                text, self._inside = self._finder.rest, ""
+                text = self._finder.rest
+                self._inside = ""
             self._inside += text
             inside, tag, text = self._inside.partition(_END)
             if not tag:

@@ -56,7 +56,8 @@ _COLUMNS = (
 )
 _SECTIONS = (straggler.PASSES, straggler.OPTIMIZER, straggler.DATA)
 # A section is slow if it takes this share of a step longer than on like ranks, and this long.
-_OF_A_STEP, _AT_LEAST_MS = 0.05, 5.0
+_OF_A_STEP = 0.05
+_AT_LEAST_MS = 5.0
 _REQUEST = re.compile(rb"(GET|POST|PUT) \S+ HTTP/1\.[01]\r?\n")
 _REQUEST_BYTES = 4096
 _REQUEST_S = 2.0
@@ -155,7 +156,8 @@ class Straggler(Callback):
         Values of columns are NaN where there is no measurement.
         """
         seconds = straggler.stopwatch.lap_s()
-        compute_s, data_s = seconds[straggler.MODEL], seconds[straggler.DATA]
+        compute_s = seconds[straggler.MODEL]
+        data_s = seconds[straggler.DATA]
         seconds[straggler.PASSES] = max(0.0, seconds[straggler.PASSES] - data_s)
         steps = max(1, self._steps)
         sections_ms = [1e3 * seconds[section] / steps for section in _SECTIONS]

@@ -143,7 +143,8 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     """
     if not keeps_parts(config) or not may_go_on(config):
         return None
-    root, world = parts_root(config), parts.groups.world
+    root = parts_root(config)
+    world = parts.groups.world
     decided_ns = broadcast_json(_decided_ns(config) if world.rank() == 0 else 0, world)
     found, notes = find_local(root, layout_of(parts.groups), decided_ns, world)
     for note in notes:

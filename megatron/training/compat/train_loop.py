@@ -162,7 +162,8 @@ def train_step(
             "get_forward_backward_func(); leave the argument out"
         )
     run = get_run()
-    run.forward_step_func, run.train_data = forward_step_func, _rewindable(data_iterator)
+    run.forward_step_func = forward_step_func
+    run.train_data = _rewindable(data_iterator)
     run.model_chunks = chunks_of(model)
     run.optimizer, run.scheduler = optimizer, opt_param_scheduler
     try:

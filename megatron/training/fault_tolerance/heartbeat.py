@@ -29,7 +29,8 @@ _SIZE = 4096
 _MAGIC_SLOT, _PID, _SECTION, _SINCE_NS, _ITERATION = range(5)
 _BOARD = 8  # sign_ns, progress, is_in_collective, call: `collective_tracer.Board.slots`
 _SLOTS = 12
-_NAME_AT, _NAME_BYTES = 8 * _SLOTS, 160
+_NAME_AT = 8 * _SLOTS
+_NAME_BYTES = 160
 _PREFIX = "rank_"
 
 

@@ -68,7 +68,8 @@ class Limits:
         A limit that was learnt before rises at once and falls by half the difference, so that one
         outlier does not raise it for all later runs.
         """
-        seconds, learnt = dict(self.seconds), set(self.learnt)
+        seconds = dict(self.seconds)
+        learnt = set(self.learnt)
         for section in seen.known():
             wanted = max(FLOORS_S[section], _FACTOR * seen.longest_s[section])
             before = seconds[section]

@@ -153,7 +153,8 @@ def _gpu_faults(nvml: Any, handle: Any) -> list[str]:
         except nvml.NVMLError_NotSupported:
             return 0
 
-    uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    volatile = nvml.NVML_VOLATILE_ECC
     slowdown = (
         nvml.nvmlClocksThrottleReasonHwSlowdown
         | nvml.nvmlClocksThrottleReasonHwThermalSlowdown

@@ -184,7 +184,8 @@ def _wrong(alike: Sequence[RankResult], expected: Mapping[str, Any]) -> Iterator
         words = "fixed computations give different bits on like devices, without a majority"
         right = ""
     if expected.get("bits"):
-        words, right = "fixed computations give other bits than expected", expected["bits"]
+        words = "fixed computations give other bits than expected"
+        right = expected["bits"]
     for result in computed:
         if result.bits != right:
             yield Finding(result.node, result.rank, "matmul", f"{words}: its results are wrong")

@@ -33,7 +33,9 @@ class PeerMonitor:
         heartbeat: Callable[[], Heartbeat],
         limits: Callable[[], Limits],
     ) -> None:
-        self._rank, self._world_size, self._heartbeat = rank, world_size, heartbeat
+        self._rank = rank
+        self._world_size = world_size
+        self._heartbeat = heartbeat
         self._limits = limits
         self._watch = HangWatch()
         self._polls_since_call: int | None = None

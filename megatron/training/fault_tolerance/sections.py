@@ -187,7 +187,8 @@ class Monitor:
         try:
             self.limits.save(self._state_path)
         except OSError as error:  # the run is worth more
-            path, self._state_path = self._state_path, None
+            path = self._state_path
+            self._state_path = None
             print_rank_0(f"WARNING: --calc-ft-timeouts: {path} cannot be written ({error})")
 
     def close(self) -> None:

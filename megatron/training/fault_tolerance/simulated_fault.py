@@ -54,7 +54,8 @@ def simulate_fault(send_later: Callable[[float, int], None] = _send_later) -> No
     )
     if size > 1:
         dist.broadcast(drawn, src=0)
-    rank, kind = int(drawn[0]), kinds[int(drawn[1])]
+    rank = int(drawn[0])
+    kind = kinds[int(drawn[1])]
     if rank == dist.get_rank():
         delay_s *= 1 + _JITTER * draw.random()
         print(f"rank {rank}: {_VARIABLE} causes {kind} in {delay_s:.1f} s", flush=True)
@@ -64,7 +65,8 @@ def simulate_fault(send_later: Callable[[float, int], None] = _send_later) -> No
 def _parsed(text: str, world_size: int) -> tuple[str, int | None, float]:
     try:
         kind, rank_text, delay_text = (part.strip() for part in text.split(";"))
-        rank, delay_s = int(rank_text) if rank_text else None, float(delay_text)
+        rank = int(rank_text) if rank_text else None
+        delay_s = float(delay_text)
         is_valid = kind in (*_SIGNALS, "random") and 0 <= delay_s < math.inf
         if is_valid and (rank is None or 0 <= rank < world_size):
             return kind, rank, delay_s

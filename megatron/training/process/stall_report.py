@@ -68,7 +68,8 @@ class StallReport:
         find_hang: FindHang = lambda store: None,
     ) -> None:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
-        self._patience_s, self.find_hang = patience_s, find_hang
+        self._patience_s = patience_s
+        self.find_hang = find_hang
         self._thread_id = threading.get_ident()
         self._moved_at_s, self._progress = time.monotonic(), -1
         self._longest_pause_s = 0.0
@@ -84,7 +85,8 @@ class StallReport:
         patience_s = max(self._patience_s, _SLACK * self._longest_pause_s)
         if record.progress != self._progress:
             self._longest_pause_s = max(self._longest_pause_s, pause_s)
-            self._progress, self._moved_at_s = record.progress, now_s
+            self._progress = record.progress
+            self._moved_at_s = now_s
             self._has_reported = False
         elif record.is_idle:
             self._moved_at_s = now_s

@@ -62,7 +62,8 @@ def high_priority_groups(config: RunConfig) -> tuple[str, ...]:
     GEMMs.  CUDA_DEVICE_MAX_CONNECTIONS=1 starts kernels in the order of their launch, which does it
     too, but only before Blackwell GPUs, and not beside FSDP.
     """
-    model, groups = config.model, config.distributed.high_priority_stream_groups
+    model = config.model
+    groups = config.distributed.high_priority_stream_groups
     if is_fully_sharded(config.ddp):
         groups += ("dp_cp", "ep_dp") if model.expert_model_parallel_size > 1 else ("dp_cp",)
     elif os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":

@@ -41,12 +41,14 @@ class StepRejected(Exception):
 
     def __init__(self, reason: str, exit_code: int, *, should_checkpoint: bool) -> None:
         super().__init__(reason)
-        self.exit_code, self.should_checkpoint = exit_code, should_checkpoint
+        self.exit_code = exit_code
+        self.should_checkpoint = should_checkpoint
 
 
 def install_state_machine(run: Runtime) -> None:
     """Create the state machine of this rank, as the flags request."""
-    asked, snapshot = run.config.resilience, StepSnapshot(run)
+    asked = run.config.resilience
+    snapshot = StepSnapshot(run)
     initialize_rerun_state_machine(
         state_save_func=snapshot.save,
         state_restore_func=snapshot.restore,
@@ -68,7 +70,8 @@ def end_if_rejected(run: Runtime) -> None:
     should_checkpoint, should_exit, exit_code = run.rerun.should_checkpoint_and_exit()
     if not should_exit:
         return
-    step, found = run.state.iteration + 1, all_gather_json(run.rerun.explanation, run.groups.world)
+    step = run.state.iteration + 1
+    found = all_gather_json(run.rerun.explanation, run.groups.world)
     mine = run.rerun.blamed
     blamed = [place for place in all_gather_json(mine, run.groups.world) if place is not None]
     if mine is not None:

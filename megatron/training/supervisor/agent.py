@@ -63,8 +63,11 @@ class AttemptAgent(LocalElasticAgent):
     ) -> None:
         """``folder`` receives a folder of exit reports of each attempt."""
         super().__init__(spec=spec, logs_specs=logs_specs, **options)
-        self._rendezvous_of_run, self._stop, self._times = rendezvous, stop, times
-        self._folder, self._detector = folder, detector
+        self._rendezvous_of_run = rendezvous
+        self._stop = stop
+        self._times = times
+        self._folder = folder
+        self._detector = detector
         # The count of restarts that ranks and names of log folders show.
         self._remaining_restarts = spec.max_restarts - rendezvous.history.restarts
         self._asked_to_stop_at_s: float | None = None
@@ -84,7 +87,8 @@ class AttemptAgent(LocalElasticAgent):
         shift = self._rendezvous_of_run.history.placement % max(1, len(workers))
         ranks = [(worker.global_rank, worker.role_rank) for worker in workers]
         for worker, (rank, role) in zip(workers, ranks[shift:] + ranks[:shift], strict=True):
-            worker.global_rank, worker.role_rank = rank, role
+            worker.global_rank = rank
+            worker.role_rank = role
         return workers
 
     def _invoke_run(self, role: str = "") -> RunResult:

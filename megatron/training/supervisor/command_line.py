@@ -201,7 +201,8 @@ def _add_own_flags(group: argparse._ActionsContainer) -> None:
 def _rendezvous(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of the c10d rendezvous that stands for the requested one."""
     _, max_nodes = parse_min_max_nnodes(given["nnodes"])
-    endpoint, port = given["rdzv_endpoint"], given["master_port"]
+    endpoint = given["rdzv_endpoint"]
+    port = given["master_port"]
     found: dict[str, Any] = {"rdzv_backend": "c10d"}
     if given["standalone"] or (max_nodes == 1 and not endpoint and port is None):
         return {**found, "rdzv_endpoint": "localhost:0", "rdzv_id": uuid.uuid4().hex[:8]}
@@ -216,11 +217,13 @@ def _rendezvous(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:
-    nodes, ranks = given["nnodes"], given["nproc_per_node"]
+    nodes = given["nnodes"]
+    ranks = given["nproc_per_node"]
     try:
         least, most = parse_min_max_nnodes(nodes)
     except (ValueError, RuntimeError):
-        least, most = 0, 0
+        least = 0
+        most = 0
     if not 0 < least <= most:
         yield f"--nnodes {nodes}: give N, or MIN:MAX with 1 <= MIN <= MAX"
     if ranks.lstrip("-").isdigit() and int(ranks) < 1:  # torch checks words

@@ -38,7 +38,9 @@ class Connector:
     def __init__(
         self, config: LaunchConfig, node: str, folder: Path, host_timeout_s: float
     ) -> None:
-        self._config, self._node, self._folder = config, node, folder
+        self._config = config
+        self._node = node
+        self._folder = folder
         self._host_timeout_s = host_timeout_s
 
     @property
@@ -52,7 +54,8 @@ class Connector:
         After the time limit of a rendezvous it raises LaunchError, or ConfigError if no attempt was
         made.
         """
-        begin_s, reason = time.monotonic(), ""
+        begin_s = time.monotonic()
+        reason = ""
         for config in self._candidates(last, begin_s):
             try:
                 # torch's client would try for minutes, and print a stack.

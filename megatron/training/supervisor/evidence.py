@@ -17,7 +17,8 @@ from typing import Any
 
 from megatron.training.process.exit_report import RERUN_CODES
 
-USER_ERROR, BAD_DATA = 2, 65
+USER_ERROR = 2
+BAD_DATA = 65
 _DECISIVE = (USER_ERROR, BAD_DATA, *RERUN_CODES)
 _SHOWN = 300  # characters of a reason
 _LOST_CONNECTION = re.compile("onnection closed|onnection reset|roken pipe|onnection refused|store")
@@ -122,13 +123,15 @@ def outcome_of(reports: Iterable[NodeReport], lost_nodes: Sequence[str] = ()) ->
     ranks = [(node.node, rank) for node in reports for rank in node.ranks]
     ordered = sorted(ranks, key=lambda item: _order(item[1]))
     causes = [f"rank {rank.rank} on {node}: {_short(rank.reason)}" for node, rank in ordered]
-    code, signature = 1, ""
+    code = 1
+    signature = ""
     failed = [(node, rank) for node, rank in ordered if rank.exit_code not in (0, None)]
     first = failed[0][1] if failed and failed[0][1].is_cause else None
     if first is not None and lost_nodes and first.exit_code not in _DECISIVE:
         first = None
     if first is not None:
-        code, signature = first.exit_code or 1, signature_of(first.reason)
+        code = first.exit_code or 1
+        signature = signature_of(first.reason)
     elif lost_nodes or any(node.lost_store for node in reports):
         lost = ", ".join(lost_nodes) or "the host of the rendezvous"
         causes.insert(0, f"node lost: {lost}")

@@ -24,7 +24,8 @@ class HangDetector:
     """
 
     def __init__(self, folder: Path, limits: Callable[[], Limits]) -> None:
-        self._folder, self._limits = folder, limits
+        self._folder = folder
+        self._limits = limits
         self._watch = HangWatch()
         self.found: dict[int, tuple[str, tuple[float, ...]]] = {}
 

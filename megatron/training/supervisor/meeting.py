@@ -23,7 +23,9 @@ class Meeting:
     """This node's part in the exchange of one attempt.  The methods raise torch's DistError."""
 
     def __init__(self, store: Store, rank: int, world_size: int, node_timeout_s: float) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
         self._timeout_s = node_timeout_s
         self._beaten_at_s = float("-inf")
         self._seen: dict[int, tuple[int, float]] = {}  # node -> its count, and since when
@@ -36,7 +38,8 @@ class Meeting:
 
     def lost(self, ranks: Iterable[int]) -> list[int]:
         """Return the nodes of ``ranks`` that gave no sign of life for the time limit."""
-        now_s, lost = time.monotonic(), []
+        now_s = time.monotonic()
+        lost = []
         for rank in ranks:
             count = self._store.add(f"alive/{rank}", 0)
             known = self._seen.get(rank)

@@ -56,7 +56,9 @@ class Supervisor:
         self, launch: Launch, runner: Runner, node_problem: Callable[[], str | None]
     ) -> None:
         """``node_problem`` returns why this node is unhealthy, for --check-node."""
-        self._launch, self._runner, self._node_problem = launch, runner, node_problem
+        self._launch = launch
+        self._runner = runner
+        self._node_problem = node_problem
         self._stop = StopSignals()
         self._connector = Connector(launch.config, launch.node, launch.folder, launch.times.node_s)
         self._rendezvous: Rendezvous | None = None
@@ -172,14 +174,16 @@ class Supervisor:
         decision = self._decided(outcome)
         if decision.restarts:
             assert self._rendezvous is not None, "its store was lost"
-            last, self._rendezvous = self._rendezvous.round, None
+            last = self._rendezvous.round
+            self._rendezvous = None
             self._rendezvous = self._connector.connect(last)
             self._rendezvous.nodes_that_train = self._nodes_that_train
         return decision
 
     def _agreed(self, rendezvous: Rendezvous, agent: AttemptAgent, report: NodeReport) -> Decision:
         """Exchange reports with the other nodes; return the common decision."""
-        current, times = rendezvous.round, self._launch.times
+        current = rendezvous.round
+        times = self._launch.times
         assert current is not None, "the rendezvous has met"
         meeting = agent.meeting or Meeting(
             current.store, current.rank, len(current.names), times.node_s
@@ -302,7 +306,8 @@ class Supervisor:
             store = self._rendezvous.run_store
             store.set("end", exit_report)
             self._rendezvous.shutdown()
-            here, deadline_s = store.add("left", 1), time.monotonic() + _FAREWELL_S
+            here = store.add("left", 1)
+            deadline_s = time.monotonic() + _FAREWELL_S
             while here < store.add("names", 0) and time.monotonic() < deadline_s:
                 time.sleep(0.1)
                 here = store.add("left", 0)
@@ -333,7 +338,8 @@ def restart_flags(script: Sequence[str], history: History) -> list[str]:
     A run that saves resumes from its own checkpoints, and does not start anew if they are gone.
     """
     flags: list[str] = []
-    save, load = value_of(script, "--save"), value_of(script, "--load")
+    save = value_of(script, "--save")
+    load = value_of(script, "--load")
     if history.attempts == 0 or save is None:
         return flags
     if load is None:

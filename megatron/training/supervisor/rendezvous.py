@@ -78,7 +78,8 @@ class Rendezvous(RendezvousHandler):
         parameters = _parameters(config)
         backend, store = create_backend(parameters)
         self._inner = create_handler(store, backend, parameters)
-        self._node, self._local_addr = node, config.local_addr
+        self._node = node
+        self._local_addr = config.local_addr
         self.run_store: dist.Store = dist.PrefixStore("supervisor", store)
         self.run_store.set(f"names/{self.run_store.add('names', 1)}", node)
         self.round: Round | None = None
@@ -111,7 +112,8 @@ class Rendezvous(RendezvousHandler):
         self.history = history
         # Only the nodes that train are rotated: rank 0 must be one of them.
         num_training = self.nodes_that_train(info.world_size)
-        rank, shift = info.rank, history.placement % num_training
+        rank = info.rank
+        shift = history.placement % num_training
         if rank < num_training:
             rank = (rank + shift) % num_training
         ordered = [nodes[(i - shift) % num_training] for i in range(num_training)]

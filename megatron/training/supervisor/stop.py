@@ -37,7 +37,8 @@ class StopSignals:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.first is None:
-            self.first, self._first_at_s = signum, now_s
+            self.first = signum
+            self._first_at_s = now_s
         elif signum == signal.SIGINT or now_s - self._first_at_s > ECHO_S:
             self.is_second = True
         if not self.has_ranks:

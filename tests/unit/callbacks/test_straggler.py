@@ -142,7 +142,8 @@ def test_nvidias_detector_adds_the_slow_gpus(
 ) -> None:
     monkeypatch.setattr(nvrx.KernelDetector, "is_offered", staticmethod(lambda: True))
     monkeypatch.setattr(nvrx, "require", lambda *a: SimpleNamespace(Detector=FakeDetector))
-    run, callback = fake_run("--log-interval 2"), Straggler(True, (LOOPBACK, 0), 1)
+    run = fake_run("--log-interval 2")
+    callback = Straggler(True, (LOOPBACK, 0), 1)
     callback.on_train_start(run)
     with caplog.at_level(logging.INFO):
         for _ in range(2):

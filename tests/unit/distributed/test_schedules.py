@@ -228,7 +228,8 @@ def test_a_loss_that_is_not_finite_is_named_by_step_rank_and_microbatch(
 
 def test_a_spiky_loss_is_computed_again_and_used():
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
-    values, outcomes = iter([1.0] * 100 + [9.0, 10.0, 1.0]), []
+    values = iter([1.0] * 100 + [9.0, 10.0, 1.0])
+    outcomes = []
     check = LossCheck(machine, for_nan=False, for_spikes=True)
     for _ in range(102):
         while machine.should_run_forward_backward(None):

@@ -107,12 +107,14 @@ def test_a_damaged_state_file_gives_the_defaults(tmp_path: Path, text: str) -> N
 def test_a_stopped_rank_is_the_likeliest_cause() -> None:
     stopped = likely_cause(replace(BEAT, sign_ns=9, is_in_collective=True), is_stopped=True)
     outside = likely_cause(replace(BEAT, sign_ns=7, is_in_collective=False))
-    oldest, other = likely_cause(replace(BEAT, sign_ns=3)), likely_cause(replace(BEAT, sign_ns=4))
+    oldest = likely_cause(replace(BEAT, sign_ns=3))
+    other = likely_cause(replace(BEAT, sign_ns=4))
     assert stopped < outside < oldest < other
 
 
 def test_a_hang_counts_once_two_polls_have_found_it() -> None:
-    limits, watch = Limits({**DEFAULTS_S, "step": 30.0}), HangWatch()
+    limits = Limits({**DEFAULTS_S, "step": 30.0})
+    watch = HangWatch()
     beats = [BEAT, replace(BEAT, rank=0, sign_ns=ns(1), is_in_collective=False)]
     assert watch.poll(beats, limits, ns(40)) == []
     moved = [replace(beat, sign_ns=ns(40)) for beat in beats]
@@ -127,7 +129,10 @@ class SimulatedRun:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.base_s = 10 ** self.chance.uniform(-2, 1.5)  # of a step
-        self.limits, self.seen, self.watch, self.now_s = Limits(), Durations(), HangWatch(), 0.0
+        self.limits = Limits()
+        self.seen = Durations()
+        self.watch = HangWatch()
+        self.now_s = 0.0
 
     def spend(self, section: str, seconds: float) -> None:
         beat = replace(BEAT, section=section, sign_ns=ns(self.now_s))

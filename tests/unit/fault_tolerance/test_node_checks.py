@@ -19,7 +19,8 @@ MIB = 2**20
 
 def test_a_healthy_device_gives_the_same_bits_each_time() -> None:
     assert node_checks.device.current().type == CPU
-    first, second = node_checks.matmul(), node_checks.matmul()
+    first = node_checks.matmul()
+    second = node_checks.matmul()
     assert first["bits"] == second["bits"]
     assert first["matmul"] > 0
     assert node_checks.memory()["memory"] > 0
@@ -73,7 +74,8 @@ def test_a_check_that_hangs_is_a_problem() -> None:
 class FakeNvml:
     """NVML of a GPU whose ``readings`` a test sets; other readings are not supported."""
 
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_VOLATILE_ECC = 0
     nvmlClocksThrottleReasonHwSlowdown = 8
     nvmlClocksThrottleReasonHwThermalSlowdown = 64
     nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 128

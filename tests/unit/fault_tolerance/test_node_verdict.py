@@ -78,7 +78,8 @@ def test_a_clock_that_is_off_is_a_finding() -> None:
 
 
 def test_of_ranks_in_a_collective_the_one_that_never_came_is_named() -> None:
-    waits, absent = "no result (waits in world barrier)", "no result (is in no collective)"
+    waits = "no result (waits in world barrier)"
+    absent = "no result (is in no collective)"
     results = [result(r, problems={"clock": waits}) for r in (0, 1)]
     assert len(texts(results)) == 2
     (text,) = texts([*results, result(2, problems={"clock": absent})])

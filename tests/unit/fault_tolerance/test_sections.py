@@ -157,7 +157,8 @@ def test_the_supervisor_sees_sections_and_limits(
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     sections.start_heartbeat()
     assert registered == [signal.SIGUSR2]
-    run, callback = fake_run(), Sections(agrees=False)
+    run = fake_run()
+    callback = Sections(agrees=False)
     seen = []
     for _ in range(17):
         callback.on_step_start(run)

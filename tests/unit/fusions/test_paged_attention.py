@@ -37,7 +37,8 @@ class Pages:
     """Caches full of NaN in which requests get pages in random order."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        self.sizes, self.free = sizes, list(range(sizes.num_pages))
+        self.sizes = sizes
+        self.free = list(range(sizes.num_pages))
         random.Random(seed).shuffle(self.free)
         shape = sizes.num_pages, sizes.page, sizes.groups
         self.keys = torch.full((*shape, sizes.width), math.nan, dtype=dtype)
@@ -45,7 +46,8 @@ class Pages:
 
     def add(self, key: Tensor, value: Tensor) -> list[int]:
         """Store the tokens [t, g, d] of a request; return its pages."""
-        page, count = self.sizes.page, len(key)
+        page = self.sizes.page
+        count = len(key)
         pages = [self.free.pop() for _ in range(-(-count // page))]
         at = torch.tensor([pages[t // page] * page + t % page for t in range(count)])
         store(self.keys, self.values, key, value, at)
@@ -75,7 +77,9 @@ def drawn(sizes: Sizes, count: int, seed: int = 1) -> tuple[Tensor, Tensor, Tens
 
 def expected(query: Tensor, key: Tensor, value: Tensor, rule: PagedRule) -> Tensor:
     """Attend all tokens of a request, one row and head at a time in float64."""
-    query, key, value = query.double(), key.double(), value.double()
+    query = query.double()
+    key = key.double()
+    value = value.double()
     out = query.new_empty(*query.shape[:2], value.shape[-1])
     share = query.shape[1] // key.shape[1]
     for row, line in enumerate(query):
@@ -117,8 +121,12 @@ def test_the_last_rows_of_a_request_see_the_keys_up_to_their_own(rule, num_rows)
 
 @each_form
 def test_segments_of_a_step_do_not_see_each_other():
-    sizes, rule = Sizes(), PagedRule(0.25)
-    cache, parts, queries, wanted = Pages(sizes), [], [], []
+    sizes = Sizes()
+    rule = PagedRule(0.25)
+    cache = Pages(sizes)
+    parts = []
+    queries = []
+    wanted = []
     for seed, (num_rows, num_keys) in enumerate([(1, 40), (7, 7), (0, 16), (3, 35)]):
         q, k, v = drawn(sizes, num_keys, seed)
         parts.append((num_rows, num_keys, cache.add(k, v)))
@@ -130,7 +138,8 @@ def test_segments_of_a_step_do_not_see_each_other():
 
 @each_form
 def test_pages_before_the_window_may_belong_to_others():
-    sizes, rule = Sizes(), PagedRule(0.25, window=20)
+    sizes = Sizes()
+    rule = PagedRule(0.25, window=20)
     q, k, v = drawn(sizes, 100)
     cache = Pages(sizes)
     pages = cache.add(k, v)
@@ -148,7 +157,8 @@ def test_pages_before_the_window_may_belong_to_others():
 
 @each_form
 def test_values_may_be_a_part_of_the_keys():
-    sizes, rule = Sizes(groups=1, width=24, value_width=24), PagedRule(0.2)
+    sizes = Sizes(groups=1, width=24, value_width=24)
+    rule = PagedRule(0.2)
     q, k, _ = drawn(sizes, 30)
     cache = Pages(sizes)
     pages = cache.add(k, k)
@@ -192,7 +202,8 @@ def test_heads_and_pages_have_any_size(sizes, dtype):
 
 @each_form
 def test_a_float32_query_reads_a_bf16_cache():
-    sizes, rule = Sizes(), PagedRule(0.25)
+    sizes = Sizes()
+    rule = PagedRule(0.25)
     q, k, v = drawn(sizes, 40)
     cache = Pages(sizes, torch.bfloat16)
     batch = batch_of([(2, 40, cache.add(k, v))])
@@ -203,7 +214,8 @@ def test_a_float32_query_reads_a_bf16_cache():
 
 @each_form
 def test_the_query_may_be_a_slice_of_a_larger_tensor():
-    sizes, rule = Sizes(), PagedRule(0.25)
+    sizes = Sizes()
+    rule = PagedRule(0.25)
     q, k, v = drawn(sizes, 40)
     cache = Pages(sizes)
     batch = batch_of([(40, 40, cache.add(k, v))])
@@ -221,14 +233,16 @@ def test_bits_do_not_depend_on_batch_chunks_pages_or_threads(seed):
     width, value_width = chance.choice([(16, 16), (64, 64), (40, 24), (5, 130)])
     heads = groups * chance.choice([1, 2, 5, 8])
     sizes = Sizes(heads, groups, width, value_width, page=chance.choice([16, 64, 5]), num_pages=200)
-    window, softcap = chance.choice([None, 0, 30, 100]), chance.choice([None, 5.0])
+    window = chance.choice([None, 0, 30, 100])
+    softcap = chance.choice([None, 5.0])
     sink = chance.choice([None, torch.randn(heads)])
     rule = PagedRule(width**-0.5, softcap, window, sink)
     dtype = chance.choice([torch.float32, torch.bfloat16])
     lengths = [chance.randint(1, 190) for _ in range(3)]
     texts = [tuple(x.to(dtype) for x in drawn(sizes, n, i)) for i, n in enumerate(lengths)]
 
-    cache, alone = Pages(sizes, dtype, seed), []
+    cache = Pages(sizes, dtype, seed)
+    alone = []
     for q, k, v in texts:
         pages = cache.add(k, v)
         rows = [
@@ -241,7 +255,8 @@ def test_bits_do_not_depend_on_batch_chunks_pages_or_threads(seed):
 
     other = Pages(replace(sizes, page=32), dtype, seed + 1)
     where = [other.add(k, v) for _, k, v in texts]
-    done, before = [0] * len(texts), torch.get_num_threads()
+    done = [0] * len(texts)
+    before = torch.get_num_threads()
     found: list[list[Tensor]] = [[] for _ in texts]
     try:
         while any(d < n for d, n in zip(done, lengths, strict=True)):
@@ -288,12 +303,15 @@ def test_every_instruction_set_gives_the_same_values():
 
 @compiled_only
 def test_infinite_and_nan_values_of_later_keys_do_not_reach_a_row():
-    sizes, rule = Sizes(), PagedRule(0.25)
+    sizes = Sizes()
+    rule = PagedRule(0.25)
     q, k, v = drawn(sizes, 60)
-    clean, dirty = Pages(sizes), Pages(sizes)
+    clean = Pages(sizes)
+    dirty = Pages(sizes)
     clean_batch = batch_of([(60, 60, clean.add(k, v))])
     wanted = paged_attention(q, clean.keys, clean.values, clean_batch, rule)
-    k[41:], v[33:] = math.nan, math.inf
+    k[41:] = math.nan
+    v[33:] = math.inf
     dirty_batch = batch_of([(60, 60, dirty.add(k, v))])
     out = paged_attention(q, dirty.keys, dirty.values, dirty_batch, rule)
     assert torch.equal(out[:33], wanted[:33])

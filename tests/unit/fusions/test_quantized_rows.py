@@ -78,7 +78,8 @@ def test_every_instruction_set_gives_the_same_codes() -> None:
 
 def caches(sizes: Sizes, k: Tensor, v: Tensor) -> tuple[Pages, Pages, list[int]]:
     """The same tokens in 8 bits, and their decoded values in float32; and their pages."""
-    narrow, wide = Pages(sizes), Pages(sizes)
+    narrow = Pages(sizes)
+    wide = Pages(sizes)
     shape = sizes.num_pages, sizes.page, sizes.groups
     narrow.keys, narrow.values = (
         torch.full((*shape, width + SCALE_BYTES), -1, dtype=torch.int8)  # the scale is NaN
@@ -119,6 +120,7 @@ def test_values_may_be_the_keys() -> None:
     sizes = Sizes(groups=1, width=24, value_width=24)
     q, k, _ = drawn(sizes, 30)
     narrow, wide, pages = caches(sizes, k, k)
-    batch, rule = batch_of([(30, 30, pages)]), PagedRule(0.2)
+    batch = batch_of([(30, 30, pages)])
+    rule = PagedRule(0.2)
     found = paged_attention(q, narrow.keys, narrow.keys, batch, rule)
     assert torch.equal(found, paged_attention(q, wide.keys, wide.keys, batch, rule))

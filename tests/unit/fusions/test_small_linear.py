@@ -54,7 +54,8 @@ def test_outputs_equal_those_of_the_dequantised_weight(form, outputs, width, row
 
 @pytest.mark.usefixtures("each_form")
 def test_activations_in_bf16_and_more_dimensions_keep_their_form():
-    x, weight = torch.randn(3, 2, 40).bfloat16(), torch.randn(24, 40).bfloat16()
+    x = torch.randn(3, 2, 40).bfloat16()
+    weight = torch.randn(24, 40).bfloat16()
     out = small_linear(x, weight, torch.ones(24).bfloat16())
     assert (out.dtype, out.shape) == (torch.bfloat16, (3, 2, 24))
     wanted = (F.linear(x.double(), weight.double()) + 1).bfloat16()
@@ -67,8 +68,10 @@ def test_the_bits_of_a_row_depend_on_nothing_but_its_inputs(form):
     generator = random.Random(0)
     for _ in range(20):
         # One, two or many tiles of rows, one or several blocks of columns and of outputs.
-        outputs, width = generator.randint(1, 300), generator.choice([9, 48, 700, 1003, 2048])
-        weight, bias = weight_in(form, outputs, width), torch.randn(outputs)
+        outputs = generator.randint(1, 300)
+        width = generator.choice([9, 48, 700, 1003, 2048])
+        weight = weight_in(form, outputs, width)
+        bias = torch.randn(outputs)
         x = torch.randn(generator.choice([2, 3, 5, 8, 13, 16, 19, 100, 400]), width)
         whole = small_linear(x, weight, bias)
         for _ in range(5):
@@ -81,7 +84,9 @@ def test_the_bits_of_a_row_depend_on_nothing_but_its_inputs(form):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("rows", [5, 40])
 def test_threads_do_not_change_bits(form, rows):
-    x, weight, before = torch.randn(rows, 700), weight_in(form, 2000, 700), torch.get_num_threads()
+    x = torch.randn(rows, 700)
+    weight = weight_in(form, 2000, 700)
+    before = torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3):
@@ -96,7 +101,9 @@ def test_threads_do_not_change_bits(form, rows):
 @compiled_only
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_instruction_set_gives_the_same_values(form):
-    x, weight, bias = torch.randn(29, 333), weight_in(form, 50, 333), torch.randn(50)
+    x = torch.randn(29, 333)
+    weight = weight_in(form, 50, 333)
+    bias = torch.randn(50)
     kernels = cpu_kernels.compiled()
     assert kernels is not None
     with kernels_off():
@@ -116,9 +123,11 @@ def test_every_instruction_set_gives_the_same_values(form):
 @pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("form", FORMATS)
 def test_nan_and_infinity_stay_in_their_rows(form):
-    x, weight = torch.randn(5, 40), weight_in(form, 9, 40)
+    x = torch.randn(5, 40)
+    weight = weight_in(form, 9, 40)
     clean = small_linear(x, weight)
-    x[1, 3], x[4, 0] = torch.nan, torch.inf
+    x[1, 3] = torch.nan
+    x[4, 0] = torch.inf
     out = small_linear(x, weight)
     assert out[1].isnan().all()
     assert not out[4].isfinite().any()
@@ -127,7 +136,8 @@ def test_nan_and_infinity_stay_in_their_rows(form):
 
 def test_int8_rounds_to_half_a_step_of_the_largest_value_of_a_group():
     weight = torch.randn(10, 3 * GROUP + 5)
-    weight[3, :GROUP], weight[4, 200] = 0, 50.0
+    weight[3, :GROUP] = 0
+    weight[4, 200] = 50.0
     rounded = quantize_weight(weight)
     assert rounded.codes.dtype == torch.int8
     assert rounded.scale.shape == (10, 4)
@@ -140,7 +150,8 @@ def test_int8_rounds_to_half_a_step_of_the_largest_value_of_a_group():
 
 
 def test_the_error_of_int8_outputs_is_below_a_hundredth():
-    x, weight = torch.randn(16, 768), torch.randn(768, 768)
+    x = torch.randn(16, 768)
+    weight = torch.randn(768, 768)
     exact = F.linear(x, weight)
     error = (small_linear(x, quantize_weight(weight)) - exact).norm() / exact.norm()
     assert error < 0.01

@@ -162,7 +162,8 @@ def run_alone(request: Request, max_sequence_length: int) -> Expected:
     """Generate token by token with a cache of its own."""
     params = request.params
     entries = np.empty(0, dtype=np.int64)
-    scores, new = [], []
+    scores = []
+    new = []
     tokens = list(request.prompt)
     at = 0
     limit = 0 if params.prompt_log_probs_only else params.num_tokens_to_generate

@@ -28,7 +28,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests.unit.one_process import one_process_groups, tiny_config
 
-VOCABULARY, LENGTH = 64, 64
+VOCABULARY = 64
+LENGTH = 64
 PROMPTS = ["hello", "wo", "paged attention over many pages", "a", "tensor"]
 
 
@@ -36,7 +37,9 @@ class Letters:
     """A tokenizer of the letters a to z, with the attributes that controllers use."""
 
     vocab_size = VOCABULARY
-    eod, bos, pad = 1, 2, 0
+    eod = 1
+    bos = 2
+    pad = 0
 
     def tokenize(self, text: str) -> list[int]:
         return [ord(letter) % 56 + 8 for letter in text]
@@ -145,7 +148,9 @@ def dynamic_script(rank: int, world: int, sizes: dict[str, int]) -> list[Any]:
         controller_of(model_of(world, sizes)), context_of(), None, False, random_seed=5
     )
     params = SamplingParams(top_k=1, return_log_probs=True)
-    arrivals, finished, num_steps = list(enumerate(PROMPTS)), [], 0
+    arrivals = list(enumerate(PROMPTS))
+    finished = []
+    num_steps = 0
     while arrivals or engine.has_unfinished_requests():
         if arrivals and num_steps % 2 == 0:
             number, prompt = arrivals.pop(0)

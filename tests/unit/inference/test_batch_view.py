@@ -22,7 +22,9 @@ from tests import tolerances
 from tests.unit.models.test_t5_model import build_t5
 from tests.unit.one_process import one_process_groups, tiny_config
 
-LENGTH, VOCABULARY, PAGE = 24, 50, 4
+LENGTH = 24
+VOCABULARY = 50
+PAGE = 4
 DTYPE = {"params_dtype": torch.float64, "init_method_std": 0.3}
 MLA = {
     "multi_latent_attention": True, "qk_layernorm": True, "add_bias_linear": False,
@@ -81,7 +83,8 @@ def plans(lengths: list[int], seed: int) -> Iterator[tuple[StepPlan, list[tuple[
     pages = [[free.pop() for _ in range(-(-n // PAGE))] for n in lengths]
     done = [0] * len(lengths)
     while left := [i for i, n in enumerate(lengths) if done[i] < n]:
-        segments, rows = [], []
+        segments = []
+        rows = []
         for i in rng.sample(left, rng.randint(1, len(left))):
             count = rng.choice([1, 1, rng.randint(1, lengths[i] - done[i])])
             stop = done[i] + count
@@ -159,7 +162,8 @@ def test_states_of_recurrent_layers_belong_to_requests() -> None:
 @pytest.mark.parametrize("position", ["relative", "learned_absolute", "rope"])
 def test_a_decoder_attends_to_the_source_of_its_request(position: str) -> None:
     model = build_t5(position=position, params_dtype=torch.float64).eval()
-    lengths, source_lengths = [3, 7, 6], [5, 1, 6]
+    lengths = [3, 7, 6]
+    source_lengths = [5, 1, 6]
     ids = [torch.tensor([[token(i, at) for at in range(n)]]) for i, n in enumerate(lengths)]
     read = [
         torch.tensor([[token(9 + i, at) for at in range(n)]]) for i, n in enumerate(source_lengths)

@@ -63,7 +63,8 @@ def test_a_prompt_is_computed_without_a_graph_and_its_tokens_with_one() -> None:
     with graphs_on_cpu() as graph:
         one = made()
         first = one.generate(requests()[1:2])["1"]
-        recorded, replays = graph.graphs, graph.replays
+        recorded = graph.graphs
+        replays = graph.replays
         again = one.generate(requests()[1:2])["1"]
         assert [t.token for t in again] == [t.token for t in first]
         assert graph.graphs == recorded

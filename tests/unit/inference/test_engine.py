@@ -19,7 +19,8 @@ from megatron.core.parallel.process_groups_config import create_process_groups, 
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, tiny_config
 
-VOCABULARY, LENGTH = 64, 40
+VOCABULARY = 64
+LENGTH = 40
 Tokens = dict[str, list[tuple[int, float]]]
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {

@@ -27,7 +27,9 @@ from tests import tolerances
 from tests.unit.inference.test_batch_view import MLA, ints, plans, token
 from tests.unit.one_process import one_process_groups, tiny_config
 
-LENGTH, VOCABULARY, PAGE = 40, 50, 4
+LENGTH = 40
+VOCABULARY = 50
+PAGE = 4
 EXPERTS = {
     "num_moe_experts": 5, "moe_router_topk": 2, "moe_router_score_function": "sigmoid",
     "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True,
@@ -73,9 +75,12 @@ def logits(module: nn.Module, cache: PagedCache, plan: StepPlan) -> Tensor:
 
 def row_by_row(module: nn.Module, request: int, length: int) -> Tensor:
     """Logits of a request that is alone and advances by one token a step: [s, v]."""
-    cache, pages, rows = PagedCache(16, PAGE, 8), np.arange(16), []
+    cache = PagedCache(16, PAGE, 8)
+    pages = np.arange(16)
+    rows = []
     for at in range(length):
-        held, tokens = pages[: at // PAGE + 1], ints(token(request, at))
+        held = pages[: at // PAGE + 1]
+        tokens = ints(token(request, at))
         segment = Segment(0, at, tokens, held, np.full(1, SAMPLE))
         rows.append(logits(module, cache, StepPlan((segment,))))
     return torch.cat(rows)

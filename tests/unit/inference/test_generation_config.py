@@ -26,6 +26,7 @@ def test_what_the_reference_has_derived_is_not_taken_for_asked(tmp_path: Path, n
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "expert"])
 def test_a_parallel_size_below_1_is_refused(tmp_path: Path, axis: str, size: int) -> None:
     load = str(unpack(tmp_path, "gpt_torch_dist"))
-    asked, layout = open_checkpoint(load).asked, GenerationLayout(**{axis: size})
+    asked = open_checkpoint(load).asked
+    layout = GenerationLayout(**{axis: size})
     with pytest.raises(ConfigError, match=f"--{axis}-model-parallel-size {size}: at least 1"):
         generation_config(asked, load, step=None, device_kind="cpu", layout=layout)

@@ -110,7 +110,8 @@ def test_models_that_cannot_be_invariant_are_refused() -> None:
 def test_on_a_gpu_models_are_refused_whose_sums_depend_on_the_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, experts = made({}).model.module, made(FAMILIES["experts"]).model.module
+    plain = made({}).model.module
+    experts = made(FAMILIES["experts"]).model.module
     reasons: dict[str, str | None] = {"triton": None}
     monkeypatch.setattr(batch_invariant.device, "is_cuda", lambda *_: True)
     monkeypatch.setattr(batch_invariant, "why_missing", reasons.get)

@@ -89,7 +89,10 @@ def test_the_buffer_holds_more_pages() -> None:
         )
         return engine(options, 1, {}, torch.float32, kv_channels=64).stats().num_pages
 
-    layers, heads, width, tokens = 4, 4, 64, 4
+    layers = 4
+    heads = 4
+    width = 64
+    tokens = 4
     row = 2 * layers * heads * tokens
     assert num_pages("auto") == 2**20 // (row * 4 * width)
     assert num_pages("bf16") == 2**20 // (row * 2 * width)

@@ -50,7 +50,8 @@ def check(made: Engine) -> None:
     found: dict[str, list[float]] = {}
     for request in requests():
         made.add(request)
-        texts[request.request_id], found[request.request_id] = [*request.prompt], []
+        texts[request.request_id] = [*request.prompt]
+        found[request.request_id] = []
     while made.has_unfinished:
         for output in made.step():
             texts[output.request_id] += [t.token for t in output.new]
@@ -59,7 +60,8 @@ def check(made: Engine) -> None:
     stats = made.stats()
     assert stats.num_free_pages == stats.num_pages
     for request in requests():
-        text, scores = texts[request.request_id], found[request.request_id]
+        text = texts[request.request_id]
+        scores = found[request.request_id]
         wanted = log_probs(made, text, len(request.prompt))[-len(scores) :]
         assert scores == pytest.approx(wanted, abs=1e-5), request.request_id
 

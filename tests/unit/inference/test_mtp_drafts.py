@@ -24,7 +24,8 @@ from megatron.core.parallel.process_groups_config import create_process_groups, 
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, tiny_config
 
-VOCABULARY, LENGTH = 64, 48
+VOCABULARY = 64
+LENGTH = 48
 PAGE = 4 * 5 * 2 * 32 * 8  # bytes: tokens, layers, keys and values, hidden size, fp64
 MLA = {
     "multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 8, "qk_head_dim": 8,

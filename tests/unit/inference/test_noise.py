@@ -48,9 +48,11 @@ def test_noise_is_uniform_and_neighbours_are_independent(along: str) -> None:
     values = exponentials(row, blocks).neg().exp()  # uniform in (0, 1)
     assert abs(chi_square(values)) < 4.5
     if along == "tokens":
-        a, b = values.flatten()[:-1], values.flatten()[1:]
+        a = values.flatten()[:-1]
+        b = values.flatten()[1:]
     else:
-        a, b = values[:-1].flatten(), values[1:].flatten()
+        a = values[:-1].flatten()
+        b = values[1:].flatten()
     correlation = torch.corrcoef(torch.stack([a, b]))[0, 1].item()
     assert abs(correlation) * math.sqrt(len(a)) < 4.5
     pair = (a * 32).floor() / 32 + b / 32  # uniform if a and b are independent

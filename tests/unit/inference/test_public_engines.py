@@ -345,7 +345,8 @@ def test_the_steps_of_a_loop_of_its_own_are_those_of_megatron_core() -> None:
     padded = controller.pad_input_prompt_tokens([[5, 6], [7]], 3, 4)
     assert padded.tolist() == [[5, 6, 1, 1], [7, 1, 1, 1], [1, 1, 1, 1]]
     assert len(controller.unpad_input_prompt_tokens(padded, 2)) == 2
-    started, done = torch.tensor([True, True, False]), torch.zeros(3, dtype=torch.bool)
+    started = torch.tensor([True, True, False])
+    done = torch.zeros(3, dtype=torch.bool)
     done, lengths = controller.update_generation_status(
         torch.tensor([[5, 1], [5, 6], [5, 1]]), started, 1, done, torch.zeros(3), 1
     )

@@ -85,7 +85,8 @@ def test_buffers_smaller_than_a_parameter_change_no_bit() -> None:
 def part_of_fp32(rank: int, world: int) -> list[list[float]]:
     """Rank r holds half of the fp32 values of a vector, and all of its bf16 weights."""
     exact = torch.arange(6).float() / 3
-    weight, main = exact.bfloat16(), exact[3 * rank : 3 * rank + 3].clone()
+    weight = exact.bfloat16()
+    main = exact[3 * rank : 3 * rank + 3].clone()
 
     def record(offset: int, data: Tensor) -> ShardedTensor:
         return ShardedTensor(
@@ -143,7 +144,8 @@ def test_narrow_copies_of_shared_parameters_are_made_again() -> None:
             made.model.groups.world,
         )
     )
-    found, wanted = made.generate(requests()[:2]), fresh.generate(requests()[:2])
+    found = made.generate(requests()[:2])
+    wanted = fresh.generate(requests()[:2])
     assert found == wanted
     assert found != before
 

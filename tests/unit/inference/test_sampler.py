@@ -198,8 +198,11 @@ def test_a_step_without_output_rows_gives_an_empty_result() -> None:
 
 def test_penalties_follow_the_tokens_that_were_sampled() -> None:
     """The same request in plain Python: counts in a list, one token after the other."""
-    vocab, prompt = 12, [3, 3, 5]
-    repetition, presence, frequency = 1.5, 0.4, 0.7
+    vocab = 12
+    prompt = [3, 3, 5]
+    repetition = 1.5
+    presence = 0.4
+    frequency = 0.7
     params = {
         "temperature": 0.0,
         "repetition_penalty": repetition,

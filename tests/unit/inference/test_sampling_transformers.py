@@ -64,7 +64,8 @@ def test_filters_keep_the_tokens_that_transformers_keeps(vocab: int) -> None:
 
 def counts_of(logits: Tensor, params: dict[str, float], number: int) -> Tensor:
     """Return how often each token of ``logits`` [v] is sampled, with different seeds."""
-    slots, vocab = 5000, len(logits)
+    slots = 5000
+    vocab = len(logits)
     sampler = Sampler(slots, vocab, CPU)
     nothing = np.zeros(0, dtype=np.int64)
     seen = torch.zeros(vocab)

@@ -170,7 +170,9 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     ],
 )
 def test_calls_are_found_in_parts_of_any_size(text, content, names, size):
-    parser, shown, calls = ToolCallParser(), "", []
+    parser = ToolCallParser()
+    shown = ""
+    calls = []
     for at in range(0, len(text), size):
         part = parser.add(text[at : at + size], is_last=at + size >= len(text))
         shown += part[0]
@@ -251,7 +253,8 @@ def test_fields_of_put_api_become_parameters_of_the_engine():
     asked = []
 
     class Listening:
-        max_api_tokens, model = 100, Model(INFO, tokenizer)
+        max_api_tokens = 100
+        model = Model(INFO, tokenizer)
 
         async def samples(self, wanted, request):
             asked.append(wanted)
@@ -297,7 +300,9 @@ def test_a_likelier_token_of_the_same_text_stays_in_the_table():
 
 def test_an_engine_that_does_not_answer_is_named(caplog):
     class Stopped:
-        num_open, failure, num_asked = 1, None, 0
+        num_open = 1
+        failure = None
+        num_asked = 0
 
         async def ask(self, kind, timeout_s):
             self.num_asked += 1

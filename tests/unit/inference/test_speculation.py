@@ -137,7 +137,8 @@ def test_a_grammar_masks_the_sampled_row_and_decides_the_end() -> None:
     request.matcher = CountingMatcher()
     lanes.add(request)
     lanes.schedulers[0].limits = replace(LIMITS, max_step_tokens=4)
-    first, second = lanes.step(), lanes.step()
+    first = lanes.step()
+    second = lanes.step()
     assert first is not None
     assert second is not None
     assert first.masks == {}

@@ -77,8 +77,11 @@ def test_bytes_that_are_no_character_do_not_wait_for_ever(tokenizers):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_stop_string_is_found_across_parts(size):
-    text, stops = "one two ENd END three", ["END", "four"]
-    finder, shown, found = StopFinder(stops), "", None
+    text = "one two ENd END three"
+    stops = ["END", "four"]
+    finder = StopFinder(stops)
+    shown = ""
+    found = None
     for at in range(0, len(text), size):
         part, found = finder.add(text[at : at + size])
         shown += part

@@ -148,7 +148,8 @@ def test_gradients_are_those_of_the_default_mode(family: str) -> None:
 
 def scored_and_trained(rank: int, world: int) -> float:
     """Return the largest difference of log-probs of the engine and training on ``world`` ranks."""
-    options, sizes = EngineOptions(page_size=4, batch_invariant=True), {"tp": world}
+    options = EngineOptions(page_size=4, batch_invariant=True)
+    sizes = {"tp": world}
     made, training = (engine(options, world, sizes, torch.float32, **LLAMA) for _ in range(2))
     use_fast_linears(made.model.module, batch_invariant=True)
     make_batch_invariant(training.model.module, FLAG)

@@ -20,7 +20,8 @@ def outcome(reason: str = "rank 1 failed: ValueError: boom", **values: Any) -> O
 
 
 def failures(*outcomes: Outcome, options: Options = OPTIONS, **how: Any) -> list[Decision]:
-    history, decisions = History(), []
+    history = History()
+    decisions = []
     for each in outcomes:
         decisions.append(decide(history, each, options, **how))
         history = decisions[-1].history
@@ -67,7 +68,8 @@ def test_without_an_older_checkpoint_the_third_equal_failure_ends_the_run() -> N
 
 
 def test_a_failure_on_another_rank_or_step_of_the_message_is_the_same_failure() -> None:
-    a, b = outcome("rank 1 failed: X: at 5"), outcome("rank 0 failed: X: at 77")
+    a = outcome("rank 1 failed: X: at 5")
+    b = outcome("rank 0 failed: X: at 77")
     assert a.signature == b.signature
 
 

@@ -97,7 +97,8 @@ class ForeignReader(CheckpointReader):
         if not self.manifest.layout.get("dense"):
             return None
         with parsing(self.folder):
-            state, rerun = self._rng_state(rank), self._rerun_state(rank)
+            state = self._rng_state(rank)
+            rerun = self._rerun_state(rank)
             found = {} if state is None else {RNG_STATE: rng_state_of(state)}
             return (found if rerun is None else {**found, RERUN_STATE: rerun}) or None
 

@@ -62,7 +62,8 @@ def rerun_state_of(sharded: Mapping[str, Unpickled]) -> JsonObject:
     if _SAVED in sharded:
         own: JsonObject = sharded[_SAVED]
         return own
-    call, suspect = sharded["failed_validation_call"], None
+    call = sharded["failed_validation_call"]
+    suspect = None
     if call is not None:
         caller, sequence = call.pickled_args
         result = sharded["initial_result"]

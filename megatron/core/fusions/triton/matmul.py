@@ -11,12 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _COLUMNS, _STEP = 16, 64, 64
+_ROWS = 16
+_COLUMNS = 64
+_STEP = 64
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute [m, k], [n, k], [n] -> [m, n] in the dtype of x, which is that of the weight."""
-    (m, k), n = x.shape, weight.shape[0]
+    (m, k) = x.shape
+    n = weight.shape[0]
     y = x.new_empty(m, n)
     if not y.numel():
         return y
@@ -60,8 +63,10 @@ def _linear(
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_row, is_column = row < m, column < n
-    at_x, at_weight = row.to(tl.int64) * x_row, column.to(tl.int64) * weight_row
+    is_row = row < m
+    is_column = column < n
+    at_x = row.to(tl.int64) * x_row
+    at_weight = column.to(tl.int64) * weight_row
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, k, STEP):
         inner = start + tl.arange(0, STEP)

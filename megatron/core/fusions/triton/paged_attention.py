@@ -36,14 +36,16 @@ def attend(
     sink: Tensor | None,
 ) -> Tensor:
     """Attend as `fusions.paged_attention.paged_attention`; ``indices`` are those of its batch."""
-    (num_rows, heads, width), (_, page, groups, value_width) = query.shape, values.shape
+    (num_rows, heads, width) = query.shape
+    (_, page, groups, value_width) = values.shape
     first_row, num_keys, table = indices
     out = query.new_empty(num_rows, heads, value_width)
     if not num_rows:
         return out
     share = heads // groups
     share_block = min(_LINES, triton.next_power_of_2(share))
-    parts, rows = -(-share // share_block), _LINES // share_block
+    parts = -(-share // share_block)
+    rows = _LINES // share_block
     splits = -(-table.shape[1] * page // _SPLIT)
     value_block = max(16, triton.next_power_of_2(value_width))
     tiles = num_rows // rows + len(num_keys)
@@ -124,11 +126,13 @@ def _tile(
             low = middle
         else:
             high = middle - 1
-    begin, end = tl.load(First + low), tl.load(First + low + 1)
+    begin = tl.load(First + low)
+    end = tl.load(First + low + 1)
     first = begin + (tile - begin // ROWS - low) * ROWS  # row
     line = tl.arange(0, ROWS * SHARE_BLOCK)
     parts: tl.constexpr = tl.cdiv(SHARE, SHARE_BLOCK)
-    row, head = first + line // SHARE_BLOCK, line % SHARE_BLOCK
+    row = first + line // SHARE_BLOCK
+    head = line % SHARE_BLOCK
     head += tl.program_id(1) % parts * SHARE_BLOCK
     is_line = (row < end) & (head < SHARE)
     head += tl.program_id(1) // parts * SHARE
@@ -193,12 +197,14 @@ def _attend(
     IS_WIDE: tl.constexpr,
 ):
     LINES: tl.constexpr = ROWS * SHARE_BLOCK
-    split, tile = tl.program_id(2), start_tile + tl.program_id(0)
+    split = tl.program_id(2)
+    tile = start_tile + tl.program_id(0)
     group = (tl.program_id(1) // tl.cdiv(SHARE, SHARE_BLOCK)).to(tl.int64)
     segment, row, head, is_line, position, start, stop = _tile(
         First, NumKeys, tile, num_segments, window, ROWS, SHARE, SHARE_BLOCK
     )
-    channel, value_channel = tl.arange(0, WIDTH_BLOCK), tl.arange(0, VALUE_BLOCK)
+    channel = tl.arange(0, WIDTH_BLOCK)
+    value_channel = tl.arange(0, VALUE_BLOCK)
     at = row.to(tl.int64) * query_row + head * query_head
     wanted: tl.constexpr = tl.float32 if IS_WIDE else Keys.dtype.element_ty
     q = _rows(Query, at, channel, is_line, width).to(wanted)
@@ -267,7 +273,8 @@ def _combine(
         place = _place(split, num_splits, LINES)
         top = tl.load(Tops + place)
         highest = tl.maximum(tops, top)
-        old, new = tl.exp(tops - highest), tl.exp(top - highest)
+        old = tl.exp(tops - highest)
+        new = tl.exp(top - highest)
         totals = totals * old + tl.load(Totals + place) * new
         part = tl.load(Sums + place[:, None] * VALUE_BLOCK + value_channel[None, :])
         sums = sums * old[:, None] + part * new[:, None]

@@ -50,7 +50,8 @@ class DynamicInferenceEngine(AbstractEngine):
         enable_cuda_graph: bool,
         random_seed: int | None = None,
     ) -> None:
-        self.controller, self.context = controller, context
+        self.controller = controller
+        self.context = context
         wrapper = controller.inference_wrapped_model
         model = wrapper.generation_model(controller.tokenizer, termination_id)
         self.termination_id = model.eod

@@ -25,7 +25,8 @@ def cache_dtype(options: EngineOptions, model: GenerationModel) -> torch.dtype |
     Raises ConfigError on a GPU, whose kernels read the dtype of the model only, and
     MissingDependency if the compiled kernels that batch invariance needs cannot read the dtype.
     """
-    flag, dtype = f"--inference-kv-cache-dtype {options.kv_cache}", _DTYPES[options.kv_cache]
+    flag = f"--inference-kv-cache-dtype {options.kv_cache}"
+    dtype = _DTYPES[options.kv_cache]
     if dtype is None:
         return None
     if device.is_cuda(model.device):
@@ -67,7 +68,8 @@ def allocate(
 
     Collective over all ranks.  Raises ConfigError on all if one has too little memory.
     """
-    cache, world = runner.cache, runner.model.groups.world
+    cache = runner.cache
+    world = runner.model.groups.world
     lacking = world.size()
     try:
         cache.allocate(like)

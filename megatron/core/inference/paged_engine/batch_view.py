@@ -41,7 +41,9 @@ class BatchView:
         row_invariant: bool = False,
         into: tuple[Tensor, int] | None = None,
     ) -> None:
-        self._cache, self._segments, self._sources = cache, plan.segments, sources
+        self._cache = cache
+        self._segments = plan.segments
+        self._sources = sources
         self._row_invariant = row_invariant
         self._depth = 0
         self.reads_host = False  # whether a layer has read the numbers of the plan on the host

@@ -25,7 +25,9 @@ class PagedCache:
     def __init__(
         self, num_pages: int, page_size: int, max_requests: int, dtype: torch.dtype | None = None
     ) -> None:
-        self.num_pages, self.page_size, self.max_requests = num_pages, page_size, max_requests
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.max_requests = max_requests
         self.dtype = dtype
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._states: dict[int, State] = {}
@@ -107,7 +109,8 @@ class PagedCache:
 
     def _stored(self, like: Tensor) -> Tensor:
         """Return an empty tensor with the dtype and width of ``like`` in pages."""
-        width, dtype = like.shape[-1], self.dtype or like.dtype
+        width = like.shape[-1]
+        dtype = self.dtype or like.dtype
         if dtype == torch.int8 and width:  # width 0: the keys are the values too
             if width % SCALE_BYTES:
                 raise ConfigError(

@@ -123,7 +123,8 @@ def pack_result(result: StepResult) -> Integers:
     log_probs = result.log_probs.astype(np.float64).view(np.int64)
     tops = result.top_log_probs.astype(np.float64).ravel().view(np.int64)
     shape = np.array([*result.top_tokens.shape, *result.drafts.shape], dtype=np.int64)
-    likely, drafts = result.top_tokens.ravel(), result.drafts.ravel()
+    likely = result.top_tokens.ravel()
+    drafts = result.drafts.ravel()
     return np.concatenate([shape, result.tokens, log_probs, likely, tops, drafts])
 
 

@@ -43,7 +43,9 @@ class DecodeGraphs:
         self, module: nn.Module, pages: PagedCache, num_graphs: int, forward: Forward
     ) -> None:
         """``num_graphs``: numbers of rows that are captured; -1: every number."""
-        self._module, self._cache, self._forward = module, pages, forward
+        self._module = module
+        self._cache = pages
+        self._forward = forward
         self._sizes = captured_sizes(num_graphs, pages.max_requests)
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._is_possible = device.records_graphs() and not any(

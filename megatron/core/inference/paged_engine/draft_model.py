@@ -64,9 +64,12 @@ class DraftModel:
     ) -> None:
         self._predict = get_attr_wrapped_model(module, "predict_ahead")
         self._logits = get_attr_wrapped_model(module, "logits")
-        self._tp, self._in_lockstep = groups.tp, groups.ep.size() > 1
-        self._cache, self._sampler = cache, sampler
-        self._num_layers, self._num_tokens = num_layers, num_tokens
+        self._tp = groups.tp
+        self._in_lockstep = groups.ep.size() > 1
+        self._cache = cache
+        self._sampler = sampler
+        self._num_layers = num_layers
+        self._num_tokens = num_tokens
 
     def draft(
         self, plan: StepPlan, view: BatchView, sampled: Tensor | None, start_lengths: Integers
@@ -106,7 +109,8 @@ class DraftModel:
         start_lengths: Integers,
     ) -> None:
         """Add to ``found`` what the last depth drafts again after its rows ``hidden`` [w, 1, h]."""
-        layers, slots = self._num_layers, self._cache.max_requests
+        layers = self._num_layers
+        slots = self._cache.max_requests
         count = max(s.num_drafts for s in rows.segments)
         for number in range(layers + 1, (self._num_tokens if self._in_lockstep else count) + 1):
             before, drafts = found[-1]
@@ -117,11 +121,13 @@ class DraftModel:
             if segments:
                 of_before = {segment: row for row, segment in enumerate(before)}
                 at = _upload(np.array([of_before[i] for i in wanting]), hidden.device)
-                hidden, ids = hidden.index_select(0, at), drafts.index_select(0, at)
+                hidden = hidden.index_select(0, at)
+                ids = drafts.index_select(0, at)
             else:  # other ranks have drafts
                 idle = np.array([self._cache.num_pages])
                 segments = [Segment(slots, 0, _ONE_TOKEN, idle, NO_INTEGERS)]
-                hidden, ids = hidden.new_zeros(1, *hidden.shape[1:]), drafts.new_zeros(1)
+                hidden = hidden.new_zeros(1, *hidden.shape[1:])
+                ids = drafts.new_zeros(1)
             view = BatchView(
                 self._cache, StepPlan(tuple(segments)), hidden.device, start_lengths=start_lengths
             )
@@ -165,7 +171,9 @@ class _Rows:
     @staticmethod
     def of(plan: StepPlan, results: Integers, num_layers: int, cache: PagedCache) -> _Rows:
         """Return the rows of ``plan``, whose output rows gave ``results`` [r]."""
-        last_row, position, ahead = [], [], []
+        last_row = []
+        position = []
+        ahead = []
         first = at = 0
         for s in plan.segments:
             found = results[at : at + len(s.targets)]
@@ -206,7 +214,8 @@ class _Rows:
 
     def row_after(self, segment: int, distance: int) -> Segment:
         """Return one row ``distance`` positions after the last accepted one of a segment."""
-        s, start = self.segments[segment], int(self.position[segment]) + distance
+        s = self.segments[segment]
+        start = int(self.position[segment]) + distance
         return Segment(s.slot, start, _ONE_TOKEN, s.pages, NO_INTEGERS)
 
     def plan_of_drafts(self, segments: list[int], number: int) -> StepPlan:

@@ -93,9 +93,11 @@ class Engine:
     ) -> None:
         """``peers``: ranks of all engines that are constructed at the same time; default: one."""
         groups = model.groups
-        self.model, self.options = model, options
+        self.model = model
+        self.options = options
         self._channel = ControlChannel(groups.world, peers, options.timeout_s)
-        self._num_lanes, num_replicas = groups.pp.size(), groups.dp.size()
+        self._num_lanes = groups.pp.size()
+        num_replicas = groups.dp.size()
         self._in_lockstep = groups.ep.size() > 1
         longest = min(
             options.max_sequence_length or model.max_sequence_length, model.max_sequence_length
@@ -209,7 +211,8 @@ class Engine:
     @waiting_for_work(False)
     def step(self) -> list[RequestOutput]:
         """Run the next step of one lane of each replica; return what it added to requests."""
-        lane, outputs = self._lane, self._held
+        lane = self._lane
+        outputs = self._held
         self._held = []
         self._lane = (lane + 1) % self._num_lanes
         if self._num_lanes > 1:  # sent one round ago: the other stages have worked meanwhile
@@ -372,7 +375,8 @@ class Engine:
         )
 
     def _ranks(self, replica: int) -> Iterator[int]:
-        tp, pp = self.model.groups.tp.size(), self.model.groups.pp.size()
+        tp = self.model.groups.tp.size()
+        pp = self.model.groups.pp.size()
         for stage, part in product(range(pp), range(tp)):
             yield self._rank(dp=replica, pp=stage, tp=part)
 

@@ -63,7 +63,8 @@ class EngineOptions:
             f"{self.buffer_bytes / 2**30:g}",
             "a number above 0",
         )
-        factor, fraction = self.overflow_factor, self.guaranteed_fraction
+        factor = self.overflow_factor
+        fraction = self.guaranteed_fraction
         is_factor = 0 < factor < math.inf
         need(is_factor, f"{_BATCHING}-buffer-overflow-factor", factor, "a number above 0")
         is_fraction = 0 <= fraction <= 1

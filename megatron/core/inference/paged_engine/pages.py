@@ -118,7 +118,8 @@ class PagePool:
 
     def digest(self, previous: bytes, tokens: Integers, page: int) -> bytes:
         """Return the digest of the ``page``-th page of ``tokens``, after that of ``previous``."""
-        start, size = page * self.page_size, self.page_size + self.num_ahead
+        start = page * self.page_size
+        size = self.page_size + self.num_ahead
         return page_digest(previous, tokens[start : start + size])
 
     def num_unused(self, pages: Iterable[int]) -> int:

@@ -151,7 +151,8 @@ class RequestState:
         params["stop_token_ids"] = sorted(self.end_tokens)
         history = tuple(self.tokens.to_list()) if found.has_penalty else ()
         source = tuple(self.request.source)
-        slot, length = self.request.slot, self.tokens.size
+        slot = self.request.slot
+        length = self.tokens.size
         return Admission(slot, params, history, self.num_prompt, source, length)
 
     def targets(self, end: int) -> Integers:

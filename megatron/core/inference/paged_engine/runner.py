@@ -92,7 +92,9 @@ class ModelRunner:
         num_draft_tokens: int = 0,
         num_graphs: int = 0,
     ) -> None:
-        self.model, self.cache, self._row_invariant = model, cache, row_invariant
+        self.model = model
+        self.cache = cache
+        self._row_invariant = row_invariant
         slots = cache.max_requests + 1
         self._start_lengths = np.zeros(slots, dtype=np.int64)
         self._sampler: Sampler | None = None
@@ -168,7 +170,8 @@ class ModelRunner:
 
     def _forward(self, view: BatchView, sources: list[Admission]) -> Tensor:
         """Return logits [1, r, v] on the last stage; send hidden states on from the others."""
-        pp, module = self.model.groups.pp, self.model.module
+        pp = self.model.groups.pp
+        module = self.model.module
         ids = view.token_ids.unsqueeze(0)
         if not self.model.is_first_stage:
             shape = (ids.shape[1], 1, self.model.config.hidden_size)

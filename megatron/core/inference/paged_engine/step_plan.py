@@ -131,7 +131,8 @@ class StepPlan:
 
 
 def _admission(found: dict[str, Any]) -> Admission:
-    history, source = tuple(found.pop("history")), tuple(found.pop("source"))
+    history = tuple(found.pop("history"))
+    source = tuple(found.pop("source"))
     return Admission(**found, history=history, source=source)
 
 

@@ -71,7 +71,8 @@ def scale_of(logits: Blocks, filters: Filters, upload: Callable[[npt.ArrayLike],
         for index in (np.flatnonzero(is_limited), *parts):
             if len(index):
                 at = upload(index)
-                top_k, top_p = upload(filters.top_k[index]), upload(filters.top_p[index])
+                top_k = upload(filters.top_k[index])
+                top_p = upload(filters.top_p[index])
                 best = logits.take(at).largest(int(filters.top_k[index].max()))
                 place = top_k - 1
                 if (filters.top_p[index] < 1).any():

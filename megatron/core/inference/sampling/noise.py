@@ -100,7 +100,8 @@ def _best_of_few(search: _Search) -> tuple[Tensor, Tensor]:
     score, token = search.best_of(likely.indices[:, :-1].sort().values)
     unsure = (likely.values[:, -1] >= score - _ROUNDING).nonzero()[:, 0]
     if len(unsure):
-        bound, reached = bound[unsure], score[unsure, None] - _ROUNDING
+        bound = bound[unsure]
+        reached = score[unsure, None] - _ROUNDING
         count = int((bound >= reached).sum(-1).max())
         blocks = bound.topk(count).indices.sort().values
         score[unsure], token[unsure] = search.take(unsure).best_of(blocks)

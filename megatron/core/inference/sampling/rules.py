@@ -74,7 +74,8 @@ class Penalties:
         """Take the text of a request that has penalties."""
         text = np.array(admission.history, dtype=np.int64)
         prompt, output = np.split(text, [admission.num_prompt])
-        slot, size = admission.slot, self._vocab_size
+        slot = admission.slot
+        size = self._vocab_size
         self._counts.put(slot, np.bincount(output, minlength=size))
         self._in_prompt.put(slot, np.bincount(prompt, minlength=size) > 0)
         self._texts.put(slot, text)

@@ -117,7 +117,8 @@ class Sampler:
         tokens = _checked(tokens, blocks)
         penalised = np.flatnonzero(self._slots.has_penalty[rows.slots])
         if len(penalised):
-            part, chosen = rows.take(penalised), tokens[self._upload(penalised)]
+            part = rows.take(penalised)
+            chosen = tokens[self._upload(penalised)]
             self._slots.penalties.record(part.slots, part.positions, chosen)
         return tokens
 
@@ -139,7 +140,8 @@ class Sampler:
             part = rows.take(penalised)
             assert len(set(part.slots.tolist())) == len(part.slots), "penalties with drafted rows"
             values = self._upload(slots.values[part.slots, 4:])
-            at, size = self._upload(penalised), int(part.positions.max())
+            at = self._upload(penalised)
+            size = int(part.positions.max())
             slots.penalties.apply(logits, at, part.slots, values, size)
         if hidden:
             logits.index_put_(tuple(self._upload(hidden).T), logits.new_full((), float("-inf")))

@@ -43,7 +43,8 @@ class Slots:
 
     def admit(self, admission: Admission) -> None:
         """Put a request into its slot, in place of what the slot had."""
-        slot, params = admission.slot, SamplingParams.from_json(admission.params)
+        slot = admission.slot
+        params = SamplingParams.from_json(admission.params)
         self.params[slot] = params
         self.num_prompt[slot] = admission.num_prompt
         self.min_tokens[slot] = params.min_tokens

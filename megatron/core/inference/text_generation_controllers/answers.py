@@ -24,11 +24,14 @@ class Answer:
         eod: int | None,
         prompt: list[int],
     ) -> None:
-        self.request, self.params = request, params
+        self.request = request
+        self.params = params
         self.name = str(request.request_id)
         self.finish_reason: FinishReason | None = None
         self.tokens: list[TokenOutput] = []
-        self._tokenizer, self._eod, self.prompt = tokenizer, eod, prompt
+        self._tokenizer = tokenizer
+        self._eod = eod
+        self.prompt = prompt
         self._scores: tuple[TokenOutput, ...] = ()
         self._seconds: list[float] = []
 
@@ -54,7 +57,8 @@ class Answer:
         self.request.status = Status.FAILED if is_failed else Status.COMPLETED
 
     def _write(self) -> None:
-        request, params = self.request, self.params
+        request = self.request
+        params = self.params
         new = self.tokens
         if new and new[-1].token == self._eod:
             new = new[:-1]  # the token that ends the text is no part of it

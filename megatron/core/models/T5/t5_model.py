@@ -203,7 +203,8 @@ class T5Model(LanguageModule):
             return self.token_losses(hidden, lm_labels)
         gather = runtime_gather_output
         if inference_context is not None:
-            hidden, gather = inference_context.output_rows(hidden), True
+            hidden = inference_context.output_rows(hidden)
+            gather = True
         return self.logits(hidden, gather=not self.parallel_output if gather is None else gather)
 
     def _encode(self, ids: Tensor | None, mask: Tensor | None, received: Tensor | None) -> Tensor:

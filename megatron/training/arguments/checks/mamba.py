@@ -40,7 +40,8 @@ def mamba_sizes_fit(run: RunConfig) -> Iterator[str]:
 
 def hybrid_pattern_names_the_layers_of_experts(run: RunConfig) -> Iterator[str]:
     """Require MoE layers (E) in the pattern if and only if there are experts."""
-    m, pattern = run.model, hybrid_pattern(run)
+    m = run.model
+    pattern = hybrid_pattern(run)
     if not pattern:
         return
     has_letter = EXPERTS in pattern

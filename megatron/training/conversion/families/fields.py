@@ -160,7 +160,8 @@ _LENGTH = "original_max_position_embeddings"
 
 
 def _read_longrope_length(rope: Config) -> Values:
-    length, most = rope[_LENGTH], rope["max_position_embeddings"]
+    length = rope[_LENGTH]
+    most = rope["max_position_embeddings"]
     factor = rope.get("factor")
     if rope.get("attention_factor") is not None or factor not in (None, most / length):
         name = "factor" if rope.get("attention_factor") is None else "attention_factor"

@@ -114,7 +114,8 @@ class Coordinator:
         collective when the attempt was stopped), dead (also of a lost node), end (``code``: stop
         everything).
         """
-        kind, worker = event["kind"], event["worker"]
+        kind = event["kind"]
+        worker = event["worker"]
         if kind == "dead":
             self._die(worker, event["text"])
         elif kind == "end":
@@ -171,7 +172,8 @@ class Coordinator:
 
     def _note_step(self, step: int | None) -> None:
         if step is not None and step > self._best:
-            self._best, self._has_progressed = step, True
+            self._best = step
+            self._has_progressed = True
 
     def _living(self) -> set[int]:
         return set(range(len(self.nodes))) - self.lost
@@ -216,7 +218,9 @@ class Coordinator:
         text = self._replaced(after)
         self.active = after
         self._enter("running", now_s)
-        self._finished, self._faults, self._computing = set(), [], []
+        self._finished = set()
+        self._faults = []
+        self._computing = []
         self._has_excluded = False
         return Start(self.number, tuple(after), f"{cause}{text}" if cause else "")
 
@@ -272,7 +276,9 @@ class Coordinator:
         return [stopped]
 
     def _enter(self, phase: str, now_s: float) -> None:
-        self._phase, self._since_s, self._ready = phase, now_s, set()
+        self._phase = phase
+        self._since_s = now_s
+        self._ready = set()
 
     def _finish(self, end: End) -> End:
         self._phase = "ended"

@@ -66,7 +66,8 @@ def run_with_restarts(
     sys.stderr.flush()
     slots: Slots = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
     pipe = os.pipe()
-    worker, monitor = int(os.environ["RANK"]), os.getpid()
+    worker = int(os.environ["RANK"])
+    monitor = os.getpid()
     os.environ[WORKER] = str(worker)
     child = os.fork()
     if child:
@@ -95,7 +96,10 @@ class _Monitor:
     """Monitor process of one worker."""
 
     def __init__(self, worker: int, child: int, options: RestartOptions, slots: Slots) -> None:
-        self._worker, self._child, self._options, self._slots = worker, child, options, slots
+        self._worker = worker
+        self._child = child
+        self._options = options
+        self._slots = slots
         self._flags = options.flags
         self._descriptor = os.pidfd_open(child)
         self._is_alive = True
@@ -185,7 +189,8 @@ class _Monitor:
         self._wait(self._flags.inprocess_termination_grace_time)
 
     def _check_coordinator(self, control: Control) -> None:
-        beats, now_s = control.beats(_COORDINATOR), time.monotonic()
+        beats = control.beats(_COORDINATOR)
+        now_s = time.monotonic()
         if beats != self._seen[0]:
             self._seen = (beats, now_s)
         elif now_s - self._seen[1] > self._flags.inprocess_heartbeat_timeout:
@@ -246,13 +251,16 @@ class _Service:
     limit_s = float("inf")  # without a heartbeat of a monitor process, until its node is lost
 
     def __init__(self, coordinator: Coordinator, control: Control, beat_s: float) -> None:
-        self._coordinator, self._control, self._beat_s = coordinator, control, beat_s
+        self._coordinator = coordinator
+        self._control = control
+        self._beat_s = beat_s
         self._seen = {w: (-1, time.monotonic()) for w in range(len(coordinator.nodes))}
 
     def run(self) -> None:
         """Decide until the run ends (target of the thread)."""
         with suppress(RuntimeError):  # the store is lost: every monitor process finds out
-            events, beat_at_s = self._control.events(), 0.0
+            events = self._control.events()
+            beat_at_s = 0.0
             while True:
                 now_s = time.monotonic()
                 if now_s >= beat_at_s:

@@ -42,7 +42,8 @@ def next_placement(
     ``lost`` workers are excluded; with granularity node, all workers of their nodes are.
     ``doubtful`` workers have failed and are alive: a reserve takes their place if there is one.
     """
-    gone, doubted = _spread(lost, nodes, granularity), _spread(doubtful, nodes, granularity)
+    gone = _spread(lost, nodes, granularity)
+    doubted = _spread(doubtful, nodes, granularity)
     everyone = range(len(nodes))
     reserves = [w for w in everyone if w not in active and w not in gone]
     reserves.sort(key=lambda w: w in doubted)  # stable: by number among equals

@@ -80,7 +80,8 @@ class Attempt:
         """Start the monitoring thread."""
         collective_tracer.note_collectives()
         signal.signal(_SIGNAL, self._interrupt)
-        self._slots[PROGRESS_NS], self._slots[IS_WATCHED] = time.monotonic_ns(), 1
+        self._slots[PROGRESS_NS] = time.monotonic_ns()
+        self._slots[IS_WATCHED] = 1
         self._thread.start()
 
     def leave(self) -> None:
@@ -184,7 +185,9 @@ class Worker:
         slots: Slots,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._worker, self._options, self._slots = worker, options, slots
+        self._worker = worker
+        self._options = options
+        self._slots = slots
         self._end_process = end
         self._control = Control(token)
         self._result: tuple[str, str | None] = ("done", None)
@@ -209,7 +212,8 @@ class Worker:
                 return
 
     def _attempt(self, call: Callable[[Attempt], None], number: int, active: list[int]) -> None:
-        rank, size = active.index(self._worker), len(active)
+        rank = active.index(self._worker)
+        size = len(active)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         attempt = Attempt(number, self._options, self._control, self._slots)
         with self._reporting(attempt):

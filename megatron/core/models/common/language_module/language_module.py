@@ -162,7 +162,8 @@ class LanguageModule(MegatronModule):
         if self.share_embeddings_and_output_weights:
             rename["output_layer.weight"] = "embedding.word_embeddings.weight"
         name_parameters(self, rename)
-        seed, random = self.config.init_seed, self.config.perform_initialization
+        seed = self.config.init_seed
+        random = self.config.perform_initialization
         initialize_parameters(self, torch.initial_seed() if seed is None else seed, random=random)
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
