@@ -7,9 +7,11 @@ Results do not depend on the number of threads; with one thread a kernel starts 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +19,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.core import device
 from megatron.core.optional import why_missing
+from megatron.core.rank_local import each_rank_owns
+
+Arguments: TypeAlias = tuple[Any, ...]  # of the extension's `run`
+Recorder: TypeAlias = Callable[[Arguments, Sequence[Tensor | None]], None]
 
 _CPP = "megatron.core.kernels_cpp"
 _FORMATS = {torch.float32: " float32", torch.bfloat16: " bfloat16"}
 _NAMES = {**_FORMATS, torch.int8: " int8"}
 _TYPES = (Tensor, nn.Parameter, FakeTensor)
 _NUMBERS = 2**14  # elements per task of a thread: fits the cache, amortises the scheduling
+_recorder: Recorder | None = None
+each_rank_owns(__name__, "_recorder")
 
 
 @cache
@@ -90,12 +98,38 @@ def run(
             addresses.append(t.data_ptr())
     kernels = compiled()
     assert kernels is not None, "kernels are run where `take` says so"
-    kernels.run(
-        name + _NAMES[format],
-        addresses,
-        sizes,
-        numbers,
-        count,
-        grain or max(1, _NUMBERS // width),
-        torch.get_num_threads(),
-    )
+    grain = grain or max(1, _NUMBERS // width)
+    threads = torch.get_num_threads()
+    call = (name + _NAMES[format], addresses, sizes, numbers, count, grain, threads)
+    kernels.run(*call)
+    if _recorder is not None:
+        _recorder(call, tensors)
+
+
+@contextmanager
+def recorded_by(recorder: Recorder) -> Iterator[None]:
+    """Tell ``recorder`` the arguments and tensors of every kernel that runs in the context."""
+    global _recorder
+    assert _recorder is None, "recordings do not nest"
+    _recorder = recorder
+    try:
+        yield
+    finally:
+        _recorder = None
+
+
+def is_recording() -> bool:
+    """Return whether kernels are recorded: then the host must not look at numbers."""
+    return _recorder is not None
+
+
+def can_record() -> bool:
+    """Return whether the installed extension records kernels; an older one does not."""
+    return hasattr(compiled(), "Tape")
+
+
+def new_tape() -> Any:
+    """Return an empty list of calls: ``add(*arguments)`` and ``replay()``."""
+    kernels = compiled()
+    assert kernels is not None, "see `can_record`"
+    return kernels.Tape()

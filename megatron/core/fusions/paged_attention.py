@@ -117,6 +117,11 @@ def paged_attention(
     return out
 
 
+def reads_host(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> bool:
+    """Return whether `paged_attention` reads the numbers of ``batch`` on the host of a CPU."""
+    return not device.is_cuda(query.device) and not _has_kernel(query, keys, values, batch)
+
+
 def _can_copy(*tensors: Tensor) -> bool:
     return (
         cpu_kernels.take(*tensors)

@@ -71,6 +71,22 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
+def norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalise rows [..., h]: a LayerNorm if there is a bias, else an RMSNorm."""
+    return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
+
+
+def norm_rows_alike(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalise as `norm_rows` does, on a CPU always by the compiled kernel if there is one.
+
+    So the bits of a row do not depend on the others, and a pass can be recorded.  In training
+    torch's LayerNorm is as fast, and it needs no copy of rows that are not contiguous.
+    """
+    if weight.shape == x.shape[-1:] and cpu_kernels.take(x, weight, bias):
+        return norm.norm(x.contiguous(), weight, bias, eps)
+    return norm_rows(x, weight, bias, eps)
+
+
 def _fits(x: Tensor, weight: Tensor) -> bool:
     """Whether a kernel can read the tensors; for other shapes torch reports the error."""
     return x.is_contiguous() and weight.shape == x.shape[-1:]

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.fusions.rms_norm import norm_rows_alike
 from megatron.core.fusions.small_linear import Weight, quantize_weight, small_linear
 from megatron.core.tensor_parallel.layers import Linear
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.transformer.batch_invariant import make_batch_invariant
+from megatron.core.transformer.norms import Norm
 
 WeightFormat = Literal["fp32", "bf16", "int8"]
 _MOST_ROWS = 16  # above, torch's matmul in bfloat16 is faster
@@ -39,9 +41,11 @@ def use_fast_linears(
         make_batch_invariant(model, "--inference-batch-invariant")
     for module in model.modules():
         if isinstance(module, Linear) and (
-            module.quantizer is None or isinstance(module.quantizer, _FastLinear)
+            module.quantizer is None or isinstance(module.quantizer, FastLinear)
         ):
-            module.quantizer = _FastLinear(weights, batch_invariant)
+            module.quantizer = FastLinear(weights, batch_invariant)
+        elif isinstance(module, Norm):
+            module.norm_rows = norm_rows_alike
 
 
 class FastLinears:
@@ -49,7 +53,7 @@ class FastLinears:
 
     def __init__(self, model: nn.Module) -> None:
         self._bound = [
-            (vars(module), _FastLinear("fp32", batch_invariant=False))
+            (vars(module), FastLinear("fp32", batch_invariant=False))
             for module in model.modules()
             if isinstance(module, Linear) and module.quantizer is None
         ]
@@ -66,8 +70,8 @@ class FastLinears:
                 attributes["quantizer"] = None
 
 
-class _FastLinear:
-    """The matmul of one layer, in place of a quantizer."""
+class FastLinear:
+    """The matmul of one layer, in place of a quantizer; see `use_fast_linears`."""
 
     def __init__(self, weights: WeightFormat, batch_invariant: bool) -> None:
         self._format = weights

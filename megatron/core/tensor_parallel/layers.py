@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.device import cpu_kernels
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.tensor_parallel.linear import Multiply, Quantizer, linear
@@ -311,8 +312,8 @@ def check_token_ids(token_ids: Tensor, num_tokens: int, *, may_ignore: bool = Fa
 
     With ``may_ignore`` negative ids are allowed: labels without a loss.
     """
-    if token_ids.is_meta or token_ids.numel() == 0:
-        return
+    if token_ids.is_meta or token_ids.numel() == 0 or cpu_kernels.is_recording():
+        return  # generation, which is recorded, has checked the prompts
     low, high = torch.aminmax(token_ids)
     fits = high < num_tokens if may_ignore else (low >= 0) & (high < num_tokens)
     if device.is_cuda(token_ids.device):

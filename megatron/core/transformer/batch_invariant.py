@@ -4,9 +4,10 @@ Neither other sequences of a batch nor the split of a sequence into passes chang
 training pass and the generation engine compute the same log-probabilities, by bits.
 
 Of torch's operations on a CPU, matmuls depend on the number of rows, and sigmoid, SiLU, softplus
-and GELU (tanh) on the place of a value unless rows have a multiple of 16 values; norms, softmax,
-top-k, exp, GELU (erf), tanh, embeddings and rotary positions do not.  MLPs use compiled kernels,
-which do not either.  `make_batch_invariant` replaces the others.
+and GELU (tanh) on the place of a value unless rows have a multiple of 16 values; softmax, top-k,
+exp, GELU (erf), tanh, embeddings and rotary positions do not.  Norms choose their kernel by whether
+the rows are contiguous, which a single row always is.  MLPs use compiled kernels, which do not
+depend on the rows.  `make_batch_invariant` replaces the others.
 
 On a GPU, for generation only, matmuls, attention over pages, norms and sums of probabilities are
 Triton's kernels, whose tiles and order do not depend on the number of rows; other operations
@@ -25,6 +26,7 @@ from megatron.core import device
 from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.device import cpu_kernels
+from megatron.core.fusions.rms_norm import norm_rows_alike
 from megatron.core.fusions.small_linear import small_linear
 from megatron.core.optional import why_missing
 from megatron.core.tensor_parallel.layers import Linear
@@ -34,6 +36,7 @@ from megatron.core.transformer.dot_product_attention import CAUSAL, DotProductAt
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.norms import Norm
 
 TRAINING = "--batch-invariant-mode"
 
@@ -53,6 +56,8 @@ def make_batch_invariant(model: nn.Module, flag: str) -> None:
             module.multiply = small_linear
         elif isinstance(module, DotProductAttention):
             module.is_batch_invariant = True
+        elif isinstance(module, Norm):
+            module.norm_rows = norm_rows_alike
         elif isinstance(module, TopKRouter):
             module.multiply = multiply
             module.choice = replace(module.choice, sigmoid=sigmoid)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.fusions.rms_norm import layer_norm, rms_norm
+from megatron.core.fusions.rms_norm import norm_rows
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -39,6 +39,7 @@ class Norm(nn.Module):
         normalization: str | None = None,
     ) -> None:
         super().__init__()
+        self.norm_rows = norm_rows
         self.is_rms = (normalization or config.normalization) == "RMSNorm"
         self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
         if has_partial_gradient is None:
@@ -62,9 +63,7 @@ class Norm(nn.Module):
         if x.dtype != dtype:  # a float32 residual stream
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
-        if bias is None:
-            return rms_norm(x, weight, self.eps).to(dtype)
-        return layer_norm(x, weight, bias, self.eps).to(dtype)
+        return self.norm_rows(x, weight, bias, self.eps).to(dtype)
 
     def extra_repr(self) -> str:
         """Return kind and width, for the printed model."""

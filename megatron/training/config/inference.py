@@ -78,7 +78,7 @@ class InferenceConfig:
     inference_dynamic_batching_num_cuda_graphs: int = _engine(
         16,
         "Number of batch sizes for which decoding on a GPU is captured as a CUDA graph; 0: none, "
-        "-1: all.",
+        "-1: all. On a CPU decoding is recorded and replayed unless it is 0.",
         at_least=-1,
     )
     inference_max_waiting_requests: int = _engine(

@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "experts": EXPERTS,
     "latent attention": MLA,
+    "latent attention, RMS norm": MLA | {"normalization": "RMSNorm"},
     "cached latents": MLA | {"cache_mla_latents": True},
 }  # fmt: skip
 compiled_only = pytest.mark.skipif(

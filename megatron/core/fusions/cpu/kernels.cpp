@@ -108,9 +108,7 @@ const Sets& usable() {
 
 const Kernels* chosen = &usable().front().second;
 
-void run(const std::string& name, Call call, int64_t count, int64_t grain, int threads) {
-    const Kernel kernel = chosen->at(name);
-    py::gil_scoped_release release;
+void run(Kernel kernel, const Call& call, int64_t count, int64_t grain, int threads) {
     const int64_t pieces = (count + grain - 1) / grain;
     const auto work = [&](int64_t piece) {
         kernel(call, piece * grain, std::min(count, (piece + 1) * grain));
@@ -123,6 +121,26 @@ void run(const std::string& name, Call call, int64_t count, int64_t grain, int t
     for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
 }
 
+// Calls that are computed again, one behind the other, without returning to Python.
+class Tape {
+   public:
+    void add(const std::string& name, Call call, int64_t count, int64_t grain, int threads) {
+        steps.push_back({chosen->at(name), std::move(call), count, grain, threads});
+    }
+    void replay() const {
+        for (const Step& s : steps) run(s.kernel, s.call, s.count, s.grain, s.threads);
+    }
+
+   private:
+    struct Step {
+        Kernel kernel;
+        Call call;
+        int64_t count, grain;
+        int threads;
+    };
+    std::vector<Step> steps;
+};
+
 }  // namespace
 
 PYBIND11_MODULE(kernels_cpp, m) {
@@ -131,9 +149,21 @@ PYBIND11_MODULE(kernels_cpp, m) {
         "run",
         [](const std::string& name, std::vector<uintptr_t> pointers, std::vector<int64_t> sizes,
            std::vector<float> numbers, int64_t count, int64_t grain, int threads) {
-            run(name, {std::move(pointers), std::move(sizes), std::move(numbers)}, count, grain,
-                threads);
+            const Kernel kernel = chosen->at(name);
+            const Call call{std::move(pointers), std::move(sizes), std::move(numbers)};
+            py::gil_scoped_release release;
+            run(kernel, call, count, grain, threads);
         });
+    py::class_<Tape>(m, "Tape")
+        .def(py::init<>())
+        .def("add",
+             [](Tape& tape, const std::string& name, std::vector<uintptr_t> pointers,
+                std::vector<int64_t> sizes, std::vector<float> numbers, int64_t count,
+                int64_t grain, int threads) {
+                 tape.add(name, {std::move(pointers), std::move(sizes), std::move(numbers)}, count,
+                          grain, threads);
+             })
+        .def("replay", &Tape::replay, py::call_guard<py::gil_scoped_release>());
     m.def("names", [] {
         std::vector<std::string> found;
         for (const auto& [name, kernel] : *chosen) found.push_back(name);

@@ -28,6 +28,7 @@ void add_kernels(Kernels& found, const std::string& format) {
     add_activation<GeluTanh, T>("openai_gelu", add);
     add_activation<QuickGelu, T>("quick_gelu", add);
     add_activation<SquaredRelu, T>("squared_relu", add);
+    add("add", sum_of_two<T>);
     add("add_into", add_into<T>);
     add("own_sums", own_sums<T>);
     add("gradients_of_log_sums", gradients_of_log_sums<T>);

@@ -12,8 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.device import host_array
-from megatron.core.fusions.paged_attention import PagedBatch, gather, paged_attention, store
+from megatron.core.device import cpu_kernels, host_array
+from megatron.core.fusions.paged_attention import (
+    PagedBatch,
+    gather,
+    paged_attention,
+    reads_host,
+    store,
+)
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.step_plan import Integers, Segment, StepPlan
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -126,7 +132,10 @@ class BatchView:
         if bias is None and isinstance(core, DotProductAttention):
             rule = core.paged_rule(query)
             assert self._batch is not None, "the pass has called prepare()"
-            out = paged_attention(query[:, 0], keys, values, self._batch, rule)
+            given = (query[:, 0], keys, values, self._batch)
+            if cpu_kernels.is_recording() and reads_host(*given):
+                self.reads_host = True
+            out = paged_attention(*given, rule)
             return out.flatten(1).unsqueeze(1)
         self.reads_host = True
         parts = []

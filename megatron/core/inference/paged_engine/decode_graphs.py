@@ -1,12 +1,15 @@
-"""CUDA graphs of decode steps: forward passes in which every request has one token.
+"""Graphs of decode steps: forward passes in which every request has one token.
 
-Such a step has little work per kernel, and the host needs longer to launch the kernels than the
-device to run them.  A graph is captured for a number of rows and of pages in a request, at its
-first use: requests are padded to a captured number with rows that use the extra page and slot of
-the cache, and block tables to a power of two pages.  The integers of a step are copied into the
-buffer that the graph reads.  Sampling is not part of a graph.
+Such a step has little work per kernel: the host of a GPU needs longer to launch the kernels than
+the device to run them, and on a CPU Python takes a fifth of the step of a small model.  A graph is
+captured for a number of rows and of pages in a request, at its first use: requests are padded to a
+captured number with rows that use the extra page and slot of the cache, and block tables to a
+power of two pages.  The integers of a step are copied into the buffer that the graph reads.
+Sampling is not part of a graph.
 
-Collectives are those of the model: all ranks execute equal plans, so they capture together.
+On a GPU these are CUDA graphs.  Collectives are those of the model: all ranks execute equal plans,
+so they capture together.  On a CPU they are `HostGraph`s of every number of rows up to
+`_MOST_HOST_ROWS`, for a model that one rank holds; they do not change a bit.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device
+from megatron.core.device import cpu_kernels
+from megatron.core.device.host_graph import Arena, HostGraph
+from megatron.core.inference.fast_linear import FastLinear
 from megatron.core.inference.paged_engine.batch_view import BatchView, num_integers
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Integers, Segment, StepPlan
@@ -28,11 +34,13 @@ from megatron.core.tensor_parallel.layers import Linear
 
 Forward = Callable[[BatchView], Tensor]
 
+_MOST_HOST_ROWS = 64  # with more, computing takes so long that the host's share is small
+
 
 @dataclass
 class _Captured:
     integers: Tensor  # static input
-    graph: device.Graph | None = None
+    graph: device.Graph | HostGraph | None = None
     logits: Tensor | None = None  # static output; the next replay of any graph overwrites it
 
 
@@ -46,12 +54,16 @@ class DecodeGraphs:
         self._module = module
         self._cache = pages
         self._forward = forward
-        self._sizes = captured_sizes(num_graphs, pages.max_requests)
         self._captured: dict[tuple[int, int], _Captured] = {}
-        self._is_possible = device.records_graphs() and not any(
-            isinstance(m, Linear) and m.quantizer is not None for m in module.modules()
-        )
+        self._is_on_host = not device.records_graphs()
+        most = pages.max_requests
+        if self._is_on_host:  # rows that are added take time there
+            self._sizes = captured_sizes(-1 if num_graphs else 0, min(most, _MOST_HOST_ROWS))
+        else:
+            self._sizes = captured_sizes(num_graphs, most)
+        self._is_possible = _can_be_held(module, is_on_host=self._is_on_host)
         self._pool = cache(device.graph_pool)  # one memory pool: no output outlives its step
+        self._arena = Arena()
         self._weights = self._version()
 
     def run(self, plan: StepPlan, start_lengths: Integers) -> Tensor | None:
@@ -84,11 +96,13 @@ class DecodeGraphs:
             known.graph.replay()
             assert known.logits is not None, "captured with the graph"
             return known.logits[:, : len(plan.segments)]
-        logits = self._forward(view)
+        logits = self._record(known, view) if self._is_on_host else self._forward(view)
         if view.reads_host:  # a layer needs the numbers of the plan: a graph would repeat these
             self._is_possible = False
+        if not self._is_possible:
             return logits[:, : len(plan.segments)]
-        self._capture(known, view)
+        if not self._is_on_host:
+            self._capture(known, view)
         self._captured[rows, width] = known
         return logits[:, : len(plan.segments)]
 
@@ -98,6 +112,7 @@ class DecodeGraphs:
             if captured.graph is not None:
                 captured.graph.release()
         self._captured.clear()
+        self._arena = Arena()
 
     def _capture(self, captured: _Captured, view: BatchView) -> None:
         graph = captured.graph = device.Graph(self._pool())
@@ -105,6 +120,16 @@ class DecodeGraphs:
         with device.about_to_record(), device.on_stream(stream), graph.recording():
             captured.logits = self._forward(view)
         device.join_stream(stream)
+
+    def _record(self, captured: _Captured, view: BatchView) -> Tensor:
+        """Compute a step on a CPU and record it at the same time."""
+        graph = captured.graph = HostGraph(self._arena)
+        with graph.recording():
+            logits = self._forward(view)
+        if graph.refusal is not None:
+            self._is_possible = False
+        captured.logits = graph.result(logits)
+        return logits
 
     def _padded(self, plan: StepPlan, num_rows: int) -> StepPlan:
         """Return ``plan`` with idle rows behind its own."""
@@ -116,6 +141,14 @@ class DecodeGraphs:
     def _version(self) -> int:
         """Return a number that changes when `refit.note_new_weights` is called."""
         return next(self._module.parameters())._version
+
+
+def _can_be_held(module: nn.Module, *, is_on_host: bool) -> bool:
+    """Return whether graphs can hold the matmuls of ``module``: not those that look at numbers."""
+    quantizers = [m.quantizer for m in module.modules() if isinstance(m, Linear)]
+    if is_on_host:
+        return cpu_kernels.can_record() and all(isinstance(q, FastLinear) for q in quantizers)
+    return not any(quantizers)
 
 
 def captured_sizes(num_graphs: int, most: int) -> list[int]:

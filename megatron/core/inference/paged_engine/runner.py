@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core import device
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
@@ -78,7 +79,7 @@ class ModelRunner:
     """Executes plans with a model, a cache and a sampler of ``cache.max_requests`` slots.
 
     ``num_draft_layers`` MTP layers draft at most ``num_draft_tokens`` tokens after each step.
-    ``num_graphs``: numbers of requests for which decoding is captured as a CUDA graph, see
+    ``num_graphs``: numbers of requests for which decoding is captured as a graph, see
     `DecodeGraphs`; not for models that draft, have stages, experts or an encoder.
     """
 
@@ -208,9 +209,13 @@ class ModelRunner:
 
 
 def _runs_alone(model: GenerationModel) -> bool:
-    """Return whether a forward pass needs no other stage, and no numbers of experts' tokens."""
+    """Return whether a forward pass needs no other stage, and no numbers of experts' tokens.
+
+    On a CPU collectives cannot be recorded.
+    """
     return (
         model.groups.pp.size() == 1
+        and (model.groups.tp.size() == 1 or device.records_graphs())
         and model.groups.ep.size() == 1
         and model.config.num_moe_experts is None
         and model.decoder_start is None
