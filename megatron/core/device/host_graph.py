@@ -137,7 +137,7 @@ class HostGraph:
         """Record an operation of torch and return its result in the memory of the graph."""
         if operation in _EMPTY:
             return self._arena.empty(out)
-        if operation.namespace != "aten" or _READS_HOST & set(operation.tags):
+        if operation.namespace not in ("aten", "mkldnn") or _READS_HOST & set(operation.tags):
             self.refusal = self.refusal or f"{operation} cannot be recorded"
             return out
         if operation.is_view or not _tensors(out):

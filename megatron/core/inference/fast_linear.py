@@ -25,6 +25,7 @@ from megatron.core.transformer.norms import Norm
 
 WeightFormat = Literal["fp32", "bf16", "int8"]
 _MOST_ROWS = 16  # above, torch's matmul in bfloat16 is faster
+_MANY_ROWS = 64  # from here on oneDNN's in float32 is, which torch does not call by itself
 
 
 def use_fast_linears(
@@ -92,10 +93,13 @@ class FastLinear:
             assert group is not None, "sequence parallelism has a group"
             x = all_gather_first_dim(x, group)
         taken = self._weight(weight)
-        if isinstance(taken, Tensor) and taken.dtype == x.dtype == torch.bfloat16:
+        if isinstance(taken, Tensor) and taken.dtype == x.dtype and not self._batch_invariant:
             num_rows = x.numel() // x.shape[-1]
-            if num_rows > _MOST_ROWS and not self._batch_invariant:
+            if taken.dtype == torch.bfloat16 and num_rows > _MOST_ROWS:
                 return F.linear(x, taken, bias)
+            if taken.dtype == torch.float32 and num_rows >= _MANY_ROWS and _has_onednn(x):
+                y: Tensor = torch.ops.mkldnn._linear_pointwise(x, taken, bias, "none", [], "")
+                return y
         return small_linear(x, taken, bias)
 
     def _weight(self, weight: Tensor) -> Weight:
@@ -106,3 +110,7 @@ class FastLinear:
             copy = quantize_weight(weight) if self._format == "int8" else weight.bfloat16()
             made = self._made = weight, weight._version, copy
         return made[2]
+
+
+def _has_onednn(x: Tensor) -> bool:
+    return x.is_cpu and torch.backends.mkldnn.is_available()

@@ -193,33 +193,6 @@ INLINE void add_values(const Block& block, int i, const Line* lines, int64_t beg
     each(width - j, [&](int64_t k, int64_t n) { add(j + k, std::integral_constant<int, 1>(), n); });
 }
 
-// Process one block of `count` keys for kM lines.
-template <int kM, class T>
-void attend_tile(const Pages<T>& p, Block& block, Line* lines, int64_t count) {
-    score<kM>(block, lines, count, p.width);
-    int64_t begin[kM], end[kM], first = 0, stop = count;
-    for (int i = 0; i < kM; ++i) {
-        to_probs(p, block, i, lines[i], count);
-        begin[i] = std::clamp<int64_t>(lines[i].first - block.start, 0, count);
-        end[i] = std::clamp<int64_t>(lines[i].stop - block.start, 0, count);
-        first = std::max(first, begin[i]);
-        stop = std::min(stop, end[i]);
-    }
-    stop = std::max(first, stop);  // [first, stop) is what all lines see
-    const auto alone = [&](int i, int64_t from, int64_t to) {
-        if (from < to) add_values<1>(block, i, lines + i, from, to, p.value_width);
-    };
-    for (int i = 0; i < kM; ++i) alone(i, begin[i], std::min(end[i], first));
-    add_values<kM>(block, 0, lines, first, stop, p.value_width);
-    for (int i = 0; i < kM; ++i) alone(i, std::max(begin[i], stop), end[i]);
-}
-
-template <int kM, class T>
-INLINE void attend_lines(const Pages<T>& p, Block& block, Line* lines, int64_t m, int64_t count) {
-    if (m == kM) return attend_tile<kM>(p, block, lines, count);
-    if constexpr (kM > 1) attend_lines<kM - 1>(p, block, lines, m, count);
-}
-
 // Walks along the tokens of a request in one group of heads.
 template <class T>
 struct Walk {
@@ -253,13 +226,59 @@ struct Span {
     int64_t group, begin, end;
 };
 
-// Copy keys to the block's columns and find their values, in float.  Prefetch the keys and values
-// that are `next`: the hardware does not know their pages.
+// Prefetches the keys and values of a span, a few at a time: the hardware does not know their pages,
+// and it waits for memory if more lines are asked for at once than it can have in flight.
 template <class T>
-INLINE void load_block(const Pages<T>& p, Block& block, const int32_t* table, Span now, Span next) {
+struct Ahead {
+    Walk<T> token;
+    int64_t left;  // tokens
+
+    INLINE Ahead(const Pages<T>& p, const int32_t* table, Span next)
+        : token(p, table, next.group, next.begin), left(next.end - next.begin) {}
+    INLINE void prefetch_tokens(int64_t count) {
+        for (; count > 0 && left > 0; --count, --left, token.step()) {
+            prefetch(token.key(), token.pages.width);
+            prefetch(token.value(), token.pages.value_width);
+        }
+    }
+};
+
+// Process one block of `count` keys for kM lines.
+template <int kM, class T>
+void attend_tile(const Pages<T>& p, Block& block, Line* lines, int64_t count, Ahead<T>& ahead) {
+    score<kM>(block, lines, count, p.width);
+    ahead.prefetch_tokens(kBlock / 4);
+    int64_t begin[kM], end[kM], first = 0, stop = count;
+    for (int i = 0; i < kM; ++i) {
+        to_probs(p, block, i, lines[i], count);
+        begin[i] = std::clamp<int64_t>(lines[i].first - block.start, 0, count);
+        end[i] = std::clamp<int64_t>(lines[i].stop - block.start, 0, count);
+        first = std::max(first, begin[i]);
+        stop = std::min(stop, end[i]);
+    }
+    stop = std::max(first, stop);  // [first, stop) is what all lines see
+    const auto alone = [&](int i, int64_t from, int64_t to) {
+        if (from < to) add_values<1>(block, i, lines + i, from, to, p.value_width);
+    };
+    for (int i = 0; i < kM; ++i) alone(i, begin[i], std::min(end[i], first));
+    add_values<kM>(block, 0, lines, first, stop, p.value_width);
+    for (int i = 0; i < kM; ++i) alone(i, std::max(begin[i], stop), end[i]);
+}
+
+template <int kM, class T>
+INLINE void attend_lines(const Pages<T>& p, Block& block, Line* lines, int64_t m, int64_t count,
+                         Ahead<T>& ahead) {
+    if (m == kM) return attend_tile<kM>(p, block, lines, count, ahead);
+    if constexpr (kM > 1) attend_lines<kM - 1>(p, block, lines, m, count, ahead);
+}
+
+// Copy keys to the block's columns and find their values, in float.
+template <class T>
+INLINE void load_block(const Pages<T>& p, Block& block, const int32_t* table, Span now,
+                       Ahead<T>& ahead) {
     const T* keys[kBlock];
     const int64_t from = now.begin - block.start, count = now.end - block.start;
-    Walk<T> token(p, table, now.group, now.begin), ahead(p, table, next.group, next.begin);
+    Walk<T> token(p, table, now.group, now.begin);
     for (int64_t t = from; t < count; ++t, token.step()) {
         keys[t] = token.key();
         if constexpr (sizeof(T) == sizeof(float)) {
@@ -272,14 +291,10 @@ INLINE void load_block(const Pages<T>& p, Block& block, const int32_t* table, Sp
                  });
             block.values[t] = wide;
         }
-        if (next.begin + t - from < next.end) {
-            prefetch(ahead.key(), p.width);
-            prefetch(ahead.value(), p.value_width);
-            ahead.step();
-        }
     }
     for (int64_t t = from; t < count;) {
         const int64_t n = std::min(count, (t / kLanes + 1) * kLanes) - t;
+        ahead.prefetch_tokens(kBlock / 8);
         transpose(keys + t, n, p.width, &block.by_column[t]);
         t += n;
     }
@@ -335,11 +350,13 @@ void attend_rows(const Pages<T>& p, const Call& c, Block& block, int64_t segment
             const Span next = group + 1 < end_group
                                   ? Span{group + 1, now.begin, stop}
                                   : Span{rows.group, stop, std::min(last, stop + kBlock)};
-            load_block(p, block, table, now, next);
+            Ahead<T> ahead(p, table, next);
+            load_block(p, block, table, now, ahead);
             Line* lines = &block.lines[(group - rows.group) * size];
             for (int64_t i = at; i < size && lines[i].first < stop; i += kLines)
                 attend_lines<kLines>(p, block, lines + i, std::min<int64_t>(kLines, size - i),
-                                     stop - block.start);
+                                     stop - block.start, ahead);
+            ahead.prefetch_tokens(kBlock);
         }
     }
     for (const Line& line : block.lines) finish(line, c.at<float>(6), p.value_width);
