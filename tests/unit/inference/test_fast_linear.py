@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import MissingDependency
 from megatron.core.device import cpu_kernels
+from megatron.core.fusions.small_linear import small_linear
 from megatron.core.inference import fast_linear
-from megatron.core.inference.fast_linear import WeightFormat, use_fast_linears
+from megatron.core.inference.fast_linear import FastLinear, WeightFormat, use_fast_linears
 from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, StepPlan
@@ -173,3 +174,16 @@ def test_the_sigmoid_is_that_of_torch() -> None:
     sigmoid(leaf).sum().backward()
     torch.sigmoid(plain).sum().backward()
     torch.testing.assert_close(leaf.grad, plain.grad, **tolerances.of(torch.float32))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [63, 64, 200])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_many_rows_are_multiplied_in_float32(rows: int, batch_invariant: bool) -> None:
+    x = torch.randn(rows, 1, 300) / 300
+    weight, bias = torch.randn(70, 300), torch.randn(70)
+    found = FastLinear("fp32", batch_invariant)(x, weight, bias, None, False)
+    wanted = F.linear(x.double(), weight.double(), bias.double()).float()
+    torch.testing.assert_close(found, wanted, **tolerances.of(torch.float32))
+    if batch_invariant:
+        assert torch.equal(found[:1], small_linear(x[:1], weight, bias))
