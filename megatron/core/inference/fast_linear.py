@@ -25,7 +25,7 @@ from megatron.core.transformer.norms import Norm
 
 WeightFormat = Literal["fp32", "bf16", "int8"]
 _MOST_ROWS = 16  # above, torch's matmul in bfloat16 is faster
-_MANY_ROWS = 64  # from here on oneDNN's in float32 is, which torch does not call by itself
+_MANY_ROWS = 56  # from here on oneDNN's in float32 is, which torch does not call by itself
 
 
 def use_fast_linears(

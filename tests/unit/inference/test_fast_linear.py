@@ -177,7 +177,7 @@ def test_the_sigmoid_is_that_of_torch() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [63, 64, 200])
+@pytest.mark.parametrize("rows", [55, 56, 200])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_many_rows_are_multiplied_in_float32(rows: int, batch_invariant: bool) -> None:
     x = torch.randn(rows, 1, 300) / 300
