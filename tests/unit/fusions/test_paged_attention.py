@@ -316,3 +316,24 @@ def test_infinite_and_nan_values_of_later_keys_do_not_reach_a_row():
     out = paged_attention(q, dirty.keys, dirty.values, dirty_batch, rule)
     assert torch.equal(out[:33], wanted[:33])
     assert not out[33:].isfinite().any()
+
+
+@each_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value_width", [16, 12, 0])
+def test_rows_are_stored_where_they_belong_and_nowhere_else(
+    dtype: torch.dtype, value_width: int
+) -> None:
+    count, groups, width = 37, 3, 16
+    source = torch.Generator().manual_seed(2)
+    packed = torch.randn(count, groups, 2 * width + 7, generator=source).to(dtype)
+    key = packed[..., 5 : 5 + width]  # parts of a projection: rows and heads have gaps
+    value = packed[..., width : width + value_width]
+    at = torch.randperm(8 * 16, generator=source)[:count]
+    caches = [torch.full((8, 16, groups, w), 9.0, dtype=dtype) for w in (width, value_width)]
+    store(caches[0], caches[1], key, value, at)
+    for cache, rows in zip(caches, (key, value), strict=True):
+        wanted = torch.full((8 * 16, *rows.shape[1:]), 9.0, dtype=dtype)
+        for row, place in zip(rows, at.tolist(), strict=True):
+            wanted[place] = row
+        assert torch.equal(cache.flatten(0, 1), wanted)
