@@ -7,6 +7,7 @@ Results do not depend on the number of threads; with one thread a kernel starts 
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.core import device
 from megatron.core.optional import why_missing
-from megatron.core.rank_local import each_rank_owns
 
 Arguments: TypeAlias = tuple[Any, ...]  # of the extension's `run`
 Recorder: TypeAlias = Callable[[Arguments, Sequence[Tensor | None]], None]
@@ -29,8 +29,7 @@ _FORMATS = {torch.float32: " float32", torch.bfloat16: " bfloat16"}
 _NAMES = {**_FORMATS, torch.int8: " int8"}
 _TYPES = (Tensor, nn.Parameter, FakeTensor)
 _NUMBERS = 2**14  # elements per task of a thread: fits the cache, amortises the scheduling
-_recorder: Recorder | None = None
-each_rank_owns(__name__, "_recorder")
+_of_thread = threading.local()  # its ``recorder``, while a pass is recorded
 
 
 @cache
@@ -102,25 +101,24 @@ def run(
     threads = torch.get_num_threads()
     call = (name + _NAMES[format], addresses, sizes, numbers, count, grain, threads)
     kernels.run(*call)
-    if _recorder is not None:
-        _recorder(call, tensors)
+    if (recorder := getattr(_of_thread, "recorder", None)) is not None:
+        recorder(call, tensors)
 
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Tell ``recorder`` the arguments and tensors of every kernel that runs in the context."""
-    global _recorder
-    assert _recorder is None, "recordings do not nest"
-    _recorder = recorder
+    """Tell ``recorder`` arguments and tensors of every kernel that this thread runs inside."""
+    assert not is_recording(), "recordings do not nest"
+    _of_thread.recorder = recorder
     try:
         yield
     finally:
-        _recorder = None
+        _of_thread.recorder = None
 
 
 def is_recording() -> bool:
-    """Return whether kernels are recorded: then the host must not look at numbers."""
-    return _recorder is not None
+    """Return whether this thread records kernels: then the host must not look at numbers."""
+    return getattr(_of_thread, "recorder", None) is not None
 
 
 def can_record() -> bool:

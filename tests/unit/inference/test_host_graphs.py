@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -220,3 +221,13 @@ def test_recording_ends_with_an_error_of_the_pass() -> None:
     with pytest.raises(ValueError, match="by the pass"):
         failing_pass()
     assert not cpu_kernels.is_recording()
+
+
+def test_kernels_of_other_threads_are_not_recorded() -> None:
+    x, weight = torch.randn(2, 24), torch.randn(32, 24)
+    graph = HostGraph(Arena())
+    with graph.recording():
+        other = threading.Thread(target=small_linear, args=(x, weight))
+        other.start()
+        other.join()
+    assert not graph._steps
