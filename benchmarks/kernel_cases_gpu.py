@@ -17,7 +17,7 @@ from megatron.core.fusions.bias_glu import glu
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
-from megatron.core.fusions.rms_norm import layer_norm, rms_norm
+from megatron.core.fusions.rms_norm import layer_norm, norm_rows_of_sum, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.low_precision import E4M3, Block
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -73,6 +73,18 @@ def _seam(prob: float) -> Case:
     return both_ways(f"bias, dropout {prob}, residual", seam, x, bias, residual, passes=passes)
 
 
+def _norm_of_sum() -> Case:
+    shapes = ((_TOKENS, _WIDTH), (_TOKENS, _WIDTH), (_WIDTH,))
+    x, residual, weight = leaves = [drawn(*shape).requires_grad_() for shape in shapes]
+    grad = drawn(_TOKENS, _WIDTH)
+
+    def work() -> None:
+        both = norm_rows_of_sum((x, None), residual, 0.0, (weight, None), 1e-5)
+        torch.autograd.grad(both, leaves, (grad, grad))
+
+    return Case("residual and RMSNorm", 8 * x.nbytes, work)
+
+
 def _rows() -> Case:
     experts = torch.rand(_TOKENS, 64).topk(8).indices.to(device.current())
     order, rows = by_expert(experts), drawn(8 * _TOKENS, _WIDTH // 2)
@@ -125,6 +137,7 @@ CASES: list[Callable[[], Case]] = [
     partial(_norm, False),
     partial(_seam, 0.0),
     partial(_seam, 0.1),
+    _norm_of_sum,
     _rows,
     partial(_adam, "fp32", 26),
     partial(_adam, "bf16", 18),

@@ -1,6 +1,6 @@
-"""Compile every kernel that tests/gpu asks for, for an H100, where there is none.
+"""Compile every kernel that tests/gpu asks for, for one kind of GPU, where there is none.
 
-    python -m tests.gpu.compiling [arguments of pytest]
+    python -m tests.gpu.compiling [80|90|100] [arguments of pytest]      (90, an H100, by default)
 
 The tests run on tensors of the CPU; a launch ends after ptxas, and nothing is compared.
 """
@@ -22,8 +22,12 @@ from megatron.core.fusions import triton as ours
 class _Driver:
     """What triton asks of a driver before it launches."""
 
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
     def get_current_target(self) -> Any:
-        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+        target = importlib.import_module("triton.backends.compiler").GPUTarget
+        return target("cuda", self.architecture, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -34,8 +38,10 @@ class _Driver:
 
 def main() -> int:
     """Exit code of pytest: not 0 where a kernel does not compile."""
+    arguments = sys.argv[1:]
+    architecture = int(arguments.pop(0)) if arguments and arguments[0].isdigit() else 90
     triton = importlib.import_module("triton")
-    triton.runtime.driver.set_active(_Driver())
+    triton.runtime.driver.set_active(_Driver(architecture))
     run = triton.runtime.JITFunction.run
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +52,7 @@ def main() -> int:
         importlib.import_module(f"{ours.__name__}.{module.name}")
     os.environ["TRITON_INTERPRET"] = "1"  # too late for the kernels; the tests take the CPU
     torch.testing.assert_close = lambda *args, **kwargs: None
-    return pytest.main(["-q", "-p", "no:cacheprovider", "tests/gpu", *sys.argv[1:]])
+    return pytest.main(["-q", "-p", "no:cacheprovider", "tests/gpu", *arguments])
 
 
 if __name__ == "__main__":

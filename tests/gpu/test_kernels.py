@@ -15,7 +15,7 @@ from megatron.core.fusions import linear_cross_entropy as loss_fusion
 from megatron.core.fusions.bias_glu import glu, glu_reference, weighed
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
-from megatron.core.fusions.rms_norm import layer_norm, rms_norm
+from megatron.core.fusions.rms_norm import layer_norm, norm_rows_of_sum, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
@@ -219,3 +219,64 @@ def test_norms(
     else:
         plain = lambda x, w, b: F.layer_norm(x, (width,), w, b, 1e-3)  # noqa: E731
         compare(lambda x, w, b: layer_norm(x, w, b, 1e-3), plain, x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("stream", "dtype"),
+    [*zip(DTYPES, DTYPES, strict=True), (torch.float32, torch.bfloat16)],
+)
+@pytest.mark.parametrize(("rows", "is_rms"), [(5, True), (5, False), (1, True)])
+def test_norms_of_sums_with_the_residual_stream(
+    rows: int,
+    is_rms: bool,
+    stream: torch.dtype,
+    dtype: torch.dtype,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sum and its norm; both have gradients, and so has the bias."""
+    monkeypatch.setattr("megatron.core.fusions.triton.norm._ROWS", 2)
+    width = 1030
+    # Eighths, whose sums bfloat16 has: the norm is of the rounded sum.
+    x, bias, residual = (
+        torch.randint(-16, 17, shape, device=where).div(8).to(to)
+        for shape, to in (((rows, 1, width), dtype), ((width,), dtype), ((rows, 1, width), stream))
+    )
+    weight, shift = torch.randn(2, width, device=where).to(dtype)
+
+    def ours(x: Tensor, bias: Tensor | None, residual: Tensor, *parameters: Tensor) -> Tensor:
+        both = parameters if len(parameters) == 2 else (*parameters, None)
+        total, normed = norm_rows_of_sum((x, bias), residual, 0.0, both, 1e-3)
+        assert (total.dtype, normed.dtype) == (residual.dtype, weight.dtype)
+        return torch.cat([total.to(dtype), normed])
+
+    def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *parameters: Tensor) -> Tensor:
+        total = residual + (x if bias is None else x + bias)
+        if is_rms:
+            normed = references.rms_norm(total, *parameters, 1e-3)
+        else:
+            normed = F.layer_norm(total, (width,), *parameters, 1e-3)
+        return torch.cat([total, normed])
+
+    parameters = [weight] if is_rms else [weight, shift]
+    for some_bias in (bias, None):
+        compare(ours, reference, x, some_bias, residual, *parameters)
+
+
+@pytest.mark.parametrize("width", [1028, 1030])
+def test_norms_of_sums_drop_as_the_generator_says(width: int, where: str) -> None:
+    """The mask of backward is that of forward; rows of 4 n values drop what a sum alone drops."""
+    x, residual = torch.ones(7, width, device=where), torch.zeros(7, width, device=where)
+    weight, leaf = torch.ones(width, device=where), x.clone().requires_grad_()
+    bias = torch.zeros(width, device=where, requires_grad=True)
+    torch.manual_seed(7)
+    total, _ = norm_rows_of_sum((leaf, bias), residual, 0.25, (weight, None), 1e-3)
+    total.sum().backward()
+    torch.testing.assert_close(leaf.grad, total.detach(), **tolerances.BITWISE)
+    torch.testing.assert_close(bias.grad, total.detach().sum(0))
+    kept = (total != 0).float().mean()
+    torch.testing.assert_close(kept, kept.new_tensor(0.75), atol=0.03, rtol=0)
+    torch.manual_seed(7)
+    alone = bias_dropout_add((x, None), residual, 0.25, True)
+    if width % 4 == 0:
+        torch.testing.assert_close(alone, total.detach(), **tolerances.BITWISE)

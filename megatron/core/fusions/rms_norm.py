@@ -76,6 +76,31 @@ def norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Ten
     return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
 
 
+def adds_in_norm(x: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
+    """Return whether `norm_rows_of_sum` takes residual + x + bias: contiguous rows on a GPU."""
+    fits = x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
+    can = fits and x.shape[-1] in _WIDTHS
+    return can and kernels.find("norm", x, bias, residual) is not None
+
+
+def norm_rows_of_sum(
+    x_with_bias: tuple[Tensor, Tensor | None],
+    residual: Tensor,
+    prob: float,
+    parameters: tuple[Tensor, Tensor | None],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return residual + dropout(x + bias), and its norm in the dtype of ``parameters``.
+
+    ``parameters``: weight and bias [h] as `norm_rows` takes them.  See `adds_in_norm`.
+    """
+    x, bias = x_with_bias
+    fused = kernels.find("norm", x, bias, residual, *parameters)
+    assert fused is not None, "adds_in_norm tells whether there is a kernel"
+    both: tuple[Tensor, Tensor] = fused.norm_of_sum(x, bias, residual, prob, parameters, eps)
+    return both
+
+
 def norm_rows_alike(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Normalise as `norm_rows` does, on a CPU always by the compiled kernel if there is one.
 

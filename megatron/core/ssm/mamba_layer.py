@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.pending_sum import Stream, summed
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import ResidualLayer
@@ -52,18 +53,21 @@ class MambaLayer(ResidualLayer):
 
     def forward(
         self,
-        hidden_states: Tensor,
+        hidden_states: Stream,
         attention_mask: Tensor | None = None,
         *,
         inference_context: KVCache | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        defers_sum: bool = False,
         **of_attention: object,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Stream, Tensor | None]:
         """Run the layer: [s, b, h] -> [s, b, h], and None in place of a cross-attention context.
 
-        Arguments of attention layers, which a hybrid stack passes to all layers, are ignored.
+        Arguments of attention layers, which a hybrid stack passes to all layers, are ignored.  With
+        ``defers_sum`` the caller takes a `PendingSum` too.
         """
         mix = partial(
             self.mixer, inference_context=inference_context, packed_seq_params=packed_seq_params
         )
-        return self.add_part(mix, hidden_states, (self.norm, None), self.mamba_bda), None
+        output = self.add_part(mix, hidden_states, (self.norm, None), self.mamba_bda)
+        return output if defers_sum else summed(output), None

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.pending_sum import PendingSum, Stream, summed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -53,13 +54,18 @@ class Norm(nn.Module):
         if not self.is_rms:
             self.bias = new_parameter(shape, config.params_dtype, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise: [..., h] -> [..., h]."""
+    def forward(self, x: Stream) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise: [..., h] -> [..., h].  Of a `PendingSum`, return the sum and its norm."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.is_zero_centered:
             weight = weight + 1
         dtype = weight.dtype
+        if isinstance(x, PendingSum):
+            if self.norm_rows is norm_rows:
+                return x.normed(weight, bias, self.eps)
+            total = x.total()
+            return total, norm_hidden(self, total)[1]
         if x.dtype != dtype:  # a float32 residual stream
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
@@ -71,6 +77,15 @@ class Norm(nn.Module):
 
 
 WrappedTorchNorm = FusedLayerNorm = Norm
+
+
+def norm_hidden(norm: nn.Module, stream: Stream) -> tuple[Tensor, Tensor]:
+    """Return hidden states, summed if their sum is pending, and their norm."""
+    if isinstance(stream, PendingSum) and isinstance(norm, Norm):
+        both: tuple[Tensor, Tensor] = norm(stream)
+        return both
+    x = summed(stream)
+    return x, norm(x)
 
 
 class HeadsWideRMSNorm(nn.Module):

@@ -5,8 +5,10 @@ Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,8 @@ from megatron.core.transformer.cuda_graphs import LayerGraphs
 from megatron.core.transformer.layer_layout import layer_range
 from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.norms import Norm, norm_hidden
+from megatron.core.transformer.pending_sum import Stream, summed
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -122,6 +125,9 @@ class TransformerBlock(MegatronModule):
                 submodules.layer_norm, config=config, hidden_size=size, eps=eps
             )
 
+        takers = [*map(_takes_pending_sums, self.layers), self.final_layernorm is not None]
+        self._defer_sums = [a and b for a, b in pairwise(takers)]
+
     def set_input_tensor(self, input_tensor: Tensor) -> None:
         """Set the previous stage's output; `forward` uses it in place of ``hidden_states``."""
         self.input_tensor = input_tensor
@@ -146,14 +152,15 @@ class TransformerBlock(MegatronModule):
         shared: dict[str, object] = {"attention_mask": attention_mask, **more}
         if context is not None:
             shared |= {"context": context, "context_mask": context_mask}
+        stream: Stream = hidden_states
         for span in self.spans():
             if self.span_runner is None:
-                hidden_states = self.run_span(span, hidden_states, shared)
+                stream = self._run_span(span, stream, shared)
             else:
-                hidden_states = self.span_runner(self, span, hidden_states, shared)
-        if self.final_layernorm is not None:
-            hidden_states = self.final_layernorm(hidden_states)
-        return hidden_states
+                stream = self.span_runner(self, span, summed(stream), shared)
+        if self.final_layernorm is None:
+            return summed(stream)
+        return norm_hidden(self.final_layernorm, stream)[1]
 
     def spans(self) -> list[Span]:
         """Return the units in which the layers run; recomputed ones come first."""
@@ -171,34 +178,43 @@ class TransformerBlock(MegatronModule):
 
     def run_span(self, span: Span, hidden_states: Tensor, shared: dict[str, object]) -> Tensor:
         """Run the layers of ``span``, one of `spans`: [s, b, h] -> [s, b, h]."""
+        return summed(self._run_span(span, hidden_states, shared))
+
+    def _run_span(self, span: Span, stream: Stream, shared: dict[str, object]) -> Stream:
         if not span.is_recomputed:
-            return self._run(hidden_states, shared, span.start, span.stop)
+            return self._run(stream, shared, span.start, span.stop)
         with_gradient = {k: x for k, x in shared.items() if torch.is_tensor(x) and x.requires_grad}
 
         def chunk(x: Tensor, *rest: Tensor) -> Tensor:
             again = dict(zip(with_gradient, rest, strict=True))
-            return self._run(x, shared | again, span.start, span.stop)
+            return summed(self._run(x, shared | again, span.start, span.stop))
 
         return checkpoint(
             chunk,
             self.config.distribute_saved_activations,
-            hidden_states,
+            summed(stream),
             *with_gradient.values(),
             tp_group=self.tp_group,
         )
 
-    def _run(
-        self, hidden_states: Tensor, shared: dict[str, object], start: int, stop: int
-    ) -> Tensor:
+    def _run(self, stream: Stream, shared: dict[str, object], start: int, stop: int) -> Stream:
         if self.graphs is not None and self.training:
-            recording = self.graphs.recording(hidden_states, shared)
+            stream = summed(stream)
+            recording = self.graphs.recording(stream, shared)
             if recording is not None:
-                return recording.run(hidden_states, shared)
+                return recording.run(stream, shared)
         if self.offload is not None and self.training and torch.is_grad_enabled():
-            return self.offload.run(self.layers, hidden_states, shared)
+            return self.offload.run(self.layers, summed(stream), shared)
         for i in range(start, stop):
-            hidden_states, _ = self.layers[i](hidden_states, **shared)
-        return hidden_states
+            layer = self.layers[i]
+            # Hooks take tensors, and those of FSDP free the layer's bias before the sum.
+            defers = self._defer_sums[i] and not layer._forward_hooks
+            stream, _ = layer(stream, **shared, **({"defers_sum": True} if defers else {}))
+        return stream
+
+
+def _takes_pending_sums(layer: nn.Module) -> bool:
+    return "defers_sum" in inspect.signature(type(layer).forward).parameters
 
 
 def _offload_of(config: TransformerConfig) -> ActivationOffload | None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.fusions.fused_bias_dropout import BiasDropoutAdd
+from megatron.core.fusions.fused_bias_dropout import BiasDropoutAdd, get_bias_dropout_add
+from megatron.core.fusions.rms_norm import adds_in_norm
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     CheckpointWithoutOutput,
@@ -23,6 +25,8 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.norms import norm_hidden
+from megatron.core.transformer.pending_sum import PendingSum, Stream, summed
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -96,24 +100,28 @@ class ResidualLayer(MegatronModule):
     def add_part(
         self,
         part: Callable[[Tensor], WithBias],
-        stream: Tensor,
+        stream: Stream,
         norms: tuple[nn.Module, nn.Module | None],
         bda: GetBiasDropoutAdd,
-    ) -> Tensor:
+    ) -> Stream:
         """Add the output of sublayer ``part`` to the residual stream: [s, b, h] -> [s, b, h].
 
-        ``norms``: the norms of the sublayer's input and (or None) of its output.
+        ``norms``: the norms of the sublayer's input and (or None) of its output.  On a GPU the
+        addition waits for the norm of the next sublayer (`PendingSum`).
         """
         norm = _NormCall(norms[0], self.recomputes_norms and self.training)
-        normed = norm(stream)
+        stream, normed = norm(stream)
         added = part(normed)
         norm.is_used_by(added)
         residual = normed if self.config.apply_residual_connection_post_layernorm else stream
         if self.config.fp32_residual_connection:
             residual = residual.float()
         added = _normed(norms[1], added)
-        drops = self.training and self.hidden_dropout > 0
-        with fork_for_tokens(drops, is_sequence_sharded=self.is_sequence_sharded):
+        prob = self.hidden_dropout if self.training else 0.0
+        is_ours = bda is get_bias_dropout_add and self.config.bias_dropout_fusion
+        if is_ours and adds_in_norm(*added, residual):
+            return PendingSum(*added, residual, prob, self.is_sequence_sharded)
+        with fork_for_tokens(prob > 0, is_sequence_sharded=self.is_sequence_sharded):
             add = bda(self.training, self.config.bias_dropout_fusion)
             return add(added, residual, self.hidden_dropout)
 
@@ -155,18 +163,20 @@ class TransformerLayer(ResidualLayer):
 
     def forward(
         self,
-        hidden_states: Tensor,
+        hidden_states: Stream,
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         *,
         inference_context: KVCache | None = None,
+        defers_sum: bool = False,
         **more: object,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Stream, Tensor | None]:
         """Run the layer: [s, b, h] -> [s, b, h], and ``context`` unchanged.
 
         ``context`` [k, b, h]: the sequence that cross attention attends to.  ``more``: further
-        keyword arguments of self attention (`SelfAttentionBase.forward`).
+        keyword arguments of self attention (`SelfAttentionBase.forward`).  With ``defers_sum`` the
+        caller takes a `PendingSum` too.
         """
         attended = self.add_attention(
             hidden_states,
@@ -176,18 +186,19 @@ class TransformerLayer(ResidualLayer):
             inference_context=inference_context,
             **more,
         )
-        return self.add_mlp(attended), context
+        output = self.add_mlp(attended)
+        return output if defers_sum else summed(output), context
 
     def add_attention(
         self,
-        hidden_states: Tensor,
+        hidden_states: Stream,
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         *,
         inference_context: KVCache | None = None,
         **more: object,
-    ) -> Tensor:
+    ) -> Stream:
         """Run self attention and cross attention, the first sublayers of `forward`."""
         attend = partial(
             self.self_attention,
@@ -210,7 +221,7 @@ class TransformerLayer(ResidualLayer):
             )
         return hidden_states
 
-    def add_mlp(self, hidden_states: Tensor) -> Tensor:
+    def add_mlp(self, hidden_states: Stream) -> Stream:
         """Run the MLP or MoE, the last sublayer of `forward`."""
         norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
         return self.add_part(self._run_mlp, hidden_states, norms, self.mlp_bda)
@@ -221,7 +232,7 @@ class TransformerLayer(ResidualLayer):
             return super().capture_parts(whole=True)
         if isinstance(self.self_attention, IdentityOp) and not self.has_cross_attention:
             return super().capture_parts(whole=False)
-        return self.add_attention, partial(_mlp_output_of, self)
+        return partial(_attention_output_of, self), partial(_mlp_output_of, self)
 
     def _run_mlp(self, normed: Tensor) -> WithBias:
         mlp: Callable[[Tensor], WithBias] = self.mlp
@@ -235,8 +246,12 @@ def _hidden_states_of(layer: ResidualLayer, hidden_states: Tensor, **shared: obj
     return output
 
 
+def _attention_output_of(layer: TransformerLayer, hidden_states: Tensor, **shared: Any) -> Tensor:
+    return summed(layer.add_attention(hidden_states, **shared))
+
+
 def _mlp_output_of(layer: TransformerLayer, hidden_states: Tensor, **_: object) -> Tensor:
-    return layer.add_mlp(hidden_states)
+    return summed(layer.add_mlp(hidden_states))
 
 
 def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodules) -> None:
@@ -254,15 +269,21 @@ def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodul
 
 
 class _NormCall:
-    """A call of a norm whose output, if ``recompute``, is freed after use and recomputed."""
+    """A call of a norm whose output, if ``recompute``, is freed after use and recomputed.
+
+    It returns the input, summed, and the output.
+    """
 
     def __init__(self, norm: nn.Module, recompute: bool) -> None:
-        self.norm: Callable[[Tensor], Tensor] = norm
+        self.norm = norm
         recompute = recompute and not isinstance(norm, IdentityOp)
         self.memory = CheckpointWithoutOutput() if recompute else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.norm(x) if self.memory is None else self.memory.checkpoint(self.norm, x)
+    def __call__(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        if self.memory is None:
+            return norm_hidden(self.norm, stream)
+        x = summed(stream)
+        return x, self.memory.checkpoint(self.norm, x)
 
     def is_used_by(self, result: WithBias) -> None:
         """Free the norm's output, whose last user has computed ``result``."""

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.quantized_linear import Recipe
 from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.pending_sum import Stream
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -182,7 +183,7 @@ TERowParallelGroupedLinear = TERowParallelLinear
 
 
 class TENorm(Norm):
-    """`Norm` by Transformer Engine; with a float32 residual stream, by our code."""
+    """`Norm` by Transformer Engine; of a float32 residual stream and of sums, by our code."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **more: Any
@@ -197,6 +198,8 @@ class TENorm(Norm):
             zero_centered_gamma=self.is_zero_centered,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise: [..., h] -> [..., h]."""
-        return self._engine.run(x) if x.dtype == self.weight.dtype else super().forward(x)
+    def forward(self, x: Stream) -> Tensor | tuple[Tensor, Tensor]:
+        """See `Norm`."""
+        if isinstance(x, Tensor) and x.dtype == self.weight.dtype:
+            return self._engine.run(x)
+        return super().forward(x)

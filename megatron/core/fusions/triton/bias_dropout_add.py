@@ -1,9 +1,7 @@
 """residual + dropout(x + bias): one read of both and one write; backward one read and one write.
 
 Plain torch moves three more times the bytes of x for a bias and 2.5 times for dropout, and saves a
-mask of one byte per value.  Here the mask is a function of the position of a value and of an 8-byte
-seed that torch's generator draws on the device.  So ranks that hold the same tensor drop the same
-values under any active random stream, and recomputation repeats the mask.
+mask of one byte per value, which is recomputed here (dropout.py).
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.autograd import Context, Function
+from megatron.core.fusions.triton.dropout import draw_seed, stays
 
 _BLOCK, _WARPS = 1024, 4
-_SEEDS = 2**62
 
 
 class _Values(NamedTuple):
@@ -33,7 +31,7 @@ class _Seam(Function[Tensor]):
     def forward(
         ctx: Context[_Values], x: Tensor, bias: Tensor | None, residual: Tensor, prob: float
     ) -> Tensor:
-        seed = torch.randint(_SEEDS, (1,), device=x.device) if prob else None
+        seed = draw_seed(prob, x)
         out = torch.empty_like(residual)
         width = x.shape[-1]
         _launch(_forward, x, bias, residual, out, seed, width=width, prob=prob)
@@ -79,16 +77,6 @@ def _launch(
 
 
 @triton.jit
-def _stays(Seed, program, prob, BLOCK: tl.constexpr):
-    """Return the dropout mask of a block: four values per Philox draw, by position."""
-    # Counters of 32 bits: four numbers each serve 2^34 numbers.
-    counter = program * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    a, b, c, d = tl.rand4x(tl.load(Seed), counter)
-    draws = tl.join(tl.join(a, b), tl.join(c, d))
-    return tl.reshape(draws, (BLOCK,)) >= prob
-
-
-@triton.jit
 def _forward(
     X,
     Bias,
@@ -109,7 +97,7 @@ def _forward(
     if Bias is not None:
         x += tl.load(Bias + place % width, mask=inside, other=0.0).to(tl.float32)
     if DROPS:
-        x = tl.where(_stays(Seed, program, prob, BLOCK), x * factor, 0.0)
+        x = tl.where(stays(Seed, program * (BLOCK // 4), prob, BLOCK), x * factor, 0.0)
     x += tl.load(Residual + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(Out + place, x.to(Out.dtype.element_ty), mask=inside)
 
@@ -122,5 +110,5 @@ def _backward(
     place = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     grad = tl.load(Grad + place, mask=place < count, other=0.0).to(tl.float32)
     if DROPS:
-        grad = tl.where(_stays(Seed, program, prob, BLOCK), grad * factor, 0.0)
+        grad = tl.where(stays(Seed, program * (BLOCK // 4), prob, BLOCK), grad * factor, 0.0)
     tl.store(Out + place, grad.to(Out.dtype.element_ty), mask=place < count)

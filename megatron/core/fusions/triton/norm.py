@@ -1,12 +1,19 @@
-"""LayerNorm and RMSNorm; backward reads its input and gradient once for all results.
+"""LayerNorm and RMSNorm, also of a sum with the residual stream; backward reads each tensor once.
 
-Forward is one read and one write, as torch's own.  Backward moves three times the tensor; torch
-reads input and gradient again for the weight: five times.  The gradient of the weight is summed in
-two stages in a fixed order: each of a fixed number of programs sums its rows, then these sums are
-added.
+Forward of `norm` is one read and one write, as torch's own.  Backward moves three times the tensor;
+torch reads input and gradient again for the weight: five times.
+
+`norm_of_sum` returns residual + dropout(x + bias) and its norm: two reads and two writes, where an
+addition and a norm move five tensors.  Its backward moves four: it adds the gradient of the sum,
+which autograd would add in a pass over three tensors, and sums the gradient of the bias.
+
+Gradients of weights and biases are summed in two stages in a fixed order: each of a fixed number of
+programs sums its rows, then these sums are added.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,42 +21,174 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.autograd import Context, Function
+from megatron.core.fusions.triton.dropout import draw_seed, stays
 
 _PROGRAMS = 528  # in backward: four for each of the 132 processors of an H100
 _ROWS = 16  # of each, at least: then the first sums weigh little
 
 
+class _Rows(NamedTuple):
+    """What backward needs of the forward pass: the normalised rows and their statistics."""
+
+    x: Tensor
+    weight: Tensor
+    mean: Tensor
+    scale: Tensor
+
+
+class _Sum(NamedTuple):
+    """What is added before the norm; in backward, the gradient of the sum and where x's goes."""
+
+    x: Tensor | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    seed: Tensor | None = None
+
+
+class _Values(NamedTuple):
+    has_shift: bool  # LayerNorm
+    prob: float = 0.0
+    dtype: torch.dtype | None = None  # of the x that is added
+    bias_dtype: torch.dtype | None = None
+
+
 class _Norm(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Context[dict[str, int]], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        ctx: Context[_Values], x: Tensor, weight: Tensor, shift: Tensor | None, eps: float
     ) -> Tensor:
-        width = x.shape[-1]
-        rows, out = x.numel() // width, torch.empty_like(x)
-        mean, scale = x.new_empty(2, rows, dtype=torch.float32)
-        ctx.values = how = {"CENTERS": bias is not None, **_shape(width)}
-        ctx.save_for_backward(x, weight, mean, scale)
-        if rows:
-            tensors = x, weight, bias, out, mean, scale
-            _forward[(rows,)](*tensors, width, eps, **how)
+        out = torch.empty_like(x)
+        ctx.values = _Values(shift is not None)
+        ctx.save_for_backward(*_run_forward(x, out, (weight, shift), eps, _Sum()))
         return out
 
     @staticmethod
-    def backward(ctx: Context[dict[str, int]], grad: Tensor) -> tuple[Tensor | None, ...]:
-        how = ctx.values
-        x, weight, mean, scale = ctx.saved_tensors
-        width, rows = x.shape[-1], len(scale)
-        out, programs = torch.empty_like(x), max(1, min(rows // _ROWS, _PROGRAMS))
-        sums = x.new_empty(2 if how["CENTERS"] else 1, programs, width, dtype=torch.float32)
-        tensors = x, weight, grad.contiguous(), mean, scale, out, sums
-        _backward[(programs,)](*tensors, rows, triton.cdiv(rows, programs), width, **how)
-        of_weight, *of_bias = sums.sum(1).to(weight.dtype)
-        return out, of_weight, of_bias[0] if of_bias else None, None
+    def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows = _Rows(*ctx.saved_tensors)
+        out = torch.empty_like(rows.x)
+        of_weight, *of_shift = _run_backward(rows, grad, out, _Sum(), ctx.values)
+        return out, of_weight, of_shift[0] if of_shift else None, None
+
+
+class _NormOfSum(Function[tuple[Tensor, Tensor]]):
+    @staticmethod
+    def forward(
+        ctx: Context[_Values],
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        weight: Tensor,
+        shift: Tensor | None,
+        prob: float,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        total, out = torch.empty_like(residual), torch.empty_like(residual, dtype=weight.dtype)
+        seed = draw_seed(prob, x)
+        bias_dtype = None if bias is None else bias.dtype
+        ctx.values = _Values(shift is not None, prob, x.dtype, bias_dtype)
+        ctx.set_materialize_grads(False)
+        rows = _run_forward(total, out, (weight, shift), eps, _Sum(x, bias, residual, seed), prob)
+        ctx.save_for_backward(*rows, seed)
+        return total, out
+
+    @staticmethod
+    def backward(
+        ctx: Context[_Values], of_total: Tensor | None, grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        *saved, seed = ctx.saved_tensors
+        rows, values = _Rows(*saved), ctx.values
+        of_residual = torch.empty_like(rows.x)
+        is_apart = seed is not None or values.dtype != rows.x.dtype
+        of_x = torch.empty_like(rows.x, dtype=values.dtype) if is_apart else None
+        ends = _Sum(of_x, None, None if of_total is None else of_total.contiguous(), seed)
+        if grad is None:
+            grad = torch.zeros_like(rows.x)
+        of_weight, *others = _run_backward(rows, grad, of_residual, ends, values)
+        of_bias = others.pop() if values.bias_dtype is not None else None
+        of_x = of_residual if of_x is None else of_x
+        of_shift = others[0] if others else None
+        return of_x, of_bias, of_residual, of_weight, of_shift, None, None
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Normalise [..., h], contiguous, with weight [h]; LayerNorm with a bias, else RMSNorm."""
     return _Norm.apply(x, weight, bias, eps)
+
+
+def norm_of_sum(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    prob: float,
+    parameters: tuple[Tensor, Tensor | None],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return residual + dropout(x + bias) in the dtype of ``residual``, and its norm.
+
+    ``parameters``: weight and bias of the norm, whose dtype the norm has.  All are contiguous.
+    """
+    return _NormOfSum.apply(x, bias, residual, *parameters, prob, eps)
+
+
+def _run_forward(
+    x: Tensor,
+    out: Tensor,
+    parameters: tuple[Tensor, Tensor | None],
+    eps: float,
+    added: _Sum,
+    prob: float = 0.0,
+) -> _Rows:
+    """Write the norm of ``x`` to ``out``; with ``added``, write the sum to ``x`` first."""
+    weight, shift = parameters
+    width = x.shape[-1]
+    rows = x.numel() // width
+    mean, scale = x.new_empty(2, rows, dtype=torch.float32)
+    if rows:
+        _forward[(rows,)](
+            x,
+            weight,
+            shift,
+            out,
+            mean,
+            scale,
+            *added,
+            width,
+            eps,
+            prob,
+            1 / (1 - prob),
+            **_shape(width),
+        )
+    return _Rows(x, weight, mean, scale)
+
+
+def _run_backward(
+    rows: _Rows, grad: Tensor, out: Tensor, ends: _Sum, values: _Values
+) -> list[Tensor]:
+    """Write the gradient of the rows to ``out``; return those of weight, shift and added bias."""
+    width, count = rows.x.shape[-1], len(rows.scale)
+    programs = max(1, min(count // _ROWS, _PROGRAMS))
+    dtypes = [rows.weight.dtype] * (2 if values.has_shift else 1)
+    if values.bias_dtype is not None:
+        dtypes.append(values.bias_dtype)
+    sums = rows.x.new_empty(len(dtypes), programs, width, dtype=torch.float32)
+    _backward[(programs,)](
+        *rows,
+        grad.contiguous(),
+        out,
+        ends.x,
+        ends.residual,
+        ends.seed,
+        sums,
+        count,
+        triton.cdiv(count, programs),
+        width,
+        values.prob,
+        1 / (1 - values.prob),
+        CENTERS=values.has_shift,
+        HAS_BIAS=values.bias_dtype is not None,
+        **_shape(width),
+    )
+    return [of.to(dtype) for of, dtype in zip(sums.sum(1), dtypes, strict=True)]
 
 
 def _shape(width: int) -> dict[str, int]:
@@ -58,47 +197,77 @@ def _shape(width: int) -> dict[str, int]:
 
 
 @triton.jit
+def _kept(Seed, row, width, prob, BLOCK: tl.constexpr):
+    """Return the dropout mask of a row, with rows at multiples of four values."""
+    return stays(Seed, (row * tl.cdiv(width, 4)).to(tl.int32), prob, BLOCK)
+
+
+@triton.jit
 def _forward(
     X,
     Weight,
-    Bias,
+    Shift,
     Out,
     Mean,
     Scale,
+    Added,
+    Bias,
+    Residual,
+    Seed,
     width,
     eps,
-    CENTERS: tl.constexpr,
+    prob,
+    factor,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < width
-    x = tl.load(X + row * width + place, mask=inside, other=0.0).to(tl.float32)
-    if CENTERS:
+    at = row * width + place
+    if Added is None:
+        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(Added + at, mask=inside, other=0.0).to(tl.float32)
+        if Bias is not None:
+            x += tl.load(Bias + place, mask=inside, other=0.0).to(tl.float32)
+        if Seed is not None:
+            x = tl.where(_kept(Seed, row, width, prob, BLOCK), x * factor, 0.0)
+        x += tl.load(Residual + at, mask=inside, other=0.0).to(tl.float32)
+        # Backward reads the rounded sum, so the norm is of the rounded sum too.
+        rounded = x.to(X.dtype.element_ty)
+        tl.store(X + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    if Shift is not None:
         mean = tl.sum(x, 0) / width
         tl.store(Mean + row, mean)
         x = tl.where(inside, x - mean, 0.0)
     scale = 1 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps)
     tl.store(Scale + row, scale)
     out = x * scale * tl.load(Weight + place, mask=inside, other=0.0).to(tl.float32)
-    if CENTERS:
-        out += tl.load(Bias + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(Out + row * width + place, out.to(Out.dtype.element_ty), mask=inside)
+    if Shift is not None:
+        out += tl.load(Shift + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(Out + at, out.to(Out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(
     X,
     Weight,
-    Grad,
     Mean,
     Scale,
+    Grad,
     Out,
+    OfAdded,
+    OfSum,
+    Seed,
     Sums,
     rows,
     each,
     width,
+    prob,
+    factor,
     CENTERS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -106,25 +275,36 @@ def _backward(
     inside = place < width
     weight = tl.load(Weight + place, mask=inside, other=0.0).to(tl.float32)
     of_weight = tl.zeros((BLOCK,), tl.float32)
+    of_shift = tl.zeros((BLOCK,), tl.float32)
     of_bias = tl.zeros((BLOCK,), tl.float32)
     for r in range(program * each, tl.minimum(program * each + each, rows)):
         row = tl.cast(r, tl.int64)
+        at = row * width + place
         scale = tl.load(Scale + row)
-        x = tl.load(X + row * width + place, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(Grad + row * width + place, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(Grad + at, mask=inside, other=0.0).to(tl.float32)
         if CENTERS:
             x = tl.where(inside, x - tl.load(Mean + row), 0.0)
         x *= scale
         of_weight += grad * x
-        of_bias += grad
+        of_shift += grad
         grad *= weight
         out = grad - x * (tl.sum(grad * x, 0) / width)
         if CENTERS:
             out -= tl.sum(grad, 0) / width
         out *= scale
-        tl.store(Out + row * width + place, out.to(Out.dtype.element_ty), mask=inside)
+        if OfSum is not None:
+            out += tl.load(OfSum + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(Out + at, out.to(Out.dtype.element_ty), mask=inside)
+        if Seed is not None:
+            out = tl.where(_kept(Seed, row, width, prob, BLOCK), out * factor, 0.0)
+        if OfAdded is not None:
+            tl.store(OfAdded + at, out.to(OfAdded.dtype.element_ty), mask=inside)
+        of_bias += out
     at = program.to(tl.int64) * width + place
+    stride = tl.num_programs(0).to(tl.int64) * width
     tl.store(Sums + at, of_weight, mask=inside)
     if CENTERS:
-        to = Sums + tl.num_programs(0).to(tl.int64) * width
-        tl.store(to + at, of_bias, mask=inside)
+        tl.store(Sums + stride + at, of_shift, mask=inside)
+    if HAS_BIAS:
+        tl.store(Sums + (2 * stride if CENTERS else stride) + at, of_bias, mask=inside)

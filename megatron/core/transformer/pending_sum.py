@@ -1,0 +1,44 @@
+"""Additions to the residual stream that wait for the norm of the next sublayer.
+
+A GPU computes the sum and its norm in one kernel, so a sublayer returns a `PendingSum` there and
+the norm that reads it returns both.  Any other reader calls `summed`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
+from megatron.core.fusions.rms_norm import norm_rows_of_sum
+from megatron.core.tensor_parallel.random import fork_for_tokens
+
+
+class PendingSum(NamedTuple):
+    """residual + dropout(x + bias), not computed yet: [s, b, h], [h], [s, b, h]."""
+
+    x: Tensor
+    bias: Tensor | None
+    residual: Tensor
+    prob: float
+    is_sequence_sharded: bool  # tensor-parallel ranks hold different tokens
+
+    def total(self) -> Tensor:
+        """Compute the sum alone."""
+        with fork_for_tokens(self.prob > 0, is_sequence_sharded=self.is_sequence_sharded):
+            return bias_dropout_add((self.x, self.bias), self.residual, self.prob, True)
+
+    def normed(self, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        """Compute the sum and its norm, a LayerNorm if there is a bias, else an RMSNorm."""
+        with fork_for_tokens(self.prob > 0, is_sequence_sharded=self.is_sequence_sharded):
+            added = self.x, self.bias
+            return norm_rows_of_sum(added, self.residual, self.prob, (weight, bias), eps)
+
+
+Stream = Tensor | PendingSum  # hidden states between sublayers
+
+
+def summed(stream: Stream) -> Tensor:
+    """Return hidden states, whose sum is computed if it is pending."""
+    return stream.total() if isinstance(stream, PendingSum) else stream
