@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -39,6 +40,30 @@ class PackedSeqParams:
         The first access synchronises with the device.
         """
         return tuple(n for n in self.ends.diff().tolist() if n > 0)
+
+    def kernel_bounds(self, num_tokens: int, num_rows: int) -> Tensor:
+        """Return the bounds of all sequences of ``num_rows`` equal rows, concatenated, for kernels.
+
+        int32 from 0 to num_rows * num_tokens: tokens after a row's last sequence count as one more
+        sequence.  Computed on the device of the lengths in the first call, without a wait.
+        """
+        known = self._known_bounds
+        if (num_tokens, num_rows) not in known:
+            stops = F.pad(self.ends[1:].to(torch.int32), (0, 1), value=num_tokens)
+            starts = num_tokens * torch.arange(num_rows, dtype=torch.int32, device=stops.device)
+            stops = (starts.unsqueeze(1) + stops).flatten()
+            known[num_tokens, num_rows] = F.pad(stops, (1, 0))
+        return known[num_tokens, num_rows]
+
+    @cached_property
+    def _known_bounds(self) -> dict[tuple[int, int], Tensor]:
+        return {}
+
+    def longest(self, num_tokens: int) -> int:
+        """Return an upper bound of a sequence's length, exact if `lengths` is known already."""
+        if "lengths" not in self.__dict__:
+            return num_tokens
+        return max((*self.lengths, num_tokens - sum(self.lengths)))
 
     def is_padding(self, num_tokens: int) -> Tensor | None:
         """Return a mask [num_tokens], True for padding; None if no padding is described."""

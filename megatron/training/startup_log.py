@@ -97,11 +97,11 @@ def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
     is_whole = comm_type in ("", "a2a") and not has_sink
     positions = config.language_model.position_embedding_type
     is_causal = kind.is_causal and not kind.has_encoder
-    has_mask = data.reset_attention_mask or model.window_size is not None or not is_causal
     return AttentionRequest(
         dtype=model.params_dtype,
         head_dim=model.kv_channels,
-        has_mask=has_mask or comm_type == "allgather",
+        has_mask=data.reset_attention_mask or not is_causal,
+        has_band=model.window_size is not None or comm_type == "allgather",
         has_bias=positions in ("alibi", "relative"),
         has_dropout=model.attention_dropout > 0,
         has_softcap=model.attn_logit_softcapping is not None,

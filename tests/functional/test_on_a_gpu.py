@@ -76,6 +76,13 @@ CASES = {
         "--group-query-attention --num-query-groups 2",
         torch.bfloat16,
     ),
+    "windows in a ring": (
+        2,
+        "--bf16 --context-parallel-size 2 --num-attention-heads 4 --hidden-size 64 "
+        "--group-query-attention --num-query-groups 2 --window-size 9,0 --window-attn-skip-freq 2",
+        torch.bfloat16,
+    ),
+    "windows": (1, "--bf16 --window-size 9,0 --num-attention-heads 4", torch.bfloat16),
     "TP, SP and experts": (
         2,
         f"--tensor-model-parallel-size 2 --sequence-parallel {EXPERTS} "
@@ -164,6 +171,21 @@ def test_the_host_waits_once_a_decode_step(compiled: Path) -> None:
     waits = json.loads(ended.stdout.splitlines()[-1])
     assert waits == {kind: [1] * 36 for kind in waits}
     assert len(waits) == 7
+
+
+def test_windows_and_packed_sequences_need_no_mask_on_a_gpu(compiled: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.host_gpu", "tests/functional/flash_cases.py"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+    waits = json.loads(ended.stdout.splitlines()[-1])
+    assert waits == dict.fromkeys(waits, 0)
+    assert len(waits) == 39
 
 
 @pytest.mark.parametrize("name", GENERATED)

@@ -1,7 +1,11 @@
-"""What torch's attention kernels of a GPU take and give, computed by the CPU's kernel."""
+"""What torch's attention kernels of a GPU take and give, computed by operations of the CPU.
+
+Flash attention is the formula in float32, with NaN for what the kernel leaves unwritten.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,63 +20,156 @@ _ROWS = 32  # of the efficient kernel: its logarithms are filled up to a multipl
 def register() -> torch.library.Library:
     """Let the device have them; as long as the result is kept."""
     library = torch.library.Library("aten", "IMPL")
-    for function in (_flash, _flash_backward, _efficient, _efficient_backward):
+    for function in (_flash_attention_forward, _flash_attention_backward):
+        library.impl(function.__name__, function, "CUDA")
+    for function in (_efficient, _efficient_backward):
         name = function.__name__.removeprefix("_").replace("_backward", "")
         end = "_backward" if function.__name__.endswith("_backward") else ""
         library.impl(f"_scaled_dot_product_{name}_attention{end}", function, "CUDA")
     return library
 
 
-def _flash(
+def _flash_attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
+    cum_q: Tensor | None,
+    cum_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
     *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    _check_flash(q, k, v)
-    out, lse = _forward(q, k, v, dropout_p, is_causal, scale)
+    scale: float,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    assert dropout_p == 0
+    _check_flash(q, k, v, cum_q, cum_k)
+    window = (window_size_left, 0 if is_causal else window_size_right)
+    seen, written = _seen(q, k, cum_q, (max_q, max_k), window)
+    scores = _scores(q, k, scale).masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    is_empty = lse == -math.inf
+    probs = (scores - lse.masked_fill(is_empty, 0).unsqueeze(-1)).exp()
+    out = _tokens_first(probs @ _heads_first(v, q.shape[-2])).view(q.shape).to(q.dtype)
+    out = out.masked_fill(~written[:, None, None], math.nan)
+    lse = lse.masked_fill(is_empty, math.inf)  # of a query that sees no key
     seed = torch.zeros(2, dtype=torch.int64, device=q.device)
     none = q.new_empty(0)
-    return out, lse, none, none, q.shape[2], k.shape[2], seed, none, none
+    return out, lse if cum_q is None else lse[0], seed, none, none
 
 
-def _flash_backward(
+def _flash_attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cum_q: Tensor,
-    cum_k: Tensor,
+    cum_q: Tensor | None,
+    cum_k: Tensor | None,
     max_q: int,
     max_k: int,
     dropout_p: float,
     is_causal: bool,
     seed: Tensor,
-    offset: Tensor,
+    unused: Tensor,
     *,
-    scale: float | None = None,
+    scale: float,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    _check_flash(grad, q, k, v, out)
-    assert (max_q, max_k) == (q.shape[2], k.shape[2])
+    _check_flash(q, k, v, cum_q, cum_k)
     # The kernel reads its memory as packed rows [b, n, q], whatever the strides say.
     assert lse.dtype == torch.float32, "a GPU's flash kernel keeps its logarithms in fp32"
     assert lse.is_contiguous(), "flash attention's backward pass reads a packed log-sum-exp"
-    return _backward(grad, q, k, v, out, lse, dropout_p, is_causal, scale)
+    window = (window_size_left, 0 if is_causal else window_size_right)
+    seen, written = _seen(q, k, cum_q, (max_q, max_k), window)
+    heads, groups = q.shape[-2], k.shape[-2]
+    rows = lse if cum_q is None else lse.unsqueeze(0)
+    grads, outs = (_heads_first(x, heads) for x in (grad, out))
+    probs = (_scores(q, k, scale) - rows.unsqueeze(-1)).exp().masked_fill(~seen, 0)
+    along = (grads * outs).sum(-1, keepdim=True)
+    grad_scores = probs * (grads @ _heads_first(v, heads).mT - along) * scale
+    dq = grad_scores @ _heads_first(k, heads)
+    dk, dv = grad_scores.mT @ _heads_first(q, heads), probs.mT @ grads
+    dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
+    of_all = zip((dq, dk, dv), (q, k, v), strict=True)
+    dq, dk, dv = (_tokens_first(x).view(like.shape).to(like.dtype) for x, like in of_all)
+    if cum_q is None:
+        return dq, dk, dv
+    return tuple(x.masked_fill(~written[:, None, None], math.nan) for x in (dq, dk, dv))
 
 
-def _check_flash(*tensors: Tensor) -> None:
-    for tensor in tensors:
+def _check_flash(
+    q: Tensor, k: Tensor, v: Tensor, cum_q: Tensor | None, cum_k: Tensor | None
+) -> None:
+    for tensor in (q, k, v):
         if tensor.dtype not in _HALF:
             raise RuntimeError("flash attention only supports fp16 and bf16")
+        assert tensor.dim() == (4 if cum_q is None else 3)
         assert tensor.stride(-1) == 1, "flash attention reads heads of adjacent values"
-        assert tensor.shape[-1] % 8 == 0, "torch pads heads to a multiple of 8 before the kernel"
+        assert tensor.shape[-1] % 8 == 0, "the kernel reads 8 values at once"
         assert tensor.shape[-1] <= 256, "flash attention has heads of at most 256"
+        steps = [n for n, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+        places = (*steps[:-1], tensor.storage_offset())
+        assert all(n % 8 == 0 for n in places), "the kernel reads 16 bytes at once"
+    assert q.shape[-2] % k.shape[-2] == 0
+    assert (cum_q is None) == (cum_k is None)
+    for bounds in (cum_q, cum_k):
+        if bounds is not None:
+            assert bounds.dtype == torch.int32
+            assert bounds.is_contiguous()
+            assert bounds.is_cuda
+
+
+def _seen(
+    q: Tensor,
+    k: Tensor,
+    bounds: Tensor | None,
+    longest: tuple[int, int],
+    window: tuple[int | None, int | None],
+) -> tuple[Tensor, Tensor]:
+    """Which keys a query sees [q, k]; and the queries [q] that the kernel computes.
+
+    ``bounds`` of the device are not read by the host, which would be counted as a wait.
+    """
+    places = [torch.arange(x.shape[-3], device=q.device) for x in (q, k)]
+    written = torch.ones_like(places[0], dtype=torch.bool)
+    same = torch.ones(len(places[0]), len(places[1]), dtype=torch.bool, device=q.device)
+    if bounds is None:
+        assert longest == (q.shape[1], k.shape[1])
+        places[0] = places[0] + len(places[1]) - len(places[0])
+    else:
+        assert len(q) == len(k)
+        index = torch.searchsorted(bounds, places[0].int(), right=True) - 1
+        same = index.unsqueeze(1) == index
+        index = index.clamp(max=len(bounds) - 2)
+        written = (places[0] < bounds[-1]) & (places[0] - bounds[index] < min(longest))
+    distance = places[0].unsqueeze(1) - places[1]
+    left, right = (-1 if side is None else side for side in window)
+    if left >= 0:
+        same = same & (distance <= left)
+    if right >= 0:
+        same = same & (-distance <= right)
+    return same, written
+
+
+def _heads_first(x: Tensor, num_heads: int) -> Tensor:
+    """[b, s, g, d] or [t, g, d] -> float32 [b or 1, n, s or t, d]."""
+    x = (x if x.dim() == 4 else x.unsqueeze(0)).float().transpose(1, 2)
+    return x.repeat_interleave(num_heads // x.shape[1], 1)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous()
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    heads = q.shape[-2]
+    return _heads_first(q, heads) @ _heads_first(k, heads).mT * scale
 
 
 def _efficient(

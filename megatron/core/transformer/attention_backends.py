@@ -21,6 +21,7 @@ KERNELS = {
     "fused": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+FLASH = "flash"
 BLOCKS = "blocks"
 PLAIN = "plain"
 NAMES = (BLOCKS, *KERNELS, PLAIN)
@@ -42,13 +43,21 @@ class AttentionRequest:
     dtype: torch.dtype
     head_dim: int
     is_cuda: bool = field(default_factory=device.is_cuda)  # this process's device
-    has_mask: bool = False  # a mask other than the causal one
+    has_mask: bool = False  # a mask that neither causality nor a band describes
+    # A sliding window, packed sequences, or fewer causal queries than keys: arguments of a GPU's
+    # flash kernel, a mask for the other implementations.
+    has_band: bool = False
     has_bias: bool = False
     has_dropout: bool = False
     has_softcap: bool = False
     causal_tokens: int = 0  # sequence length of causal training; 0 for any other call
     # Ring attention or attention with a sink: only ``plain`` supports a mask or bias then.
     by_blocks: bool = False
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether an implementation that knows only the causal mask needs another one."""
+        return self.has_mask or self.has_band
 
 
 @dataclass(frozen=True)
@@ -81,14 +90,25 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
         if request.head_dim > (256 if name == "flash" else 128):
             return f"it does not support head dimension {request.head_dim}"
     if name == "flash" and (request.has_mask or request.has_bias):
-        return "it supports only the causal mask, without bias"
+        return "it supports only causal masks, windows and packed sequences, without bias"
+    if name == "flash" and request.has_band:
+        return _refusal_of_bands(request)
+    return None
+
+
+def _refusal_of_bands(request: AttentionRequest) -> str | None:
+    if request.has_dropout:
+        return "it does not support dropout with windows or packed sequences"
+    if request.head_dim % 8:  # otherwise torch pads the heads
+        return f"the head dimension {request.head_dim} is not a multiple of 8"
     return None
 
 
 def _refusal_by_blocks(name: str, request: AttentionRequest) -> str | None:
     if name == "fused":
         return "it does not support ring attention or attention sinks"
-    if request.has_mask or request.has_bias:
+    takes_bands = name == "flash" and request.is_cuda
+    if request.has_mask or request.has_bias or (request.has_band and not takes_bands):
         return "in ring attention or with a sink it supports only the causal mask"
     if request.is_cuda and request.head_dim % 8:
         return f"the head dimension {request.head_dim} is not a multiple of 8"
@@ -100,7 +120,7 @@ def _refusal_of_blocks(request: AttentionRequest) -> str | None:
         return "it runs on CPUs only"
     if request.dtype not in _BLOCK_DTYPES:
         return f"it has no fast matmul for {str(request.dtype).removeprefix('torch.')}"
-    if request.has_mask or request.has_bias or not request.causal_tokens:
+    if request.needs_mask or request.has_bias or not request.causal_tokens:
         return "it supports only causal attention in training"
     if request.dtype != torch.bfloat16 and request.causal_tokens < _FEW_TOKENS:
         return f"a kernel is faster for {request.causal_tokens} tokens"
@@ -122,6 +142,8 @@ def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
         return choose(AttnBackend.auto, request)
     if BLOCKS in able:
         return (BLOCKS,)
+    if FLASH in able and request.is_cuda and request.has_band:
+        return (FLASH,)  # the others compute all scores, and need the mask in memory
     kernels = tuple(name for name in able if name != PLAIN)
     return kernels or (PLAIN,)
 

@@ -18,6 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.transformer.attention_masks import Window
+from megatron.core.transformer.flash_attention import (
+    FlashRule,
+    flash_attention,
+    flash_attention_backward,
+)
 
 _aten = torch.ops.aten
 SavedDropout = tuple[Tensor, ...]  # dropout state from forward that backward needs; may be empty
@@ -35,13 +41,19 @@ class ScoreRule:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCall:
-    """The inputs of one block.  Only the plain kernel supports a mask or a bias."""
+    """The inputs of one block.
+
+    Only the plain kernel supports a mask or a bias, only a kernel with ``takes_windows`` a window.
+    """
 
     q: Tensor  # [b, n, q, d]
     k: Tensor  # [b, g, k, d]
     v: Tensor  # [b, g, k, d]
     rule: ScoreRule
     is_causal: bool = False  # query i attends to keys 0 .. i of the block
+    # Number of visible keys (left, right) beside a query's own position, -1 for all.  The last
+    # query has the position of the last key.
+    window: Window | None = None
     visible: Tensor | None = None  # bool, broadcast to [b, n, q, k]: False hides the key
     bias: Tensor | None = None  # added to the scores
 
@@ -59,6 +71,7 @@ class BlockKernel:
     backward: Callable[
         [BlockCall, Tensor, Tensor, Tensor, SavedDropout], tuple[Tensor, Tensor, Tensor]
     ]
+    takes_windows: bool = False
 
 
 def block_kernel(name: str) -> BlockKernel:
@@ -147,21 +160,25 @@ def _flash_cpu_backward(
     return dq, dk, dv
 
 
+def _flash_rule(call: BlockCall) -> FlashRule:
+    window = call.window or (-1, 0 if call.is_causal else -1)
+    return FlashRule(call.rule.scale, window, call.rule.dropout)
+
+
 def _flash(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
-    kernel = _aten._scaled_dot_product_flash_attention
-    inputs = (call.q, call.k, call.v, call.rule.dropout, call.is_causal)
-    out, lse, *kept = kernel(*inputs, False, scale=call.rule.scale)
-    return out, lse, tuple(kept[:6])
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    out, lse, state = flash_attention(q, k, v, _flash_rule(call))
+    return out.transpose(1, 2), lse, state
 
 
 def _flash_backward(
     call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = _aten._scaled_dot_product_flash_attention_backward
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, call.q, call.k, call.v, out))
     # The kernel ignores the strides of the log-sum-exp, here rows of a longer tensor.
-    inputs = (grad, call.q, call.k, call.v, out, lse.contiguous())
-    drawn = (call.rule.dropout, call.is_causal, *kept[4:])
-    dq, dk, dv = kernel(*inputs, *kept[:4], *drawn, scale=call.rule.scale)
+    rule = _flash_rule(call)
+    grads = flash_attention_backward(grad, (q, k, v), out, lse.contiguous(), kept, rule)
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv
 
 
@@ -192,7 +209,7 @@ def _efficient_backward(
 
 _KERNELS = {
     "plain": BlockKernel(_plain, _plain_backward),
-    "flash": BlockKernel(_flash, _flash_backward),
+    "flash": BlockKernel(_flash, _flash_backward, takes_windows=True),
     "flash without dropout": BlockKernel(_flash_cpu, _flash_cpu_backward),
     "efficient": BlockKernel(_efficient, _efficient_backward),
 }

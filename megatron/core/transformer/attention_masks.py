@@ -9,6 +9,7 @@ hidden; it is called ``hidden`` here.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -64,46 +65,65 @@ def same_document(packed: PackedSeqParams, num_tokens: int) -> Tensor:
     return index.unsqueeze(1) == index.unsqueeze(0)
 
 
-def visible_keys(
-    query: Tensor,
-    key: Tensor,
-    *,
-    is_causal: bool,
-    window: Window | None = None,
-    hidden: Tensor | None = None,
-    packed: PackedSeqParams | None = None,
-    first_query: int | None = None,
-) -> tuple[Tensor | None, bool]:
-    """Return (mask, is_causal), the arguments of an attention kernel.
+@dataclass(frozen=True, kw_only=True)
+class VisibleKeys:
+    """The keys that each query attends to, as a description from which `mask` builds a mask.
 
-    (None, True): a plain causal mask with as many queries as keys; (None, False): no mask;
-    (mask, False): ``mask`` contains everything, causality included.
-
-    query [q, b, n, d], key [k, b, n, d].  ``hidden`` is True where a key is hidden.
-    ``first_query``: key position of the first query; None if the last query is at the last key.
+    ``window`` (left, right) contains causality as right = 0; -1 is unlimited.  ``hidden`` is True
+    where a key is hidden.  ``first_query``: key position of the first query; None if the last query
+    is at the last key.
     """
-    num_queries, num_keys = query.shape[0], key.shape[0]
-    left, right = causal_window(window or (-1, -1)) if is_causal else window or (-1, -1)
-    if left >= num_keys - 1:
-        left = -1
-    has_more = hidden is not None or packed is not None or left >= 0
-    if not has_more and (right < 0 or num_queries == 1 and right == 0):
-        return None, False
-    if not has_more and right == 0 and num_queries == num_keys:
-        return None, True
-    if left < 0 and right < 0 and packed is None and hidden is not None:
-        return ~hidden, False
-    if first_query is None:
-        mask = band(num_queries, num_keys, left, right, query.device)
-    else:
-        places = torch.arange(max(num_keys, first_query + num_queries), device=query.device)
-        queries = places[first_query : first_query + num_queries]
-        mask = band_at(queries, places[:num_keys], left, right)
-    if packed is not None:
-        mask = mask & same_document(packed, num_keys)
-    if hidden is not None:
-        mask = mask & ~hidden
-    return mask, False
+
+    num_queries: int
+    num_keys: int
+    window: Window
+    hidden: Tensor | None = None
+    packed: PackedSeqParams | None = None
+    first_query: int | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the keys are those of a plain causal mask with as many queries as keys."""
+        is_plain = self.hidden is None and self.packed is None
+        return is_plain and self.window == (-1, 0) and self.num_queries == self.num_keys > 1
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a kernel that knows only ``is_causal`` needs a mask."""
+        has_more = self.hidden is not None or self.packed is not None or self.window[0] >= 0
+        is_all = self.window[1] < 0 or (self.num_queries == 1 and self.window[1] == 0)
+        return has_more or not (is_all or self.is_causal)
+
+    @property
+    def is_band(self) -> bool:
+        """Whether a mask is needed, and window and packed sequences describe all of it."""
+        is_at_end = self.first_query in (None, self.num_keys - self.num_queries)
+        has_rows_only = self.packed is None or self.num_queries == self.num_keys
+        return self.needs_mask and self.hidden is None and is_at_end and has_rows_only
+
+    def mask(self, device: torch.device) -> Tensor | None:
+        """Return the mask, causality included; None if no mask is needed."""
+        (left, right), hidden = self.window, self.hidden
+        if not self.needs_mask:
+            return None
+        if left < 0 and right < 0 and self.packed is None and hidden is not None:
+            return ~hidden
+        if self.first_query is None:
+            mask = band(self.num_queries, self.num_keys, left, right, device)
+        else:
+            last_query = self.first_query + self.num_queries
+            places = torch.arange(max(self.num_keys, last_query), device=device)
+            queries = places[self.first_query : last_query]
+            mask = band_at(queries, places[: self.num_keys], left, right)
+        if self.packed is not None:
+            mask = mask & same_document(self.packed, self.num_keys)
+        return mask if hidden is None else mask & ~hidden
+
+
+def visible_window(num_keys: int, window: Window | None, is_causal: bool) -> Window:
+    """Return the window of a layer with ``num_keys`` keys: right is 0 if causal, -1 unlimited."""
+    left, right = window or (-1, -1)
+    return -1 if left >= num_keys - 1 else left, 0 if is_causal else right
 
 
 def is_causal_mask(hidden: Tensor) -> bool:

@@ -21,7 +21,7 @@ counts as the first block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,7 +31,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
-from megatron.core.parallel.context_parallel_partition import Block, blocks_of, held_tokens
+from megatron.core.parallel.context_parallel_partition import (
+    Block,
+    Span,
+    blocks_of,
+    held_spans,
+    held_tokens,
+)
 from megatron.core.transformer.attention_blocks import (
     BlockCall,
     BlockKernel,
@@ -104,14 +110,9 @@ class RingPlan:
 
         Blocks in which no query attends to a key are left out.
         """
-        rank, size = self.ring.rank, self.ring.size
-        source = (rank - step) % size
-        blocks = blocks_of(self.lengths, rank, source, size, self.is_causal)
-        if self.window is not None:
-            where = (self.lengths, rank, source, size)
-            blocks = _in_window(where, self.is_causal, self.window, _QUERIES)
-        for block in blocks:
-            keys = held_tokens(self.lengths, source, size, q.device)[block.keys]
+        source = (self.ring.rank - step) % self.ring.size
+        for block, window in self._blocks(source):
+            keys = held_tokens(self.lengths, source, self.ring.size, q.device)[block.keys]
             yield (
                 block,
                 BlockCall(
@@ -120,10 +121,23 @@ class RingPlan:
                     v=v[:, :, block.keys],
                     rule=self.rule,
                     is_causal=block.is_causal,
-                    visible=self._visible(block, keys),
+                    window=window,
+                    visible=None if window is not None else self._visible(block, keys),
                     bias=None if self.bias is None else self.bias[..., block.queries, :][..., keys],
                 ),
             )
+
+    def _blocks(self, source: int) -> Iterable[tuple[Block, Window | None]]:
+        """Return the blocks with the keys of rank ``source``, and windows for the kernel."""
+        rank, size = self.ring.rank, self.ring.size
+        if self.window is None:
+            blocks = blocks_of(self.lengths, rank, source, size, self.is_causal)
+        elif self.kernel.takes_windows:
+            return _bands(self.lengths, rank, source, size, self.window)
+        else:
+            where = (self.lengths, rank, source, size)
+            blocks = _in_window(where, self.is_causal, self.window, _QUERIES)
+        return ((block, None) for block in blocks)
 
     def _visible(self, block: Block, keys: Tensor) -> Tensor | None:
         """Return the keys of a block that window and mask leave visible; None: all."""
@@ -159,6 +173,42 @@ def _in_window(
                 parts.append(Block(rows, keys, is_causal=False))
             start = rows.stop
     return tuple(parts)
+
+
+@lru_cache(maxsize=256)
+def _bands(
+    lengths: tuple[int, ...], rank: int, source: int, size: int, window: Window
+) -> tuple[tuple[Block, Window], ...]:
+    """Return a block for each pair of spans with a visible key, and its window.
+
+    A block has contiguous positions, and each of its queries attends to a key.  The kernel places
+    the last query of a block at its last key; its window is moved by their distance.
+    """
+    left, right = (sum(lengths) if side < 0 else side for side in window)
+    parts = []
+    for q_offset, mine in _with_local_offset(lengths, rank, size):
+        for k_offset, theirs in _with_local_offset(lengths, source, size):
+            q_start = max(mine.start, theirs.start - right)
+            q_stop = min(mine.stop, theirs.stop + left)
+            k_start = max(theirs.start, mine.start - left)
+            k_stop = min(theirs.stop, mine.stop + right)
+            if mine.first != theirs.first or q_start >= q_stop:
+                continue
+            queries = slice(q_start + q_offset, q_stop + q_offset)
+            keys = slice(k_start + k_offset, k_stop + k_offset)
+            moved = left - (q_stop - k_stop), right + (q_stop - k_stop)
+            parts.append((Block(queries, keys, is_causal=False), moved))
+    return tuple(parts)
+
+
+def _with_local_offset(
+    lengths: tuple[int, ...], rank: int, size: int
+) -> Iterator[tuple[int, Span]]:
+    """Yield the spans of a rank, and what to add to a global index for its local one."""
+    at = 0
+    for span in held_spans(lengths, rank, size):
+        yield at - span.start, span
+        at += span.stop - span.start
 
 
 _Values = tuple[RingPlan, list[SavedDropout]]  # one entry for each block

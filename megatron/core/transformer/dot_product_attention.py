@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.layers import divide_over_group
 from megatron.core.tensor_parallel.random import fork_if
 from megatron.core.transformer.attention_backends import (
     BLOCKS,
+    FLASH,
     KERNELS,
     PLAIN,
     AttentionRequest,
@@ -37,13 +38,15 @@ from megatron.core.transformer.attention_backends import (
 )
 from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel, wide
 from megatron.core.transformer.attention_masks import (
+    VisibleKeys,
     band,
     causal_window,
-    visible_keys,
+    visible_window,
     window_of_layer,
 )
 from megatron.core.transformer.context_parallel import AttentionContext, attend_alone, exchange_of
 from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
+from megatron.core.transformer.flash_attention import attend_to_band
 from megatron.core.transformer.invariant_attention import invariant_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -173,26 +176,35 @@ class DotProductAttention(MegatronModule):
     ) -> Tensor:
         if context.sink is not None and _is_one_row(query, key, context):
             return attend_alone(self, query, key, value, context)
-        mask, is_causal = visible_keys(
-            query,
-            key,
-            is_causal=context.is_causal,
-            window=self.window,
+        num_queries, num_keys = len(query), len(key)
+        visible = VisibleKeys(
+            num_queries=num_queries,
+            num_keys=num_keys,
+            window=visible_window(num_keys, self.window, context.is_causal),
             hidden=context.hidden,
             packed=context.packed,
             first_query=context.first_query,
         )
+        dropout, is_causal = self._dropout(), visible.is_causal
+        names: tuple[str, ...] = (PLAIN,)
+        if context.sink is None:
+            names = self._choose(
+                query,
+                context,
+                has_mask=visible.needs_mask and not visible.is_band,
+                has_band=visible.is_band,
+                # Decided by training mode, not by grad mode: the forward pass without gradients
+                # and its recomputation must choose the same kernel, or they would sample
+                # different dropout.
+                causal_tokens=num_queries if is_causal and self.training else 0,
+            )
+        if visible.is_band and FLASH in names and device.is_cuda(query.device):
+            return attend_to_band(query, key, value, visible, self.scale)
+        mask = visible.mask(query.device)
         if mask is not None and self.window is not None and not context.is_causal:
             # A query in the padding may attend to no key, and an empty softmax is NaN: let it
             # attend to all keys.
             mask = mask | ~mask.any(-1, keepdim=True)
-        dropout = self._dropout()
-        # Decided by training mode, not by grad mode: the forward pass without gradients and its
-        # recomputation must choose the same kernel, or they would sample different dropout.
-        causal_tokens = query.shape[0] if is_causal and self.training else 0
-        names: tuple[str, ...] = (PLAIN,)
-        if context.sink is None:
-            names = self._choose(query, mask is not None, context, causal_tokens=causal_tokens)
         if BLOCKS in names:
             with fork_if(dropout > 0):
                 fused = self.config.masked_softmax_fusion
@@ -222,8 +234,13 @@ class DotProductAttention(MegatronModule):
 
         ``lengths``: lengths of the sequences in a row, over all ranks.  Collective over the ring.
         """
-        has_mask = self.window is not None or context.hidden is not None
-        names = self._choose(qkv[0], has_mask, context, by_blocks=True)
+        names = self._choose(
+            qkv[0],
+            context,
+            has_mask=context.hidden is not None,
+            has_band=self.window is not None,
+            by_blocks=True,
+        )
         rule = ScoreRule(
             scale=self.scale,
             depth_scale=self.depth_scale,
@@ -252,9 +269,10 @@ class DotProductAttention(MegatronModule):
     def _choose(
         self,
         query: Tensor,
-        has_mask: bool,
         context: AttentionContext,
         *,
+        has_mask: bool,
+        has_band: bool,
         causal_tokens: int = 0,
         by_blocks: bool = False,
     ) -> tuple[str, ...]:
@@ -263,6 +281,7 @@ class DotProductAttention(MegatronModule):
             dtype=query.dtype,
             head_dim=query.shape[-1],
             has_mask=has_mask,
+            has_band=has_band,
             has_bias=context.bias is not None,
             has_dropout=self._dropout() > 0,
             has_softcap=self.softcap is not None,
@@ -281,7 +300,7 @@ class DotProductAttention(MegatronModule):
     ) -> Tensor:
         query, key, value = qkv
         is_cuda = device.is_cuda(query.device)
-        if is_cuda and "flash" not in names:  # only flash supports fewer key heads
+        if is_cuda and FLASH not in names:  # only flash supports fewer key heads
             key, value = _repeat_heads(query, key, value)
         with sdpa_kernel([KERNELS[name] for name in names]) if is_cuda else nullcontext():
             return self.sdpa(

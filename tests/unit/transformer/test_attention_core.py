@@ -21,11 +21,12 @@ from megatron.core.transformer.attention_backends import (
     refusal,
 )
 from megatron.core.transformer.attention_masks import (
+    VisibleKeys,
     alibi_bias,
     alibi_slopes,
     band,
     is_causal_mask,
-    visible_keys,
+    visible_window,
     window_of_layer,
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -242,9 +243,34 @@ def test_kernels_of_a_gpu_are_refused_by_what_they_lack() -> None:
     assert choose(AttnBackend.auto, gpu()) == ("flash", "fused", "efficient")
     assert refusal("flash", gpu(dtype=torch.float32)) == "it has no kernel for float32"
     assert refusal("fused", gpu(head_dim=192)) == "it does not support head dimension 192"
-    assert refusal("flash", gpu(has_mask=True)) == "it supports only the causal mask, without bias"
+    assert refusal("flash", gpu(has_mask=True)) == (
+        "it supports only causal masks, windows and packed sequences, without bias"
+    )
     assert refusal("efficient", gpu(has_mask=True)) is None
     assert choose(AttnBackend.auto, gpu(has_softcap=True)) == ("plain",)
+
+
+@pytest.mark.feature(
+    "Attention: windows and packed sequences in flash attention of a GPU, without a mask in memory"
+)
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_windows_and_packed_sequences_run_in_the_flash_kernel_of_a_gpu(by_blocks: bool) -> None:
+    def gpu(**changes: Any) -> AttentionRequest:
+        values: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 128, "has_band": True}
+        return AttentionRequest(is_cuda=True, by_blocks=by_blocks, **values | changes)
+
+    assert choose(AttnBackend.auto, gpu()) == ("flash",)
+    others = {row.name: row.reason for row in attention_report(AttnBackend.auto, gpu())}
+    assert others["plain"] == "a faster implementation is used"
+    dropout = "it does not support dropout with windows or packed sequences"
+    assert refusal("flash", gpu(has_dropout=True)) == dropout
+    odd = "the head dimension 100 is not a multiple of 8"
+    assert refusal("flash", gpu(head_dim=100)) == odd
+    assert "flash" not in choose(AttnBackend.auto, gpu(has_mask=True))
+    assert "flash" not in choose(AttnBackend.auto, gpu(dtype=torch.float32))
+    assert by_blocks or choose(AttnBackend.fused, gpu()) == ("fused", "efficient")
+    on_cpu = request_of(torch.bfloat16, 64, has_band=True, by_blocks=by_blocks)
+    assert choose(AttnBackend.auto, on_cpu) == (("plain",) if by_blocks else ("flash",))
 
 
 def test_the_report_has_a_reason_for_each_backend() -> None:
@@ -307,16 +333,45 @@ def test_evaluation_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [S, 0]
 
 
+def visible_keys(window: tuple[int, int] | None, is_causal: bool, **more: Any) -> VisibleKeys:
+    values = {"num_queries": S, "num_keys": S, "window": visible_window(S, window, is_causal)}
+    return VisibleKeys(**{**values, **more})
+
+
 def test_masks_are_made_only_where_causality_is_not_enough() -> None:
-    q, k, _ = inputs()
-    assert visible_keys(q, k, is_causal=True) == (None, True)
-    assert visible_keys(q, k, is_causal=False) == (None, False)
-    assert visible_keys(q, k, is_causal=True, window=(S, 0)) == (None, True)
-    mask, is_causal = visible_keys(q, k, is_causal=False, window=(2, 1))
-    assert not is_causal
-    assert mask is not None
+    here = torch.device("cpu")
+    for window in (None, (S, 0)):
+        visible = visible_keys(window, is_causal=True)
+        assert (visible.mask(here), visible.is_causal, visible.is_band) == (None, True, False)
+    visible = visible_keys(None, is_causal=False)
+    assert (visible.mask(here), visible.is_causal, visible.is_band) == (None, False, False)
+    visible = visible_keys((2, 1), is_causal=False)
+    assert (visible.is_causal, visible.is_band) == (False, True)
     distance = torch.arange(S) - torch.arange(S)[:, None]
+    mask = visible.mask(here)
+    assert mask is not None
     assert torch.equal(mask, (distance >= -2) & (distance <= 1))
+
+
+def test_a_band_has_no_mask_of_the_caller_and_ends_at_the_last_key() -> None:
+    assert visible_keys(None, is_causal=True, packed=packed(4, 6)).is_band
+    assert visible_keys(None, is_causal=True, num_queries=4).is_band
+    assert visible_keys(None, is_causal=True, num_queries=4, first_query=S - 4).is_band
+    assert not visible_keys(None, is_causal=True, num_queries=4, first_query=2).is_band
+    assert not visible_keys(None, is_causal=True, num_queries=4, packed=packed(4, 6)).is_band
+    hidden = ~documents(4, 6)
+    assert not visible_keys((2, 0), is_causal=True, hidden=hidden).is_band
+
+
+def test_bounds_for_kernels_cover_all_tokens_of_all_rows() -> None:
+    params = packed(3, 2)
+    assert params.kernel_bounds(5, 1).tolist() == [0, 3, 5, 5]
+    bounds = params.kernel_bounds(8, 2)
+    assert (bounds.tolist(), bounds.dtype) == ([0, 3, 5, 8, 11, 13, 16], torch.int32)
+    assert params.kernel_bounds(8, 2) is bounds
+    assert params.longest(8) == 8
+    assert params.lengths == (3, 2)
+    assert (params.longest(8), params.longest(9)) == (3, 4)
 
 
 def test_a_causal_mask_is_recognised() -> None:

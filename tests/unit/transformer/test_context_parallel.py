@@ -21,7 +21,7 @@ from megatron.core.transformer import attention_blocks
 from megatron.core.transformer.attention_blocks import BlockCall, BlockKernel, ScoreRule
 from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.context_parallel import comm_type_of_layer
-from megatron.core.transformer.context_parallel_ring import RingPlan, ring_attention
+from megatron.core.transformer.context_parallel_ring import RingPlan, _bands, ring_attention
 from tests.unit.one_process import tiny_config
 
 
@@ -81,6 +81,28 @@ def test_blocks_cover_what_a_query_sees_once_and_are_equal_work(
                 work[rank] += seen.sum()
     assert torch.equal(met, expected.float())
     assert len(work.unique()) == 1
+
+
+@pytest.mark.parametrize("window", [(5, 0), (0, 0), (3, 2), (-1, 0), (-1, 3), (40, 0)])
+@pytest.mark.parametrize("lengths", [(16,), (8, 24)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bands_cover_the_window_of_a_query_once_and_leave_no_query_without_a_key(
+    size: int, lengths: tuple[int, ...], window: tuple[int, int]
+) -> None:
+    total = sum(lengths)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    expected = (document[:, None] == document) & band(total, total, *window, document.device)
+    met = torch.zeros(total, total)
+    for rank in range(size):
+        for source in range(size):
+            for block, moved in _bands(lengths, rank, source, size, window):
+                queries = held_tokens(lengths, rank, size)[block.queries]
+                keys = held_tokens(lengths, source, size)[block.keys]
+                assert min(moved) >= 0, "a negative side has another meaning for the kernel"
+                seen = band(len(queries), len(keys), *moved, keys.device)
+                assert seen.any(1).all()
+                met[queries[:, None], keys] += seen
+    assert torch.equal(met, expected.float())
 
 
 @dataclass
