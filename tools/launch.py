@@ -22,6 +22,7 @@ from megatron.training.supervisor.node import Supervisor
 
 _CHECK_NODE = str(Path(__file__).resolve().parent / "check_node.py")
 _UNHEALTHY = 1
+_FAULTS = "FAULTS"  # injected faults: those of the ranks are not for --check-only
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,18 +36,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegatronError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
-    return Supervisor(launch, run_program, lambda: node_problem(launch)).run()
+    return Supervisor(launch, run_program, lambda restarts: node_problem(launch, restarts)).run()
 
 
-def run_program(command: Sequence[str]) -> tuple[int, str]:
-    """Run a program as a single process; return its exit status and output."""
-    environ = {name: value for name, value in os.environ.items() if name != "FAULTS"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+def run_program(command: Sequence[str], **variables: str) -> tuple[int, str]:
+    """Run a program as a single process; return its exit status and output.
+
+    ``variables`` are added to its environment; of this process it does not inherit FAULTS.
+    """
+    environ = {name: value for name, value in os.environ.items() if name != _FAULTS}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ | variables)
     return done.returncode, done.stdout + done.stderr
 
 
-def node_problem(launch: Launch) -> str | None:
-    """Return the report of tools/check_node.py if this node is unhealthy, else None."""
+def node_problem(launch: Launch, restarts: int) -> str | None:
+    """Return the report of tools/check_node.py if this node is unhealthy, else None.
+
+    ``restarts``: number of restarts of the run, for injected faults.
+    """
     command = [sys.executable]
     if launch.config.nproc_per_node > 1:
         command += ["-m", "torch.distributed.run", "--standalone"]
@@ -57,7 +64,8 @@ def node_problem(launch: Launch) -> str | None:
         command += ["--folder", folder]
     if (device := value_of(launch.script, "--device")) is not None:
         command += ["--device", device]
-    code, output = run_program(command)
+    faults = {_FAULTS: os.environ.get(_FAULTS, ""), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    code, output = run_program(command, **faults)
     return output if code == _UNHEALTHY else None
 
 

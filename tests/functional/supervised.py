@@ -54,14 +54,19 @@ class SupervisedRun:
         self.port = free_port()
         self.run_id = f"test{os.getpid()}x{self.port}"
 
-    def start(self, node: int) -> subprocess.Popen[bytes]:
-        """Start, or start again, the supervisor of ``node``."""
+    def start(self, node: int, *more: str, faults: str | None = None) -> subprocess.Popen[bytes]:
+        """Start, or start again, the supervisor of ``node``.
+
+        ``more``: flags of its launcher; ``faults``: value of FAULTS on this node.
+        """
         launcher = [*QUICK, "--nproc-per-node", str(self.ranks), *self.launcher]
         launcher += ["--exit-report-dir", str(self.folder / "reports")]
         if self.nodes > 1:
             launcher += ["--nnodes", self.nnodes or str(self.nodes), "--rdzv-backend", "c10d"]
             launcher += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.run_id]
             launcher += ["--node-name", f"node{node}", "--local-addr", "127.0.0.1"]
+        launcher += more
+        own = {} if faults is None else {"FAULTS": faults}
         saved = str(self.folder / "checkpoints")
         flags = [*TINY, *MODEL, "--train-iters", str(self.steps), "--save", saved, "--load", saved]
         flags += ["--metrics-file", str(self.folder / "metrics.jsonl"), *self.flags]
@@ -69,7 +74,7 @@ class SupervisedRun:
             self.processes[node] = subprocess.Popen(
                 [sys.executable, "tools/launch.py", *launcher, *self.script, *flags],
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environ},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environ, **own},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

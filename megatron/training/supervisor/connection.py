@@ -85,8 +85,8 @@ class Connector:
                 yield self._at(moved, is_host=False)
                 moved = None
             yield self._config
-        host, _, port = self._config.rdzv_endpoint.rpartition(":")
-        others = [i for i, address in enumerate(last.addresses) if address != host]
+        _, _, port = self._config.rdzv_endpoint.rpartition(":")
+        others = [i for i, was_host in enumerate(last.hosts) if not was_host]
         is_enough = len(others) >= self._config.min_nodes
         while True:
             yield self._config

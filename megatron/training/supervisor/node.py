@@ -53,9 +53,12 @@ class Supervisor:
     """``run`` returns the exit status of the run."""
 
     def __init__(
-        self, launch: Launch, runner: Runner, node_problem: Callable[[], str | None]
+        self, launch: Launch, runner: Runner, node_problem: Callable[[int], str | None]
     ) -> None:
-        """``node_problem`` returns why this node is unhealthy, for --check-node."""
+        """``node_problem`` returns why this node is unhealthy, for --check-node.
+
+        Its argument is the number of restarts.
+        """
         self._launch = launch
         self._runner = runner
         self._node_problem = node_problem
@@ -63,8 +66,10 @@ class Supervisor:
         self._connector = Connector(launch.config, launch.node, launch.folder, launch.times.node_s)
         self._rendezvous: Rendezvous | None = None
         self._history = History()
+        self._problem = ""  # of this node, by --check-node
         self._outcomes: list[Outcome] = []
         self._ended: str | None = None  # exit.json of the nodes that trained until the end
+        self._has_waited = False  # until the other nodes have ended the run
 
     def run(self) -> int:
         """Start the ranks, and restart them as the policy decides.  Returns the exit status."""
@@ -90,15 +95,18 @@ class Supervisor:
             self._stop.has_ranks = True  # from here on a signal must not interrupt
             shutil.rmtree(self._launch.memory, ignore_errors=True)
         text = self._ended or exit_text(decision, self._outcomes)
-        write_exit(self._launch.folder, text)
-        if self._outcomes:
+        if self._ended is not None or not self._has_waited:  # else the result is not known
+            write_exit(self._launch.folder, text)
+        if self._has_waited:
+            log(decision.why)
+        elif self._outcomes:
             print_end(self._launch.folder, decision, self._outcomes[-1])
         self._leave(text)
         return decision.code
 
     def _attempts(self) -> Decision:
         self._check_node()
-        while True:
+        while not self._is_excluded():
             decision = self._attempt()
             self._history = decision.history
             if not decision.restarts:
@@ -108,23 +116,38 @@ class Supervisor:
                 f"{self._history.restarts} in {decision.backoff_s:.0f} s"
             )
             print_causes(self._outcomes[-1])
-            if self._launch.node in self._history.excluded:
-                return self._wait_for_the_end()
             self._stop.has_ranks = False
-            if self._outcomes[-1].blames_hardware:
+            if self._outcomes[-1].blames_hardware and not self._is_excluded():
                 self._check_node()
             time.sleep(decision.backoff_s)
+        return self._wait_for_the_end()
 
     def _check_node(self) -> None:
-        """Raise LaunchError if --check-node is given and this node is unhealthy.
+        """Exclude this node from the run if --check-node is given and the node is unhealthy.
 
-        Its supervisor then ends, and a spare node takes its place in the rendezvous.
+        Raises LaunchError before the first attempt.
         """
-        if self._launch.check_node and (problem := self._node_problem()) is not None:
-            if self._rendezvous is not None:  # the other nodes go on in it
-                self._rendezvous.leave()
-                self._rendezvous = None
-            raise LaunchError(f"--check-node: node {self._launch.node} is unhealthy:\n{problem}")
+        problem = self._node_problem(self._history.restarts) if self._launch.check_node else None
+        if problem is None:
+            return
+        text = f"--check-node: node {self._launch.node} is unhealthy:\n{problem}"
+        if self._rendezvous is None:
+            raise LaunchError(text)
+        log(text)
+        self._problem = text
+        try:
+            self._rendezvous.report_unhealthy()
+        except dist.DistError:
+            raise LaunchError(text) from None
+
+    def _is_excluded(self) -> bool:
+        """Return whether this node is excluded, also by nodes that trained before it started."""
+        try:
+            rendezvous = self._connected()
+            history = rendezvous.agreed_history() or self._history
+            return self._launch.node in rendezvous.excluded(history)
+        except dist.DistError:
+            return self._launch.node in self._history.excluded
 
     def _attempt(self) -> Decision:
         rendezvous = self._connected()
@@ -147,7 +170,7 @@ class Supervisor:
         report = agent.report(self._launch.node) if is_training else None
         try:
             return self._agreed(rendezvous, agent, report or NodeReport(node=self._launch.node))
-        except dist.DistError as error:
+        except (dist.DistError, RendezvousError) as error:
             return self._alone(agent, str(error).splitlines()[0])
 
     def _connected(self) -> Rendezvous:
@@ -167,7 +190,7 @@ class Supervisor:
         log(f"lost the store of the rendezvous: {error}")
         if self._rendezvous is not None:
             with contextlib.suppress(dist.DistError, RendezvousError):
-                self._rendezvous.shutdown()  # its thread would go on to send signs of life
+                self._rendezvous.leave()  # its thread would go on to send signs of life
         report = agent.report(self._launch.node)
         outcome = outcome_of([replace(report, lost_store=True)])
         self._outcomes.append(outcome)
@@ -192,11 +215,10 @@ class Supervisor:
             report, times.patience_s + times.node_s + _MARGIN_S, lambda: None
         )
         outcome = outcome_of(reports, [current.names[rank] for rank in lost])
-        spares = rendezvous.known_nodes() - set(current.names) - set(self._history.excluded)
-        spares |= set(current.names[current.num_training :])
+        num_spare = rendezvous.num_spare_nodes() + len(current.names) - current.num_training
         is_join = meeting.has("join")
         self._outcomes.append(outcome)
-        decision = meeting.agree(self._decided(outcome, bool(spares), is_join))
+        decision = meeting.agree(self._decided(outcome, num_spare > 0, is_join))
         rendezvous.run_store.set("history", decision.history.to_text())
         return decision
 
@@ -265,34 +287,50 @@ class Supervisor:
 
     def _nobody_joined(self) -> MegatronError:
         config = self._launch.config
+        excluded = self._history.excluded
+        if self._rendezvous is not None:
+            with contextlib.suppress(dist.DistError):
+                excluded = self._rendezvous.excluded(self._history)
+        names = f"excluded: {', '.join(excluded)}; " if excluded else ""
         text = (
             f"--nnodes {config.min_nodes}:{config.max_nodes}: fewer than {config.min_nodes} nodes "
             f"joined at {config.rdzv_endpoint} within {self._connector.join_timeout_s:.0f} s; "
-            "start the same command on the other nodes, or raise --rdzv-conf join_timeout"
+            f"{names}start the same command on the other nodes, or raise --rdzv-conf join_timeout"
         )
         return ConfigError(text) if self._history.attempts == 0 else LaunchError(text)
 
     def _ended_elsewhere(self) -> Decision:
-        why = "the run ended while this node waited"
         assert self._rendezvous is not None, "it was connected"
+        self._has_waited = True
         code = 0
-        try:
+        result = "the host of the rendezvous is gone, so this node does not know the result"
+        with contextlib.suppress(dist.DistError):
             store = self._rendezvous.run_store
             if store.check(["end"]):
                 self._ended = store.get("end").decode()
-                code = int(json.loads(self._ended)["code"])
-        except dist.DistError:
-            why = "the rendezvous was closed"
+                found = json.loads(self._ended)
+                code = int(found["code"])
+                result = f"{found['reason']} (exit status {code}, {found['restarts']} restarts)"
+        why = f"the run ended while this node waited: {result}"
         return Decision(restarts=False, code=code, why=why, history=self._history)
 
     def _wait_for_the_end(self) -> Decision:
-        """Wait, as an excluded node, which may host the store, until the others end the run."""
+        """Wait, as an excluded node, which may host the store, until the others end the run.
+
+        Raises LaunchError if no other node is left.
+        """
         log(f"node {self._launch.node} is excluded from the run; it waits for the end")
         self._stop.has_ranks = False
         assert self._rendezvous is not None, "it was connected"
         try:
             self._rendezvous.leave()
+            left_at_s = time.monotonic()  # when another node was there last
             while not self._rendezvous.run_store.check(["end"]):
+                if not self._rendezvous.is_empty():
+                    left_at_s = time.monotonic()
+                elif time.monotonic() - left_at_s > self._launch.times.node_s:
+                    why = f"node {self._launch.node} is excluded, and no other node is left"
+                    raise LaunchError("\n".join(filter(None, (why, self._problem))))
                 time.sleep(1.0)
         except (dist.DistError, RendezvousError):
             pass  # the other nodes have ended
@@ -308,7 +346,7 @@ class Supervisor:
             self._rendezvous.shutdown()
             here = store.add("left", 1)
             deadline_s = time.monotonic() + _FAREWELL_S
-            while here < store.add("names", 0) and time.monotonic() < deadline_s:
+            while here < store.add("connected", 0) and time.monotonic() < deadline_s:
                 time.sleep(0.1)
                 here = store.add("left", 0)
         except (dist.DistError, RendezvousError):

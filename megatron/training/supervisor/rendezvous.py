@@ -6,7 +6,9 @@ agent also rotates the ranks within a node) and, if flags fix the sizes of other
 parallelism, the number of nodes that train: the largest that the flags allow.  The others wait.
 
 Keys of the round: ``node/I``, ``attempt``; those of `meeting.Meeting`; torch's own.  Keys of the
-run: ``supervisor/history``, ``supervisor/names/I``, ``supervisor/end``, ``supervisor/left``.
+run: ``supervisor/history``, ``supervisor/connected`` (number of nodes), ``supervisor/unhealthy``
+(number of nodes that left by --check-node), ``supervisor/unhealthy/I``, ``supervisor/end``,
+``supervisor/left``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -59,6 +61,7 @@ class Round:
     num_training: int
     history: History
     name: str  # of the attempt
+    hosts: tuple[bool, ...]  # whether a node hosts the store, in the order of names
 
     @property
     def is_training(self) -> bool:
@@ -80,8 +83,9 @@ class Rendezvous(RendezvousHandler):
         self._inner = create_handler(store, backend, parameters)
         self._node = node
         self._local_addr = config.local_addr
+        self._hosts_store = hosts_store(config)
         self.run_store: dist.Store = dist.PrefixStore("supervisor", store)
-        self.run_store.set(f"names/{self.run_store.add('names', 1)}", node)
+        self.run_store.add("connected", 1)
         self.round: Round | None = None
         self.history = History()
         self.nodes_that_train: NodeCount = lambda joined: joined
@@ -102,13 +106,20 @@ class Rendezvous(RendezvousHandler):
         info = self._inner.next_rendezvous()
         store = dist.PrefixStore("supervisor", info.store)
         address = self._local_addr or socket.gethostname()
-        mine = {"node": self._node, "address": address, "history": self.history.to_text()}
+        mine = {
+            "node": self._node,
+            "address": address,
+            "hosts": self._hosts_store,
+            "history": self.history.to_text(),
+        }
         store.set(f"node/{info.rank}", json.dumps(mine))
         nodes = [json.loads(store.get(f"node/{i}")) for i in range(info.world_size)]
         history = max((History.from_text(n["history"]) for n in nodes), key=lambda h: h.attempts)
-        if info.rank == 0:
-            store.set("attempt", f"attempt_{history.attempts}_{secrets.token_hex(3)}")
-        attempt = store.get("attempt").decode()
+        if info.rank == 0:  # the excluded nodes of the history and of --check-node
+            attempt = f"attempt_{history.attempts}_{secrets.token_hex(3)}"
+            store.set("attempt", json.dumps([attempt, self.excluded(history)]))
+        attempt, excluded = json.loads(store.get("attempt"))
+        history = replace(history, excluded=tuple(excluded))
         self.history = history
         # Only the nodes that train are rotated: rank 0 must be one of them.
         num_training = self.nodes_that_train(info.world_size)
@@ -118,9 +129,10 @@ class Rendezvous(RendezvousHandler):
             rank = (rank + shift) % num_training
         ordered = [nodes[(i - shift) % num_training] for i in range(num_training)]
         ordered += nodes[num_training:]
-        names = tuple(node["node"] for node in ordered)
-        addresses = tuple(node["address"] for node in ordered)
-        self.round = Round(store, rank, names, addresses, num_training, history, attempt)
+        names, addresses, hosts = (
+            tuple(node[key] for node in ordered) for key in ("node", "address", "hosts")
+        )
+        self.round = Round(store, rank, names, addresses, num_training, history, attempt, hosts)
         if not self.round.is_training:
             raise WaitingNode
         placed = dist.PrefixStore("placed", info.store)
@@ -152,10 +164,30 @@ class Rendezvous(RendezvousHandler):
         deadline_s = inner._get_deadline(inner._settings.timeout.join)
         inner._op_executor.run(_RendezvousExitOp(), deadline_s)
 
-    def known_nodes(self) -> set[str]:
-        """Return the names of all nodes whose supervisor has connected to this store."""
-        count = self.run_store.add("names", 0)
-        return {self.run_store.get(f"names/{i}").decode() for i in range(1, count + 1)}
+    def num_spare_nodes(self) -> int:
+        """Return the number of living nodes that wait for a place.  Raises RendezvousError."""
+        self._inner.num_nodes_waiting()  # reads the state, without dead nodes
+        state = self._inner._state_holder.state
+        return len(state.wait_list | state.redundancy_list)
+
+    def is_empty(self) -> bool:
+        """Return whether no living node trains or waits for a place.  Raises RendezvousError."""
+        return self.num_spare_nodes() == 0 and not self._inner._state_holder.state.participants
+
+    def report_unhealthy(self) -> None:
+        """Tell the other nodes that this node leaves the run."""
+        self.run_store.set(f"unhealthy/{self.run_store.add('unhealthy', 1)}", self._node)
+
+    def excluded(self, history: History) -> tuple[str, ...]:
+        """Return the nodes that ``history`` excludes, and those that left by --check-node."""
+        count = self.run_store.add("unhealthy", 0)
+        more = [self.run_store.get(f"unhealthy/{i}").decode() for i in range(1, count + 1)]
+        return tuple(dict.fromkeys((*history.excluded, *more)))
+
+    def agreed_history(self) -> History | None:
+        """Return the history after the latest attempt of the run, None before its end."""
+        is_known = self.run_store.check(["history"])
+        return History.from_text(self.run_store.get("history").decode()) if is_known else None
 
 
 def check_parameters(config: LaunchConfig) -> None:
