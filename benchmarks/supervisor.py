@@ -1,37 +1,116 @@
-"""Measure what tools/launch.py costs an undisturbed run.
+"""Measure what fault tolerance costs an undisturbed run (results: benchmarks/supervisor.md).
 
-    python -m benchmarks.supervisor [--seconds 30]
+    python -m benchmarks.supervisor steps [--rounds 6] [--ranks 1]
+    python -m benchmarks.supervisor agents [--seconds 30]
 
-The supervisor shares the cores of the ranks, so its CPU time per second of the run is what it can
-take from them; torchrun's agent, which it replaces, is measured in the same way.  A rank itself
-notes its iteration once per step.
+``steps`` compares complete runs of pretrain_gpt.py by the CPU time of a step and by its wall time
+without scheduling delay, that is without the time in which other processes had the cores.  The
+contenders alternate, and each round runs them in the opposite order of the round before:
 
-2026-11-23, 2 cores, torch 2.13, two ranks of a tiny model, 30 s: tools/launch.py 0.08 % of both
-cores, torchrun 0.10 %; a note takes 0.66 us, at a step of 15 ms 0.004 %.
+    off        torchrun, --rerun-mode disabled
+    supervisor tools/launch.py, --rerun-mode validate_results, --enable-ft-package: heartbeats and
+               limits, exit reports, reruns
+    peers      torchrun, --rerun-mode validate_results, --enable-ft-package: the ranks watch each
+               other (with several ranks)
+
+``agents`` measures the CPU time of tools/launch.py and of torchrun's agent, which share the cores
+of the ranks, and that of a rank that notes its iteration.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.step_clock import VARIABLE
 from megatron.training.process import exit_report
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = (
-    "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --log-interval 1 "
-    "--eval-interval 1000000 --eval-iters 1 --num-workers 0"
+COMMON = (
+    "--device cpu --num-attention-heads 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--log-interval 1 --eval-interval 1000000 --eval-iters 1 --num-workers 0"
 ).split()
+TINY = (
+    "--num-layers 2 --hidden-size 32 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --vocab-size 100"
+).split()
+SECOND = (  # a step takes about 1 s of one core
+    "--num-layers 6 --hidden-size 256 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 2 --global-batch-size 16 --vocab-size 1000"
+).split()
+AGENTS = {
+    "tools/launch.py": ["tools/launch.py"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone"],
+}
+WATCHED = ["--rerun-mode", "validate_results", "--enable-ft-package", "--calc-ft-timeouts"]
+CONTENDERS = {
+    "off": (AGENTS["torchrun"], ["--rerun-mode", "disabled"]),
+    "supervisor": (AGENTS["tools/launch.py"], WATCHED),
+    "peers": (AGENTS["torchrun"], WATCHED),
+}
+StepTimes = list[tuple[float, float, float]]  # ms per step: CPU, wall without delay, wall
 _TICKS = os.sysconf("SC_CLK_TCK")
 _CALLS = 100_000
+
+
+def step_times(name: str, ranks: int, steps: int, warmup: int) -> StepTimes:
+    """Run a contender; return the times of the steps of all ranks, without the first steps."""
+    launcher, flags = CONTENDERS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        clock = f"{folder}/clock"
+        command = [sys.executable, *launcher, "--nproc-per-node", str(ranks), "pretrain_gpt.py"]
+        command += [*COMMON, *SECOND, *flags, "--train-iters", str(steps + warmup)]
+        command += ["--save", f"{folder}/checkpoints", "--no-save-optim"]
+        command += ["--callback", "benchmarks.step_clock:StepClock"]
+        environ = {**os.environ, VARIABLE: clock, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
+        times = []
+        for rank in range(ranks):
+            ends = json.loads(Path(f"{clock}.{rank}").read_text())[warmup - 1 :]
+            for before, after in zip(ends, ends[1:], strict=False):
+                cpu, wall, delay = ((b - a) / 1e6 for a, b in zip(before, after, strict=True))
+                times.append((cpu, wall - delay, wall))
+        return times
+
+
+def compare_steps(rounds: int, ranks: int, steps: int, warmup: int) -> dict[str, list[StepTimes]]:
+    """Run all contenders in alternation, print a table, and return the times of each run."""
+    names = [name for name in CONTENDERS if ranks > 1 or name != "peers"]
+    runs: dict[str, list[StepTimes]] = {name: [] for name in names}
+    for index in range(rounds):
+        for name in names[:: 1 if index % 2 else -1]:
+            runs[name].append(step_times(name, ranks, steps, warmup))
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"{rounds} runs of each, {steps} steps of {ranks} ranks, load {load}\n")
+    print(
+        "| contender | ms per step | fastest tenth | median | slowest tenth | of off, per round |"
+    )
+    print("|---|---|---|---|---|---|")
+    for index, what in enumerate(("CPU", "wall without delay", "wall")):
+        for name, found in runs.items():
+            tenths = statistics.quantiles([step[index] for run in found for step in run], n=10)
+            ratios = sorted(
+                middle(run, index) / middle(off, index)
+                for run, off in zip(found, runs["off"], strict=True)
+            )
+            print(
+                f"| {name} | {what} | {tenths[0]:.1f} | {tenths[4]:.1f} | {tenths[-1]:.1f} | "
+                f"{statistics.median(ratios):.4f} ({ratios[0]:.4f} to {ratios[-1]:.4f}) |"
+            )
+    return runs
+
+
+def middle(run: StepTimes, index: int) -> float:
+    """Return the median of one of the times."""
+    return statistics.median(step[index] for step in run)
 
 
 def cpu_s(pid: int) -> float:
@@ -44,7 +123,7 @@ def share_of_core(launcher: list[str], seconds: float) -> float:
     """Return the CPU time of a launcher per second, while its two ranks train."""
     with tempfile.TemporaryDirectory() as name:
         metrics = Path(name) / "metrics"
-        flags = [*TINY, "--train-iters", "1000000", "--metrics-file", str(metrics)]
+        flags = [*COMMON, *TINY, "--train-iters", "1000000", "--metrics-file", str(metrics)]
         command = [sys.executable, *launcher, "--nproc-per-node", "2", "pretrain_gpt.py", *flags]
         run = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -61,17 +140,11 @@ def share_of_core(launcher: list[str], seconds: float) -> float:
             run.wait()
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=30.0)
-    asked = parser.parse_args()
+def compare_agents(seconds: float) -> None:
+    """Measure the supervisor, torchrun's agent and a note, and print."""
     cores = len(os.sched_getaffinity(0))
-    for name, launcher in {
-        "tools/launch.py": ["tools/launch.py"],
-        "torchrun": ["-m", "torch.distributed.run", "--standalone"],
-    }.items():
-        share = share_of_core(launcher, asked.seconds)
+    for name, launcher in AGENTS.items():
+        share = share_of_core(launcher, seconds)
         print(
             f"{name}: {100 * share:.2f} % of a core, {100 * share / cores:.2f} % of {cores} cores"
         )
@@ -79,6 +152,25 @@ def main() -> None:
     for iteration in range(_CALLS):
         exit_report.note(iteration=iteration)
     print(f"note of a rank: {1e6 * (time.perf_counter() - began_s) / _CALLS:.2f} us per step")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("part", choices=("steps", "agents"))
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--rounds", type=int, default=6, help="runs of each contender")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of a run")
+    parser.add_argument("--output", type=Path, help="write all times of all steps as JSON")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    asked = parser.parse_args()
+    if asked.part == "agents":
+        compare_agents(asked.seconds)
+    else:
+        runs = compare_steps(asked.rounds, asked.ranks, asked.steps, asked.warmup)
+        if asked.output is not None:
+            asked.output.write_text(json.dumps(runs))
 
 
 if __name__ == "__main__":
