@@ -1,0 +1,1 @@
+"""Base of encoders of images."""

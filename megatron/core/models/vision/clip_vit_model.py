@@ -1,0 +1,218 @@
+"""Vision transformers that read patches of one image size: CLIP, SigLIP, InternViT, plain ViT.
+
+``b`` images, ``H`` and ``W`` their height and width in pixels, ``p`` the side of a patch, ``n``
+embeddings of an image (class tokens, then patches row by row), ``h`` hidden size.
+
+An encoder has all its layers on one pipeline stage; tensor parallelism shards its layers, and every
+rank computes the patches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_init import Init, new_parameter, param_info_for
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_COLOURS = 3
+
+
+@dataclass(frozen=True)
+class VisionKind:
+    """What tells vision transformers apart outside of their layers."""
+
+    has_class_token: bool
+    has_patch_bias: bool
+    has_norm_before: bool  # of the embeddings
+    has_norm_after: bool  # of the last layer's output
+
+
+KINDS = {
+    "clip": VisionKind(True, False, True, False),
+    "siglip": VisionKind(False, True, False, True),
+    "internvit": VisionKind(True, True, False, False),
+    "internvit300M": VisionKind(True, True, False, False),
+    "vit": VisionKind(True, True, False, True),
+}
+
+
+class CLIPViTModel(VisionModule):
+    """Maps images to one embedding for each patch and class token."""
+
+    def __init__(
+        self,
+        transformer_config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec,
+        ln_pre_impl: Slot = Norm,
+        ln_post_impl: Slot = Norm,
+        add_class_token: bool | None = None,
+        class_token_len: int = 1,
+        patch_dim: int = 14,
+        img_h: int = 336,
+        img_w: int = 336,
+        model_subtype: str = "clip",
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Build the encoder.  ``model_subtype`` is a key of `KINDS`.
+
+        ``class_token_len``: number of class tokens; ``add_class_token`` defaults to what the
+        subtype has.  Raises ConfigError if patches do not fill the image.
+        """
+        groups = parallel_state.current() if pg_collection is None else pg_collection
+        _check(transformer_config, groups, model_subtype, (img_h, img_w, patch_dim))
+        super().__init__(transformer_config)
+        kind = KINDS[model_subtype]
+        config = transformer_config
+        h = config.hidden_size
+        self.pg_collection = groups
+        self.tp_group = groups.tp
+        self.img_h = img_h
+        self.img_w = img_w
+        self.patch_dim = patch_dim
+        has_class_token = kind.has_class_token if add_class_token is None else add_class_token
+        self.class_token_len = class_token_len if has_class_token else 0
+        num_patches = (img_h // patch_dim) * (img_w // patch_dim)
+        self.seq_length = num_patches + self.class_token_len
+        self.conv1 = PatchProjection(config, patch_dim, has_bias=kind.has_patch_bias)
+        self.position_embeddings = _Table(config, self.seq_length)
+        self.class_token: nn.Parameter | None = None
+        if has_class_token:
+            self.class_token = _replicated(config, (1, class_token_len, h), config.init_method)
+        self.ln_pre = self._norm(ln_pre_impl) if kind.has_norm_before else None
+        self.ln_post = self._norm(ln_post_impl) if kind.has_norm_after else None
+        self.decoder = TransformerBlock(
+            config,
+            transformer_layer_spec,
+            post_layer_norm=False,
+            pg_collection=groups,
+            layer_indices=range(config.num_layers),
+        )
+        self.finalize_parameters()
+
+    def _norm(self, spec: Slot) -> nn.Module:
+        """Build a norm of embeddings, which every tensor-parallel rank computes completely."""
+        norm: nn.Module = build_module(
+            spec,
+            config=self.config,
+            hidden_size=self.config.hidden_size,
+            eps=self.config.layernorm_epsilon,
+            has_partial_gradient=False,
+        )
+        return norm
+
+    def set_input_tensor(self, input_tensor: Tensor) -> None:
+        """Set the hidden states [n, b, h] that replace those of images."""
+        self.decoder.set_input_tensor(input_tensor)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Encode images: [b, 3, H, W] -> [b, n, h].  Collective over the tensor-parallel group.
+
+        ``attention_mask``: True for pairs of patches that do not attend to each other.  Raises
+        DataError for images of another size.
+        """
+        if x.shape[1:] != (_COLOURS, self.img_h, self.img_w):
+            raise DataError(
+                f"images of shape {tuple(x.shape[1:])} do not fit an encoder of "
+                f"{(_COLOURS, self.img_h, self.img_w)}: resize them, or set --img-h and --img-w"
+            )
+        hidden: Tensor = self.conv1(x)
+        if self.class_token is not None:
+            hidden = torch.cat([self.class_token.expand(len(x), -1, -1), hidden], 1)
+        hidden = hidden + self.position_embeddings.weight
+        if self.ln_pre is not None:
+            hidden = self.ln_pre(hidden)
+        hidden = hidden.transpose(0, 1).contiguous()
+        is_sharded = self.config.sequence_parallel and self.tp_group.size() > 1
+        if is_sharded:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+        hidden = self.decoder(hidden, attention_mask)
+        if is_sharded:
+            hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
+        hidden = hidden.transpose(0, 1).contiguous()
+        if self.ln_post is not None:
+            hidden = self.ln_post(hidden)
+        return hidden
+
+
+class PatchProjection(nn.Module):
+    """A linear layer over the pixels of each patch: a convolution whose stride is its width."""
+
+    def __init__(self, config: TransformerConfig, patch_dim: int, *, has_bias: bool) -> None:
+        super().__init__()
+        self.patch_dim = patch_dim
+        shape = (config.hidden_size, _COLOURS, patch_dim, patch_dim)
+        self.weight = _replicated(config, shape, config.init_method)
+        self.bias: nn.Parameter | None = None
+        if has_bias:
+            self.bias = _replicated(config, shape[:1], Init("zeros"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project: [b, 3, H, W] -> [b, H/p W/p, h]."""
+        x = F.conv2d(x.to(self.weight.dtype), self.weight, self.bias, stride=self.patch_dim)
+        return x.flatten(2).transpose(1, 2)
+
+
+class _Table(nn.Module):
+    """Learned embeddings of the places in an image."""
+
+    def __init__(self, config: TransformerConfig, count: int) -> None:
+        super().__init__()
+        self.weight = _replicated(config, (count, config.hidden_size), config.init_method)
+
+
+def _replicated(config: TransformerConfig, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+    return new_parameter(shape, config.params_dtype, param_info_for(shape, init))
+
+
+def _check(
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    subtype: str,
+    sizes: tuple[int, int, int],
+) -> None:
+    """Raise ConfigError, with all problems, if the encoder cannot be built."""
+    img_h, img_w, patch_dim = sizes
+    problems = []
+    if subtype not in KINDS:
+        problems.append(f"vision model {subtype} is unknown; give one of {', '.join(KINDS)}")
+    for flag, size in (("--img-h", img_h), ("--img-w", img_w)):
+        if size % patch_dim or size < patch_dim:
+            problems.append(f"{flag} {size} is not a multiple of --patch-dim {patch_dim}")
+    if groups.cp.size() > 1:
+        problems.append("patches attend to all others: an encoder has no context parallelism")
+    if config.sequence_parallel and subtype in KINDS:
+        problems += _sequence_problem(config, groups, subtype, sizes)
+    if problems:
+        raise ConfigError("the vision encoder cannot be built:\n  - " + "\n  - ".join(problems))
+
+
+def _sequence_problem(
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    subtype: str,
+    sizes: tuple[int, int, int],
+) -> list[str]:
+    img_h, img_w, patch_dim = sizes
+    count = (img_h // patch_dim) * (img_w // patch_dim) + KINDS[subtype].has_class_token
+    if count % groups.tp.size() == 0:
+        return []
+    return [
+        f"--sequence-parallel: {count} embeddings of an image cannot be split over "
+        f"{groups.tp.size()} ranks; build the encoder from a config without it"
+    ]

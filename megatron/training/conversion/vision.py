@@ -1,0 +1,274 @@
+"""Encoders of images from Hugging Face and back: config.json, and tensors bit by bit.
+
+Only the encoder itself is converted: a pooling head or a projection beside it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.activations import openai_gelu, quick_gelu
+from megatron.core.config.errors import CheckpointError
+from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.conversion.family import Config
+from megatron.training.conversion.tensors import Rule
+
+_ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": openai_gelu,
+    "quick_gelu": quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderFamily:
+    """How the tensors of one family are called.  Names stand for a weight and its bias.
+
+    ``outside`` and ``layer``: our name -> theirs; ``layer_prefix``: theirs, {} is the number.
+    ``values``: our tensors without ``.weight`` in theirs.  ``ignored``: beginnings of names of what
+    does not belong to the encoder.
+    """
+
+    subtype: str  # a key of `clip_vit_model.KINDS`
+    outside: Mapping[str, str]
+    layer: Mapping[str, str]
+    layer_prefix: str
+    values: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    eps: float = 1e-5  # if config.json has none
+
+    def theirs(self, ours: str) -> tuple[str, ...]:
+        """Return their names of our tensor: one, or those of query, key and value."""
+        if ours in self.values:
+            return (self.values[ours],)
+        name, prefix, table = ours, "", self.outside
+        if ours.startswith("decoder.layers."):
+            _, _, number, name = ours.split(".", 3)
+            prefix, table = self.layer_prefix.format(number), self.layer
+            if name in self.values:
+                return (prefix + self.values[name],)
+        module, _, kind = name.rpartition(".")
+        if module not in table:
+            raise CheckpointError(f"{ours} has no counterpart in a {self.subtype} encoder")
+        return tuple(f"{prefix}{each}.{kind}" for each in table[module].split())
+
+
+_CLIP_LAYER = {
+    "input_layernorm": "layer_norm1",
+    "self_attention.linear_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "self_attention.linear_proj": "self_attn.out_proj",
+    "pre_mlp_layernorm": "layer_norm2",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.linear_fc2": "mlp.fc2",
+}
+_CLIP_OUTSIDE = {
+    "conv1": "embeddings.patch_embedding",
+    "position_embeddings": "embeddings.position_embedding",
+    "ln_pre": "pre_layrnorm",
+    "ln_post": "post_layernorm",
+}
+_VIT_OUTSIDE = {"conv1": "embeddings.patch_embeddings.projection", "ln_post": "layernorm"}
+_VIT_VALUES = {
+    "class_token": "embeddings.cls_token",
+    "position_embeddings.weight": "embeddings.position_embeddings",
+}
+_VIT_LAYER = {
+    "input_layernorm": "layernorm_before",
+    "self_attention.linear_qkv": "attention.q_proj attention.k_proj attention.v_proj",
+    "self_attention.linear_proj": "attention.o_proj",
+    "pre_mlp_layernorm": "layernorm_after",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.linear_fc2": "mlp.fc2",
+}
+FAMILIES = {
+    "clip_vision_model": EncoderFamily(
+        subtype="clip",
+        outside=_CLIP_OUTSIDE,
+        layer=_CLIP_LAYER,
+        layer_prefix="encoder.layers.{}.",
+        values={"class_token": "embeddings.class_embedding"},
+        ignored=("post_layernorm.", "embeddings.position_ids"),  # of the pooled output
+    ),
+    "siglip_vision_model": EncoderFamily(
+        subtype="siglip",
+        outside=_CLIP_OUTSIDE,
+        layer=_CLIP_LAYER,
+        layer_prefix="encoder.layers.{}.",
+        ignored=("head.", "embeddings.position_ids"),
+        eps=1e-6,
+    ),
+    "vit": EncoderFamily(
+        subtype="vit",
+        outside=_VIT_OUTSIDE,
+        layer=_VIT_LAYER,
+        layer_prefix="layers.{}.",
+        values=_VIT_VALUES,
+        ignored=("pooler.", "classifier."),
+        eps=1e-12,
+    ),
+    "internvl_vision": EncoderFamily(
+        subtype="internvit",
+        outside=_VIT_OUTSIDE,
+        layer=_VIT_LAYER
+        | {
+            "self_attention.linear_proj": "attention.projection_layer",
+            "self_attention.q_layernorm": "attention.q_norm",
+            "self_attention.k_layernorm": "attention.k_norm",
+        },
+        layer_prefix="encoder.layer.{}.",
+        values=_VIT_VALUES
+        | {
+            "post_self_attn_layernorm.weight": "lambda_1",
+            "post_mlp_layernorm.weight": "lambda_2",
+        },
+        eps=1e-6,
+    ),
+}
+
+
+def build_encoder(
+    config: Config, pg_collection: ProcessGroupCollection | None = None, **changes: Any
+) -> CLIPViTModel:
+    """Build the encoder that ``config`` (config.json of an encoder) describes, without weights.
+
+    ``changes``: fields of the `TransformerConfig`.  Raises CheckpointError if it is not supported.
+    """
+    family = _family_of(config)
+    with_qk_norm = bool(config.get("use_qk_norm"))
+    of_layers = TransformerConfig(
+        **{
+            "num_layers": config["num_hidden_layers"],
+            "hidden_size": config["hidden_size"],
+            "num_attention_heads": config["num_attention_heads"],
+            "ffn_hidden_size": config["intermediate_size"],
+            "activation_func": _activation(config["hidden_act"]),
+            "bias_activation_fusion": False,  # it would replace GELU by its approximation
+            "layernorm_epsilon": config.get("layer_norm_eps", family.eps),
+            "normalization": _norm_of(config),
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "qk_layernorm_full_width": with_qk_norm,
+            **changes,
+        }
+    )
+    height, width = _pair(config["image_size"])
+    sides = _pair(config["patch_size"])
+    if sides[0] != sides[1]:
+        raise CheckpointError(f"config.json has patch_size {sides}: patches must be squares")
+    has_scale = family.subtype == "internvit"
+    return CLIPViTModel(
+        of_layers,
+        get_vit_layer_with_local_spec(of_layers, has_layer_scale=has_scale),
+        patch_dim=sides[0],
+        img_h=height,
+        img_w=width,
+        model_subtype=family.subtype,
+        pg_collection=pg_collection,
+    )
+
+
+def encoder_from_hf(
+    model: CLIPViTModel, config: Config, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the complete tensors of ``model``, a model on one process, from ``tensors``.
+
+    A bias that theirs lack is zero.  Raises CheckpointError for a tensor that is missing, has
+    another shape, or has no counterpart.
+    """
+    family = _family_of(config)
+    found: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for name, param in model.named_parameters():
+        names = family.theirs(name)
+        used.update(names)
+        missing = [each for each in names if each not in tensors]
+        if missing == list(names) and name.endswith("linear_qkv.bias"):
+            found[name] = torch.zeros_like(param)
+            continue
+        if missing:
+            raise CheckpointError(f"the encoder has no tensor {missing[0]}")
+        parts = [tensors[each] for each in names]
+        made = _rule(names).to_ours(parts, model.config)  # type: ignore[arg-type]
+        if made.numel() != param.numel():
+            raise CheckpointError(
+                f"{names[0]} has shape {tuple(parts[0].shape)}, which does not fit {name} of shape "
+                f"{tuple(param.shape)}"
+            )
+        found[name] = made.reshape(param.shape)
+    left = [n for n in tensors if n not in used and not n.startswith(family.ignored or ("\0",))]
+    if left:
+        raise CheckpointError(f"{left[0]} has no counterpart in a {family.subtype} encoder")
+    return found
+
+
+def encoder_to_hf(
+    model: CLIPViTModel, config: Config, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return ``tensors``, complete ones under our names, under theirs; the reverse of the above.
+
+    Raises CheckpointError if theirs have no bias where ours is not zero.
+    """
+    family = _family_of(config)
+    lacks_bias = not config.get("attention_bias", config.get("qkv_bias", True))
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if lacks_bias and name.endswith("linear_qkv.bias"):
+            if tensor.any():
+                raise CheckpointError(f"{name} is not zero, and config.json has no bias for it")
+            continue
+        names = family.theirs(name)
+        parts = _rule(names).to_theirs(tensor, model.config)  # type: ignore[arg-type]
+        for each, part in zip(names, parts, strict=True):
+            out[each] = part.reshape(_their_shape(each, part)).contiguous()
+    return out
+
+
+def _their_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape in theirs: some of our embeddings have a dimension of 1 more or less."""
+    if name == "embeddings.class_embedding":
+        return (tensor.numel(),)
+    if name == "embeddings.position_embeddings":
+        return (1, *tensor.shape)
+    return tuple(tensor.shape)
+
+
+def _rule(names: tuple[str, ...]) -> Rule:
+    return Rule(names, is_qkv=len(names) > 1)
+
+
+def _family_of(config: Config) -> EncoderFamily:
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise CheckpointError(
+            f"config.json has model_type {kind}: only {', '.join(FAMILIES)} can be converted"
+        )
+    return FAMILIES[str(kind)]
+
+
+def _activation(name: str) -> Any:
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json has hidden_act {name}: only {', '.join(_ACTIVATIONS)} can be converted"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _norm_of(config: Config) -> str:
+    names = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+    return names[config.get("norm_type", "layer_norm")]
+
+
+def _pair(value: int | list[int]) -> tuple[int, int]:
+    """Return height and width."""
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
