@@ -136,7 +136,7 @@ def test_a_deterministic_run_repeats_itself(tmp_path: Path, compiled: Path) -> N
 @pytest.mark.skipif(why_missing("triton") is not None, reason="triton is not installed")
 def test_kernels_in_triton_are_launched_by_a_run(tmp_path: Path, compiled: Path) -> None:
     flags = [*LLAMA.split(), "--train-iters", "1", "--num-layers", "1", "--global-batch-size", "2"]
-    flags += f"{EXPERTS} --moe-router-fusion --moe-permute-fusion".split()
+    flags += f"{EXPERTS} --moe-router-fusion".split()
     found = on_the_device(tmp_path / "gpu", compiled, 1, flags, TRITON_INTERPRET="1")
     wanted = losses(run_gpt(tmp_path / "cpu", *flags))
     assert found == pytest.approx(wanted, rel=tolerances.LAYOUT[torch.float32]["loss"])

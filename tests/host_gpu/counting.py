@@ -92,8 +92,12 @@ def _watch() -> list[_Step]:
         def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
             if steps:
                 steps[-1].note(f"Triton {self.fn.__name__}", tensors_in(args, kwargs))
+            before = torch_cuda.waits()
             with _disable_current_modes():
-                return launch(self, *args, **kwargs)
+                done = launch(self, *args, **kwargs)
+            if steps:  # the interpreter copies the tensors to the host and back
+                steps[-1].waits -= torch_cuda.waits() - before
+            return done
 
         interpreter.GridExecutor.__call__ = counted
     train_step = loop.train_step
@@ -103,7 +107,7 @@ def _watch() -> list[_Step]:
         before = torch_cuda.waits()
         with Operations():
             done = train_step(run)
-        steps[-1].waits = torch_cuda.waits() - before
+        steps[-1].waits += torch_cuda.waits() - before
         return done
 
     loop.train_step = step

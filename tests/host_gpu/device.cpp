@@ -255,12 +255,28 @@ void check_scaled_mm(const torch::jit::Stack& stack, size_t first) {
               "fp8 GEMMs need k and n in multiples of 16, got ", a.sizes(), " and ", b.sizes());
 }
 
+// CUTLASS reads bf16 from addresses and with strides in multiples of 16 bytes.  Other dtypes take a
+// loop of GEMMs, for which torch copies the ends of the groups to the host.
+void check_grouped_mm(const torch::jit::Stack& stack, size_t first) {
+  for (size_t i = first; i < first + 2; ++i) {
+    const Tensor t = stack[i].toTensor();
+    const int64_t unit = 16 / t.element_size(), last = t.dim() - 1;
+    TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0, "unaligned grouped GEMM");
+    TORCH_CHECK(t.stride(last) == 1 || t.stride(last - 1) == 1, "grouped GEMM of ", t.strides());
+    for (int64_t stride : t.strides())
+      TORCH_CHECK(stride == 1 || stride % unit == 0, "grouped GEMM of strides ", t.strides());
+  }
+  TORCH_CHECK(stack[first + 2].toTensor().scalar_type() == at::kInt, "ends are int32");
+  if (stack[first].toTensor().scalar_type() != at::kBFloat16) ++waits;
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t given = schema.arguments().size(), first = stack->size() - given;
   const std::string name = c10::toString(op.operator_name());
   check_deterministic(name, *stack, first);
   if (name.rfind("aten::_scaled_mm", 0) == 0) check_scaled_mm(*stack, first);
+  if (name.rfind("aten::_grouped_mm", 0) == 0) check_grouped_mm(*stack, first);
   Aliases aliases;
   bool on_host_is_asked = false;  // a factory on the CPU for tensors of the device
   for (size_t i = first; i < stack->size(); ++i) {
@@ -358,6 +374,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_log_softmax", TORCH_FN((wide_softmax<at::_log_softmax>)));
   m.impl("resize_", TORCH_FN(resize));
   m.impl("record_stream", TORCH_FN(record_stream));
+  // Otherwise a loop of GEMMs runs, as for a device without a kernel.
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&copy>());
 }
 

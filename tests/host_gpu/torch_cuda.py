@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core import device
 from tests import triton_interpreter
-from tests.host_gpu import attention, nccl
+from tests.host_gpu import attention, gemm, nccl
 
 _threads = threading.local()
 kept: list[Any] = []  # what would unregister itself
@@ -139,7 +139,7 @@ def install(compiled: Any) -> None:
     _let_storages_be_resized()
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.mend()
-    kept.append(attention.register())
+    kept.extend([attention.register(), gemm.register()])
     device.records_graphs = lambda: False  # tests.graph_stand_in shows graphs
     device.default_backend = lambda: _LIKE_NCCL if device.is_cuda() else "gloo"
     dist.ProcessGroupNCCL = nccl.ProcessGroupNCCL  # type: ignore[misc, assignment]

@@ -90,6 +90,11 @@ class WeightGrad:
         weight_grad = None if self.weight is None else self._product(self.weight)
         return weight_grad, None if self.bias is None else self.grad.sum(0)
 
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients of `params`.  As `compute` otherwise."""
+        given = zip((self.weight, self.bias), self.compute(), strict=True)
+        return [grad for param, grad in given if param is not None]
+
     def _product(self, weight: Tensor) -> Tensor | None:
         """Return grad^T x, or `has_been_added` if the GEMM adds to the main gradient."""
         if self.is_own and adds_to_main_grad(weight):
@@ -153,9 +158,7 @@ class _Deliver(Function[Tensor]):
 
     @staticmethod
     def backward(ctx: Context[WeightGrad], _: Tensor) -> tuple[Tensor | None, ...]:
-        item = ctx.values
-        given = zip((item.weight, item.bias), item.compute(), strict=True)
-        return None, *(grad for param, grad in given if param is not None)
+        return None, *ctx.values.gradients()
 
 
 class WeightGradQueue:

@@ -72,7 +72,7 @@ NEEDS_GPU = _needs(
     "a GPU",
     "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading moe_grouped_gemm "
     "record_memory_history high_priority_stream_groups nccl_communicator_config_path "
-    "moe_permute_fusion moe_router_fusion nccl_ub tp_comm_overlap",
+    "moe_router_fusion nccl_ub tp_comm_overlap",
     lambda ns: ns.device != CPU,
 )
 
@@ -192,7 +192,7 @@ _OF_EXPERTS = (
         "expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input "
         "moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps "
         "moe_grouped_gemm moe_layer_freq moe_layer_recompute moe_pad_expert_input_to_capacity "
-        "moe_per_layer_logging moe_permute_fusion moe_router_dtype moe_router_fusion "
+        "moe_per_layer_logging moe_router_dtype moe_router_fusion "
         "moe_router_enable_expert_bias "
         "moe_router_force_load_balancing moe_router_group_topk moe_router_group_score_topk "
         "moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax "

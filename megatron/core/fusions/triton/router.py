@@ -120,6 +120,8 @@ def _choose(
     ranked = scores
     if HAS_BIAS:
         ranked += tl.load(Bias + expert, mask=is_free, other=0.0)
+    # NaN equals nothing, so that no expert would be found; a sort puts it first.
+    ranked = tl.where(ranked != ranked, float("inf"), ranked)
     if GROUPS > 1:
         sums, is_left = tl.zeros((GROUP_BLOCK,), tl.float32), is_free
         for _ in tl.static_range(GROUP_SCORES):

@@ -113,7 +113,11 @@ class MoEConfig:
         "needs dispatcher flex.",
     )
     moe_deepep_num_sms: int = _moe(20, "Number of SMs (GPU multiprocessors) that DeepEP uses.")
-    moe_permute_fusion: bool = _moe(False, "Fuse token permutation into one kernel, on a GPU.")
+    moe_permute_fusion: bool = _moe(
+        False,
+        "Fuse token permutation into one kernel, on a GPU.",
+        ignored="on a GPU, one kernel always computes the order of the tokens",
+    )
     moe_expert_capacity_factor: float | None = _moe(
         None,
         "Capacity of each expert as a multiple of its even share of tokens; further tokens "

@@ -92,9 +92,7 @@ class DeepEPDispatcher(FlexDispatcher):
         counts, handled = sent[0]
         mine = here.masked_fill(here < 0, self.num_local)
         weights = weights.to(routing.weights.dtype)
-        arrived = sorted_here(
-            rows, Routing(mine, weights, self.num_local), counts, fuses=self.fuses
-        )
+        arrived = sorted_here(rows, Routing(mine, weights, self.num_local), counts)
 
         def back(results: Tensor) -> Tensor:
             return through(arrived.back(results), handled, _combined, _dispatched)

@@ -19,7 +19,12 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule, WithBias
-from megatron.core.transformer.moe.grouped_linear import RowGroups, can_group, grouped_linear
+from megatron.core.transformer.moe.grouped_linear import (
+    RowGroups,
+    can_group,
+    grouped_linear,
+    share_storage,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MATRICES = ("linear_fc1", "linear_fc2")
@@ -94,6 +99,9 @@ class Experts(MegatronModule):
                 can_group([linear.weight for linear in self._linears(name)]) for name in _MATRICES
             )
         )
+        if self._can_group and device.is_cuda():
+            for name in _MATRICES:
+                share_storage([linear.weight for linear in self._linears(name)])
         # Grouped GEMMs of an external package (Transformer Engine), by the name of the matrix.
         self._products: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {}
         if config.moe_grouped_gemm and hasattr(self._in_order[0].linear_fc1, "product_of_all"):

@@ -27,16 +27,6 @@ def route(logits: Tensor, choice: Choice, bias: Tensor | None = None) -> Routing
     return Routing(experts, weights, logits.shape[-1])
 
 
-def best(scores: Tensor, k: int) -> Tensor:
-    """Return the ``k`` experts with the highest scores, [n, k]; same result as `routing.best`."""
-    fused = _kernels(scores)
-    if fused is None:
-        return routing.best(scores, k)
-    experts: Tensor
-    experts, _ = fused.choose(scores.contiguous(), None, k, **_options(Choice(k=k), fused))
-    return experts
-
-
 def _kernels(scores: Tensor) -> ModuleType | None:
     return kernels.find("router", scores) if scores.dtype == torch.float32 else None
 

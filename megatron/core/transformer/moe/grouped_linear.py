@@ -2,7 +2,8 @@
 
 ``m`` rows sorted by expert; ``e`` experts with weights [o, i].  The kernel is
 `torch.nn.functional.grouped_mm`, which uses a GPU better than a loop of small GEMMs; on a CPU a
-loop is as fast.  `can_group` checks the kernel's limits.
+loop is as fast.  `can_group` checks the kernel's limits.  The host needs no row counts, unless the
+weight gradients are added to main gradients without a Triton kernel.
 """
 
 from __future__ import annotations
@@ -12,25 +13,41 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.autograd import Context, Function
-from megatron.core.tensor_parallel.weight_gradient import WeightGrad, adds_to_main_grad, is_deferred
+from megatron.core.fusions import kernels
+from megatron.core.tensor_parallel.weight_gradient import (
+    WeightGrad,
+    adds_to_main_grad,
+    has_been_added,
+    is_deferred,
+)
 from megatron.core.transformer.moe.lazy_token_counts import LazyTokenCounts
 
 _ALIGNMENT = 16  # bytes, of every stride of the kernel
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# For other dtypes torch runs a loop of GEMMs, and copies the ends of the groups to the host for it.
+_DTYPES = (torch.bfloat16,)
 
 
 def can_group(weights: Sequence[Tensor]) -> bool:
     """Return whether the kernel supports these weights.
 
-    It needs at least two, no fp64, and both widths a multiple of 16 bytes.
+    It needs at least two, in bf16, with both widths a multiple of 16 bytes.
     """
     size = weights[0].dtype.itemsize
     is_aligned = all(n * size % _ALIGNMENT == 0 for n in weights[0].shape)
     return len(weights) > 1 and weights[0].dtype in _DTYPES and is_aligned
+
+
+@torch.no_grad()
+def share_storage(weights: Sequence[nn.Parameter]) -> None:
+    """Move the weights, of equal shapes, into one storage, so that `stacked` need not copy them."""
+    whole = weights[0].new_empty((len(weights), *weights[0].shape))
+    for weight, place in zip(weights, whole, strict=True):
+        place.copy_(weight)
+        weight.data = place
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,7 @@ def grouped_linear(rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -
     """Multiply each row by its expert's weight: [m, i] -> [m, o].
 
     As in a linear layer, backward puts the weight gradients into a queue or adds them to the main
-    gradients, if either exists, with one GEMM per expert; otherwise it runs one grouped GEMM.
+    gradients, if either exists.
     """
     return _GroupedLinear.apply(rows, groups, *weights)
 
@@ -68,55 +85,88 @@ class _GroupedLinear(Function[Tensor]):
 
     @staticmethod
     def forward(ctx: Context[_Values], rows: Tensor, groups: RowGroups, *weights: Tensor) -> Tensor:
+        rows = rows.contiguous()
         ctx.save_for_backward(rows, *weights)
         ctx.values = weights, groups
         wide = stacked(weights).transpose(1, 2)
-        return F.grouped_mm(rows.contiguous(), wide, offs=groups.ends)
+        return F.grouped_mm(rows, wide, offs=groups.ends)
 
     @staticmethod
     def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
         params, groups = ctx.values
-        counts, ends = list(groups.counts), groups.ends
         # The kernel checks strides even without rows: allocate a tensor with valid ones.
         grad = grad.contiguous() if len(grad) else grad.new_zeros(grad.shape)
         needs_rows, _, *needs = ctx.needs_input_grad
-        grad_rows = F.grouped_mm(grad, stacked(weights), offs=ends) if needs_rows else None
-        items = [
-            WeightGrad(weight if needed else None, None, one, x, group=None, is_own=True)
-            for weight, needed, one, x in zip(
-                params, needs, grad.split(counts), rows.split(counts), strict=True
-            )
+        grad_rows = F.grouped_mm(grad, stacked(weights), offs=groups.ends) if needs_rows else None
+        chosen = [params[k] if needed else None for k, needed in enumerate(needs)]
+        item = _GroupedWeightGrad(chosen, grad, rows, groups)
+        is_later = not item.params or is_deferred(item)
+        computed = iter([None] * len(item.params) if is_later else item.gradients())
+        return grad_rows, None, *(None if param is None else next(computed) for param in chosen)
+
+
+class _GroupedWeightGrad(WeightGrad):
+    """The weight gradients of all experts from one backward pass; None for a frozen weight."""
+
+    def __init__(
+        self, weights: Sequence[Tensor | None], grad: Tensor, rows: Tensor, groups: RowGroups
+    ) -> None:
+        super().__init__(None, None, grad, rows, group=None, is_own=True)
+        self._weights = weights
+        self._groups = groups
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [weight for weight in self._weights if weight is not None]
+
+    def gradients(self) -> list[Tensor | None]:
+        params = self.params
+        if len(params) == len(self._weights):
+            if not any(map(adds_to_main_grad, params)):
+                return [*F.grouped_mm(self.grad.t(), self.x, offs=self._groups.ends)]
+            if self._has_added_all(params):
+                return [has_been_added(param) for param in params if adds_to_main_grad(param)]
+        counts = list(self._groups.counts)
+        parts = zip(self._weights, self.grad.split(counts), self.x.split(counts), strict=True)
+        return [
+            WeightGrad(weight, None, grad, x, group=None, is_own=True).compute()[0]
+            for weight, grad, x in parts
+            if weight is not None
         ]
-        are_later = [is_deferred(item) for item in items]
-        if all(needs) and not any(are_later) and not any(map(adds_to_main_grad, params)):
-            return grad_rows, None, *F.grouped_mm(grad.t(), rows, offs=ends)
-        computed = [
-            None if is_later else item.compute()[0]
-            for item, is_later in zip(items, are_later, strict=True)
-        ]
-        return grad_rows, None, *computed
+
+    def _has_added_all(self, params: Sequence[Tensor]) -> bool:
+        """Add the products to all main gradients with one kernel; return whether it could."""
+        fused = kernels.find("grouped_weight_gradient", self.grad)
+        adding = [param for param in params if adds_to_main_grad(param)]
+        is_first = [param.overwrite_main_grad for param in adding]
+        if fused is None or self.grad.dtype.itemsize != 2 or len(adding) < len(params):
+            return False
+        total = view_of_all([param.main_grad for param in adding])
+        if total is None or any(is_first) != all(is_first):
+            return False
+        ends, keep = self._groups.ends, not is_first[0]
+        fused.add_products(self.grad, self.x, ends, total, keep=keep)
+        return True
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
     """Stack the weights: [e, o, i], a view if they are equally spaced in one storage, else a copy.
 
-    A parameter buffer stores consecutive experts so.
+    They are after `share_storage`, and in a parameter buffer.
     """
-    first, second = weights[0], weights[1]
-    step = second.data_ptr() - first.data_ptr()
-    begin, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    is_even = (
-        step > 0
-        and step % _ALIGNMENT == 0
-        and all(
-            weight.is_contiguous()
-            and weight.data_ptr() == begin + k * step
-            and weight.untyped_storage().data_ptr() == storage
-            for k, weight in enumerate(weights)
-        )
-    )
-    if not is_even:
-        return torch.stack([weight.detach() for weight in weights])
-    strides = (step // first.element_size(), *first.stride())
-    return first.detach().as_strided((len(weights), *first.shape), strides)
+    view = view_of_all(weights)
+    return torch.stack([weight.detach() for weight in weights]) if view is None else view
+
+
+def view_of_all(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return a view [e, ...] of tensors that are equally spaced in one storage, else None."""
+    first, second = tensors[0], tensors[1]
+    begin, storage = first.storage_offset(), first.untyped_storage()._cdata
+    step = second.storage_offset() - begin
+    is_even = step >= first.numel() and step * first.element_size() % _ALIGNMENT == 0
+    for number, tensor in enumerate(tensors):
+        is_next = tensor.storage_offset() == begin + number * step and tensor.is_contiguous()
+        if not (is_even and is_next and tensor.untyped_storage()._cdata == storage):
+            return None
+    return first.detach().as_strided((len(tensors), *first.shape), (step, *first.stride()))

@@ -49,7 +49,6 @@ class MoELayer(MegatronModule):
         assert config.num_moe_experts is not None, "a layer of experts needs --num-experts"
         self.router = TopKRouter(config, layer_number, pg_collection=pg_collection)
         self.dispatcher = _dispatcher(config, config.num_moe_experts, pg_collection)
-        self.dispatcher.fuses = config.moe_permute_fusion
         self.experts = Experts(
             config, submodules.experts, self.dispatcher.local_experts, pg_collection=pg_collection
         )

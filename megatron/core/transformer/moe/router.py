@@ -256,8 +256,7 @@ class TopKRouter(MegatronModule):
         if not terms:
             return routing
         scores = arithmetic.balance_scores(logits, self.choice)
-        best = fused_routing.best if config.moe_router_fusion else arithmetic.best
-        plain = best(scores.detach(), k)
+        plain = arithmetic.best(scores.detach(), k)
         for kind, coefficient in terms:
             if kind in ("aux_loss", "global_aux_loss"):
                 counts = arithmetic.tally(plain, self.num_experts)

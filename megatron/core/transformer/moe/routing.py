@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron.core.fusions import kernels
+
 _TIE = 2.0**-12  # weights closer than this are equal when visits have to be dropped
 
 
@@ -97,8 +99,16 @@ def scores_of(logits: Tensor, choice: Choice) -> Tensor:
 def best(scores: Tensor, k: int) -> Tensor:
     """Return the ``k`` experts with the highest scores: [n, k].
 
-    A stable sort, since torch.topk does not define the order of ties.
+    A kernel of a GPU selects them.  Without one it is a stable sort: torch.topk does not define the
+    order of ties.
     """
+    if fused := kernels.find("router", scores):
+        # Any 16-bit score is exact in float32.
+        experts: Tensor
+        experts, _ = fused.choose(
+            scores.float().contiguous(), None, k, score=fused.CHOSEN_SOFTMAX, scale=1.0
+        )
+        return experts
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
 
 

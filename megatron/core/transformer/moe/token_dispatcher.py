@@ -60,9 +60,9 @@ class DispatchedTokens:
 
     def padded(self, capacity: int) -> DispatchedTokens:
         """Pad the rows of each expert with zeros to ``capacity``."""
-        device, size = self.rows.device, len(self.counts) * capacity
+        where, size = self.rows.device, len(self.counts) * capacity
         gaps = [0, *accumulate(capacity - count for count in self.counts[:-1])]
-        place = torch.arange(len(self.rows), device=device) + _repeated(gaps, self.counts, device)
+        place = torch.arange(len(self.rows), device=where) + _repeated(gaps, self.counts, where)
         rows = self.rows.new_zeros((size, self.rows.shape[1])).index_copy(0, place, self.rows)
         weights = self.weights.new_zeros(size).index_copy(0, place, self.weights)
         return DispatchedTokens(
@@ -75,8 +75,6 @@ class DispatchedTokens:
 
 class TokenDispatcher(ABC):
     """Interface of dispatchers.  Collective over tp_ep: all its ranks make the same calls."""
-
-    fuses = False  # compute the order of rows with a fused GPU kernel, if there is one
 
     def __init__(self, num_experts: int, groups: ProcessGroupCollection) -> None:
         self.num_experts = num_experts
@@ -110,8 +108,8 @@ class LocalDispatcher(TokenDispatcher):
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
         if routing.capacity is None and is_in_a_gpu(x):
-            return sorted_here(x, routing, LazyTokenCounts(routing.counts()), fuses=self.fuses)
-        return sorted_here(x, routing, self.count_rows(routing, None)[0], fuses=self.fuses)
+            return sorted_here(x, routing, LazyTokenCounts(routing.counts()))
+        return sorted_here(x, routing, self.count_rows(routing, None)[0])
 
 
 class AllGatherDispatcher(TokenDispatcher):
@@ -129,7 +127,7 @@ class AllGatherDispatcher(TokenDispatcher):
         is_mine = (experts >= first) & (experts < self.local_experts.stop)
         mine = (experts - first).masked_fill(~is_mine, self.num_local)
         here = Routing(mine, weights, self.num_local)
-        arrived = sorted_here(x, here, self.count_rows(here, None)[0], fuses=self.fuses)
+        arrived = sorted_here(x, here, self.count_rows(here, None)[0])
 
         def back(rows: Tensor) -> Tensor:
             return reduce_scatter_to_sequence_parallel_region(arrived.back(rows), group)
@@ -144,7 +142,7 @@ class AllToAllDispatcher(TokenDispatcher):
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
         row_counts = self.count_rows(routing, self.tp_ep)
-        arrived = sorted_here(x, routing, row_counts[self.tp_ep.rank()], fuses=self.fuses)
+        arrived = sorted_here(x, routing, row_counts[self.tp_ep.rank()])
         copies, mine = self.expt_tp.size(), self.local_experts
         if self.ep.size() > 1:
             arrived = _sent(arrived, self.ep, row_counts[self.expt_tp.rank() :: copies], meanwhile)
@@ -163,7 +161,7 @@ class FlexDispatcher(TokenDispatcher):
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
         row_counts = self.count_rows(routing, self.tp_ep)
-        arrived = sorted_here(x, routing, row_counts[self.tp_ep.rank()], fuses=self.fuses)
+        arrived = sorted_here(x, routing, row_counts[self.tp_ep.rank()])
         return _sent(arrived, self.tp_ep, row_counts, meanwhile, num_blocks=self.ep.size())
 
 
@@ -189,15 +187,13 @@ def is_in_a_gpu(x: Tensor) -> bool:
     return device.launches_kernels(x.device)
 
 
-def sorted_here(
-    x: Tensor, routing: Routing, counts: Sequence[int], *, fuses: bool = False
-) -> DispatchedTokens:
+def sorted_here(x: Tensor, routing: Routing, counts: Sequence[int]) -> DispatchedTokens:
     """Return the local tokens' rows sorted by expert, without dropped ones.
 
     With `LazyTokenCounts` no token may be dropped: the number of rows must not depend on counts.
     """
     num_rows = None if isinstance(counts, LazyTokenCounts) else sum(counts)
-    order = by_expert(routing.experts, num_rows, highest=routing.num_experts if fuses else None)
+    order = by_expert(routing.experts, num_rows, highest=routing.num_experts)
     weights = routing.weights.flatten().index_select(0, order.visit)
     return DispatchedTokens(expand(x, order), weights, counts, partial(combine, order=order))
 
@@ -215,7 +211,7 @@ def _sent(
     ``row_counts``: for each rank of ``group``.  The default is one block per rank.  With fewer
     blocks than ranks, consecutive ranks compute the same block, and each receives all its rows.
     """
-    size, counts, device = group.size(), arrived.counts, arrived.rows.device
+    size, counts, where = group.size(), arrived.counts, arrived.rows.device
     if size == 1:
         return arrived
     num_blocks = num_blocks or size
@@ -225,10 +221,11 @@ def _sent(
     blocks = [sum(counts[i : i + num_local]) for i in range(0, len(counts), num_local)]
     sending = [rows for rows in blocks for _ in range(copies)]
     receiving = [sum(row) for row in coming]
-    doubled = _copies_of_blocks(blocks, copies, device)
+    doubled = _copies_of_blocks(blocks, copies, where)
     # Received rows are sorted by source rank, then by expert; sort them by expert alone.
     experts = [number for _ in range(size) for number in range(num_local)]
-    sorting = by_expert(_repeated(experts, [n for row in coming for n in row], device).unsqueeze(1))
+    by_source = _repeated(experts, [n for row in coming for n in row], where)
+    sorting = by_expert(by_source.unsqueeze(1), highest=num_local - 1)
 
     def back(rows: Tensor) -> Tensor:
         (rows,) = _Exchange.apply(receiving, sending, group, combine(rows, sorting))
@@ -253,19 +250,23 @@ def _sent(
     )
 
 
-def _copies_of_blocks(sizes: list[int], copies: int, device: torch.device) -> Order | None:
+def _copies_of_blocks(sizes: list[int], copies: int, where: torch.device) -> Order | None:
     """Return the order that repeats each block of rows ``copies`` times; None for one copy."""
     if copies == 1:
         return None
-    block = _repeated(range(len(sizes)), sizes, device)
+    block = _repeated(range(len(sizes)), sizes, where)
     # Visits to (block, copy), numbered so that sorting by number lays them out as they are sent.
-    visits = block.unsqueeze(1) * copies + torch.arange(copies, device=device)
-    return by_expert(visits)
+    visits = block.unsqueeze(1) * copies + torch.arange(copies, device=where)
+    return by_expert(visits, highest=len(sizes) * copies - 1)
 
 
-def _repeated(numbers: Sequence[int], times: Sequence[int], device: torch.device) -> Tensor:
-    """Return each number repeated its number of ``times``: [sum of ``times``]."""
-    both = torch.tensor([numbers, times], device=device)
+def _repeated(numbers: Sequence[int], times: Sequence[int], where: torch.device) -> Tensor:
+    """Return each number repeated its number of ``times``: [sum of ``times``].
+
+    The host does not wait for ``where``, neither for the copy nor for the size of the result.
+    """
+    here = device.host_array(torch.tensor([numbers, times]), where)
+    both = here.to(where, non_blocking=True)
     return both[0].repeat_interleave(both[1], output_size=sum(times))
 
 
