@@ -90,6 +90,7 @@ COMPATIBILITY_API = {
         "megatron/core/models/bert/bert_model.py",
         "megatron/core/models/T5/t5_model.py",
         "megatron/core/models/vision/clip_vit_model.py",
+        "megatron/core/models/vision/multimodal_projector.py",
         "megatron/core/distributed/distributed_data_parallel.py",
         "megatron/core/optimizer/__init__.py",
         "megatron/core/pipeline_parallel/schedules.py",

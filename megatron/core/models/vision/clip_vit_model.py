@@ -180,6 +180,24 @@ def _replicated(config: TransformerConfig, shape: tuple[int, ...], init: Init) -
     return new_parameter(shape, config.params_dtype, param_info_for(shape, init))
 
 
+def get_num_image_embeddings(
+    img_h: int,
+    img_w: int,
+    patch_dim: int,
+    vision_model_type: str,
+    disable_vision_class_token: bool,
+    class_token_len: int,
+    pixel_shuffle: bool = False,
+) -> int:
+    """Return the number of embeddings that a language model gets for one image or tile."""
+    if problem := _unknown(vision_model_type):
+        raise ConfigError(problem)
+    count = (img_h // patch_dim) * (img_w // patch_dim)
+    if KINDS[vision_model_type].has_class_token and not disable_vision_class_token:
+        count += class_token_len
+    return count // 4 if pixel_shuffle else count
+
+
 def _check(
     config: TransformerConfig,
     groups: ProcessGroupCollection,
@@ -189,8 +207,8 @@ def _check(
     """Raise ConfigError, with all problems, if the encoder cannot be built."""
     img_h, img_w, patch_dim = sizes
     problems = []
-    if subtype not in KINDS:
-        problems.append(f"vision model {subtype} is unknown; give one of {', '.join(KINDS)}")
+    if problem := _unknown(subtype):
+        problems.append(problem)
     for flag, size in (("--img-h", img_h), ("--img-w", img_w)):
         if size % patch_dim or size < patch_dim:
             problems.append(f"{flag} {size} is not a multiple of --patch-dim {patch_dim}")
@@ -216,3 +234,9 @@ def _sequence_problem(
         f"--sequence-parallel: {count} embeddings of an image cannot be split over "
         f"{groups.tp.size()} ranks; build the encoder from a config without it"
     ]
+
+
+def _unknown(subtype: str) -> str | None:
+    if subtype in KINDS:
+        return None
+    return f"vision model {subtype} is unknown; give one of {', '.join(KINDS)}"
