@@ -18,7 +18,7 @@ from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
 from megatron.core.fusions.rms_norm import layer_norm, norm_rows_of_sum, rms_norm
-from megatron.core.fusions.rope import RotaryTable, apply_rotary
+from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
 from megatron.core.low_precision import E4M3, Block
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import AdamW
@@ -53,6 +53,19 @@ def _rotary(interleaved: bool) -> Case:
     table = RotaryTable(angles.cos(), angles.sin(), interleaved)
     name = f"rotary positions, {'neighbours' if interleaved else 'halves'}"
     return both_ways(name, lambda x: apply_rotary(x, table), x, passes=4)
+
+
+def _split_rotary() -> Case:
+    packed = drawn(_TOKENS, 1, 8, 6 * 128).requires_grad_()
+    angles = drawn(_TOKENS, 1, 1, 64)
+    table = RotaryTable(angles.cos(), angles.sin())
+    grads = [drawn(_TOKENS, 1, heads, 128) for heads in (32, 8, 8)]
+
+    def work() -> None:
+        parts = split_and_rotate(packed, 128, table, fused=True)
+        torch.autograd.grad(parts, packed, grads)
+
+    return Case("QKV split and rotary positions", 4 * packed.nbytes, work)
 
 
 def _norm(is_rms: bool) -> Case:
@@ -133,6 +146,7 @@ CASES: list[Callable[[], Case]] = [
     _weighed,
     partial(_rotary, False),
     partial(_rotary, True),
+    _split_rotary,
     partial(_norm, True),
     partial(_norm, False),
     partial(_seam, 0.0),

@@ -16,7 +16,7 @@ from megatron.core.fusions.bias_glu import glu, glu_reference, weighed
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
 from megatron.core.fusions.rms_norm import layer_norm, norm_rows_of_sum, rms_norm
-from megatron.core.fusions.rope import RotaryTable, apply_rotary
+from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
 from tests import tolerances
@@ -95,6 +95,41 @@ def test_rotary_positions_of_all_sequences_alike(where: str) -> None:
     table = RotaryTable(angles.cos(), angles.sin())
     x = torch.randn(5, 1, 600, 8, device=where)
     compare(lambda x: apply_rotary(x, table), lambda x: references.apply_rotary(x, table), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "groups", "per_group", "rotated"), [(5, 3, 2, 24), (5, 3, 2, 14), (1, 1, 5, 24)]
+)
+def test_splitting_and_rotating_a_packed_projection(
+    tokens: int,
+    groups: int,
+    per_group: int,
+    rotated: int,
+    interleaved: bool,
+    dtype: torch.dtype,
+    where: str,
+) -> None:
+    """The gradients of queries, keys and values come in attention's order of dimensions."""
+    width, counts = 24, (groups * per_group, groups, groups)
+    angles = torch.randn(tokens, 2, 1, rotated // 2, device=where)
+    table = RotaryTable(angles.cos(), angles.sin(), interleaved)
+
+    def ours(packed: Tensor) -> Tensor:
+        parts = split_and_rotate(packed, width, table, fused=True)
+        assert [p.shape for p in parts] == [(tokens, 2, n, width) for n in counts]
+        return torch.cat([p.transpose(0, 2) for p in parts])
+
+    def reference(packed: Tensor) -> Tensor:
+        query, key, value = packed.split([per_group * width, width, width], -1)
+        query = query.reshape(tokens, 2, -1, width)
+        turned = [references.apply_rotary(x, table) for x in (query, key)]
+        return torch.cat([p.transpose(0, 2) for p in (*turned, value)])
+
+    compare(
+        ours, reference, torch.randn(tokens, 2, groups, (per_group + 2) * width).to(where, dtype)
+    )
 
 
 def some_logits(where: str, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:

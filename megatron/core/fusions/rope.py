@@ -8,6 +8,7 @@ angle whose cosine and sine are given.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,3 +78,47 @@ class _Rotary(Function[Tensor]):
 def apply_rotary(x: Tensor, table: RotaryTable, *, fused: bool = True) -> Tensor:
     """Rotate [s, b, n, d] -> [s, b, n, d], contiguous."""
     return _Rotary.apply(x, table.cos, table.sin, table.interleaved, fused)
+
+
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+class _SplitRotary(Function[Parts]):
+    @staticmethod
+    def forward(
+        ctx: Context[bool], packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, width: int
+    ) -> Parts:
+        ctx.save_for_backward(cos, sin)
+        ctx.values = interleaved
+        parts: Parts = _splitter(packed).split_and_turn(packed, width, cos, sin, interleaved)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Context[bool], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        rows = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        packed: Tensor = _splitter(*grads).turn_and_join(rows, cos, sin, ctx.values)
+        return packed, None, None, None, None
+
+
+def split_and_rotate(
+    packed: Tensor, width: int, table: RotaryTable | None, *, fused: bool
+) -> Parts:
+    """Split [s, b, g, (r + 2) d] into queries [s, b, g r, d], keys and values [s, b, g, d].
+
+    The r queries of a group precede its key and value; d is ``width``.  ``table`` rotates queries
+    and keys, if given.
+    """
+    if table is not None and fused and packed.is_contiguous():
+        has_rows = table.cos.shape[::2] == (packed.shape[0], 1)
+        if has_rows and _splitter(packed, table.cos, table.sin):
+            return _SplitRotary.apply(packed, table.cos, table.sin, table.interleaved, width)
+    query, key, value = packed.split([packed.shape[-1] - 2 * width, width, width], -1)
+    query = query.reshape(*query.shape[:2], -1, width)
+    if table is not None:
+        query, key = (apply_rotary(x, table, fused=fused) for x in (query, key))
+    return query, key, value
+
+
+def _splitter(*tensors: Tensor) -> Any:
+    return kernels.find("split_rope", *tensors)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
-from megatron.core.fusions.rope import RotaryTable, apply_rotary
+from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
@@ -371,14 +371,16 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
         assert bias is None, "the projection adds its bias itself"
         width = self.head_dim
         mixed = mixed.view(*mixed.shape[:2], self.local_groups, -1)
-        query, key, value = mixed.split([self.heads_per_group * width, width, width], -1)
-        query = query.reshape(*query.shape[:2], -1, width)
+        rotary, fused = rotary if self.has_rope else None, self.config.apply_rope_fusion
+        has_norms = self.q_layernorm is not None or self.k_layernorm is not None
+        query, key, value = split_and_rotate(
+            mixed, width, None if has_norms else rotary, fused=fused
+        )
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        if rotary is not None and self.has_rope:
-            fused = self.config.apply_rope_fusion
+        if has_norms and rotary is not None:
             query, key = (apply_rotary(x, rotary, fused=fused) for x in (query, key))
         if self.config.qk_l2_norm and self.has_rope:
             query, key = l2_norm(query), l2_norm(key)

@@ -76,24 +76,87 @@ def _turn(
     token = tl.program_id(0).to(tl.int64)
     s, b = token // num_sequences, token % num_sequences
     x, out = X + s * stride_s + b * stride_b, Out + token * num_heads * width
+    cos, sin = load_angles(Cos, Sin, s * table_s + b * table_b, half, SIGN, HALF)
+    # All heads are one group.
+    move_heads(
+        x,
+        stride_n,
+        0,
+        out,
+        width,
+        0,
+        num_heads,
+        num_heads,
+        cos,
+        sin,
+        half,
+        width,
+        STEP,
+        True,
+        COPIES,
+        HEADS,
+        HALF,
+        COPIED,
+        WIDTH,
+    )
+
+
+@triton.jit
+def load_angles(Cos, Sin, at, half, SIGN: tl.constexpr, HALF: tl.constexpr):
+    """Load the cosines and sines of a token, [1, HALF] each."""
     pair = tl.arange(0, HALF)
-    at = s * table_s + b * table_b + pair
-    cos = tl.load(Cos + at, mask=pair < half, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(Sin + at, mask=pair < half, other=0.0).to(tl.float32)[None, :] * SIGN
-    first = (pair * STEP)[None, :]
-    second = first + (1 if STEP == 2 else half)
-    for begin in range(0, num_heads, HEADS):
-        n = (begin + tl.arange(0, HEADS))[:, None]
-        inside = (n < num_heads) & (pair < half)[None, :]
-        u = tl.load(x + n * stride_n + first, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(x + n * stride_n + second, mask=inside, other=0.0).to(tl.float32)
-        to = out + n * width
-        tl.store(to + first, (u * cos - v * sin).to(Out.dtype.element_ty), mask=inside)
-        tl.store(to + second, (v * cos + u * sin).to(Out.dtype.element_ty), mask=inside)
+    cos = tl.load(Cos + at + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(Sin + at + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :] * SIGN
+    return cos, sin
+
+
+@triton.jit
+def move_heads(
+    From,
+    from_head,
+    from_group,
+    To,
+    to_head,
+    to_group,
+    per_group,
+    num_heads,
+    cos,
+    sin,
+    half,
+    width,
+    STEP: tl.constexpr,
+    TURNS: tl.constexpr,
+    COPIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    COPIED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Copy the heads of a token: the first 2 half channels rotated if it TURNS, the rest if COPIES.
+
+    Head n is at (n // per_group) * group + (n % per_group) * head on each side.
+    """
+    start = 0
+    if TURNS:
+        start = 2 * half
+        pair = tl.arange(0, HALF)
+        first = (pair * STEP)[None, :]
+        second = first + (1 if STEP == 2 else half)
+        for begin in range(0, num_heads, HEADS):
+            n = (begin + tl.arange(0, HEADS))[:, None]
+            inside = (n < num_heads) & (pair < half)[None, :]
+            x = From + (n // per_group) * from_group + (n % per_group) * from_head
+            u = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(x + second, mask=inside, other=0.0).to(tl.float32)
+            to = To + (n // per_group) * to_group + (n % per_group) * to_head
+            tl.store(to + first, (u * cos - v * sin).to(To.dtype.element_ty), mask=inside)
+            tl.store(to + second, (v * cos + u * sin).to(To.dtype.element_ty), mask=inside)
     if COPIES:
         c = tl.arange(0, WIDTH)[None, :]
-        is_copied = (c >= 2 * half) & (c < width)
+        is_copied = (c >= start) & (c < width)
         for begin in range(0, num_heads, COPIED):
             n = (begin + tl.arange(0, COPIED))[:, None]
             inside = (n < num_heads) & is_copied
-            tl.store(out + n * width + c, tl.load(x + n * stride_n + c, mask=inside), mask=inside)
+            x = From + (n // per_group) * from_group + (n % per_group) * from_head
+            to = To + (n // per_group) * to_group + (n % per_group) * to_head
+            tl.store(to + c, tl.load(x + c, mask=inside), mask=inside)
