@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
+from megatron.core.fusions.attention_merge import merge_attention
 from megatron.core.parallel.context_parallel_partition import (
     Block,
     Span,
@@ -234,7 +235,8 @@ class _RingAttention(Function[Tensor]):
             keys, values = (_heads_first(x) for x in _unpacked(held, k, v))
             for block, call in plan.calls(queries, keys, values, step):
                 part, part_lse, drawn = plan.kernel.forward(call)
-                _merge(out[:, :, block.queries], lse[:, :, block.queries], part, part_lse)
+                rows = block.queries
+                merge_attention(out[:, :, rows], lse[:, :, rows], part, part_lse)
                 kept.append(drawn)
             held = held if arriving is None else arriving.wait()
         out = out.to(q.dtype)
@@ -293,15 +295,6 @@ def _grad_of_sink(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tenso
     """
     along = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     return -(torch.exp(sink.unsqueeze(-1) - lse) * along).sum((0, 2)).to(sink.dtype)
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a block's output in place, each side weighted by exp(own lse - common lse)."""
-    total = torch.logaddexp(lse, part_lse.to(lse.dtype))
-    safe = total.masked_fill(total == -math.inf, 0.0)  # no key yet: -inf - -inf would be NaN
-    out.mul_(torch.exp(lse - safe).unsqueeze(-1))
-    out.add_(part * torch.exp(part_lse - safe).unsqueeze(-1))
-    lse.copy_(total)
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
