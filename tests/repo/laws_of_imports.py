@@ -89,6 +89,7 @@ COMPATIBILITY_API = {
         "megatron/core/models/gpt/gpt_model.py",
         "megatron/core/models/bert/bert_model.py",
         "megatron/core/models/T5/t5_model.py",
+        "megatron/core/models/multimodal/llava_model.py",
         "megatron/core/models/vision/clip_vit_model.py",
         "megatron/core/models/vision/multimodal_projector.py",
         "megatron/core/distributed/distributed_data_parallel.py",

@@ -146,7 +146,8 @@ class GPTModel(LanguageModule):
             # and ranks that share a sequence must agree.
             attention_mask = None if is_causal_mask(attention_mask) else attention_mask
         self.check_share(position_ids, inference_context)
-        num_tokens = self.tokens_in_row(input_ids, self.decoder.input_tensor)
+        received = self.decoder.input_tensor if decoder_input is None else decoder_input
+        num_tokens = self.tokens_in_row(input_ids, received)
         shared: dict[str, object] = {
             "rotary_pos_emb": self.rotary_table(num_tokens, packed_seq_params, inference_context),
             "attention_bias": self.attention_bias(num_tokens, packed_seq_params, inference_context),

@@ -1,0 +1,270 @@
+"""LLaVA: an encoder of images, a projector, and a language model that reads both.
+
+``b`` rows, ``s`` tokens, ``L`` positions after each image token has become the embeddings of its
+image, ``t`` tiles (images, or parts of one) in all rows.  The first pipeline stage holds the
+encoder; every stage knows the positions, because they follow from ids and numbers of tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import device
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.multimodal.splicing import IGNORE_INDEX as IGNORE_INDEX
+from megatron.core.models.multimodal.splicing import Splice, splice
+from megatron.core.models.vision.clip_vit_model import CLIPViTModel, get_num_image_embeddings
+from megatron.core.models.vision.multimodal_projector import MultimodalProjector
+from megatron.core.models.vision.pixel_shuffle import pixel_shuffle as pixel_shuffle
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import name_parameters
+from megatron.core.params.param_init import initialize_parameters
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+DEFAULT_IMAGE_TOKEN_INDEX = -200
+IMAGE_TOKEN = "<image>"  # noqa: S105
+VIDEO_TOKEN = "<video>"  # noqa: S105
+
+
+class LLaVAModel(MegatronModule):
+    """One pipeline stage of a vision-language model."""
+
+    def __init__(
+        self,
+        language_transformer_config: TransformerConfig,
+        language_transformer_layer_spec: ModuleSpec,
+        language_vocab_size: int,
+        language_max_sequence_length: int,
+        vision_transformer_config: TransformerConfig,
+        vision_transformer_layer_spec: ModuleSpec,
+        drop_vision_class_token: bool,
+        vision_projection_config: TransformerConfig,
+        vision_projection_layer_spec: MLPSubmodules,
+        vision_projection_type: str = "mlp",
+        *,
+        pre_process: bool = True,
+        post_process: bool = True,
+        add_encoder: bool = True,
+        img_h: int = 336,
+        img_w: int = 336,
+        patch_dim: int = 14,
+        image_token_index: int = DEFAULT_IMAGE_TOKEN_INDEX,
+        pixel_shuffle: bool = False,
+        vision_model_subtype: str = "clip",
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        **of_language: Any,
+    ) -> None:
+        """Build the models.  The projector's output has the language model's width.
+
+        ``language_max_sequence_length``: L with pipeline parallelism, and its maximum without.
+        ``of_language``: further arguments of `GPTModel`.  A stage has the encoder if it is the
+        first and ``add_encoder``.  Raises ConfigError for what is not supported.
+        """
+        groups = parallel_state.current() if pg_collection is None else pg_collection
+        _check_groups(groups)
+        super().__init__(language_transformer_config)
+        self.pg_collection = groups
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.vp_stage = vp_stage
+        self.image_token_index = image_token_index
+        self.max_sequence_length = language_max_sequence_length
+        self.drops_class_token = drop_vision_class_token
+        self.merges_neighbours = pixel_shuffle
+        self.language_model = GPTModel(
+            language_transformer_config,
+            language_transformer_layer_spec,
+            language_vocab_size,
+            language_max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            scatter_embedding_sequence_parallel=False,  # the sequence is complete only afterwards
+            pg_collection=groups,
+            vp_stage=vp_stage,
+            **of_language,
+        )
+        sizes = (img_h, img_w, patch_dim)
+        self.embeddings_per_tile = get_num_image_embeddings(
+            *sizes, vision_model_subtype, drop_vision_class_token, 1, pixel_shuffle
+        )
+        self.vision_model: CLIPViTModel | None = None
+        self.vision_projection: MultimodalProjector | None = None
+        if pre_process and add_encoder:
+            self.vision_model = CLIPViTModel(
+                vision_transformer_config,
+                vision_transformer_layer_spec,
+                model_subtype=vision_model_subtype,
+                patch_dim=patch_dim,
+                img_h=img_h,
+                img_w=img_w,
+                pg_collection=groups,
+            )
+            self.vision_projection = MultimodalProjector(
+                vision_projection_config,
+                vision_projection_layer_spec,
+                vision_projection_type,
+                vision_transformer_config.hidden_size * (4 if pixel_shuffle else 1),
+                tp_group=groups.tp,
+            )
+        self._finalize_parameters()
+
+    def _finalize_parameters(self) -> None:
+        """Assign global names and initialise: the parts have done so without their prefixes."""
+        layers = self.language_model.decoder.layer_range
+        prefix = "language_model.decoder.layers."
+        name_parameters(self, {f"{prefix}{i}.": f"{prefix}{n}." for i, n in enumerate(layers)})
+        seed = self.config.init_seed
+        random = self.config.perform_initialization
+        initialize_parameters(self, torch.initial_seed() if seed is None else seed, random=random)
+
+    def freeze(
+        self,
+        freeze_language_model: bool,
+        freeze_vision_model: bool,
+        freeze_vision_projection: bool,
+    ) -> None:
+        """Exclude parts from training: their parameters get no gradients and no optimizer state."""
+        parts: list[nn.Module | None] = []
+        parts += [self.language_model] if freeze_language_model else []
+        parts += [self.vision_model] if freeze_vision_model else []
+        parts += [self.vision_projection] if freeze_vision_projection else []
+        for part in parts:
+            if part is not None:
+                part.requires_grad_(False)
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
+        """Return that of the language model."""
+        return self.language_model.shared_embedding_or_output_weight()
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Set the hidden states that the previous stage sent."""
+        self.language_model.set_input_tensor(input_tensor)
+
+    def forward(
+        self,
+        images: Tensor | None,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        num_image_tiles: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map tiles [t, 3, H, W] and ids [b, s] to losses [b, L] and the loss mask [b, L].
+
+        An id ``image_token_index`` stands for the next image, which has the next number of
+        ``num_image_tiles`` (default: one tile each).  Without labels the first result are logits;
+        stages before the last return hidden states.  Rows may have no image; every rank runs the
+        encoder all the same, because its collectives need all ranks.
+
+        Raises DataError if the ids ask for another number of tiles (on a CPU; on a GPU the
+        comparison would wait for the device).
+        """
+        is_image = input_ids == self.image_token_index
+        counts = self._counts(is_image, num_image_tiles)
+        self._check(images, counts)
+        where = splice(is_image, counts, self._length(is_image, counts))
+        combined: Tensor | None = None
+        if self.pre_process:
+            combined = self._combined(where, images, input_ids, position_ids)
+        output = self.language_model(
+            None,
+            None,
+            attention_mask,
+            decoder_input=combined,
+            labels=None if labels is None else where.labels(labels),
+            packed_seq_params=packed_seq_params,
+            runtime_gather_output=runtime_gather_output,
+        )
+        return output, None if loss_mask is None else where.loss_mask(loss_mask)
+
+    def image_embeddings(self, images: Tensor) -> Tensor:
+        """Encode and project tiles: [t, 3, H, W] -> [t n, h], for n embeddings of a tile."""
+        assert self.vision_model is not None, "the first stage has the encoder"
+        assert self.vision_projection is not None
+        found = self.vision_model(images)
+        if self.drops_class_token:
+            found = found[:, self.vision_model.class_token_len :]
+        if self.merges_neighbours:
+            found = pixel_shuffle(found)
+        projected: Tensor = self.vision_projection(found)
+        return projected.flatten(0, 1)
+
+    def _combined(
+        self,
+        where: Splice,
+        images: Tensor | None,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """Return the embeddings of texts and images: [L, b, h], [L/tp, b, h] if it is split."""
+        ids = input_ids.masked_fill(input_ids == self.image_token_index, 0)
+        text = self.language_model.embedding(ids, position_ids).transpose(0, 1)
+        if self.vision_model is not None:
+            seen = images if images is not None and len(images) else self._blank(input_ids.device)
+            found = self.image_embeddings(seen)
+            if (
+                seen is not images
+            ):  # no image in these rows: all gradients are zero, none is missing
+                text = text + 0.0 * found.sum()
+                found = found[:0]
+            text = where.embeddings(text, found)
+        combined: Tensor = text.transpose(0, 1).contiguous()
+        tp = self.pg_collection.tp
+        if self.config.sequence_parallel and tp.size() > 1:
+            combined = scatter_to_sequence_parallel_region(combined, group=tp)
+        return combined
+
+    def _blank(self, where: torch.device) -> Tensor:
+        assert self.vision_model is not None
+        size = (1, 3, self.vision_model.img_h, self.vision_model.img_w)
+        return torch.zeros(size, device=where)
+
+    def _counts(self, is_image: Tensor, num_image_tiles: Tensor | None) -> Tensor:
+        """Return the embeddings that each token [b, s] stands for, 0 for text."""
+        per_tile = self.embeddings_per_tile
+        if num_image_tiles is None:
+            return is_image * per_tile
+        numbers = torch.cat([num_image_tiles.new_zeros(1), num_image_tiles.flatten()])
+        number = is_image.flatten().cumsum(0).view_as(is_image).clamp(max=len(numbers) - 1)
+        return is_image * numbers.to(is_image.device)[number] * per_tile
+
+    def _length(self, is_image: Tensor, counts: Tensor) -> int:
+        """Return L: stages exchange tensors of one shape; sequence parallelism splits evenly."""
+        limit = self.max_sequence_length
+        if self.pg_collection.pp.size() > 1:
+            return limit
+        longest = int((counts + ~is_image).sum(1).max())
+        parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+        return min(limit, -(-longest // parts) * parts)
+
+    def _check(self, images: Tensor | None, counts: Tensor) -> None:
+        if images is None or device.is_cuda(counts.device):
+            return
+        wanted, given = int(counts.sum()), len(images) * self.embeddings_per_tile
+        if wanted != given:
+            raise DataError(
+                f"the text has places for {wanted} embeddings of images, and {len(images)} tiles "
+                f"have {given}: give a tile for each image token, or the numbers of tiles"
+            )
+
+
+def _check_groups(groups: ProcessGroupCollection) -> None:
+    if groups.cp.size() > 1:
+        raise ConfigError(
+            f"--context-parallel-size {groups.cp.size()}: models that read images do not support "
+            "it yet; use --context-parallel-size 1"
+        )
