@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.diagnostics.result_faults import (
     COMPARISON_MATCH,
     COMPARISON_MISMATCH,
@@ -79,6 +80,13 @@ EXIT_CODE_RESUME_TO_DISAMBIGUATE = 16
 EXIT_CODE_FAILED_ON_RESULT_VALIDATION = 17
 # Outcomes after which the next start runs the step again.
 _NEXT_START = (Request.RERUN_SHARED, Request.RERUN, Request.RERUN_ELSEWHERE)
+
+
+class SentNorm(NamedTuple):
+    """Squared gradient norm on its way to the host."""
+
+    accepted: Tensor  # truth value on the device: finite, and no rank asks for another pass
+    values: AsyncHostCopy  # the sum of squares, and with several ranks their largest request
 
 
 class RerunStateMachine(ResultValidator):
@@ -152,25 +160,48 @@ class RerunStateMachine(ResultValidator):
             return True, True, EXIT_CODE_FAILED_ON_RESULT_VALIDATION
         return False, False, 0
 
-    def read_squared_norm(self, squares: Tensor, *, is_checked: bool) -> float:
-        """Return the value of ``squares``; agree on the ranks' requests in the same host read.
+    @property
+    def judges_by_norm(self) -> bool:
+        """Whether `send_norm` knows on the device if the pass is accepted; the same on all ranks.
+
+        Then the update may be queued before the host has read the norm.  Not in a rerun, which is
+        judged by comparison, nor if the machine rejects correct results.
+        """
+        if self.state in (RerunState.NOT_RUNNING_YET, RerunState.WILL_RERUN_FROM_CHECKPOINT):
+            return True
+        if self.mode == RerunMode.VALIDATE_RESULTS:
+            is_first = self.state == RerunState.INITIAL_RUN
+            return is_first and not self.error_injector.error_injection_rate
+        return self.mode == RerunMode.DISABLED
+
+    def send_norm(self, squares: Tensor, *, is_checked: bool) -> SentNorm:
+        """Start to copy ``squares`` to the host; agree on the ranks' requests with the same copy.
 
         Collective over all ranks in the first pass of a step.  ``is_checked``: a value that is not
         finite on some rank makes every rank run the step again.  Without this call the agreement
         costs a host read of its own.
         """
         is_first = self.is_running and self.state == RerunState.INITIAL_RUN
+        own = self._own_request() if is_first else Request.GO_ON
         if not is_first or num_ranks() == 1:
-            return float(squares)
-        own = float(self._own_request())
-        requests = torch.full_like(squares, own)
+            accepted = squares.isfinite()
+            if own != Request.GO_ON:
+                accepted = torch.zeros_like(accepted)
+            return SentNorm(accepted, AsyncHostCopy(squares))
+        requests = torch.full_like(squares, float(own))
         if is_checked:
             bad = max(own, float(Request.RERUN_SHARED))
             requests = torch.where(squares.isfinite(), requests, bad)
         dist.all_reduce(requests, dist.ReduceOp.MAX)
-        value, agreed = torch.stack([squares, requests]).tolist()
-        self._pass.agreed = int(agreed)
-        return float(value)
+        accepted = squares.isfinite() & (requests == float(Request.GO_ON))
+        return SentNorm(accepted, AsyncHostCopy(torch.stack([squares, requests])))
+
+    def read_squared_norm(self, sent: SentNorm) -> float:
+        """Return the sum of squares of `send_norm`; blocks the host until the device has it."""
+        value, *agreed = sent.values.get_floats()
+        if agreed:
+            self._pass.agreed = int(agreed[0])
+        return value
 
     def _begin(self, data: list[Any]) -> None:
         self.current_iteration += 1

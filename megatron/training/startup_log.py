@@ -118,7 +118,7 @@ def print_fused_operations(run: Runtime) -> None:
     if backend.startswith("kernels"):
         for operation, reason in _unfused_operations(run.config):
             print_rank_0(f"    not fused: {operation} ({reason})")
-    is_split = backend.endswith("C++") and model.bf16 and is_adam
+    is_split = backend.startswith("kernels") and model.bf16 and is_adam
     if is_split and not is_fully_sharded(run.config.ddp):
         print_rank_0("    fp32 main parameters: each bf16 weight and a 16-bit remainder")
 

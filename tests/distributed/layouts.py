@@ -244,7 +244,7 @@ def trace(
 ) -> list[Trace]:
     """Train in this process; what its rank, or each of its virtual ranks, saw."""
     traces: dict[int, Trace] = defaultdict(Trace)
-    step, norm = loop.train_step, optimizers.global_norm
+    step, norm = loop.train_step, optimizers.squared_norm
 
     def train_step(run: Any) -> Any:
         result, seen = step(run), traces[dist.get_rank()]
@@ -260,7 +260,7 @@ def trace(
             seen.weights = [_part(info_of(p), p.detach()) for p in params]
         return result
 
-    def global_norm(grads: Any, *args: Any, **kwargs: Any) -> float:
+    def squared_norm(grads: Any, *args: Any, **kwargs: Any) -> Any:
         seen = traces[dist.get_rank()]
         if not seen.gradients:
             seen.gradients = [_part(info, grad) for info, grad in grads]
@@ -270,7 +270,7 @@ def trace(
         quiet = stack.enter_context(open(os.devnull, "w"))
         stack.enter_context(contextlib.redirect_stdout(quiet))
         stack.enter_context(mock.patch.object(loop, "train_step", train_step))
-        stack.enter_context(mock.patch.object(optimizers, "global_norm", global_norm))
+        stack.enter_context(mock.patch.object(optimizers, "squared_norm", squared_norm))
         stack.enter_context(_short_documents(padded))
         if in_double:
             stack.enter_context(_in_float64())

@@ -21,13 +21,13 @@ ONE = "--bf16 --global-batch-size 2 --train-iters 3".split()
 def _train(rank: int, size: int, argv: Sequence[str], widen: bool, dtypes: set[str]) -> None:
     """The run of ``argv``, whose gradients come to the optimizer in ``dtypes``."""
 
-    def norm(grads: list[Any], *args: Any, **kwargs: Any) -> float:
+    def norm(grads: list[Any], *args: Any, **kwargs: Any) -> Any:
         assert {str(grad.dtype) for _, grad in grads} == dtypes
-        return clip_grads.global_norm(grads, *args, **kwargs)
+        return clip_grads.squared_norm(grads, *args, **kwargs)
 
     chosen = setup._sums_gradients
     with (
-        mock.patch.object(optimizer, "global_norm", norm),
+        mock.patch.object(optimizer, "squared_norm", norm),
         mock.patch.object(setup, "_sums_gradients", lambda run: widen or chosen(run)),
     ):
         train_gpt(rank, size, argv)

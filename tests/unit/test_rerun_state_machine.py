@@ -311,7 +311,10 @@ def _one_bad_rank(rank: int, world_size: int, values: Sequence[Sequence[float]])
             machine.validate_result(mine, math.isnan, "local")
         squares = torch.tensor(everyones, dtype=torch.float64)
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
-            machine.read_squared_norm(squares, is_checked=True)
+            sent = machine.send_norm(squares, is_checked=True)
+        machine.read_squared_norm(sent)
+        is_accepted = not any(map(math.isnan, (everyones, values[0][0])))
+        assert bool(sent.accepted) == is_accepted or machine.state != RerunState.INITIAL_RUN
         assert reduce.call_count == (machine.state == RerunState.INITIAL_RUN)
         machine.validate_result(everyones, math.isnan, "norm", is_shared=True)
     assert machine.should_checkpoint_and_exit() == RESTART

@@ -21,6 +21,11 @@ class AsyncHostCopy:
         device.wait_for(self._arrived)
         return self._here.item()
 
+    def get_floats(self) -> list[float]:
+        """Return the values of a vector or a scalar; blocks until the copy is complete."""
+        device.wait_for(self._arrived)
+        return [value.item() for value in self._here.view(-1)]
+
     def get_ints(self) -> list[int]:
         """Return the values of a vector of integers; blocks until the copy is complete."""
         device.wait_for(self._arrived)

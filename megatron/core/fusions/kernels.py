@@ -32,6 +32,12 @@ def find(name: str, *tensors: Tensor | None) -> ModuleType | None:
     return None
 
 
+def is_available(name: str, *tensors: Tensor) -> bool:
+    """Return whether `find` has a kernel; on a simulated GPU, whether a real one would have it."""
+    is_simulated = all(t.is_meta and device.is_cuda(t.device) for t in tensors)
+    return is_simulated or find(name, *tensors) is not None
+
+
 def kernel_backend(dtype: torch.dtype) -> str:
     """Name the backend of fused operations of ``dtype`` on this device, for the start-up log."""
     if device.launches_kernels(device.current()):

@@ -13,7 +13,7 @@ rank must call them, also a rank without parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,18 +40,32 @@ def global_norm(
     groups: ProcessGroupCollection,
     *,
     is_sharded: bool = False,
-    read: Callable[[Tensor], float] = float,
 ) -> float:
     """Return the L2 norm over all parameters of the model.  Collective over the model's ranks.
 
-    ``read`` copies the sum of squares to the host.  The result is not finite if any value on any
-    rank is not, even in a copy that does not count.
+    The host waits for the device.
+    """
+    return math.sqrt(float(squared_norm(tensors, groups, is_sharded=is_sharded)))
+
+
+def squared_norm(
+    tensors: Iterable[tuple[ParamInfo, Tensor]],
+    groups: ProcessGroupCollection,
+    *,
+    is_sharded: bool = False,
+) -> Tensor:
+    """Return the square of the L2 norm over all parameters of the model, in fp64 on the device.
+
+    Collective over the model's ranks.  The result is not finite if any value on any rank is not,
+    even in a copy that does not count.
     """
     dense, expert, elsewhere = _sorted_by_counting(tensors, groups)
     squares = torch.stack([sum_of_squares(dense), sum_of_squares(expert)])
-    # 0 * inf and 0 * NaN are NaN: this adds nothing unless a copy that does not count is broken.
-    squares = squares + 0.0 * sum_of_squares(elsewhere)
-    return math.sqrt(read(_sum_over_model(squares, groups, is_sharded)))
+    if elsewhere:
+        # 0 * inf and 0 * NaN are NaN: this adds nothing unless a copy that does not count is
+        # broken.
+        squares = squares + 0.0 * sum_of_squares(elsewhere)
+    return _sum_over_model(squares, groups, is_sharded)
 
 
 def count_zeros(
@@ -88,9 +102,18 @@ def calc_params_l2_norm(model_chunks: Sequence[nn.Module], groups: ProcessGroupC
     )
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return min(1, max_norm / (norm + 1e-6)), or 1 if ``max_norm`` is 0 or less."""
-    return min(1.0, max_norm / (norm + 1.0e-6)) if max_norm > 0.0 else 1.0
+def gradient_divisor(squares: Tensor, scale: float, max_norm: float) -> Tensor:
+    """Return by what to divide gradients, to unscale and to clip them, in fp64 on the device.
+
+    ``squares``: of the norm of scaled gradients.  The coefficient of clipping is
+    min(1, max_norm / (norm + 1e-6)), or 1 if ``max_norm`` is 0 or less.
+    """
+    if max_norm <= 0.0:
+        return torch.full_like(squares, scale)
+    # Tensors divide tensors: a number is divided by a tensor as the product with a reciprocal.
+    limit = torch.full_like(squares, max_norm)
+    coefficient = (limit / (squares.sqrt() / scale + 1.0e-6)).clamp(max=1.0)
+    return torch.full_like(squares, scale) / coefficient
 
 
 @torch.no_grad()

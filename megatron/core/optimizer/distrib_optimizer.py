@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.data_parallel_base import DataParallelBase
@@ -74,7 +74,7 @@ class DistributedOptimizer(MegatronOptimizer):
                 # values, which the wrapper otherwise frees once it has the 8-bit codes.
                 chunk.keep_values()
 
-    def _update(self, divisor: float) -> None:
+    def _update(self, divisor: float | Tensor) -> None:
         self._prepare()
         if not self.config.overlap_param_gather_with_optimizer_step:
             super()._update(divisor)

@@ -1,7 +1,7 @@
 """Main parameters: fp32 copies that the optimizer updates in place of 16-bit model parameters.
 
 fp32 model parameters are their own main parameters.  So are 16-bit ones under
---use-precision-aware-optimizer, and bf16 ones that Adam's CPU kernel updates: the bits that the
+--use-precision-aware-optimizer, and bf16 ones that a fused Adam kernel updates: the bits that the
 model parameter lacks are then part of the optimizer state (`reduced_precision_state`).
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device
-from megatron.core.device import cpu_kernels
 from megatron.core.distributed.grad_buffer import gradient_of
+from megatron.core.fusions import kernels
 from megatron.core.optimizer.offload import HostBufferSlot, chosen
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
@@ -140,9 +140,9 @@ def _directly(config: OptimizerConfig, info: ParamInfo, values: Tensor) -> tuple
     # A weight gathered as 8-bit codes is no longer the upper half of its fp32 master.
     if (is_whole and info.gathered_as_codes) or not values.is_contiguous():
         return ()
-    # Adam's CPU kernel is as fast on weight and remainder as on fp32: save the separate copy.
+    # A fused Adam kernel is as fast on weight and remainder as on fp32: save the separate copy.
     if config.use_precision_aware_optimizer or (
-        config.optimizer == "adam" and cpu_kernels.take(values)
+        config.optimizer == "adam" and kernels.is_available("adam", values)
     ):
         return (torch.bfloat16,) if is_whole else (torch.bfloat16, torch.float16)
     return ()

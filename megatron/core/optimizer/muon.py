@@ -117,7 +117,9 @@ class Muon(UpdateRule):
         self.scalar.update(chunk, group, grad_scale)
 
     @torch.no_grad()
-    def step(self, divisor: float = 1.0, only: Container[nn.Parameter] | None = None) -> None:
+    def step(
+        self, divisor: float | Tensor = 1.0, only: Container[nn.Parameter] | None = None
+    ) -> None:
         """Update as `UpdateRule.step` does.  Collective over the ranks of the model."""
         assert only is None, "matrices are updated at once"
         super().step(divisor, self._others)
@@ -126,7 +128,11 @@ class Muon(UpdateRule):
                 self._step_batch(batch, divisor, is_expert, dtype)
 
     def _step_batch(
-        self, batch: Sequence[_Matrix], divisor: float, is_expert: bool, dtype: torch.dtype
+        self,
+        batch: Sequence[_Matrix],
+        divisor: float | Tensor,
+        is_expert: bool,
+        dtype: torch.dtype,
     ) -> None:
         group, tp = _sharers(self._groups, is_expert), _tensor_ranks(self._groups, is_expert)
         rank = group.rank() if len(batch[0].spans) > 1 else 0
@@ -156,7 +162,7 @@ class Muon(UpdateRule):
             split_interleaved=config.muon_split_qkv,
         )
 
-    def _mean(self, param: nn.Parameter, divisor: float) -> Tensor:
+    def _mean(self, param: nn.Parameter, divisor: float | Tensor) -> Tensor:
         """Update the momentum and return the matrix to orthogonalise, flat.
 
         m = mu m + (1 - mu) g; the result is m, or with Nesterov mu m + (1 - mu) g of the new m.

@@ -5,6 +5,10 @@ over all of them: no separate collective decides whether to skip.  Such a step u
 With a loss scale it is skipped and the scale shrinks; without one the rerun state machine rejects
 it if the run checks for NaN, else it is skipped.
 
+The host queues the update before it reads the norm: the device decides whether the step changes
+anything, and computes the update while the host prepares the next step.  Where the device cannot
+decide, the host reads the norm first (`MegatronOptimizer._can_queue`).
+
 Order of collectives: the norm, then the count of zeros if it is logged (`clip_grads`); before
 NonFiniteError, one all-gather of the error messages of all ranks.
 """
@@ -14,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -25,7 +28,7 @@ from megatron.core.config.errors import NonFiniteError
 from megatron.core.diagnostics.timers import Timers, timed
 from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.non_finite import non_finite_gradients
-from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, global_norm
+from megatron.core.optimizer.clip_grads import count_zeros, gradient_divisor, squared_norm
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.mixed_precision import (
     OptimizedParam,
@@ -86,9 +89,11 @@ class MegatronOptimizer:
         self.rule = self._make_rule(main_groups, spans or {})
         # Stream of the copies between device and offloaded parameters.
         self._copies: device.Stream | None = None
-        # From `prepare_grads` to `finish_step`: the gradients, and their norm times the loss scale.
+        # From `prepare_grads` to `finish_step`: the gradients, the square of their norm times the
+        # loss scale, and whether their update is queued.
         self._grads: list[tuple[ParamInfo, Tensor]] = []
-        self._scaled_norm = 0.0
+        self._squares = 0.0
+        self._is_queued = False
 
     def _make_rule(
         self,
@@ -134,15 +139,18 @@ class MegatronOptimizer:
         Collective over the ranks of the model.  The norm is the one before clipping, of unscaled
         gradients.  A skipped step returns (False, None, None).
         """
-        self.prepare_grads()
+        self.prepare_grads(may_update=True)
         return self.finish_step()
 
-    def prepare_grads(self, machine: RerunStateMachine | None = None) -> bool:
+    def prepare_grads(
+        self, machine: RerunStateMachine | None = None, *, may_update: bool = False
+    ) -> bool:
         """Compute the norm of the gradients; return whether it is not finite.
 
-        Collective over the ranks of the model.  Changes no state but gradients, so a step may run
-        again before `finish_step`.  Where the run checks for it, a norm that is not finite is
-        rejected by ``machine``, and without one raises NonFiniteError.
+        Collective over the ranks of the model.  Where the run checks for it, a norm that is not
+        finite is rejected by ``machine``, and without one raises NonFiniteError.  Changes no state
+        but gradients, so a step may run again before `finish_step`; with ``may_update`` this holds
+        for a step that ``machine`` rejects, and the update of another one may be queued.
         """
         machine = machine or get_rerun_state_machine()
         is_checked = self.check_for_nan and not isinstance(self.grad_scaler, DynamicGradScaler)
@@ -152,22 +160,24 @@ class MegatronOptimizer:
             with device.on_stream(self._copies):
                 grads = [(p.info, p.bind_main_grad()) for p in self.params]
         with self._timed("optimizer-clip-main-grad"):
-            # The norm is a Python float: the host has waited for the device to compute it.
-            self._scaled_norm = global_norm(
-                grads,
-                self.groups,
-                is_sharded=self.is_sharded,
-                read=partial(machine.read_squared_norm, is_checked=is_checked),
-            )
+            squares = squared_norm(grads, self.groups, is_sharded=self.is_sharded)
+            sent = machine.send_norm(squares, is_checked=is_checked)
+        self._is_queued = may_update and self._can_queue(machine)
+        if self._is_queued:
+            self.rule.begin_step(sent.accepted)
+            self._update(gradient_divisor(squares, self._scale, self.config.clip_grad).float())
+        # The host waits for the device to compute the norm.
+        self._squares = machine.read_squared_norm(sent)
         self._grads = grads
-        found_inf = _is_not_finite(self._scaled_norm)
+        norm = math.sqrt(self._squares)
+        found_inf = _is_not_finite(norm)
         if is_checked:
             culprits = self._non_finite_gradients() if found_inf else None
             if found_inf and not machine.is_running:
                 self._refuse(culprits)
             # The reduction over data-parallel ranks gives each of them the NaN of the others.
             machine.validate_result(
-                self._scaled_norm,
+                norm,
                 _is_not_finite,
                 "found NaN or Inf in the global gradient norm",
                 is_shared=culprits is None or self.groups.dp_cp.size() > 1,
@@ -178,25 +188,44 @@ class MegatronOptimizer:
     def finish_step(self) -> tuple[bool, float | None, int | None]:
         """Update the parameters by the gradients of `prepare_grads`; return as `step`."""
         grads = self._grads
-        scaled_norm = self._scaled_norm
+        scaled_norm = math.sqrt(self._squares)
         found_inf = _is_not_finite(scaled_norm)
-        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale
+        scale = self._scale
         if self.grad_scaler is not None:
             self.grad_scaler.update(found_inf)
         if found_inf:
             self.drop_gradients()
             return False, None, None
-        norm = scaled_norm / scale
         num_zeros = None
-        if self.config.log_num_zeros_in_grad:
-            with self._timed("optimizer-count-zeros"):
-                num_zeros = count_zeros(grads, self.groups, is_sharded=self.is_sharded)
-        self.rule.begin_step()
-        # Unscaling and clipping are one division, which the update kernels apply as they read the
-        # gradients: the buffers themselves stay scaled.
-        self._update(divisor=scale / clip_coefficient(norm, self.config.clip_grad))
+        if not self._is_queued:
+            if self.config.log_num_zeros_in_grad:
+                with self._timed("optimizer-count-zeros"):
+                    num_zeros = count_zeros(grads, self.groups, is_sharded=self.is_sharded)
+            self.rule.begin_step()
+            # Unscaling and clipping are one division, which the update kernels apply as they read
+            # the gradients: the buffers themselves stay scaled.
+            squares = torch.tensor(self._squares, dtype=torch.float64)
+            self._update(float(gradient_divisor(squares, scale, self.config.clip_grad)))
         self.drop_gradients()
-        return True, norm, num_zeros
+        return True, scaled_norm / scale, num_zeros
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
+
+    def _can_queue(self, machine: RerunStateMachine) -> bool:
+        """Return whether the device can decide if a step is updated.  The same on all ranks.
+
+        Offloaded parameters are updated by the host, and zeros are counted in gradients of which
+        torch's kernels leave the unscaled values.
+        """
+        config = self.config
+        return (
+            machine.judges_by_norm
+            and self.rule.skips_on_device
+            and not config.optimizer_cpu_offload
+            and not config.log_num_zeros_in_grad
+        )
 
     def reload_model_params(self) -> None:
         """Copy model parameters to main parameters, after loading weights without their state."""
@@ -224,7 +253,7 @@ class MegatronOptimizer:
                 main = p.main.data
             yield p.name, p.info, state if main is None else {"fp32_param": main, **state}
 
-    def _update(self, divisor: float) -> None:
+    def _update(self, divisor: float | Tensor) -> None:
         """Update by the gradients divided by ``divisor``, and copy the result into the model."""
         with self._timed("optimizer-inner-step"):
             self._step(self.params, divisor)
@@ -233,7 +262,7 @@ class MegatronOptimizer:
             left = self.rule.weights
             self._publish([p for p in self.params if p.main in left and not p.host])
 
-    def _step(self, params: Sequence[OptimizedParam], divisor: float) -> None:
+    def _step(self, params: Sequence[OptimizedParam], divisor: float | Tensor) -> None:
         """Update ``params``, and copy offloaded ones back to the device.
 
         Device parameters go first: their kernels run while gradients of offloaded parameters are

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.fusions import kernels
-from megatron.core.fusions.adam_step import Step
+from megatron.core.fusions.adam_step import Moment, Step, Updated
 from megatron.core.optimizer.optimizer_config import OPTIMIZERS, OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.reduced_precision_state import (
@@ -51,6 +51,8 @@ class UpdateRule(ABC):
     # Whether each element is updated by its own gradient and state alone.  Only then may a rank
     # update parts of parameters (distributed optimizer, FSDP, tensor parallelism).
     is_element_wise = True
+    # Whether `begin_step` may leave it to the device whether the step changes anything.
+    skips_on_device = False
 
     def __init__(self, groups: Sequence[ParamGroup], config: OptimizerConfig) -> None:
         self.config = config
@@ -62,15 +64,22 @@ class UpdateRule(ABC):
         # One step count per device, shared by the state of all parameters on it.
         devices = {param.device for param in self._params()}
         self._steps = {d: torch.zeros((), dtype=torch.float32, device=d) for d in devices}
+        # Whether the running step changes anything, 1 or 0 (None: it does), and the opposite for
+        # torch's kernels, unless the host can read it without waiting.
+        self._accepted: Tensor | None = None
+        self._found_inf: Tensor | None = None
 
     @abstractmethod
     def new_state(self, param: nn.Parameter) -> State:
         """Return the state of ``param`` before its first update."""
 
     def update_at_once(
-        self, params: Sequence[nn.Parameter], group: ParamGroup, divisor: float
+        self, params: Sequence[nn.Parameter], group: ParamGroup, divisor: Tensor | None
     ) -> Sequence[nn.Parameter]:
-        """Update the parameters whose stored state a fused kernel reads; return the others."""
+        """Update the parameters whose stored state a fused kernel reads; return the others.
+
+        ``divisor`` (float32) of the gradients; None for 1.
+        """
         return params
 
     @abstractmethod
@@ -104,26 +113,37 @@ class UpdateRule(ABC):
         for steps in self._steps.values():
             steps.fill_(count)
 
-    def begin_step(self) -> None:
-        """Increment the step count: called once per step, before the first call of `step`."""
+    def begin_step(self, accepted: Tensor | None = None) -> None:
+        """Increment the step count: called once per step, before the first call of `step`.
+
+        ``accepted``: a truth value on the device; if it is False, the step changes nothing, not
+        even the count.  Only for rules with ``skips_on_device``.
+        """
+        self._accepted = self._found_inf = None
+        if accepted is not None:
+            self._accepted = accepted.float()
+            self._found_inf = None if accepted.is_cpu else 1.0 - self._accepted
         for steps in self._steps.values():
-            steps.add_(1.0)
+            steps.add_(1.0 if self._accepted is None else self._accepted)
 
     @torch.no_grad()
-    def step(self, divisor: float = 1.0, only: Container[nn.Parameter] | None = None) -> None:
+    def step(
+        self, divisor: float | Tensor = 1.0, only: Container[nn.Parameter] | None = None
+    ) -> None:
         """Update every parameter by its ``grad`` divided by ``divisor``.
 
         A step may be several calls after one `begin_step`, each with some parameters in ``only``.
         """
+        if self._accepted is not None and self._accepted.is_cpu and not self._accepted:
+            return
         for group in self.param_groups:
             for alike in _alike(p for p in group["params"] if only is None or p in only):
-                params = self.update_at_once(alike, group, divisor)
+                where = alike[0].device
+                scale = _on_device(divisor, where)
+                params = self.update_at_once(alike, group, scale)
                 if not params:
                     continue
                 states = [self.state_of(param) for param in params]
-                where = params[0].device
-                # torch.full runs on the device; a copy from the host would synchronise with it.
-                scale = torch.full((), divisor, device=where) if divisor != 1.0 else None
                 for part in stretches(params, _gradients(params), states, self._steps[where]):
                     self.update(part, group, scale)
                     part.put_back()
@@ -202,6 +222,12 @@ class AdamW(UpdateRule):
             "eps": config.adam_eps,
         }
         super().__init__([{**own, **group} for group in groups], config)
+        self.skips_on_device = type(self) is AdamW  # a derived class may have another `update`
+        self._corrections: dict[tuple[Any, ...], Tensor] = {}  # of this step
+
+    def begin_step(self, accepted: Tensor | None = None) -> None:
+        super().begin_step(accepted)
+        self._corrections = {}
 
     def new_state(self, param: nn.Parameter) -> State:
         return {
@@ -211,30 +237,55 @@ class AdamW(UpdateRule):
         }
 
     def update_at_once(
-        self, params: Sequence[nn.Parameter], group: ParamGroup, divisor: float
+        self, params: Sequence[nn.Parameter], group: ParamGroup, divisor: Tensor | None
     ) -> Sequence[nn.Parameter]:
         grads = _gradients(params)
         fused = kernels.find("adam", *params, *grads)
+        if fused is None and kernels.is_available("adam", *params, *grads):
+            for param in params:  # of a simulated GPU, whose kernel allocates nothing else
+                self.state_of(param)
+            return []
         if fused is None:
             return params
-        number, (beta1, beta2) = self._steps[params[0].device], group["betas"]
-        corrections = torch.stack([1 - beta1 ** number.double(), 1 - beta2 ** number.double()])
-        rates = group["lr"], (beta1, beta2), group["eps"], group["weight_decay"], divisor
-        step, rest = Step(number, corrections.float(), *rates), []
+        taken: list[Updated] = []
+        rest: list[nn.Parameter] = []
         for param, grad in zip(params, grads, strict=True):
             state = self.state_of(param)
-            moments = [_as_kept(state[key]) for key in ("exp_avg", "exp_avg_sq")]
+            mean, square = (_as_kept(state[key]) for key in ("exp_avg", "exp_avg_sq"))
             main, is_dense = state.get("main"), param.is_contiguous() and grad.is_contiguous()
-            writes = fused.WRITES_WEIGHTS and _is_rounded_to(self.weights.get(param), param)
+            weight = self.weights.get(param)
+            writes = _is_rounded_to(weight, param, fused.WEIGHTS)
             is_plain = not writes and is_all_plain(param, grad, state)
-            has_kernel = all(values.dtype in fused.MOMENTS for values, *_ in moments)
+            has_kernel = all(values.dtype in fused.MOMENTS for values, *_ in (mean, square))
             if isinstance(main, SideMaster) or is_plain or not (is_dense and has_kernel):
                 rest.append(param)
-            else:
-                lower = main.lower if isinstance(main, SplitMaster) else None
-                beside = {"weight": self.weights.pop(param)} if writes else {}
-                fused.update(param.detach(), lower, grad, *moments, step, **beside)
+                continue
+            lower = main.lower if isinstance(main, SplitMaster) else None
+            if writes:
+                del self.weights[param]
+            taken.append(
+                Updated(param.detach(), lower, grad, mean, square, weight if writes else None)
+            )
+        if taken:
+            fused.update(taken, self._step_of(group, divisor, params[0].device))
         return rest
+
+    def _step_of(self, group: ParamGroup, divisor: Tensor | None, where: torch.device) -> Step:
+        number, (beta1, beta2) = self._steps[where], group["betas"]
+        key = where, beta1, beta2
+        if key not in self._corrections:
+            both = torch.stack([1 - beta1 ** number.double(), 1 - beta2 ** number.double()])
+            self._corrections[key] = both.float()
+        return Step(
+            number=number,
+            corrections=self._corrections[key],
+            divisor=torch.ones((), device=where) if divisor is None else divisor,
+            accepted=self._accepted,
+            lr=group["lr"],
+            betas=(beta1, beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
 
     def update(self, chunk: StateChunk, group: ParamGroup, grad_scale: Tensor | None) -> None:
         torch._fused_adamw_(
@@ -252,6 +303,7 @@ class AdamW(UpdateRule):
             amsgrad=False,
             maximize=False,
             grad_scale=grad_scale,
+            found_inf=self._found_inf,
         )
 
 
@@ -260,6 +312,7 @@ class SGD(UpdateRule):
 
     def __init__(self, groups: Sequence[ParamGroup], config: OptimizerConfig) -> None:
         super().__init__([{"momentum": config.sgd_momentum, **group} for group in groups], config)
+        self.skips_on_device = type(self) is SGD
         self.has_momentum = config.sgd_momentum != 0.0
 
     def new_state(self, param: nn.Parameter) -> State:
@@ -278,6 +331,7 @@ class SGD(UpdateRule):
             maximize=False,
             is_first_step=False,  # without dampening, a buffer of zeros gives the same first step
             grad_scale=grad_scale,
+            found_inf=self._found_inf,
         )
 
 
@@ -311,7 +365,18 @@ def _zeros(param: Tensor, dtype: str = "fp32", *, is_square: bool = False) -> Te
     return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
 
 
-def _as_kept(kept: Tensor | StateStorage) -> tuple[Tensor, Tensor | None, bool]:
+def _on_device(divisor: float | Tensor, where: torch.device) -> Tensor | None:
+    """Return a divisor as torch's kernels take it: on the device; None for one that is known as 1.
+
+    The values of a GPU are not known: torch.full runs on it, and the host does not wait.
+    """
+    if isinstance(divisor, Tensor) and not divisor.is_cpu:
+        return divisor
+    value = float(divisor)
+    return torch.full((), value, device=where) if value != 1.0 else None
+
+
+def _as_kept(kept: Tensor | StateStorage) -> Moment:
     """Return a moment's stored values, its block exponents, and whether it stores square roots."""
     if isinstance(kept, QuantizedState):
         return kept.values, kept.exponents, kept.is_square
@@ -319,9 +384,9 @@ def _as_kept(kept: Tensor | StateStorage) -> tuple[Tensor, Tensor | None, bool]:
     return kept, None, False
 
 
-def _is_rounded_to(weight: Tensor | None, main: Tensor) -> bool:
-    is_bf16 = weight is not None and weight.dtype == torch.bfloat16 and weight.is_contiguous()
-    return is_bf16 and main.dtype == torch.float32
+def _is_rounded_to(weight: Tensor | None, main: Tensor, dtypes: Container[torch.dtype]) -> bool:
+    is_written = weight is not None and weight.dtype in dtypes and weight.is_contiguous()
+    return is_written and main.dtype == torch.float32
 
 
 def _gradients(params: Sequence[Tensor]) -> list[Tensor]:

@@ -132,7 +132,7 @@ def _accepted_gradients(run: Runtime, num_microbatches: int) -> list[dict[str, T
         losses = _gradients(run, num_microbatches)
         timer = timed(run.timers, "optimizer", log_level=1, barrier=_barrier(run))
         with timer, straggler.stopwatch.section(straggler.OPTIMIZER):
-            run.optimizer.prepare_grads(run.rerun)
+            _prepare_update(run)
     end_if_rejected(run)
     return losses
 
@@ -165,14 +165,20 @@ def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
     return losses
 
 
+def _prepare_update(run: Runtime) -> None:
+    """Check the gradients; the update may be queued, and change nothing if a rank rejects them."""
+    if run.pending_save is not None:
+        run.pending_save.wait_for_copies()
+    assert run.optimizer is not None, "a run that trains has one"
+    run.optimizer.prepare_grads(run.rerun, may_update=True)
+
+
 @in_phase("parameter update")
 def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
-    """Update the parameters.
+    """Update the parameters, unless that is queued already.
 
     Returns whether it updated the parameters, the gradient norm and the number of zero gradients.
     """
-    if run.pending_save is not None:
-        run.pending_save.wait_for_copies()
     assert run.optimizer is not None, "a run that trains has one"
     timer = timed(run.timers, "optimizer", log_level=1)
     with timer, straggler.stopwatch.section(straggler.OPTIMIZER):

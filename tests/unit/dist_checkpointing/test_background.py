@@ -108,7 +108,11 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
     counts.zero_()
     made.common["iteration"] = 2
     steps = []
-    optimizer = SimpleNamespace(finish_step=lambda: steps.append(saving._copied.is_set()))
+
+    def prepare_grads(machine, may_update):
+        steps.append(saving._copied.is_set())
+
+    optimizer = SimpleNamespace(prepare_grads=prepare_grads)
     wait = saving.wait_for_copies
 
     def open_and_wait():
@@ -116,7 +120,7 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
         wait()
 
     saving.wait_for_copies = open_and_wait
-    train_step._update(small_run(run_of(), pending_save=saving, optimizer=optimizer))
+    train_step._prepare_update(small_run(run_of(), pending_save=saving, optimizer=optimizer))
     assert steps == [True]
     weight.zero_()
     with CheckpointReader(saving.wait().folder) as reader:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device import cpu_kernels
-from megatron.core.fusions.adam_step import Step
+from megatron.core.fusions.adam_step import Step, Updated
 from megatron.core.fusions.cpu import adam
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.reduced_precision_state import StateStorage
@@ -140,9 +140,10 @@ def fresh(*, split: bool, rounded: bool) -> Numbers:
 
 def update(numbers: Numbers) -> None:
     corrections = torch.tensor([1 - 0.9**7, 1 - 0.95**7])
-    step = Step(torch.tensor(7.0), corrections, 1e-2, (0.9, 0.95), 1e-8, 0.1, 3.0)
+    rates = 1e-2, (0.9, 0.95), 1e-8, 0.1
+    step = Step(torch.tensor(7.0), corrections, torch.tensor(3.0), None, *rates)
     moments = {k: (numbers[k], None, False) for k in ("mean", "square")}
-    adam.update(**{**numbers, **moments}, step=step)  # type: ignore[arg-type]
+    adam.update([Updated(**{**numbers, **moments})], step)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("split", [False, True])

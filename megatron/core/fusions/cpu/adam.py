@@ -8,31 +8,26 @@ on its address, so sharded updates are bitwise identical to unsharded ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from megatron.core.device import cpu_kernels
-from megatron.core.fusions.adam_step import Moment, Step
+from megatron.core.fusions.adam_step import Step, Updated
 
 MOMENTS = (torch.float32, torch.bfloat16)
-WRITES_WEIGHTS = True
+WEIGHTS = (torch.bfloat16,)
 
 
-def update(
-    param: Tensor,
-    lower: Tensor | None,
-    grad: Tensor,
-    mean: Moment,
-    square: Moment,
-    step: Step,
-    weight: Tensor | None = None,
-) -> None:
-    """Update ``param``: float32, or bf16 with the ``lower`` 16 bits; all are contiguous.
+def update(updated: Sequence[Updated], step: Step) -> None:
+    """Update parameters, one after the other."""
+    for each in updated:
+        _update(each, step)
 
-    A float32 parameter is also rounded into ``weight`` (bf16) in the same pass.
-    """
-    (means, *_), (squares, *_), (beta1, beta2) = mean, square, step.betas
+
+def _update(updated: Updated, step: Step) -> None:
+    param, lower, grad, (means, *_), (squares, *_), weight = updated
+    beta1, beta2 = step.betas
     of_mean, of_square = float(step.corrections[0]), float(step.corrections[1])
     rounded = [name for name, kept in (("mean", means), ("square", squares)) if kept.itemsize == 2]
     cpu_kernels.run(
@@ -41,7 +36,7 @@ def update(
         format=grad.dtype,
         sizes=(int(step.number),),
         numbers=(
-            step.divisor,
+            float(step.divisor),
             1 - step.lr * step.weight_decay,
             1 - beta1,
             beta2,

@@ -5,43 +5,65 @@ remainder, and twice that for 16- or 8-bit moments.  The storage formats are tho
 `optimizer.reduced_precision_state`: float32; bf16; fp16 and e4m3 with an exponent per 128 values;
 the square root of second moments; the upper and lower half of float32.  The random rounding is
 bitwise identical to the plain form's.
+
+One launch updates all parameters of the same formats.  It reads the addresses of their tensors from
+a table on the device, which is copied there only if an address has changed: gradient buffers,
+weights and state stay where they are.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.fusions.adam_step import Moment, Step
+from megatron.core import device
+from megatron.core.fusions.adam_step import Step, Updated
 
-_ROWS, _WARPS = 8, 4  # 128 numbers a row, 8 a thread
+_ROWS, _WARPS = 8, 4  # rows of 128 values at a time, 8 values a thread
+_CHUNK = 128  # rows of a program
+_TENSORS = 8  # of a parameter, in the order of `_addresses`
 _KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
-_AS_BITS = {1: torch.int8, 2: torch.int16, 4: torch.float32}
 
 MOMENTS = tuple(_KIND)
-WRITES_WEIGHTS = False  # a float32 update is torch's own, and so is the copy
+WEIGHTS = (torch.bfloat16, torch.float16)
 
 
-def update(
-    param: Tensor, lower: Tensor | None, grad: Tensor, mean: Moment, square: Moment, step: Step
-) -> None:
-    """Update ``param``: float32, or bf16 with the ``lower`` 16 bits; all are contiguous."""
+def update(updated: Sequence[Updated], step: Step) -> None:
+    """Update parameters: one launch for those whose tensors have the same formats.
+
+    Tensors that begin or end within 16 bytes have a launch of their own, with narrow loads.
+    """
+    alike: dict[tuple[Any, ...], list[Updated]] = {}
+    for each in updated:
+        if each.param.numel():
+            alike.setdefault(_formats(each), []).append(each)
+    for formats, members in alike.items():
+        _launch(members, step, formats)
+    changed = [t for each in updated for t in (each.param, each.weight) if t is not None]
+    torch.autograd.graph.increment_version(changed)
+
+
+def _launch(updated: Sequence[Updated], step: Step, formats: tuple[Any, ...]) -> None:
+    is_aligned, is_split, grad, mean, mean_is_root, square, square_is_root, weight = formats
+    where = updated[0].param.device
+    sizes = tuple(each.param.numel() for each in updated)
+    addresses = tuple(address for each in updated for address in _addresses(each))
+    chunks = _chunks(sizes, where)
     beta1, beta2 = step.betas
-    means, mean_exponents, mean_is_root = mean
-    squares, square_exponents, square_is_root = square
-    _update[(triton.cdiv(param.numel(), 128 * _ROWS),)](
-        param if lower is None else param.view(torch.int16),
-        lower,
-        grad,
-        _bits(means),
-        mean_exponents,
-        _bits(squares),
-        square_exponents,
+    _update[(len(chunks),)](
+        _table((*addresses, *sizes), where),
+        chunks,
+        len(updated),
         step.number,
         step.corrections,
-        param.numel(),
+        step.divisor,
+        step.accepted,
         step.lr,
         beta1,
         1 - beta1,
@@ -49,20 +71,54 @@ def update(
         1 - beta2,
         step.eps,
         step.lr * step.weight_decay,
-        step.divisor,
-        IS_SPLIT=lower is not None,
-        MEAN=_KIND[means.dtype],
+        IS_ALIGNED=is_aligned,
+        IS_SPLIT=is_split,
+        GRAD=grad,
+        MEAN=mean,
         MEAN_IS_ROOT=mean_is_root,
-        SQUARE=_KIND[squares.dtype],
+        SQUARE=square,
         SQUARE_IS_ROOT=square_is_root,
+        WEIGHT=weight,
+        TENSORS=_TENSORS,
         ROWS=_ROWS,
+        CHUNK=_CHUNK,
         num_warps=_WARPS,
     )
-    torch.autograd.graph.increment_version(param)
 
 
-def _bits(values: Tensor) -> Tensor:
-    return values.view(_AS_BITS[values.dtype.itemsize])
+def _formats(updated: Updated) -> tuple[Any, ...]:
+    _, lower, grad, (means, _, mean_is_root), (squares, _, square_is_root), weight = updated
+    moments = _KIND[means.dtype], mean_is_root, _KIND[squares.dtype], square_is_root
+    kind_of_weight = 0 if weight is None else _KIND[weight.dtype]
+    is_aligned = all(n % 16 == 0 for n in (updated.param.numel(), *_addresses(updated)))
+    return is_aligned, lower is not None, _KIND[grad.dtype], *moments, kind_of_weight
+
+
+def _addresses(updated: Updated) -> Iterator[int]:
+    param, lower, grad, (means, mean_exponents, _), (squares, square_exponents, _), weight = updated
+    for tensor in (param, lower, grad, means, mean_exponents, squares, square_exponents, weight):
+        yield 0 if tensor is None else tensor.data_ptr()
+
+
+@lru_cache(maxsize=256)
+def _table(values: tuple[int, ...], where: torch.device) -> Tensor:
+    """Return addresses [parameters * tensors] and sizes [parameters] on the device."""
+    return _to_device(torch.tensor(values), where)
+
+
+@lru_cache(maxsize=256)
+def _chunks(sizes: tuple[int, ...], where: torch.device) -> Tensor:
+    """Return [programs, 2]: the parameter of each program, and its chunk of the parameter."""
+    counts = torch.tensor([triton.cdiv(size, 128 * _CHUNK) for size in sizes])
+    params = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    first = (counts.cumsum(0) - counts)[params]
+    pairs = torch.stack([params, torch.arange(len(params)) - first], 1)
+    return _to_device(pairs.int(), where)
+
+
+def _to_device(values: Tensor, where: torch.device) -> Tensor:
+    # From page-locked memory, so that the host does not wait for the copy.
+    return device.host_array(values, where).to(where, non_blocking=True)
 
 
 @triton.jit
@@ -163,17 +219,36 @@ def _write(
 
 
 @triton.jit
+def _round(values, KIND: tl.constexpr):
+    """Convert float32 to the bits of bf16 (1) or fp16 (2), rounded to nearest, ties to even."""
+    if KIND == 2:
+        codes = values.to(tl.float16).to(tl.int16, bitcast=True)
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        codes = tl.where(values != values, 0x7FC0, bits).to(tl.int16)
+    return codes
+
+
+@triton.jit
+def _pointer(Address, KIND: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Load a pointer to values of a format, 16- and 8-bit ones as integers."""
+    TYPE: tl.constexpr = tl.float32 if KIND == 0 else (tl.int8 if KIND == 3 else tl.int16)
+    pointer = tl.load(Address).to(tl.pointer_type(TYPE))
+    if IS_ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)  # bytes: loads and stores are wide
+    return pointer
+
+
+@triton.jit
 def _update(
-    Param,
-    Lower,
-    Grad,
-    Mean,
-    MeanExponents,
-    Square,
-    SquareExponents,
+    Table,
+    Chunks,
+    num_params,
     Number,
     Corrections,
-    count,
+    Divisor,
+    Accepted,
     lr,
     beta1,
     rest1,
@@ -181,19 +256,67 @@ def _update(
     rest2,
     eps,
     decay,
-    divisor,
+    IS_ALIGNED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    GRAD: tl.constexpr,
     MEAN: tl.constexpr,
     MEAN_IS_ROOT: tl.constexpr,
     SQUARE: tl.constexpr,
     SQUARE_IS_ROOT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    TENSORS: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = at < count
-    block = tl.where(block * 128 < count, block, -1)
+    which = tl.load(Chunks + 2 * tl.program_id(0))
+    first = tl.load(Chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    count = tl.load(Table + num_params * TENSORS + which)
+    if IS_ALIGNED:
+        count = tl.multiple_of(count, 16)
+    Row = Table + which * TENSORS
+    Param = _pointer(Row, 1 if IS_SPLIT else 0, IS_ALIGNED)
+    Lower = _pointer(Row + 1, 1, IS_ALIGNED)
+    Grad = _pointer(Row + 2, GRAD, IS_ALIGNED)
+    Mean = _pointer(Row + 3, MEAN, IS_ALIGNED)
+    MeanExponents = _pointer(Row + 4, 3, IS_ALIGNED)
+    Square = _pointer(Row + 5, SQUARE, IS_ALIGNED)
+    SquareExponents = _pointer(Row + 6, 3, IS_ALIGNED)
+    Weight = _pointer(Row + 7, 1, IS_ALIGNED)
 
+    chance_of_step = tl.load(Number).to(tl.int32) * 0x2545F491
+    divisor = tl.load(Divisor)
+    rate = lr / tl.load(Corrections)
+    square_correction = tl.sqrt_rn(tl.load(Corrections + 1))
+    rows = tl.minimum(tl.cdiv(count, 128) - first, CHUNK).to(tl.int32)
+    if Accepted is not None:
+        # The host has not read the gradient norm: a step that is not accepted changes nothing.
+        rows = tl.where(tl.load(Accepted) != 0, rows, 0)
+    for row in range(0, rows, ROWS):
+        block = first + row + tl.arange(0, ROWS)
+        at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+        inside = at < count
+        block = tl.where(block * 128 < count, block, -1)
+        param, bits = _read_param(Param, Lower, at, inside, IS_SPLIT)
+        chance = ((bits >> 16) + chance_of_step) * 0x165667B1
+        grad = tl.load(Grad + at, mask=inside, other=0)
+        if GRAD != 0:
+            grad = _wide(grad, GRAD)
+        grad = tl.div_rn(grad, grad * 0 + divisor)
+        mean, old = _read(Mean, MeanExponents, at, inside, block, MEAN, MEAN_IS_ROOT)
+        mean = beta1 * mean + rest1 * grad
+        _write(Mean, MeanExponents, at, inside, block, mean, old, chance, MEAN, MEAN_IS_ROOT)
+        square, old = _read(Square, SquareExponents, at, inside, block, SQUARE, SQUARE_IS_ROOT)
+        square = beta2 * square + rest2 * grad * grad
+        Exponents = SquareExponents
+        _write(Square, Exponents, at, inside, block, square, old, chance, SQUARE, SQUARE_IS_ROOT)
+        param -= decay * param
+        param -= rate * (mean / (tl.sqrt_rn(square) / square_correction + eps))
+        _write_param(Param, Lower, Weight, at, inside, param, IS_SPLIT, WEIGHT)
+
+
+@triton.jit
+def _read_param(Param, Lower, at, inside, IS_SPLIT: tl.constexpr):
+    """Load parameters in float32, and their bits."""
     if IS_SPLIT:
         bits = tl.load(Param + at, mask=inside, other=0).to(tl.int32) << 16
         bits += tl.load(Lower + at, mask=inside, other=0).to(tl.int32)
@@ -201,34 +324,19 @@ def _update(
     else:
         param = tl.load(Param + at, mask=inside, other=0.0)
         bits = param.to(tl.int32, bitcast=True)
-    chance = ((bits >> 16) + tl.load(Number).to(tl.int32) * 0x2545F491) * 0x165667B1
+    return param, bits
 
-    grad = tl.load(Grad + at, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.div_rn(grad, grad * 0 + divisor)
-    mean, old_mean = _read(Mean, MeanExponents, at, inside, block, MEAN, MEAN_IS_ROOT)
-    square, old_square = _read(Square, SquareExponents, at, inside, block, SQUARE, SQUARE_IS_ROOT)
-    mean = beta1 * mean + rest1 * grad
-    square = beta2 * square + rest2 * grad * grad
-    length = tl.sqrt_rn(square) / tl.sqrt_rn(tl.load(Corrections + 1)) + eps
-    param -= decay * param
-    param -= lr / tl.load(Corrections) * (mean / length)
 
-    _write(Mean, MeanExponents, at, inside, block, mean, old_mean, chance, MEAN, MEAN_IS_ROOT)
-    _write(
-        Square,
-        SquareExponents,
-        at,
-        inside,
-        block,
-        square,
-        old_square,
-        chance,
-        SQUARE,
-        SQUARE_IS_ROOT,
-    )
+@triton.jit
+def _write_param(
+    Param, Lower, Weight, at, inside, param, IS_SPLIT: tl.constexpr, WEIGHT: tl.constexpr
+):
+    """Store parameters, and rounded ones into the weight of the model."""
     if IS_SPLIT:
         bits = param.to(tl.int32, bitcast=True)
         tl.store(Param + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
         tl.store(Lower + at, bits.to(tl.int16), mask=inside)
     else:
         tl.store(Param + at, param, mask=inside)
+    if WEIGHT:
+        tl.store(Weight + at, _round(param, WEIGHT), mask=inside)
