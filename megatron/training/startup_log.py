@@ -97,10 +97,12 @@ def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
     is_whole = comm_type in ("", "a2a") and not has_sink
     positions = config.language_model.position_embedding_type
     is_causal = kind.is_causal and not kind.has_encoder
+    # A sink has no kernel for a part of the queries.
+    is_masked = not is_causal or (has_sink and comm_type == "allgather")
     return AttentionRequest(
         dtype=model.params_dtype,
         head_dim=model.kv_channels,
-        has_mask=data.reset_attention_mask or not is_causal,
+        has_mask=data.reset_attention_mask or is_masked,
         has_band=model.window_size is not None or comm_type == "allgather",
         has_bias=positions in ("alibi", "relative"),
         has_dropout=model.attention_dropout > 0,

@@ -78,6 +78,44 @@ def test_each_exchange_of_a_divided_sequence_names_what_computes_it(
     assert chosen == {"p2p": ["flash"], "a2a": ["blocks"], "allgather": ["flash"]}
 
 
+@pytest.mark.parametrize(
+    ("flags", "name", "reason"),
+    [
+        ("--window-size 8,0", "flash", "chosen"),
+        ("--window-size 8,0", "efficient", "a faster implementation is used"),
+        ("--context-parallel-size 2 --cp-comm-type allgather", "flash", "chosen"),
+        (
+            "--reset-attention-mask",
+            "flash",
+            "it supports only causal masks, windows and packed sequences, without bias",
+        ),
+        (
+            "--context-parallel-size 2 --cp-comm-type allgather --softmax-type learnable",
+            "plain",
+            "chosen",
+        ),
+        (
+            "--multi-latent-attention --position-embedding-type rope --qk-head-dim 128 "
+            "--qk-pos-emb-head-dim 64 --kv-lora-rank 64",
+            "fused",
+            "it does not support head dimension 192",
+        ),
+    ],
+)
+def test_the_table_of_a_gpu_names_the_kernel_of_windows_and_masks(
+    flags: str,
+    name: str,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = f"{flags} --bf16 --attention-dropout 0 --kv-channels 64 --transformer-impl local"
+    config = run_of(words, 2 if "context" in flags else 1)
+    with device.simulate_device("cuda"):
+        print_attention_backends(small_run(config))
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert rows[name] == reason
+
+
 def test_the_kernels_of_a_batch_invariant_forward_pass_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
