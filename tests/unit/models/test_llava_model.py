@@ -185,6 +185,36 @@ def test_tensor_parallel_ranks_compute_what_one_does(language: dict[str, Any]) -
             torch.testing.assert_close(mine, one, **EXACT)
 
 
+@pytest.mark.feature("Vision: LLaVA in two pipeline stages computes as one process")
+def test_two_pipeline_stages_compute_what_one_does() -> None:
+    wanted = computed(llava(one_process_groups()))
+    sizes = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float64}
+    first, last = (
+        llava(
+            replace(one_process_groups(), pp=torch.distributed.ProcessGroup(rank, 2)),
+            language=sizes,
+            pre_process=rank == 0,
+            post_process=rank == 1,
+        )
+        for rank in range(2)
+    )
+    assert last.vision_model is None
+    given = batch()
+    hidden, _ = first(**given)
+    received = hidden.detach().requires_grad_()
+    last.set_input_tensor([received])
+    losses, mask = last(**(given | {"images": None}))
+    (losses * mask).sum().backward()
+    hidden.backward(received.grad)
+    length = wanted[0].shape[1]
+    assert losses.shape == (2, 48)  # stages exchange one shape
+    assert first.vision_model is not None
+    found = [losses[:, :length], mask[:, :length], first.vision_model.conv1.weight.grad]
+    for mine, one in zip(found, wanted, strict=False):
+        torch.testing.assert_close(mine, one, **EXACT)
+    assert not mask[:, length:].any()
+
+
 def test_text_alone_gives_every_parameter_a_gradient() -> None:
     model = llava(one_process_groups())
     given = batch()
