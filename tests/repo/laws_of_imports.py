@@ -92,6 +92,7 @@ COMPATIBILITY_API = {
         "megatron/core/models/multimodal/llava_model.py",
         "megatron/core/models/vision/clip_vit_model.py",
         "megatron/core/models/vision/multimodal_projector.py",
+        "megatron/core/models/vision/radio.py",
         "megatron/core/distributed/distributed_data_parallel.py",
         "megatron/core/optimizer/__init__.py",
         "megatron/core/pipeline_parallel/schedules.py",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,14 @@ from torch import Tensor
 from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.config.errors import CheckpointError
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.family import Config
 from megatron.training.conversion.tensors import Rule
+
+Encoder: TypeAlias = CLIPViTModel | RADIOViTModel
 
 _ACTIVATIONS = {
     "gelu": F.gelu,
@@ -40,12 +43,13 @@ class EncoderFamily:
     does not belong to the encoder.
     """
 
-    subtype: str  # a key of `clip_vit_model.KINDS`
+    subtype: str  # a key of `clip_vit_model.KINDS`, or radio
     outside: Mapping[str, str]
     layer: Mapping[str, str]
     layer_prefix: str
     values: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    has_layer_scale: bool = False
     eps: float = 1e-5  # if config.json has none
 
     def theirs(self, ours: str) -> tuple[str, ...]:
@@ -132,6 +136,22 @@ FAMILIES = {
             "post_self_attn_layernorm.weight": "lambda_1",
             "post_mlp_layernorm.weight": "lambda_2",
         },
+        has_layer_scale=True,
+        eps=1e-6,
+    ),
+    "radio": EncoderFamily(
+        subtype="radio",
+        outside={"embedder": "embeddings.patch_projection"},
+        layer=_VIT_LAYER | {"input_layernorm": "norm1", "pre_mlp_layernorm": "norm2"},
+        layer_prefix="encoder.layer.{}.",
+        values={
+            "class_token": "embeddings.cls_register_token",
+            "position_embeddings.weight": "embeddings.position_embedding",
+            "post_self_attn_layernorm.weight": "layer_scale1.lambda1",
+            "post_mlp_layernorm.weight": "layer_scale2.lambda1",
+        },
+        ignored=("input_conditioner.", "summary_idxs"),  # images are normalised before
+        has_layer_scale=True,
         eps=1e-6,
     ),
 }
@@ -139,38 +159,39 @@ FAMILIES = {
 
 def build_encoder(
     config: Config, pg_collection: ProcessGroupCollection | None = None, **changes: Any
-) -> CLIPViTModel:
+) -> Encoder:
     """Build the encoder that ``config`` (config.json of an encoder) describes, without weights.
 
     ``changes``: fields of the `TransformerConfig`.  Raises CheckpointError if it is not supported.
     """
     family = _family_of(config)
-    with_qk_norm = bool(config.get("use_qk_norm"))
-    of_layers = TransformerConfig(
-        **{
-            "num_layers": config["num_hidden_layers"],
-            "hidden_size": config["hidden_size"],
-            "num_attention_heads": config["num_attention_heads"],
-            "ffn_hidden_size": config["intermediate_size"],
-            "activation_func": _activation(config["hidden_act"]),
-            "bias_activation_fusion": False,  # it would replace GELU by its approximation
-            "layernorm_epsilon": config.get("layer_norm_eps", family.eps),
-            "normalization": _norm_of(config),
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "qk_layernorm_full_width": with_qk_norm,
-            **changes,
-        }
-    )
-    height, width = _pair(config["image_size"])
-    sides = _pair(config["patch_size"])
-    if sides[0] != sides[1]:
-        raise CheckpointError(f"config.json has patch_size {sides}: patches must be squares")
-    has_scale = family.subtype == "internvit"
+    try:
+        of_layers = _layers_of(config, family, changes)
+        height, width = _pair(config["max_img_size" if family.subtype == "radio" else "image_size"])
+        side, other = _pair(config["patch_size"])
+    except KeyError as error:
+        raise CheckpointError(f"config.json has no {error.args[0]}") from None
+    if side != other:
+        raise CheckpointError(f"config.json has patch_size {[side, other]}: give squares")
+    if config.get("use_swiglu_ffn") or config.get("video_temporal_patch_size"):
+        raise CheckpointError(
+            "config.json describes gated layers or video, which are not supported"
+        )
+    spec = get_vit_layer_with_local_spec(of_layers, has_layer_scale=family.has_layer_scale)
+    if family.subtype == "radio":
+        return RADIOViTModel(
+            of_layers,
+            spec,
+            class_token_len=config["num_cls_tokens"] + config["num_registers"],
+            patch_dim=side,
+            max_img_h=height,
+            max_img_w=width,
+            pg_collection=pg_collection,
+        )
     return CLIPViTModel(
         of_layers,
-        get_vit_layer_with_local_spec(of_layers, has_layer_scale=has_scale),
-        patch_dim=sides[0],
+        spec,
+        patch_dim=side,
         img_h=height,
         img_w=width,
         model_subtype=family.subtype,
@@ -178,8 +199,30 @@ def build_encoder(
     )
 
 
+def _layers_of(
+    config: Config, family: EncoderFamily, changes: Mapping[str, Any]
+) -> TransformerConfig:
+    width = config.get("intermediate_size")
+    return TransformerConfig(
+        **{
+            "num_layers": config["num_hidden_layers"],
+            "hidden_size": config["hidden_size"],
+            "num_attention_heads": config["num_attention_heads"],
+            "ffn_hidden_size": width or int(config["hidden_size"] * config["mlp_ratio"]),
+            "activation_func": _activation(config["hidden_act"]),
+            "bias_activation_fusion": False,  # it would replace GELU by its approximation
+            "layernorm_epsilon": config.get("layer_norm_eps", family.eps),
+            "normalization": _norm_of(config),
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "qk_layernorm_full_width": bool(config.get("use_qk_norm")),
+            **changes,
+        }
+    )
+
+
 def encoder_from_hf(
-    model: CLIPViTModel, config: Config, tensors: Mapping[str, Tensor]
+    model: Encoder, config: Config, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the complete tensors of ``model``, a model on one process, from ``tensors``.
 
@@ -213,7 +256,7 @@ def encoder_from_hf(
 
 
 def encoder_to_hf(
-    model: CLIPViTModel, config: Config, tensors: Mapping[str, Tensor]
+    model: Encoder, config: Config, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return ``tensors``, complete ones under our names, under theirs; the reverse of the above.
 
@@ -238,7 +281,11 @@ def _their_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
     """Return the shape in theirs: some of our embeddings have a dimension of 1 more or less."""
     if name == "embeddings.class_embedding":
         return (tensor.numel(),)
-    if name == "embeddings.position_embeddings":
+    if name == "embeddings.cls_register_token":
+        return tuple(tensor.shape[1:])
+    if name == "embeddings.patch_projection.weight":
+        return (len(tensor), tensor[0].numel())
+    if name in ("embeddings.position_embeddings", "embeddings.position_embedding"):
         return (1, *tensor.shape)
     return tuple(tensor.shape)
 

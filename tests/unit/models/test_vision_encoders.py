@@ -10,9 +10,15 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, ConfigError, DataError
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
-from megatron.training.conversion.vision import build_encoder, encoder_from_hf, encoder_to_hf
+from megatron.training.conversion.vision import (
+    Encoder,
+    build_encoder,
+    encoder_from_hf,
+    encoder_to_hf,
+)
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, tiny_config
@@ -35,6 +41,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "InternVLVision",
         PAIRS | {"use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": False},
     ),
+    "RADIO": ("Radio", {"patch_size": 6, "max_img_size": 48, "mlp_ratio": 1.5}),
+    "RADIO of its largest image": ("Radio", {"patch_size": 6, "max_img_size": 24}),
 }
 
 
@@ -44,16 +52,19 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}  # float64: only the order of sums differs
 def theirs(name: str) -> Any:
     transformers = pytest.importorskip("transformers")
     kind, sizes = ENCODERS[name]
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **sizes)
+    given = {n: v for n, v in SIZES.items() if kind != "Radio" or n != "intermediate_size"}
+    config = getattr(transformers, f"{kind}Config")(**given, **sizes)
     torch.manual_seed(3)
     model = getattr(transformers, f"{kind}Model")(config).eval()
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.1 * torch.randn_like(param))
+    if kind == "Radio":
+        model.make_preprocessor_external()  # images are normalised before
     return model.double()
 
 
-def ours(model: Any, **changes: Any) -> CLIPViTModel:
+def ours(model: Any, **changes: Any) -> Encoder:
     config = model.config.to_dict()
     changes = {"params_dtype": torch.float64, **changes}
     made = build_encoder(config, one_process_groups(), **changes)
@@ -61,10 +72,12 @@ def ours(model: Any, **changes: Any) -> CLIPViTModel:
     return made.eval()
 
 
-def images(model: CLIPViTModel, count: int = 2) -> Tensor:
+def images(model: Encoder, count: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    dtype = model.conv1.weight.dtype
-    return torch.randn(count, 3, model.img_h, model.img_w, generator=generator, dtype=dtype)
+    size = (24, 12) if isinstance(model, RADIOViTModel) else (model.img_h, model.img_w)
+    if isinstance(model, RADIOViTModel) and model.num_rows == 4:
+        size = (24, 24)
+    return torch.randn(count, 3, *size, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.feature("Vision: encoders have the features and gradients of transformers' models")
@@ -76,8 +89,9 @@ def test_features_and_gradients_are_those_of_transformers(name: str) -> None:
     y = x.detach().clone().requires_grad_()
     found = model(x)
     wanted = hf(y).last_hidden_state
-    # The RMS norms of transformers compute in float32.
-    tolerance = tolerances.LOGITS if name == "InternViT 6B" else EXACT
+    # RMS norms and interpolated positions of transformers are computed in float32.
+    is_rounded = name == "InternViT 6B" or name.startswith("RADIO")
+    tolerance = tolerances.LOGITS if is_rounded else EXACT
     torch.testing.assert_close(found, wanted, **tolerance)
     grad = torch.randn_like(wanted)
     found.backward(grad)
@@ -99,7 +113,10 @@ def test_tensors_come_back_bit_by_bit(name: str) -> None:
     config = hf.config.to_dict()
     back = encoder_to_hf(model, config, model.state_dict())
     left = set(hf.state_dict()) - set(back)
-    assert all(n.startswith(("post_layernorm", "head.", "pooler.")) for n in left), left
+    assert all(
+        n.startswith(("post_layernorm", "head.", "pooler.", "summary_idxs", "input_c"))
+        for n in left
+    ), left
     for each, value in back.items():
         assert torch.equal(value, hf.state_dict()[each]), each
 
@@ -176,3 +193,9 @@ def test_images_of_another_size_are_refused() -> None:
     model = encoder(one_process_groups(), "clip")
     with pytest.raises(DataError, match=r"\(3, 12, 12\) do not fit .*\(3, 12, 24\)"):
         model(torch.zeros(1, 3, 12, 12))
+
+
+def test_images_that_patches_do_not_fill_are_refused() -> None:
+    model = ours(theirs("RADIO"))
+    with pytest.raises(DataError, match="12 x 20 pixels are not a multiple of --patch-dim 6"):
+        model(torch.zeros(1, 3, 12, 20, dtype=torch.float64))

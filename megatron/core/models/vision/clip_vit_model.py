@@ -2,9 +2,6 @@
 
 ``b`` images, ``H`` and ``W`` their height and width in pixels, ``p`` the side of a patch, ``n``
 embeddings of an image (class tokens, then patches row by row), ``h`` hidden size.
-
-An encoder has all its layers on one pipeline stage; tensor parallelism shards its layers, and every
-rank computes the patches.
 """
 
 from __future__ import annotations
@@ -20,13 +17,8 @@ from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
-from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _COLOURS = 3
@@ -75,13 +67,11 @@ class CLIPViTModel(VisionModule):
         subtype has.  Raises ConfigError if patches do not fill the image.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
-        _check(transformer_config, groups, model_subtype, (img_h, img_w, patch_dim))
+        _check(model_subtype, img_h, img_w, patch_dim)
         super().__init__(transformer_config)
         kind = KINDS[model_subtype]
         config = transformer_config
         h = config.hidden_size
-        self.pg_collection = groups
-        self.tp_group = groups.tp
         self.img_h = img_h
         self.img_w = img_w
         self.patch_dim = patch_dim
@@ -90,19 +80,13 @@ class CLIPViTModel(VisionModule):
         num_patches = (img_h // patch_dim) * (img_w // patch_dim)
         self.seq_length = num_patches + self.class_token_len
         self.conv1 = PatchProjection(config, patch_dim, has_bias=kind.has_patch_bias)
-        self.position_embeddings = _Table(config, self.seq_length)
+        self.position_embeddings = EmbeddingTable(config, self.seq_length)
         self.class_token: nn.Parameter | None = None
         if has_class_token:
-            self.class_token = _replicated(config, (1, class_token_len, h), config.init_method)
+            self.class_token = replicated(config, (1, class_token_len, h), config.init_method)
         self.ln_pre = self._norm(ln_pre_impl) if kind.has_norm_before else None
         self.ln_post = self._norm(ln_post_impl) if kind.has_norm_after else None
-        self.decoder = TransformerBlock(
-            config,
-            transformer_layer_spec,
-            post_layer_norm=False,
-            pg_collection=groups,
-            layer_indices=range(config.num_layers),
-        )
+        self.build_layers(transformer_layer_spec, groups)
         self.finalize_parameters()
 
     def _norm(self, spec: Slot) -> nn.Module:
@@ -115,10 +99,6 @@ class CLIPViTModel(VisionModule):
             has_partial_gradient=False,
         )
         return norm
-
-    def set_input_tensor(self, input_tensor: Tensor) -> None:
-        """Set the hidden states [n, b, h] that replace those of images."""
-        self.decoder.set_input_tensor(input_tensor)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Encode images: [b, 3, H, W] -> [b, n, h].  Collective over the tensor-parallel group.
@@ -137,14 +117,7 @@ class CLIPViTModel(VisionModule):
         hidden = hidden + self.position_embeddings.weight
         if self.ln_pre is not None:
             hidden = self.ln_pre(hidden)
-        hidden = hidden.transpose(0, 1).contiguous()
-        is_sharded = self.config.sequence_parallel and self.tp_group.size() > 1
-        if is_sharded:
-            hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
-        hidden = self.decoder(hidden, attention_mask)
-        if is_sharded:
-            hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
-        hidden = hidden.transpose(0, 1).contiguous()
+        hidden = self.run_layers(hidden, attention_mask)
         if self.ln_post is not None:
             hidden = self.ln_post(hidden)
         return hidden
@@ -157,10 +130,10 @@ class PatchProjection(nn.Module):
         super().__init__()
         self.patch_dim = patch_dim
         shape = (config.hidden_size, _COLOURS, patch_dim, patch_dim)
-        self.weight = _replicated(config, shape, config.init_method)
+        self.weight = replicated(config, shape, config.init_method)
         self.bias: nn.Parameter | None = None
         if has_bias:
-            self.bias = _replicated(config, shape[:1], Init("zeros"))
+            self.bias = replicated(config, shape[:1], Init("zeros"))
 
     def forward(self, x: Tensor) -> Tensor:
         """Project: [b, 3, H, W] -> [b, H/p W/p, h]."""
@@ -168,15 +141,16 @@ class PatchProjection(nn.Module):
         return x.flatten(2).transpose(1, 2)
 
 
-class _Table(nn.Module):
+class EmbeddingTable(nn.Module):
     """Learned embeddings of the places in an image."""
 
     def __init__(self, config: TransformerConfig, count: int) -> None:
         super().__init__()
-        self.weight = _replicated(config, (count, config.hidden_size), config.init_method)
+        self.weight = replicated(config, (count, config.hidden_size), config.init_method)
 
 
-def _replicated(config: TransformerConfig, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+def replicated(config: TransformerConfig, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+    """Return a parameter that every tensor-parallel rank has completely."""
     return new_parameter(shape, config.params_dtype, param_info_for(shape, init))
 
 
@@ -198,42 +172,16 @@ def get_num_image_embeddings(
     return count // 4 if pixel_shuffle else count
 
 
-def _check(
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    subtype: str,
-    sizes: tuple[int, int, int],
-) -> None:
+def _check(subtype: str, img_h: int, img_w: int, patch_dim: int) -> None:
     """Raise ConfigError, with all problems, if the encoder cannot be built."""
-    img_h, img_w, patch_dim = sizes
     problems = []
     if problem := _unknown(subtype):
         problems.append(problem)
     for flag, size in (("--img-h", img_h), ("--img-w", img_w)):
         if size % patch_dim or size < patch_dim:
             problems.append(f"{flag} {size} is not a multiple of --patch-dim {patch_dim}")
-    if groups.cp.size() > 1:
-        problems.append("patches attend to all others: an encoder has no context parallelism")
-    if config.sequence_parallel and subtype in KINDS:
-        problems += _sequence_problem(config, groups, subtype, sizes)
     if problems:
         raise ConfigError("the vision encoder cannot be built:\n  - " + "\n  - ".join(problems))
-
-
-def _sequence_problem(
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    subtype: str,
-    sizes: tuple[int, int, int],
-) -> list[str]:
-    img_h, img_w, patch_dim = sizes
-    count = (img_h // patch_dim) * (img_w // patch_dim) + KINDS[subtype].has_class_token
-    if count % groups.tp.size() == 0:
-        return []
-    return [
-        f"--sequence-parallel: {count} embeddings of an image cannot be split over "
-        f"{groups.tp.size()} ranks; build the encoder from a config without it"
-    ]
 
 
 def _unknown(subtype: str) -> str | None:
