@@ -3,8 +3,8 @@
 The supervisor of the node that --rdzv-endpoint names hosts the store.  If the store is lost, the
 other nodes first wait for that node to return.  If enough nodes remain, the first of them, in the
 order of the last attempt, hosts a new store at the same port, and writes its address into
-``rendezvous.json``.  A returning node reads that file, so --exit-report-dir must be shared by all
-nodes for this.
+``rendezvous.json``.  Spare and returning nodes read that file, so --exit-report-dir must be shared
+by all nodes for this.
 """
 
 from __future__ import annotations
@@ -48,15 +48,18 @@ class Connector:
         """Time limit of a rendezvous (--rdzv-conf join_timeout)."""
         return float(self._config.rdzv_configs.get("join_timeout", _JOIN_TIMEOUT_S))
 
-    def connect(self, last: Round | None) -> Rendezvous:
-        """Return a new connection; ``last`` is the attempt in which the store was lost, if any.
+    def connect(self, last: Round | None, num_spare: int = 0) -> Rendezvous:
+        """Return a new connection.
+
+        ``last`` is the attempt in which the store was lost, if any; ``num_spare`` further nodes
+        waited for a place.
 
         After the time limit of a rendezvous it raises LaunchError, or ConfigError if no attempt was
         made.
         """
         begin_s = time.monotonic()
         reason = ""
-        for config in self._candidates(last, begin_s):
+        for config in self._candidates(last, num_spare, begin_s):
             try:
                 # torch's client would try for minutes, and print a stack.
                 if not hosts_store(config) and not _is_reachable(config.rdzv_endpoint):
@@ -77,19 +80,19 @@ class Connector:
             "--rdzv-conf join_timeout"
         )
 
-    def _candidates(self, last: Round | None, begin_s: float) -> Iterator[LaunchConfig]:
+    def _candidates(
+        self, last: Round | None, num_spare: int, begin_s: float
+    ) -> Iterator[LaunchConfig]:
         """Yield addresses to try, without end."""
-        moved = self._moved_to()
-        while last is None or time.monotonic() - begin_s < self._host_timeout_s:
-            if moved is not None:
-                yield self._at(moved, is_host=False)
-                moved = None
-            yield self._config
         _, _, port = self._config.rdzv_endpoint.rpartition(":")
-        others = [i for i, was_host in enumerate(last.hosts) if not was_host]
-        is_enough = len(others) >= self._config.min_nodes
         while True:
+            if (moved := self._moved_to()) is not None:
+                yield self._at(moved, is_host=False)
             yield self._config
+            if last is None or time.monotonic() - begin_s < self._host_timeout_s:
+                continue
+            others = [i for i, was_host in enumerate(last.hosts) if not was_host]
+            is_enough = len(others) + num_spare >= self._config.min_nodes
             for i in others if is_enough else ():
                 endpoint = f"{last.addresses[i]}:{port}"
                 is_host = last.names[i] == self._node

@@ -106,6 +106,18 @@ class Outcome:
     causes: tuple[str, ...]  # of all ranks and nodes, first cause first
     was_stopped: bool = False  # ranks report that they stopped before the last iteration
 
+    def to_text(self) -> str:
+        """Return the outcome as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Outcome:
+        """Return the outcome that `to_text` has written."""
+        values = json.loads(text)
+        values["suspects"] = tuple(tuple(suspect) for suspect in values["suspects"])
+        values["causes"] = tuple(values["causes"])
+        return cls(**values)
+
     @property
     def blames_hardware(self) -> bool:
         """Whether the failure may come from faulty hardware."""

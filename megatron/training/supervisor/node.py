@@ -94,7 +94,7 @@ class Supervisor:
         finally:
             self._stop.has_ranks = True  # from here on a signal must not interrupt
             shutil.rmtree(self._launch.memory, ignore_errors=True)
-        text = self._ended or exit_text(decision, self._outcomes)
+        text = self._ended or exit_text(decision, [*self._earlier_outcomes(), *self._outcomes])
         if self._ended is not None or not self._has_waited:  # else the result is not known
             write_exit(self._launch.folder, text)
         if self._has_waited:
@@ -188,18 +188,21 @@ class Supervisor:
         """
         self._stop.has_ranks = False
         log(f"lost the store of the rendezvous: {error}")
-        if self._rendezvous is not None:
-            with contextlib.suppress(dist.DistError, RendezvousError):
-                self._rendezvous.leave()  # its thread would go on to send signs of life
-        report = agent.report(self._launch.node)
+        assert self._rendezvous is not None, "its store was lost"
+        with contextlib.suppress(dist.DistError, RendezvousError):
+            self._rendezvous.leave()  # its thread would go on to send signs of life
+        node = self._launch.node
+        report = NodeReport(node=node) if agent.meeting is None else agent.report(node)
         outcome = outcome_of([replace(report, lost_store=True)])
         self._outcomes.append(outcome)
         decision = self._decided(outcome)
+        last = self._rendezvous.round
+        if last is None:  # this node was in no attempt yet
+            decision = replace(decision, history=self._history)
         if decision.restarts:
-            assert self._rendezvous is not None, "its store was lost"
-            last = self._rendezvous.round
+            num_spare = self._rendezvous.num_spare
             self._rendezvous = None
-            self._rendezvous = self._connector.connect(last)
+            self._rendezvous = self._connector.connect(last, num_spare)
             self._rendezvous.nodes_that_train = self._nodes_that_train
         return decision
 
@@ -219,6 +222,7 @@ class Supervisor:
         is_join = meeting.has("join")
         self._outcomes.append(outcome)
         decision = meeting.agree(self._decided(outcome, num_spare > 0, is_join))
+        rendezvous.run_store.set(f"outcome/{decision.history.attempts}", outcome.to_text())
         rendezvous.run_store.set("history", decision.history.to_text())
         return decision
 
@@ -335,6 +339,18 @@ class Supervisor:
         except (dist.DistError, RendezvousError):
             pass  # the other nodes have ended
         return self._ended_elsewhere()
+
+    def _earlier_outcomes(self) -> list[Outcome]:
+        """Return the outcomes of the attempts before this node started, as far as they are known.
+
+        Every node writes exit.json, and all may write into one folder.
+        """
+        num_earlier = self._history.attempts - len(self._outcomes)
+        if self._rendezvous is None:
+            return []
+        with contextlib.suppress(dist.DistError):
+            return self._rendezvous.outcomes(num_earlier)
+        return []
 
     def _leave(self, exit_report: str) -> None:
         """End the rendezvous; wait shortly, because this node may host the store."""

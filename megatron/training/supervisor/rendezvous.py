@@ -6,9 +6,9 @@ agent also rotates the ranks within a node) and, if flags fix the sizes of other
 parallelism, the number of nodes that train: the largest that the flags allow.  The others wait.
 
 Keys of the round: ``node/I``, ``attempt``; those of `meeting.Meeting`; torch's own.  Keys of the
-run: ``supervisor/history``, ``supervisor/connected`` (number of nodes), ``supervisor/unhealthy``
-(number of nodes that left by --check-node), ``supervisor/unhealthy/I``, ``supervisor/end``,
-``supervisor/left``.
+run: ``supervisor/history``, ``supervisor/outcome/ATTEMPT``, ``supervisor/connected`` (number of
+nodes), ``supervisor/unhealthy`` (number of nodes that left by --check-node),
+``supervisor/unhealthy/I``, ``supervisor/end``, ``supervisor/left``.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from torch.distributed.elastic.rendezvous.utils import (
 from torch.distributed.launcher.api import LaunchConfig
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.supervisor.evidence import Outcome
 from megatron.training.supervisor.policy import History
 
 NodeCount = Callable[[int], int]  # nodes that joined -> nodes that train
@@ -88,6 +89,7 @@ class Rendezvous(RendezvousHandler):
         self.run_store.add("connected", 1)
         self.round: Round | None = None
         self.history = History()
+        self.num_spare = 0  # nodes that waited for a place when this node last looked
         self.nodes_that_train: NodeCount = lambda joined: joined
 
     @property
@@ -146,7 +148,10 @@ class Rendezvous(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return self._inner.num_nodes_waiting()
+        waiting = self._inner.num_nodes_waiting()  # reads the state, without dead nodes
+        state = self._inner._state_holder.state
+        self.num_spare = len(state.wait_list | state.redundancy_list)
+        return waiting
 
     def get_run_id(self) -> str:
         return self._inner.get_run_id()
@@ -166,9 +171,8 @@ class Rendezvous(RendezvousHandler):
 
     def num_spare_nodes(self) -> int:
         """Return the number of living nodes that wait for a place.  Raises RendezvousError."""
-        self._inner.num_nodes_waiting()  # reads the state, without dead nodes
-        state = self._inner._state_holder.state
-        return len(state.wait_list | state.redundancy_list)
+        self.num_nodes_waiting()
+        return self.num_spare
 
     def is_empty(self) -> bool:
         """Return whether no living node trains or waits for a place.  Raises RendezvousError."""
@@ -183,6 +187,12 @@ class Rendezvous(RendezvousHandler):
         count = self.run_store.add("unhealthy", 0)
         more = [self.run_store.get(f"unhealthy/{i}").decode() for i in range(1, count + 1)]
         return tuple(dict.fromkeys((*history.excluded, *more)))
+
+    def outcomes(self, count: int) -> list[Outcome]:
+        """Return the outcomes of the first ``count`` attempts that are in this store."""
+        keys = [f"outcome/{attempt}" for attempt in range(1, count + 1)]
+        texts = [self.run_store.get(key).decode() for key in keys if self.run_store.check([key])]
+        return [Outcome.from_text(text) for text in texts]
 
     def agreed_history(self) -> History | None:
         """Return the history after the latest attempt of the run, None before its end."""

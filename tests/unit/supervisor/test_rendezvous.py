@@ -15,6 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from megatron.training.supervisor.command_line import parse
 from megatron.training.supervisor.connection import Connector
+from megatron.training.supervisor.evidence import NodeReport, RankEnd, outcome_of
 from megatron.training.supervisor.policy import History
 from megatron.training.supervisor.rendezvous import Rendezvous, Round
 
@@ -80,9 +81,11 @@ def test_a_node_that_leaves_by_the_check_is_excluded_for_all(
     assert other.is_empty(), "an excluded node alone must not wait for an end"
 
 
-@pytest.mark.parametrize(("nnodes", "takes_over"), [("2", False), ("1:2", True)])
+@pytest.mark.parametrize(
+    ("nnodes", "num_spare", "takes_over"), [("2", 0, False), ("2", 1, True), ("1:2", 0, True)]
+)
 def test_enough_nodes_must_remain_to_host_the_store_elsewhere(
-    tmp_path: Path, nnodes: str, takes_over: bool
+    tmp_path: Path, nnodes: str, num_spare: int, takes_over: bool
 ) -> None:
     """The nodes' addresses may be spelt differently than the endpoint."""
     found = config(tmp_path, "10.1.2.3:29500", nnodes)
@@ -97,6 +100,15 @@ def test_enough_nodes_must_remain_to_host_the_store_elsewhere(
         hosts=(True, False),
     )
     connector = Connector(found, "second", tmp_path, host_timeout_s=0.0)
-    tried = {c.rdzv_endpoint for c in islice(connector._candidates(last, 0.0), 4)}
+    tried = {c.rdzv_endpoint for c in islice(connector._candidates(last, num_spare, 0.0), 4)}
     elsewhere = {"second.cluster:29500"} if takes_over else set()
     assert tried == {"10.1.2.3:29500"} | elsewhere
+
+
+def test_a_node_that_started_later_reads_the_outcomes_of_earlier_attempts(
+    here: Rendezvous, other: Rendezvous
+) -> None:
+    failed = outcome_of([NodeReport(node="here", ranks=(RankEnd(rank=0, code=1, at_s=0.0),))])
+    here.run_store.set("outcome/2", failed.to_text())
+    assert other.outcomes(2) == [failed], "the first attempt was made with another store"
+    assert other.outcomes(1) == []
