@@ -1,11 +1,13 @@
 """Measure what fault tolerance costs an undisturbed run (results: benchmarks/supervisor.md).
 
-    python -m benchmarks.supervisor steps [--rounds 6] [--ranks 1]
+    python -m benchmarks.supervisor steps [--rounds 6] [--ranks 1] [--together]
     python -m benchmarks.supervisor agents [--seconds 30]
 
 ``steps`` compares complete runs of pretrain_gpt.py by the CPU time of a step and by its wall time
 without scheduling delay, that is without the time in which other processes had the cores.  The
-contenders alternate, and each round runs them in the opposite order of the round before:
+contenders alternate, and each round runs them in the opposite order of the round before.  With
+``--together`` those of a round run at the same time, so that other jobs disturb all of them
+equally; only steps in which all were running count.  The contenders:
 
     off        torchrun, --rerun-mode disabled
     supervisor tools/launch.py, --rerun-mode validate_results, --enable-ft-package: heartbeats and
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -28,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.step_clock import VARIABLE
@@ -56,7 +60,8 @@ CONTENDERS = {
     "supervisor": (AGENTS["tools/launch.py"], WATCHED),
     "peers": (AGENTS["torchrun"], WATCHED),
 }
-StepTimes = list[tuple[float, float, float]]  # ms per step: CPU, wall without delay, wall
+# Of each step in ms: CPU, wall without delay, wall; and the time of its end.
+StepTimes = list[tuple[float, float, float, float]]
 _TICKS = os.sysconf("SC_CLK_TCK")
 _CALLS = 100_000
 
@@ -77,19 +82,33 @@ def step_times(name: str, ranks: int, steps: int, warmup: int) -> StepTimes:
             ends = json.loads(Path(f"{clock}.{rank}").read_text())[warmup - 1 :]
             for before, after in zip(ends, ends[1:], strict=False):
                 cpu, wall, delay = ((b - a) / 1e6 for a, b in zip(before, after, strict=True))
-                times.append((cpu, wall - delay, wall))
+                times.append((cpu, wall - delay, wall, after[1] / 1e6))
         return times
 
 
-def compare_steps(rounds: int, ranks: int, steps: int, warmup: int) -> dict[str, list[StepTimes]]:
-    """Run all contenders in alternation, print a table, and return the times of each run."""
-    names = [name for name in CONTENDERS if ranks > 1 or name != "peers"]
+def compare_steps(asked: argparse.Namespace) -> dict[str, list[StepTimes]]:
+    """Run all contenders, print a table, and return the times of each run."""
+    names = [name for name in CONTENDERS if asked.ranks > 1 or name != "peers"]
     runs: dict[str, list[StepTimes]] = {name: [] for name in names}
-    for index in range(rounds):
-        for name in names[:: 1 if index % 2 else -1]:
-            runs[name].append(step_times(name, ranks, steps, warmup))
+    for index in range(asked.rounds):
+        order = names[:: 1 if index % 2 else -1]
+        with ThreadPoolExecutor(len(order) if asked.together else 1) as pool:
+            found = list(
+                pool.map(
+                    lambda name: step_times(name, asked.ranks, asked.steps, asked.warmup), order
+                )
+            )
+        until_ms = min(times[-1][3] for times in found) if asked.together else math.inf
+        for name, times in zip(order, found, strict=True):
+            runs[name].append([step for step in times if step[3] <= until_ms])
+    print_steps(runs)
+    return runs
+
+
+def print_steps(runs: dict[str, list[StepTimes]]) -> None:
+    """Print a table of the times."""
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(f"{rounds} runs of each, {steps} steps of {ranks} ranks, load {load}\n")
+    print(f"load {load}\n")
     print(
         "| contender | ms per step | fastest tenth | median | slowest tenth | of off, per round |"
     )
@@ -105,7 +124,6 @@ def compare_steps(rounds: int, ranks: int, steps: int, warmup: int) -> dict[str,
                 f"| {name} | {what} | {tenths[0]:.1f} | {tenths[4]:.1f} | {tenths[-1]:.1f} | "
                 f"{statistics.median(ratios):.4f} ({ratios[0]:.4f} to {ratios[-1]:.4f}) |"
             )
-    return runs
 
 
 def middle(run: StepTimes, index: int) -> float:
@@ -162,13 +180,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="runs of each contender")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20, help="measured steps of a run")
+    parser.add_argument("--together", action="store_true", help="contenders at the same time")
     parser.add_argument("--output", type=Path, help="write all times of all steps as JSON")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     asked = parser.parse_args()
     if asked.part == "agents":
         compare_agents(asked.seconds)
     else:
-        runs = compare_steps(asked.rounds, asked.ranks, asked.steps, asked.warmup)
+        runs = compare_steps(asked)
         if asked.output is not None:
             asked.output.write_text(json.dumps(runs))
 
