@@ -114,23 +114,29 @@ def power_of_two(amax: Tensor, top: float, margin: int = 0) -> Tensor:
     return torch.where(amax.isfinite(), bits.view(_SINGLE).to(mantissa.dtype), torch.nan)
 
 
-def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Return a b^T: [m, k] and [n, k] -> [m, n].
+def product(
+    a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Return a b^T: [m, k] and [n, k] -> [m, n]; written to ``out`` of this dtype, if given.
 
     Runs in fp8 if the device has such GEMMs and both matrices have a single scale; else on
     dequantised matrices.  ``fast`` lets a GPU accumulate with fewer bits.
     """
     is_plain = a.block is None and b.block is None and dtype != torch.float64
     if is_plain and a.codes.numel() and device.multiplies_fp8(a.codes.device):
-        return scaled_mm(a, b, dtype, fast=fast)
+        return scaled_mm(a, b, dtype, fast=fast, out=out)
     wide = torch.float32 if dtype == torch.float16 else dtype
-    return a.values(wide).matmul(b.values(wide).t()).to(dtype)
+    y = a.values(wide).matmul(b.values(wide).t()).to(dtype)
+    return y if out is None else out.copy_(y)
 
 
-def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
+def scaled_mm(
+    a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool, out: Tensor | None = None
+) -> Tensor:
     """Compute `product` by ``torch._scaled_mm``; a GPU needs multiples of 16 for k and n."""
     left = _in_sixteens(a.codes)
     right = _in_sixteens(b.codes, rows=device.is_cuda(a.codes.device))
+    fits = len(right) == len(b.codes)
     y: Tensor = torch._scaled_mm(
         left,
         right.t(),
@@ -138,8 +144,12 @@ def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor
         scale_b=b.scale,
         out_dtype=dtype,
         use_fast_accum=fast and device.is_cuda(left.device),
+        **({"out": out} if fits and out is not None else {}),
     )
-    return y[:, : len(b.codes)].contiguous()
+    if fits:
+        return y
+    y = y[:, : len(b.codes)]
+    return y.contiguous() if out is None else out.copy_(y)
 
 
 def _in_sixteens(codes: Tensor, *, rows: bool = False) -> Tensor:

@@ -132,8 +132,11 @@ def test_a_product_may_have_any_number_of_rows(tokens: int) -> None:
     assert product(blocks, blocks, torch.float32).tolist() == [[float(tokens)] * 16] * 16
 
 
+@pytest.mark.parametrize("gives_out", [False, True])
 @pytest.mark.parametrize("columns", [1, 20, 32])
-def test_a_gpu_gets_sizes_in_multiples_of_16(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_a_gpu_gets_sizes_in_multiples_of_16(
+    monkeypatch: pytest.MonkeyPatch, columns: int, gives_out: bool
+) -> None:
     def on_a_gpu(left: Tensor, right: Tensor, **options: Any) -> Tensor:
         assert all(size % 16 == 0 for size in (left.shape[1], *right.shape))
         assert left.stride(1) == right.stride(0) == 1
@@ -143,7 +146,9 @@ def test_a_gpu_gets_sizes_in_multiples_of_16(monkeypatch: pytest.MonkeyPatch, co
     a, b = (quantize(torch.randn(rows, 40), E4M3) for rows in (7, columns))
     monkeypatch.setattr(torch, "_scaled_mm", on_a_gpu)
     with device.simulate_device("cuda", without_memory=False):
-        found = scaled_mm(a, b, torch.float32, fast=False)
+        out = torch.full((7, columns), 3.0) if gives_out else None
+        found = scaled_mm(a, b, torch.float32, fast=False, out=out)
+    assert out is None or found is out
     torch.testing.assert_close(found, a.values(torch.float32) @ b.values(torch.float32).t())
 
 

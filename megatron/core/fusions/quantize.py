@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import device, low_precision
-from megatron.core.fusions import kernels
+from megatron.core.fusions import block_scaled_mm, kernels
 from megatron.core.low_precision import E2M1, Block, FloatFormat, Scaled, largest
 
 
@@ -46,16 +46,21 @@ def quantize_and_look(
     return low_precision.quantize(x, to, amax=known + 0 * amax, margin=margin), amax
 
 
-def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+def product(
+    a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
     """Compute a b^T: [m, k] and [n, k] -> [m, n], as `low_precision.product` does."""
-    if a.block is None and b.block is None:  # by torch's operation, which wants rows in one piece
+    takes_blocks = block_scaled_mm.takes(a, b, dtype)
+    if takes_blocks or (a.block is None and b.block is None):  # torch's operations of 8 bits
         a, b = _in_rows(a), _in_rows(b)
-    return low_precision.product(a, b, dtype, fast=fast)
+    if takes_blocks:
+        return block_scaled_mm.product(a, b, dtype, out)
+    return low_precision.product(a, b, dtype, fast=fast, out=out)
 
 
 def _in_rows(x: Scaled) -> Scaled:
     fused = None if x.codes.is_contiguous() else _kernels(x.codes.t())
-    return Scaled(fused.transposed(x.codes.t()), x.scale) if fused else x
+    return Scaled(fused.transposed(x.codes.t()), x.scale, x.block) if fused else x
 
 
 def _kernels(x: Tensor) -> ModuleType | None:

@@ -40,6 +40,7 @@ from megatron.core.tensor_parallel.weight_gradient import (
     WeightGrad,
     add_to_main_grad,
     adds_to_main_grad,
+    has_been_added,
 )
 
 _INPUT, _GRADIENT = 0, 1  # rows of an amax history
@@ -336,7 +337,11 @@ class _ScaledWeightGrad(WeightGrad):
         x = Scaled(codes, self._scaled.scale, self._scaled.block)
         grad = self._codes.t()
         if adds_to_main_grad(weight):
-            return add_to_main_grad(weight, product(grad, x.t(), weight.main_grad.dtype))
+            total = weight.main_grad
+            if not weight.overwrite_main_grad:
+                return add_to_main_grad(weight, product(grad, x.t(), total.dtype))
+            product(grad, x.t(), total.dtype, out=total)
+            return has_been_added(weight)
         return product(grad, x.t(), weight.dtype)
 
 
