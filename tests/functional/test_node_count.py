@@ -44,7 +44,7 @@ def test_a_spare_node_takes_the_place_of_a_blamed_one(tmp_path: Path) -> None:
     flags = "--global-batch-size 6 --check-weight-hash-across-dp-replicas-interval 1".split()
     undisturbed = SupervisedRun(tmp_path / "undisturbed", nodes=3, ranks=1, flags=flags).start_all()
     assert undisturbed.wait() == [0, 0, 0], undisturbed.said()[-4000:]
-    fault = "step.updated:bitflip:rank1:step5:start0:times1,step.before:slow:1s:start0"
+    fault = "step.updated:bitflip:rank1:step5:start0:times1,step.before:slow:3s:start0"
     run = SupervisedRun(
         tmp_path / "faulty", nodes=4, nnodes="3", ranks=1, flags=flags, environ={"FAULTS": fault}
     )

@@ -14,6 +14,7 @@ from tests.functional.supervised import SupervisedRun
 
 CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=8"
 NAN = "step.gradient:nan:rank1:step5:start0"
+SLOW = "step.before:slow:3s:start0"  # a spare node starts within the first steps
 UNHEALTHY = f"{NAN},check.matmul:bitflip:start1:times1"  # after the first attempt
 
 
@@ -79,7 +80,7 @@ def test_a_run_without_a_healthy_node_ends(tmp_path: Path) -> None:
 @pytest.mark.feature("Fault tolerance: a blamed node that hosts the rendezvous is replaced")
 def test_a_blamed_node_that_hosts_the_store_is_replaced_and_serves_on(tmp_path: Path) -> None:
     flags = "--global-batch-size 6 --check-weight-hash-across-dp-replicas-interval 1".split()
-    fault = "step.updated:bitflip:rank0:step5:start0:times1,step.before:slow:1s:start0"
+    fault = f"step.updated:bitflip:rank0:step5:start0:times1,{SLOW}"
     run = SupervisedRun(
         tmp_path, nodes=4, nnodes="3", ranks=1, flags=flags, environ={"FAULTS": fault}
     )
@@ -97,7 +98,7 @@ def test_a_blamed_node_that_hosts_the_store_is_replaced_and_serves_on(tmp_path: 
 @pytest.mark.slow
 def test_an_excluded_node_that_is_started_again_does_not_train(tmp_path: Path) -> None:
     flags = "--global-batch-size 6 --check-weight-hash-across-dp-replicas-interval 1".split()
-    fault = "step.updated:bitflip:rank1:step5:start0:times1,step.before:slow:1s"
+    fault = f"step.updated:bitflip:rank1:step5:start0:times1,{SLOW},step.before:slow:1s:start1"
     run = SupervisedRun(
         tmp_path, nodes=4, nnodes="3", ranks=1, steps=30, flags=flags, environ={"FAULTS": fault}
     )

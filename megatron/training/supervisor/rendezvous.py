@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
     DEFAULT_PORT,
@@ -105,7 +106,7 @@ class Rendezvous(RendezvousHandler):
         Raises WaitingNode if this node does not train, ConfigError if no number of nodes fits the
         flags.
         """
-        info = self._inner.next_rendezvous()
+        info = self._joined()
         store = dist.PrefixStore("supervisor", info.store)
         address = self._local_addr or socket.gethostname()
         mine = {
@@ -148,10 +149,27 @@ class Rendezvous(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
+        """Return the number of nodes that wait and for which the next round has room.
+
+        A node that another one has outrun stays in torch's wait list, also if there is no room.
+        """
         waiting = self._inner.num_nodes_waiting()  # reads the state, without dead nodes
         state = self._inner._state_holder.state
         self.num_spare = len(state.wait_list | state.redundancy_list)
-        return waiting
+        return 0 if self._is_full() else waiting
+
+    def _is_full(self) -> bool:
+        state = self._inner._state_holder.state
+        return state.complete and len(state.participants) >= self._inner.settings.max_nodes
+
+    def _joined(self) -> RendezvousInfo:
+        """Join torch's next round; a spare node waits for a place without a time limit."""
+        while True:
+            try:
+                return self._inner.next_rendezvous()
+            except RendezvousTimeoutError:
+                if not self._is_full():
+                    raise
 
     def get_run_id(self) -> str:
         return self._inner.get_run_id()

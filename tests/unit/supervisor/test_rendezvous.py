@@ -65,6 +65,10 @@ def test_only_a_node_that_waits_for_a_place_is_a_spare_node(
     thread.start()
     while here.num_spare_nodes() == 0:
         time.sleep(0.01)
+    state = here._inner._state_holder.state
+    state.wait_list.update(state.redundancy_list)  # as after two nodes ran for one place
+    here._inner._state_holder.mark_dirty()
+    assert here.num_nodes_waiting() == 0, "there is no room"
     here.shutdown()
     thread.join()
     assert ended == ["the run has ended"]
