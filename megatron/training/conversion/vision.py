@@ -1,4 +1,4 @@
-"""Encoders of images from Hugging Face and back: config.json, and tensors bit by bit.
+"""Encoders of images and sound from Hugging Face and back: config.json, tensors bit by bit.
 
 Only the encoder itself is converted: a pooling head or a projection beside it is left out.
 """
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.config.errors import CheckpointError
+from megatron.core.models.audio.whisper_encoder import WhisperEncoderModel
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.family import Config
 from megatron.training.conversion.tensors import Rule
 
-Encoder: TypeAlias = CLIPViTModel | RADIOViTModel
+Encoder: TypeAlias = CLIPViTModel | RADIOViTModel | WhisperEncoderModel
 
 _ACTIVATIONS = {
     "gelu": F.gelu,
@@ -43,13 +43,14 @@ class EncoderFamily:
     does not belong to the encoder.
     """
 
-    subtype: str  # a key of `clip_vit_model.KINDS`, or radio
+    subtype: str  # a key of `clip_vit_model.KINDS`, or radio, or whisper
     outside: Mapping[str, str]
     layer: Mapping[str, str]
     layer_prefix: str
     values: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     has_layer_scale: bool = False
+    has_key_bias: bool = True
     eps: float = 1e-5  # if config.json has none
 
     def theirs(self, ours: str) -> tuple[str, ...]:
@@ -66,6 +67,14 @@ class EncoderFamily:
         if module not in table:
             raise CheckpointError(f"{ours} has no counterpart in a {self.subtype} encoder")
         return tuple(f"{prefix}{each}.{kind}" for each in table[module].split())
+
+    def absent(self, theirs: tuple[str, ...], config: Config) -> tuple[str, ...]:
+        """Return which of ``theirs`` are biases of queries, keys or values that they lack."""
+        if len(theirs) == 1 or not theirs[0].endswith(".bias"):
+            return ()
+        if not config.get("attention_bias", config.get("qkv_bias", True)):
+            return theirs
+        return () if self.has_key_bias else (theirs[1],)
 
 
 _CLIP_LAYER = {
@@ -154,6 +163,28 @@ FAMILIES = {
         has_layer_scale=True,
         eps=1e-6,
     ),
+    "whisper": EncoderFamily(
+        subtype="whisper",
+        outside={"conv1": "conv1", "conv2": "conv2", "ln_post": "layer_norm"},
+        layer={
+            "input_layernorm": "self_attn_layer_norm",
+            "self_attention.linear_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+            "self_attention.linear_proj": "self_attn.out_proj",
+            "pre_mlp_layernorm": "final_layer_norm",
+            "mlp.linear_fc1": "fc1",
+            "mlp.linear_fc2": "fc2",
+        },
+        layer_prefix="layers.{}.",
+        ignored=("embed_positions.",),  # fixed waves
+        has_key_bias=False,
+    ),
+}
+_OF_WHISPER = {
+    "num_hidden_layers": "encoder_layers",
+    "hidden_size": "d_model",
+    "num_attention_heads": "encoder_attention_heads",
+    "intermediate_size": "encoder_ffn_dim",
+    "hidden_act": "activation_function",
 }
 
 
@@ -166,6 +197,8 @@ def build_encoder(
     """
     family = _family_of(config)
     try:
+        if family.subtype == "whisper":
+            return _whisper(config, pg_collection, changes)
         of_layers = _layers_of(config, family, changes)
         height, width = _pair(config["max_img_size" if family.subtype == "radio" else "image_size"])
         side, other = _pair(config["patch_size"])
@@ -195,6 +228,22 @@ def build_encoder(
         img_h=height,
         img_w=width,
         model_subtype=family.subtype,
+        pg_collection=pg_collection,
+    )
+
+
+def _whisper(
+    config: Config, pg_collection: ProcessGroupCollection | None, changes: Mapping[str, Any]
+) -> WhisperEncoderModel:
+    if config.get("scale_embedding"):
+        raise CheckpointError("config.json has scale_embedding true, which cannot be converted")
+    usual = {name: config[theirs] for name, theirs in _OF_WHISPER.items()}
+    of_layers = _layers_of(usual, FAMILIES["whisper"], changes)
+    return WhisperEncoderModel(
+        of_layers,
+        get_vit_layer_with_local_spec(of_layers),
+        num_mel_bins=config["num_mel_bins"],
+        max_source_positions=config["max_source_positions"],
         pg_collection=pg_collection,
     )
 
@@ -235,13 +284,12 @@ def encoder_from_hf(
     for name, param in model.named_parameters():
         names = family.theirs(name)
         used.update(names)
-        missing = [each for each in names if each not in tensors]
-        if missing == list(names) and name.endswith("linear_qkv.bias"):
-            found[name] = torch.zeros_like(param)
-            continue
+        absent = family.absent(names, config)
+        missing = [each for each in names if each not in tensors and each not in absent]
         if missing:
             raise CheckpointError(f"the encoder has no tensor {missing[0]}")
-        parts = [tensors[each] for each in names]
+        nothing = param.new_zeros(model.config.hidden_size)  # of a bias
+        parts = [tensors.get(each, nothing) for each in names]
         made = _rule(names).to_ours(parts, model.config)  # type: ignore[arg-type]
         if made.numel() != param.numel():
             raise CheckpointError(
@@ -263,17 +311,16 @@ def encoder_to_hf(
     Raises CheckpointError if theirs have no bias where ours is not zero.
     """
     family = _family_of(config)
-    lacks_bias = not config.get("attention_bias", config.get("qkv_bias", True))
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if lacks_bias and name.endswith("linear_qkv.bias"):
-            if tensor.any():
-                raise CheckpointError(f"{name} is not zero, and config.json has no bias for it")
-            continue
         names = family.theirs(name)
+        absent = family.absent(names, config)
         parts = _rule(names).to_theirs(tensor, model.config)  # type: ignore[arg-type]
         for each, part in zip(names, parts, strict=True):
-            out[each] = part.reshape(_their_shape(each, part)).contiguous()
+            if each not in absent:
+                out[each] = part.reshape(_their_shape(each, part)).contiguous()
+            elif part.any():
+                raise CheckpointError(f"{name} is not zero, and their model has no {each}")
     return out
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, ConfigError, DataError
+from megatron.core.models.audio.whisper_encoder import WhisperEncoderModel
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
@@ -43,6 +44,22 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "RADIO": ("Radio", {"patch_size": 6, "max_img_size": 48, "mlp_ratio": 1.5}),
     "RADIO of its largest image": ("Radio", {"patch_size": 6, "max_img_size": 24}),
+    "Whisper": ("Whisper", {}),
+}
+# Tensors of transformers' models that do not belong to the encoder, or never change.
+OUTSIDE = (
+    *("post_layernorm", "head.", "pooler.", "summary_idxs"),
+    *("input_conditioner.", "embed_positions."),
+)
+OF_WHISPER = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "num_mel_bins": 10,
+    "max_source_positions": 14,
+    "decoder_attention_heads": 4,
+    "decoder_layers": 1,
 }
 
 
@@ -53,11 +70,15 @@ def theirs(name: str) -> Any:
     transformers = pytest.importorskip("transformers")
     kind, sizes = ENCODERS[name]
     given = {n: v for n, v in SIZES.items() if kind != "Radio" or n != "intermediate_size"}
+    given = OF_WHISPER if kind == "Whisper" else given
     config = getattr(transformers, f"{kind}Config")(**given, **sizes)
     torch.manual_seed(3)
     model = getattr(transformers, f"{kind}Model")(config).eval()
+    model = model.encoder if kind == "Whisper" else model
     with torch.no_grad():
         for param in model.parameters():
+            if not param.requires_grad:
+                continue  # fixed positions
             param.add_(0.1 * torch.randn_like(param))
     if kind == "Radio":
         model.make_preprocessor_external()  # images are normalised before
@@ -74,6 +95,9 @@ def ours(model: Any, **changes: Any) -> Encoder:
 
 def images(model: Encoder, count: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(1)
+    if isinstance(model, WhisperEncoderModel):
+        size = (count, model.num_mel_bins, 2 * model.seq_length)
+        return torch.randn(size, generator=generator, dtype=torch.float64)
     size = (24, 12) if isinstance(model, RADIOViTModel) else (model.img_h, model.img_w)
     if isinstance(model, RADIOViTModel) and model.num_rows == 4:
         size = (24, 24)
@@ -89,8 +113,8 @@ def test_features_and_gradients_are_those_of_transformers(name: str) -> None:
     y = x.detach().clone().requires_grad_()
     found = model(x)
     wanted = hf(y).last_hidden_state
-    # RMS norms and interpolated positions of transformers are computed in float32.
-    is_rounded = name == "InternViT 6B" or name.startswith("RADIO")
+    # RMS norms, interpolated positions and waves of transformers are computed in float32.
+    is_rounded = name in ("InternViT 6B", "Whisper") or name.startswith("RADIO")
     tolerance = tolerances.LOGITS if is_rounded else EXACT
     torch.testing.assert_close(found, wanted, **tolerance)
     grad = torch.randn_like(wanted)
@@ -113,10 +137,7 @@ def test_tensors_come_back_bit_by_bit(name: str) -> None:
     config = hf.config.to_dict()
     back = encoder_to_hf(model, config, model.state_dict())
     left = set(hf.state_dict()) - set(back)
-    assert all(
-        n.startswith(("post_layernorm", "head.", "pooler.", "summary_idxs", "input_c"))
-        for n in left
-    ), left
+    assert all(n.startswith(OUTSIDE) for n in left), left
     for each, value in back.items():
         assert torch.equal(value, hf.state_dict()[each]), each
 
