@@ -89,8 +89,17 @@ def _watch() -> list[_Step]:
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
         launch = interpreter.GridExecutor.__call__
 
+        adam: Any = importlib.import_module("megatron.core.fusions.triton.adam")
+        update = adam._launch
+
+        def update_counted(updated: Any, *given: Any) -> None:
+            steps[-1].note("Triton _update", tensors_in(updated))  # a table has their addresses
+            update(updated, *given)
+
+        adam._launch = update_counted
+
         def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if steps:
+            if steps and self.fn.__name__ != adam._update.fn.__name__:
                 steps[-1].note(f"Triton {self.fn.__name__}", tensors_in(args, kwargs))
             before = torch_cuda.waits()
             with _disable_current_modes():
