@@ -22,6 +22,7 @@ from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rota
 from megatron.core.low_precision import E4M3, Block
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import AdamW
+from megatron.core.ssm.scan import chunked_scan
 from megatron.core.transformer.moe.permute import by_expert, combine
 
 _TOKENS, _WIDTH, _INNER, _VOCABULARY = 8192, 4096, 14336, 128256
@@ -105,6 +106,21 @@ def _rows() -> Case:
     return Case("8 rows of each token summed", num_bytes, lambda: combine(rows, order))
 
 
+def _scan() -> Case:
+    """Return the scan of a Mamba-2 layer with 64 heads of 64 and states of 128, in one group."""
+    x, B, C = drawn(_TOKENS, 1, 64, 64), drawn(_TOKENS, 1, 1, 128), drawn(_TOKENS, 1, 1, 128)
+    dt = torch.rand(_TOKENS, 1, 64).add_(0.01).to(x.device)
+    leaves = [m.requires_grad_() for m in (x, dt, B, C)]
+    decay, grad = -torch.ones(64, device=x.device), drawn(_TOKENS, 1, 64, 64)
+
+    def work() -> None:
+        y, _ = chunked_scan(x, dt, decay, B, C)
+        torch.autograd.grad(y, leaves, grad)
+
+    # x and y, their gradients, and x again; the states of 128 chunks, eight times.
+    return Case("state-space scan", 5 * x.nbytes + 8 * (_TOKENS // 64) * 64 * 64 * 128 * 2, work)
+
+
 def _adam(moments: str, num_bytes: int) -> Case:
     config = OptimizerConfig(exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
     params = [nn.Parameter(drawn(_WIDTH, _WIDTH)) for _ in range(8)]
@@ -153,6 +169,7 @@ CASES: list[Callable[[], Case]] = [
     partial(_seam, 0.1),
     _norm_of_sum,
     _rows,
+    _scan,
     partial(_adam, "fp32", 26),
     partial(_adam, "bf16", 18),
     partial(_adam, "fp8", 14),

@@ -8,12 +8,14 @@ r = h/g heads of a group share B and C.  For each head, with a state S [p, n]:
 Within a chunk of ``l`` tokens, y is attention with decaying weights in place of a softmax,
 y_i = sum over j <= i of (C_i B_j) exp(a_i - a_j) dt_j x_j, with a the cumulative sum of dt A.  From
 one of the ``c`` chunks to the next, only S is passed.  Decays and states are in float32 at least.
+On a GPU kernels compute the same (`fusions.triton.scan`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.autograd import Context, Function
 from megatron.core.device.determinism import cumulative_sum
+from megatron.core.fusions import kernels
 
 # Elements of the [l, l] weight matrices that are computed at a time; on a CPU they fit its cache.
 _AT_ONCE_CPU = 1 << 17
@@ -51,6 +54,12 @@ def chunked_scan(
     wide = torch.promote_types(x.dtype, torch.float32)
     (s, b, h, p), (g, n) = x.shape, B.shape[2:]
     length = min(chunk_size, s)
+    if fused := _kernels(x, B, C, length):
+        steps = F.pad(dt.to(wide), (0, 0, 0, 0, 0, -s % length)).unflatten(0, (-1, length))
+        steps = torch.stack([steps, cumulative_sum(steps * A.to(wide), 1)])
+        places = None if sequence is None else _in_chunks(sequence, length)
+        both: tuple[Tensor, Tensor] = fused.scan(x, steps, B, C, D, state, places)
+        return both
 
     def chunks(m: Tensor, *heads: int) -> Tensor:
         """Split into chunks: [s, b, ...] -> [c, b, g, l, ...]; padding has dt 0, so no effect."""
@@ -62,8 +71,8 @@ def chunked_scan(
     a = cumulative_sum(steps * A.to(wide).view(g, 1, -1), 3)
     Bs, Cs = chunks(B, n), chunks(C, n)  # [c, b, g, l, n]
     places = None
-    if sequence is not None:  # padding belongs to the last sequence
-        places = torch.cat([sequence, sequence[-1:].expand(-s % length)]).view(-1, length)
+    if sequence is not None:
+        places = _in_chunks(sequence, length)
     y = _WithinChunks.apply(Cs, Bs, xs * steps[..., None].to(x.dtype), a, places)
 
     left, start = a[:, :, :, -1:] - a, a
@@ -87,6 +96,18 @@ def chunked_scan(
     y = torch.addcmul(y, seen.view(y.shape), start.exp()[..., None].to(x.dtype))
     y = y.permute(0, 3, 1, 2, 4, 5).reshape(-1, b, h, p)[:s]
     return y if D is None else torch.addcmul(y, x, D.to(x.dtype)[:, None]), S.view(b, h, p, n)
+
+
+def _kernels(x: Tensor, B: Tensor, C: Tensor, length: int) -> ModuleType | None:
+    if not x.numel() or x.dtype != B.dtype or x.dtype != C.dtype:
+        return None
+    fused = kernels.find("scan", x, B, C)
+    return fused if fused and fused.takes(x, B.shape[3], length) else None
+
+
+def _in_chunks(sequence: Tensor, length: int) -> Tensor:
+    """Split the sequence of each token into chunks; padding belongs to the last sequence."""
+    return torch.cat([sequence, sequence[-1:].expand(-len(sequence) % length)]).view(-1, length)
 
 
 def _over_heads(mask: Tensor) -> Tensor:
