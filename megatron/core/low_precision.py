@@ -39,14 +39,21 @@ E2M1 = FloatFormat(torch.float8_e4m3fn, 6.0)  # e4m3 represents all 15 values of
 
 @dataclass(frozen=True)
 class Scaled:
-    """Quantised matrix: codes [r, c] and fp32 scales, one [] or one per block [r/x, c/y]."""
+    """Quantised matrix: codes [r, c] and fp32 scales, one [] or one per block [r/x, c/y].
+
+    ``turned``: the codes once more as [c, r], so that the rows of the transposed matrix are
+    contiguous too.
+    """
 
     codes: Tensor
     scale: Tensor
     block: Block | None = None
+    turned: Tensor | None = None
 
     def t(self) -> Scaled:
         """Return the transposed matrix, a view."""
+        if self.turned is not None:
+            return Scaled(self.turned, self.scale, turned=self.codes)
         if self.block is None:
             return Scaled(self.codes.t(), self.scale)
         return Scaled(self.codes.t(), self.scale.t(), self.block[::-1])

@@ -70,6 +70,23 @@ def test_the_largest_value_is_seen_on_the_way(where: str) -> None:
     torch.testing.assert_close(amax, x.abs().max().float(), **tolerances.BITWISE)
 
 
+@pytest.mark.parametrize("to", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(133, 209), (128, 256), (0, 16)])
+def test_one_kernel_writes_the_codes_of_both_orientations(
+    to: FloatFormat, shape: tuple[int, int], where: str
+) -> None:
+    x = numbers(where, to, *shape)
+    found = quantize(x, to, turns=True)
+    same(found, low_precision.quantize(x, to))
+    turned = found.t()
+    assert turned.codes.is_contiguous()
+    torch.testing.assert_close(turned.codes.float(), found.codes.float().t(), **tolerances.BITWISE)
+    known = torch.tensor(2.0, device=where)
+    scaled, amax = quantize_and_look(x, to, known, 1, turns=True)
+    same(scaled, low_precision.quantize(x, to, amax=known, margin=1))
+    torch.testing.assert_close(amax, low_precision.largest(x), **tolerances.BITWISE)
+
+
 def test_a_transposed_matrix_is_multiplied(where: str) -> None:
     x = numbers(where, E4M3, 133, 208)
     a, b = quantize(x, E4M3), quantize(x, E4M3)

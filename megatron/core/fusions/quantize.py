@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -20,30 +21,44 @@ def quantize(
     amax: Tensor | None = None,
     margin: int = 0,
     at_random: bool = False,
+    turns: bool = False,
 ) -> Scaled:
-    """Quantize ``x`` [r, c] to codes and scales, as `low_precision.quantize` does."""
+    """Quantize ``x`` [r, c] to codes and scales, as `low_precision.quantize` does.
+
+    ``turns``: the transposed matrix will be multiplied too, so a kernel also writes its codes; only
+    with one scale.
+    """
     if to is not E2M1 and (fused := _kernels(x)):
         if block is not None:
             codes, scale = fused.by_block(x, to.dtype, block)
             return Scaled(codes, scale, block)
         amax = largest(x) if amax is None else amax
-        codes, scale, _ = fused.cast(x, to.dtype, amax, margin)
-        return Scaled(codes, scale)
+        return _cast(fused, x, to, amax, margin, turns)[0]
     return low_precision.quantize(x, to, block, amax=amax, margin=margin, at_random=at_random)
 
 
 def quantize_and_look(
-    x: Tensor, to: FloatFormat, known: Tensor, margin: int
+    x: Tensor, to: FloatFormat, known: Tensor, margin: int, *, turns: bool = False
 ) -> tuple[Scaled, Tensor]:
     """Quantize ``x`` with the range of ``known``; return its true amax too, in one pass on a GPU.
 
     A value that is not finite makes all codes NaN, although ``known`` would clip it.
     """
     if fused := _kernels(x):
-        codes, scale, amax = fused.cast(x, to.dtype, known, margin)
-        return Scaled(codes, scale + 0 * amax), amax
+        scaled, amax = _cast(fused, x, to, known, margin, turns)
+        return replace(scaled, scale=scaled.scale + 0 * amax), amax
     amax = largest(x)
     return low_precision.quantize(x, to, amax=known + 0 * amax, margin=margin), amax
+
+
+def _cast(
+    fused: ModuleType, x: Tensor, to: FloatFormat, amax: Tensor, margin: int, turns: bool
+) -> tuple[Scaled, Tensor]:
+    if turns and x.numel():
+        codes, scale, found, turned = fused.cast_both(x, to.dtype, amax, margin)
+        return Scaled(codes, scale, turned=turned), found
+    codes, scale, found = fused.cast(x, to.dtype, amax, margin)
+    return Scaled(codes, scale), found
 
 
 def product(

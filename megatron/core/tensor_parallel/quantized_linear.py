@@ -109,11 +109,14 @@ class LinearQuantizer(nn.Module):
         """Compute x W^T + b; arguments and collectives as in `linear`."""
         return _QuantizedLinear.apply(x, weight, bias, self, group, sequence_parallel)
 
-    def rows(self, which: int, x: Tensor, *, is_gathered: bool = False) -> Scaled:
+    def rows(
+        self, which: int, x: Tensor, *, is_gathered: bool = False, turns: bool = False
+    ) -> Scaled:
         """Quantise ``x`` [t, w] for a GEMM that sums over w.
 
         ``which``: _INPUT or _GRADIENT.  ``is_gathered``: ranks all-gather the result, so their
-        scales must be equal.  May be collective over ``amax_group``, as described above.
+        scales must be equal.  ``turns``: a GEMM of the transposed matrix follows, if the recipe has
+        one scale per tensor.  May be collective over ``amax_group``, as described above.
         """
         recipe, to = self.recipe, self._format(which)
         if recipe.block is not None:
@@ -121,18 +124,19 @@ class LinearQuantizer(nn.Module):
             return quantize(x, to, (1, recipe.block), at_random=at_random)
         if not recipe.history:
             amax = largest(x)
-            return quantize(x, to, amax=self._agreed(amax) if is_gathered else amax)
+            amax = self._agreed(amax) if is_gathered else amax
+            return quantize(x, to, amax=amax, turns=turns)
         past = self.amax_history[which]
         known = past.amax() if recipe.takes_max else past[0]
         # This synchronises with a GPU, but only as long as the history is empty.
         self._is_warm[which] = self._is_warm[which] or bool(known > 0)
         if self._is_warm[which]:
-            scaled, amax = quantize_and_look(x, to, known, recipe.margin)
+            scaled, amax = quantize_and_look(x, to, known, recipe.margin, turns=turns)
             self._note(which, amax)
             return scaled
         amax = largest(x)
         self._note(which, amax)
-        return quantize(x, to, amax=self._agreed(amax), margin=recipe.margin)
+        return quantize(x, to, amax=self._agreed(amax), margin=recipe.margin, turns=turns)
 
     def _note(self, which: int, amax: Tensor) -> None:
         if self.training:
@@ -270,11 +274,15 @@ class _QuantizedLinear(Function[Tensor]):
         recipe, flat = quantizer.recipe, x.flatten(0, -2)
         call = LinearCall(weight, bias, True, group, sequence_parallel)
         gather = call.gather_group
-        rows = quantizer.rows(_INPUT, flat, is_gathered=gather is not None)
+        saves_codes = recipe.wgrad and ctx.needs_input_grad[1]
+        # An all-gather in backward needs the rows of the tokens, not of their transpose.
+        turns = saves_codes and gather is None
+        rows = quantizer.rows(_INPUT, flat, is_gathered=gather is not None, turns=turns)
         kept: tuple[Tensor, ...] = (flat,)
         block = None
-        if recipe.wgrad and ctx.needs_input_grad[1]:
-            codes = rows if recipe.block is None else quantizer.columns(_INPUT, flat, gather)
+        if saves_codes:
+            is_whole = recipe.block is None
+            codes = _turned(rows) if is_whole else quantizer.columns(_INPUT, flat, gather)
             kept, block = (codes.codes, codes.scale), codes.block
         ctx.save_for_backward(weight, *kept)
         ctx.values = _QuantizedCall(call, quantizer, block)
@@ -290,12 +298,12 @@ class _QuantizedLinear(Function[Tensor]):
         call, quantizer, block = ctx.values
         flat = grad.flatten(0, -2)
         params = call.params(ctx.needs_input_grad)
-        rows = quantizer.rows(_GRADIENT, flat)
+        rows = quantizer.rows(_GRADIENT, flat, turns=bool(scales))
         if not scales:
             item = WeightGrad(*params, flat, x, group=call.gather_group, is_own=True)
         else:
             is_whole = quantizer.recipe.block is None
-            codes = rows if is_whole else quantizer.columns(_GRADIENT, flat)
+            codes = _turned(rows) if is_whole else quantizer.columns(_GRADIENT, flat)
             scaled = Scaled(x, scales[0], block)
             item = _ScaledWeightGrad(*params, flat, codes, scaled, group=call.gather_group)
 
@@ -343,6 +351,11 @@ class _ScaledWeightGrad(WeightGrad):
             product(grad, x.t(), total.dtype, out=total)
             return has_been_added(weight)
         return product(grad, x.t(), weight.dtype)
+
+
+def _turned(rows: Scaled) -> Scaled:
+    """Return the matrix with the memory of its transpose alone, if it has both."""
+    return rows if rows.turned is None else Scaled(rows.turned.t(), rows.scale)
 
 
 def _gathered(rows: Scaled, group: ProcessGroup) -> Scaled:

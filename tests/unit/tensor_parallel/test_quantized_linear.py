@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.fusions.quantize import quantize as fused_quantize
 from megatron.core.low_precision import E4M3, Scaled, power_of_two, quantize
 from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel import quantized_linear
@@ -184,7 +185,7 @@ def test_a_weight_is_quantised_once_until_it_changes(monkeypatch: pytest.MonkeyP
 
     def count(x: Tensor, *args: Any, **kwargs: Any) -> Scaled:
         counted.append(x.shape)
-        return quantize(x, *args, **kwargs)
+        return fused_quantize(x, *args, **kwargs)
 
     monkeypatch.setattr(quantized_linear, "quantize", count)
     for name, orientations in (("tensorwise", 1), ("blockwise", 1), ("mxfp8", 2)):

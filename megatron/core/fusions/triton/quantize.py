@@ -38,6 +38,34 @@ def cast(x: Tensor, to: torch.dtype, amax: Tensor, margin: int) -> tuple[Tensor,
     return codes, scale, found.amax().view(torch.float32)
 
 
+def cast_both(
+    x: Tensor, to: torch.dtype, amax: Tensor, margin: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of `cast`, and the codes once more as [c, r]; ``x`` is read once."""
+    rows, columns = x.shape
+    codes, scale = torch.empty_like(x, dtype=to), x.new_empty((), dtype=torch.float32)
+    turned = codes.new_empty(columns, rows)
+    grid = triton.cdiv(columns, _TILE), triton.cdiv(rows, _TILE)
+    found = x.new_zeros(grid, dtype=torch.int32)
+    exponent = _EXPONENTS[to]
+    _cast_both[grid](
+        x,
+        amax,
+        codes,
+        turned,
+        scale,
+        found,
+        rows,
+        columns,
+        EXPONENT=exponent,
+        LARGEST=1.75 * 2.0 ** (exponent - 1),
+        MARGIN=margin,
+        TILE=_TILE,
+        num_warps=_WARPS,
+    )
+    return codes, scale, found.amax().view(torch.float32), turned
+
+
 def by_block(x: Tensor, to: torch.dtype, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return codes [r, c] and the scale of each block; block sides are powers of two."""
     (rows, columns), (high, wide) = x.shape, block
@@ -114,6 +142,38 @@ def _cast(
         tl.store(Scale, scale)
     tl.store(Found + program, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
     tl.store(Codes + place, _codes(x, scale, LARGEST).to(Codes.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _cast_both(
+    X,
+    Amax,
+    Codes,
+    Turned,
+    Scale,
+    Found,
+    rows,
+    columns,
+    EXPONENT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MARGIN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    r = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    c = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    at = r[:, None] * columns + c[None, :]
+    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.load(Amax).to(tl.float32).to(tl.int32, bitcast=True)
+    scale = _scale(amax, EXPONENT, MARGIN)
+    if program == 0:
+        tl.store(Scale, scale)
+    tl.store(Found + program, tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0))
+    codes = _codes(x, scale, LARGEST).to(Codes.dtype.element_ty)
+    tl.store(Codes + at, codes, mask=inside)
+    turned = c[:, None] * rows + r[None, :]
+    tl.store(Turned + turned, tl.trans(codes), mask=tl.trans(inside))
 
 
 @triton.jit
