@@ -155,6 +155,7 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
         "    not fused: gated activation (--no-bias-swiglu-fusion)",
         "    not fused: rotary position embedding (--no-rope-fusion)",
         "    not fused: bias-dropout-add (--no-bias-dropout-fusion)",
+        "    fp32 main parameters: each bf16 weight and a 16-bit remainder",
         "fused operations: PyTorch alone: triton is not installed",
     ]
 
