@@ -258,8 +258,11 @@ def generation_config(
         "distributed_backend": None,
     }
     vars(namespace).update(_OWN | own)
+    has_encoder = model_kind(asked.get("model_kind")).has_encoder
+    if has_encoder and layout.pipeline > 1:
+        namespace.encoder_pipeline_model_parallel_size = layout.pipeline // 2
     is_uneven = (namespace.num_layers or 0) % max(layout.pipeline, 1) != 0
-    if is_uneven and not model_kind(asked.get("model_kind")).has_encoder:
+    if is_uneven and not has_encoder:
         namespace.pipeline_split = "auto"
     if not drafts_ahead:
         namespace.mtp_num_layers = None

@@ -173,22 +173,54 @@ class ModelRunner:
         """Return logits [1, r, v] on the last stage; send hidden states on from the others."""
         pp = self.model.groups.pp
         module = self.model.module
+        if self.model.decoder_start is not None:
+            return self._forward_encoder_decoder(view, sources)
         ids = view.token_ids.unsqueeze(0)
         if not self.model.is_first_stage:
-            shape = (ids.shape[1], 1, self.model.config.hidden_size)
-            received = torch.empty(shape, dtype=self._sent_dtype, device=self.model.device)
-            dist.recv(received, group=pp, group_src=pp.rank() - 1)
-            get_attr_wrapped_model(module, "set_input_tensor")([received])
-        out: Tensor
-        if self.model.decoder_start is not None:
-            encoded = self._encoded(sources)
-            out = module(None, ids, encoder_hidden_states=encoded, inference_context=view)
-        else:
-            positions, _ = view.positions(ids.shape[1])
-            out = module(ids, positions.unsqueeze(0), None, inference_context=view)
+            get_attr_wrapped_model(module, "set_input_tensor")([self._received(ids.shape[1])])
+        positions, _ = view.positions(ids.shape[1])
+        out: Tensor = module(ids, positions.unsqueeze(0), None, inference_context=view)
         if pp.rank() < pp.size() - 1:
             self._send_on(out.to(self._sent_dtype).contiguous())
         return out
+
+    def _forward_encoder_decoder(self, view: BatchView, sources: list[Admission]) -> Tensor:
+        """Return logits, or what this stage sends on: the first stages hold the encoder.
+
+        A stage of the encoder sends all sources' hidden states [S, 1, h], and nothing in a step
+        without sources; one of the decoder sends them followed by those of the rows.
+        """
+        pp = self.model.groups.pp
+        module = self.model.module
+        num_sources = sum(len(a.source) for a in sources)
+        encoder_stages: int = get_attr_wrapped_model(module, "encoder_stages")
+        if pp.rank() < encoder_stages:
+            states = self._encoded(sources)
+            if num_sources:
+                self._send_on(states.to(self._sent_dtype).contiguous())
+            return states
+        ids = view.token_ids.unsqueeze(0)
+        encoded: Tensor | None = None
+        if pp.rank() > encoder_stages:
+            received = self._received(num_sources + ids.shape[1])
+            get_attr_wrapped_model(module, "set_input_tensor")([received])
+        elif encoder_stages:
+            encoded = self._received(num_sources)
+        else:
+            encoded = self._encoded(sources)
+        out: Tensor = module(None, ids, encoder_hidden_states=encoded, inference_context=view)
+        if pp.rank() < pp.size() - 1:
+            self._send_on(out.to(self._sent_dtype).contiguous())
+        return out
+
+    def _received(self, num_rows: int) -> Tensor:
+        """Return the hidden states [num_rows, 1, h] of the stage before; it sends none for 0."""
+        pp = self.model.groups.pp
+        shape = (num_rows, 1, self.model.config.hidden_size)
+        received = torch.empty(shape, dtype=self._sent_dtype, device=self.model.device)
+        if num_rows:
+            dist.recv(received, group=pp, group_src=pp.rank() - 1)
+        return received
 
     def _send_on(self, hidden: Tensor) -> None:
         """Send to the next stage; it may still be busy, so only the send before is waited for."""
@@ -200,9 +232,19 @@ class ModelRunner:
         self._sent = work, hidden
 
     def _encoded(self, sources: list[Admission]) -> Tensor:
-        """Run the encoder over each source alone; return all their tokens behind each other."""
+        """Run this stage's encoder over each source alone; return all their tokens in a row.
+
+        A later stage of the encoder receives the tokens of all sources at once.
+        """
+        pp = self.model.groups.pp
+        lengths = [len(a.source) for a in sources]
+        parts: list[Tensor | None] = [None] * len(sources)
+        if pp.rank():
+            parts = [*self._received(sum(lengths)).split(lengths)]
         hidden = [torch.empty(0, 1, self.model.config.hidden_size, device=self.model.device)]
-        for admission in sources:
+        for admission, part in zip(sources, parts, strict=True):
+            if part is not None:
+                get_attr_wrapped_model(self.model.module, "set_input_tensor")([part])
             ids = torch.tensor([admission.source], device=self.model.device)
             hidden.append(self.model.module(ids, None, output_encoder_hidden_only=True))
         return torch.cat([part.to(hidden[-1].dtype) for part in hidden])
