@@ -157,10 +157,10 @@ GENERATED = {
 }
 
 
-@pytest.mark.feature("Generation: the host waits once a decode step, for the tokens")
-def test_the_host_waits_once_a_decode_step(compiled: Path) -> None:
+def waits_of(script: str) -> dict[str, object]:
+    """Run a script of tests/functional on the device; return the waits that it prints last."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.host_gpu", "tests/functional/decode_waits.py"],
+        [sys.executable, "-m", "tests.host_gpu", f"tests/functional/{script}"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -168,22 +168,19 @@ def test_the_host_waits_once_a_decode_step(compiled: Path) -> None:
         timeout=300,
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
-    waits = json.loads(ended.stdout.splitlines()[-1])
+    waits: dict[str, object] = json.loads(ended.stdout.splitlines()[-1])
+    return waits
+
+
+@pytest.mark.feature("Generation: the host waits once a decode step, for the tokens")
+def test_the_host_waits_once_a_decode_step(compiled: Path) -> None:
+    waits = waits_of("decode_waits.py")
     assert waits == {kind: [1] * 36 for kind in waits}
     assert len(waits) == 7
 
 
 def test_windows_and_packed_sequences_need_no_mask_on_a_gpu(compiled: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.host_gpu", "tests/functional/flash_cases.py"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
-    waits = json.loads(ended.stdout.splitlines()[-1])
+    waits = waits_of("flash_cases.py")
     assert waits == dict.fromkeys(waits, 0)
     assert len(waits) == 39
 

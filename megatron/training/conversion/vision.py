@@ -57,7 +57,9 @@ class EncoderFamily:
         """Return their names of our tensor: one, or those of query, key and value."""
         if ours in self.values:
             return (self.values[ours],)
-        name, prefix, table = ours, "", self.outside
+        name = ours
+        prefix = ""
+        table = self.outside
         if ours.startswith("decoder.layers."):
             _, _, number, name = ours.split(".", 3)
             prefix, table = self.layer_prefix.format(number), self.layer
@@ -297,7 +299,7 @@ def encoder_from_hf(
                 f"{tuple(param.shape)}"
             )
         found[name] = made.reshape(param.shape)
-    left = [n for n in tensors if n not in used and not n.startswith(family.ignored or ("\0",))]
+    left = [n for n in tensors if n not in used and not n.startswith(family.ignored)]
     if left:
         raise CheckpointError(f"{left[0]} has no counterpart in a {family.subtype} encoder")
     return found

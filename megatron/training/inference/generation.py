@@ -259,7 +259,7 @@ def generation_config(
     }
     vars(namespace).update(_OWN | own)
     has_encoder = model_kind(asked.get("model_kind")).has_encoder
-    if has_encoder and layout.pipeline > 1:
+    if has_encoder and layout.pipeline > 1:  # the first half of the stages
         namespace.encoder_pipeline_model_parallel_size = layout.pipeline // 2
     is_uneven = (namespace.num_layers or 0) % max(layout.pipeline, 1) != 0
     if is_uneven and not has_encoder:

@@ -324,7 +324,9 @@ def test_infinite_and_nan_values_of_later_keys_do_not_reach_a_row():
 def test_rows_are_stored_where_they_belong_and_nowhere_else(
     dtype: torch.dtype, value_width: int
 ) -> None:
-    count, groups, width = 37, 3, 16
+    count = 37
+    groups = 3
+    width = 16
     source = torch.Generator().manual_seed(2)
     packed = torch.randn(count, groups, 2 * width + 7, generator=source).to(dtype)
     key = packed[..., 5 : 5 + width]  # parts of a projection: rows and heads have gaps

@@ -139,7 +139,8 @@ def spread(row: list[int]) -> list[int]:
 
 def state(ours: LLaVAModel, hf: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors, or gradients, of ``hf`` under our names."""
-    tower, text = "model.vision_tower.", "model.language_model."
+    tower = "model.vision_tower."
+    text = "model.language_model."
     of_text = {
         n.replace(text, "model."): t for n, t in tensors.items() if n.startswith((text, "lm_head."))
     }
