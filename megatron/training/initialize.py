@@ -31,13 +31,10 @@ from megatron.core.diagnostics.result_faults import steps_to_skip
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
-    destroy_num_microbatches_calculator,
     install_num_microbatches_calculator,
 )
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.pipeline_parallel.schedules import graphs_of
-from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import plan
 from megatron.training.arguments.flag_requirements import without_effect_on_a_cpu
@@ -70,6 +67,7 @@ from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.schedule import number_of_train_iters
 from megatron.training.runtime.setup import setup_tokenizer
 from megatron.training.runtime.step_graph import StepGraph
+from megatron.training.shutdown import end_group_threads_at_exit, shut_down
 from megatron.training.step.rerun import install_state_machine
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -324,43 +322,15 @@ def initialize_megatron(
             "loop; give its main function to megatron.core.virtual_ranks.run instead"
         )
     run = start(config)
-    atexit.register(_end, run)
+    atexit.register(_end, [run])
     run.train_iters = number_of_train_iters(config, run.batches)
     setup_tokenizer(run)
 
 
-def _end(run: Runtime) -> None:
+def _end(begun: list[Runtime]) -> None:
+    run = begun.pop()  # atexit keeps the list, which must not keep the groups
     run.callbacks.close()
     shut_down(run)
-
-
-def is_set_up() -> bool:
-    """Return whether this process has the groups of a run: `shut_down` destroys them."""
-    return parallel_state.is_initialized()
-
-
-def shut_down(run: Runtime | None = None) -> None:
-    """Clear the global state and destroy the process groups, before the interpreter exits.
-
-    CUDA graphs are released first: NCCL does not destroy a group while a graph holds a collective
-    of that group.  So are the hooks of parameters: through torch's C++ objects, which the garbage
-    collector does not see, they would keep the model and its process groups alive.
-    """
-    for chunk in run.model_chunks if run else ():
-        for param in chunk.parameters():
-            for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
-                if hooks:
-                    hooks.clear()
-    for graphs in (g for chunk in (run.model_chunks if run else ()) for g in graphs_of(chunk)):
-        graphs.release()
-    if run and run.step_graph is not None:
-        run.step_graph.release()
-    global_vars.set_run(None)
-    destroy_num_microbatches_calculator()
-    destroy_rerun_state_machine()
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _init_default_group(config: RunConfig, store: dist.Store | None) -> None:
@@ -380,6 +350,7 @@ def _init_default_group(config: RunConfig, store: dist.Store | None) -> None:
     if config.ddp.nccl_ub and device.is_cuda():
         nccl_allocator.init()
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
+    end_group_threads_at_exit()
     print_rank_0("> initializing torch distributed ...")
     if needs_rendezvous(os.environ):
         rank, world_size = int(os.environ["RANK"]), config.world_size

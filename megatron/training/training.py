@@ -44,7 +44,6 @@ from megatron.training.initialize import (
     fail,
     fail_before_start,
     restart_options,
-    shut_down,
 )
 from megatron.training.loop import train
 from megatron.training.memory.report import report_oom
@@ -56,6 +55,7 @@ from megatron.training.process.stall_report import FindHang
 from megatron.training.runtime import setup
 from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.schedule import number_of_train_iters, recount_train_iters
+from megatron.training.shutdown import shut_down
 from megatron.training.startup_log import (
     print_arguments,
     print_attention_backends,

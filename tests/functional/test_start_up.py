@@ -8,6 +8,7 @@ import sys
 from megatron.core.dist_checkpointing.formats import _READERS, FORMATS
 from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.models.registry import model_kind
+from tests.functional.runs import TINY
 from tests.repo.source import ROOT
 
 # Of a GPT without flags: kinds of model and file that it has not, the planner, compilers.
@@ -83,3 +84,25 @@ def test_a_program_imports_without_the_garbage_collector() -> None:
     command = [sys.executable, "-c", _PROGRAM]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr
     assert said.strip() == "[call.disable(), call.freeze(), call.enable()]"
+
+
+_AT_EXIT = """
+import atexit, os, runpy, sys
+
+def report():
+    tasks = (f"/proc/self/task/{task}/comm" for task in os.listdir("/proc/self/task"))
+    print("threads at exit:", *(open(task).read().strip() for task in tasks))
+
+atexit.register(report)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_no_thread_of_a_process_group_is_left_when_the_interpreter_finalizes() -> None:
+    """Such a thread may release a tensor then: the process aborts after its work is done."""
+    flags = [*TINY, "--train-iters", "2", "--exit-interval", "1", "--distributed-backend", "gloo"]
+    command = [sys.executable, "-c", _AT_EXIT, "pretrain_gpt.py", *flags]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "threads at exit:" in said
+    assert "gloo" not in said.partition("threads at exit:")[2]

@@ -41,12 +41,13 @@ from megatron.training.checkpointing.paths import open_checkpoint, resolve_folde
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
-from megatron.training.initialize import connect, create_runtime, is_set_up
+from megatron.training.initialize import connect, create_runtime
 from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.process.failure_watch import FailureWatch, failure_watch
 from megatron.training.process.rank_print import world_size
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
+from megatron.training.shutdown import is_set_up
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec
 
 # Sections of the saved flags that generation uses: those of model and tokenizer.  The others

@@ -1,0 +1,56 @@
+"""The end of a run: clear the global state, destroy the process groups, end their threads."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+
+import torch.distributed as dist
+
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.parallel import parallel_state
+from megatron.core.pipeline_parallel.schedules import graphs_of
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+from megatron.training.compat import global_vars
+from megatron.training.runtime.runtime import Runtime
+
+
+def is_set_up() -> bool:
+    """Return whether this process has the groups of a run: `shut_down` destroys them."""
+    return parallel_state.is_initialized()
+
+
+def shut_down(run: Runtime | None = None) -> None:
+    """Clear the global state and destroy the process groups, before the interpreter exits.
+
+    CUDA graphs are released first: NCCL does not destroy a group while a graph holds a collective
+    of that group.  So are the hooks of parameters: through torch's C++ objects, which the garbage
+    collector does not see, they would keep the model and its process groups alive.
+    """
+    for chunk in run.model_chunks if run else ():
+        for param in chunk.parameters():
+            for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
+                if hooks:
+                    hooks.clear()
+    for graphs in (g for chunk in (run.model_chunks if run else ()) for g in graphs_of(chunk)):
+        graphs.release()
+    if run and run.step_graph is not None:
+        run.step_graph.release()
+    global_vars.set_run(None)
+    destroy_num_microbatches_calculator()
+    destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def end_group_threads_at_exit() -> None:
+    """Free the process groups before the interpreter finalizes, which ends the threads of gloo.
+
+    Such a thread may hold the last reference to a tensor of the last collective.  If it drops the
+    reference after finalization has begun, Python ends the thread inside a C++ destructor, and the
+    process aborts: "terminate called without an active exception".  `shut_down` alone does not free
+    the groups, because the objects of a run refer to each other.
+    """
+    atexit.unregister(gc.collect)
+    atexit.register(gc.collect)
