@@ -1,0 +1,62 @@
+"""Padding and packing of rows of text and images under context and sequence parallelism."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+def get_padding(
+    seq_len: int,
+    cp_size: int,
+    tp_size: int,
+    has_sp: bool,
+    decoder_tp_comm_overlap: bool = False,
+    decoder_seq_len: int | None = None,
+) -> int:
+    """Return the positions to append to a row of ``seq_len`` so that all ranks get equal parts.
+
+    Context parallelism divides a row into 2 ``cp_size`` chunks, sequence parallelism (``has_sp``)
+    into ``tp_size``.  If sequence parallelism overlaps its communication
+    (``decoder_tp_comm_overlap``), the length is ``decoder_seq_len``; raises ConfigError without it.
+    """
+    if has_sp and decoder_tp_comm_overlap:
+        if decoder_seq_len is None:
+            raise ConfigError(
+                "--decoder-tp-comm-overlap without --decoder-seq-length: its buffers have a fixed "
+                "size; set --decoder-seq-length to the length of a row of text and images"
+            )
+        return decoder_seq_len - seq_len
+    multiple = (tp_size if has_sp else 1) * (2 * cp_size if cp_size > 1 else 1)
+    return -seq_len % multiple
+
+
+def get_packed_seq_params(
+    tokens: Tensor,
+    img_seq_len: int,
+    padding_needed: int,
+    cp_size: int,
+    use_packed_sequence: bool = False,
+) -> PackedSeqParams:
+    """Return the boundaries of the rows of ``tokens`` [b, s], each followed by its padding.
+
+    A row has s + ``img_seq_len`` positions, of which the last ``padding_needed`` are padding.  The
+    format is "thd", with padded boundaries, if context parallelism shards padded or packed rows.
+    """
+    rows = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
+    length = tokens.shape[1] + img_seq_len
+    ends = rows * (length - padding_needed)
+    is_packed = cp_size > 1 and (padding_needed > 0 or use_packed_sequence)
+    padded = rows * length if is_packed else None
+    return PackedSeqParams(
+        qkv_format="thd" if is_packed else "sbhd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+    )
