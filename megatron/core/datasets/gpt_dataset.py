@@ -240,8 +240,7 @@ class MockGPTDataset(SyntheticDataset, GPTDataset):
         if not 0 <= idx < len(self):
             raise IndexError(f"sample {idx} of {len(self)}")
         n, eod = self._num_read, self.config.tokenizer.eod
-        key = (self.config.random_seed * len(Split) + self.index_split.value, idx)
-        random = np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
+        random = self.random_of(idx)
         is_end = random.random(n, np.float32) * self._MEAN_DOCUMENT_LENGTH < 1.0
         ends = np.flatnonzero(is_end)
         starts = np.concatenate(([0], ends + 1))

@@ -140,8 +140,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         number = 0 if idx is None else int(idx)
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
-        key = (self.config.random_seed * len(Split) + self.index_split.value, number)
-        random = np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
+        random = self.random_of(number)
         sentences, target_length = self._sentences(number, random)
         item = self._sample(sentences, target_length, random)
         return self._without_loss(item) if idx is None else item

@@ -94,6 +94,16 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
         """
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
+    def random_of(self, idx: int, stream: int = 0) -> np.random.Generator:
+        """Return the random numbers of sample ``idx``; they depend on seed, split and ``idx`` only.
+
+        Streams of one sample are independent of each other.
+        """
+        key = (self.config.random_seed * len(Split) + self.index_split.value, idx)
+        counter = np.array((0, 0, 0, stream), np.uint64)
+        philox = np.random.Philox(key=np.array(key, np.uint64), counter=counter)
+        return np.random.Generator(philox)
+
     def _cache_prefix(self, *more: str) -> str:
         """Return the common path prefix of the index cache files."""
         name, directory = type(self).__name__, self.config.path_to_cache
