@@ -61,7 +61,7 @@ _KINDS: Mapping[tuple[str, Test], str] = {
     _NAME: "model_type hidden_act hidden_activation activation_function mlp_hidden_act "
     "feed_forward_proj topk_method scoring_func hybrid_override_pattern rope_type type",
     _LIST: "layer_types layers_block_type mlp_only_layers short_factor long_factor",
-    _OBJECT: "rope_scaling rope_parameters quantization_config",
+    _OBJECT: "rope_scaling rope_parameters quantization_config text_config vision_config",
 }
 _EXPECTED = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 

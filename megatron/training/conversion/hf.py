@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.family import Config, Family
-from megatron.training.conversion.lazy import Entries, stacked, unstacked
+from megatron.training.conversion.lazy import Entries, shared_parts, stacked, unstacked
 from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule, output_of, size_of, tensors_of
@@ -240,7 +240,7 @@ def export_model(
         if ours.shape != size:
             raise CheckpointError(f"{name} has shape {list(ours.shape)}, not {list(size)}")
         sizes = [part.shape for part in rule.to_theirs(_meta(size, ours.dtype), shape)]
-        makes = _shared(partial(_parts, rule, ours.make, shape), len(sizes))
+        makes = shared_parts(partial(_parts, rule, ours.make, shape), len(sizes))
         for theirs, part_size, make in zip(rule.theirs, sizes, makes, strict=True):
             out.append(LazyTensor(theirs, ours.dtype, tuple(part_size), make))
     for name, ours_name in _copies_ahead(shape, family).items():
@@ -256,24 +256,6 @@ def export_model(
 
 def _parts(rule: Rule, make: Callable[[], Tensor], shape: ModelShape) -> list[Tensor]:
     return rule.to_theirs(make(), shape)
-
-
-def _shared(make: Callable[[], list[Tensor]], count: int) -> list[Callable[[], Tensor]]:
-    """Return one function for each of the ``count`` tensors that one call of ``make`` returns.
-
-    The results stay in memory until the last function is called: call them in order.
-    """
-    kept: list[Tensor] = []
-
-    def take(index: int) -> Tensor:
-        if not kept:
-            kept.extend(make())
-        part = kept[index]
-        if index == count - 1:
-            kept.clear()
-        return part
-
-    return [partial(take, index) for index in range(count)]
 
 
 def _without_padding(tensor: LazyTensor, size: tuple[int, ...], *, is_cut: bool) -> LazyTensor:

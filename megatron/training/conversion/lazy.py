@@ -94,3 +94,21 @@ def _together(parts: list[LazyTensor]) -> Tensor:
     for place, part in zip(whole, parts, strict=True):
         place.copy_(part.make())
     return whole
+
+
+def shared_parts(make: Callable[[], list[Tensor]], count: int) -> list[Callable[[], Tensor]]:
+    """Return one function for each of the ``count`` tensors that one call of ``make`` returns.
+
+    The results stay in memory until the last function is called: call them in order.
+    """
+    kept: list[Tensor] = []
+
+    def take(index: int) -> Tensor:
+        if not kept:
+            kept.extend(make())
+        part = kept[index]
+        if index == count - 1:
+            kept.clear()
+        return part
+
+    return [partial(take, index) for index in range(count)]

@@ -132,7 +132,7 @@ def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
         replace(run, model=config),
         vocab_size=vocab_size,
         padded_vocab_size=vocab_size,
-        groups=_alone(),
+        groups=groups_of_one_rank(),
         parallel_output=False,
     ).eval()
     for name, param in model.named_parameters():
@@ -143,7 +143,7 @@ def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
     return model
 
 
-def _alone() -> ProcessGroupCollection:
+def groups_of_one_rank() -> ProcessGroupCollection:
     """Return process groups of a single rank, without a default process group."""
     one = ProcessGroup(HashStore(), 0, 1)
     dense, expert = make_grids(1)

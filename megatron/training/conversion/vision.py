@@ -5,15 +5,19 @@ Only the encoder itself is converted: a pooling head or a projection beside it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.audio.whisper_encoder import WhisperEncoderModel
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.models.vision.radio import RADIOViTModel
@@ -21,11 +25,12 @@ from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.family import Config
+from megatron.training.conversion.lazy import shared_parts
 from megatron.training.conversion.tensors import Rule
 
 Encoder: TypeAlias = CLIPViTModel | RADIOViTModel | WhisperEncoderModel
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": openai_gelu,
     "quick_gelu": quick_gelu,
@@ -40,7 +45,8 @@ class EncoderFamily:
 
     ``outside`` and ``layer``: our name -> theirs; ``layer_prefix``: theirs, {} is the number.
     ``values``: our tensors without ``.weight`` in theirs.  ``ignored``: beginnings of names of what
-    does not belong to the encoder.
+    does not belong to the encoder.  ``unread``: such tensors that a model of `transformers` has in
+    any case -> a tensor of the same shape.
     """
 
     subtype: str  # a key of `clip_vit_model.KINDS`, or radio, or whisper
@@ -49,6 +55,7 @@ class EncoderFamily:
     layer_prefix: str
     values: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
     has_layer_scale: bool = False
     has_key_bias: bool = True
     eps: float = 1e-5  # if config.json has none
@@ -114,6 +121,7 @@ FAMILIES = {
         layer_prefix="encoder.layers.{}.",
         values={"class_token": "embeddings.class_embedding"},
         ignored=("post_layernorm.", "embeddings.position_ids"),  # of the pooled output
+        unread={f"post_layernorm.{kind}": f"pre_layrnorm.{kind}" for kind in ("weight", "bias")},
     ),
     "siglip_vision_model": EncoderFamily(
         subtype="siglip",
@@ -198,16 +206,10 @@ def build_encoder(
     ``changes``: fields of the `TransformerConfig`.  Raises CheckpointError if it is not supported.
     """
     family = _family_of(config)
-    try:
-        if family.subtype == "whisper":
-            return _whisper(config, pg_collection, changes)
-        of_layers = _layers_of(config, family, changes)
-        height, width = _pair(config["max_img_size" if family.subtype == "radio" else "image_size"])
-        side, other = _pair(config["patch_size"])
-    except KeyError as error:
-        raise CheckpointError(f"config.json has no {error.args[0]}") from None
-    if side != other:
-        raise CheckpointError(f"config.json has patch_size {[side, other]}: give squares")
+    if family.subtype == "whisper":
+        return _whisper(config, pg_collection, changes)
+    of_layers = layers_of(config, **changes)
+    height, width, side = sizes_of(config)
     if config.get("use_swiglu_ffn") or config.get("video_temporal_patch_size"):
         raise CheckpointError(
             "config.json describes gated layers or video, which are not supported"
@@ -239,28 +241,28 @@ def _whisper(
 ) -> WhisperEncoderModel:
     if config.get("scale_embedding"):
         raise CheckpointError("config.json has scale_embedding true, which cannot be converted")
-    usual = {name: config[theirs] for name, theirs in _OF_WHISPER.items()}
-    of_layers = _layers_of(usual, FAMILIES["whisper"], changes)
+    usual = {name: _entry(config, theirs) for name, theirs in _OF_WHISPER.items()}
+    of_layers = layers_of({**usual, "model_type": "whisper"}, **changes)
     return WhisperEncoderModel(
         of_layers,
         get_vit_layer_with_local_spec(of_layers),
-        num_mel_bins=config["num_mel_bins"],
-        max_source_positions=config["max_source_positions"],
+        num_mel_bins=_entry(config, "num_mel_bins"),
+        max_source_positions=_entry(config, "max_source_positions"),
         pg_collection=pg_collection,
     )
 
 
-def _layers_of(
-    config: Config, family: EncoderFamily, changes: Mapping[str, Any]
-) -> TransformerConfig:
-    width = config.get("intermediate_size")
+def layers_of(config: Config, **changes: Any) -> TransformerConfig:
+    """Return the config of the encoder's layers, with ``changes``.  Raises CheckpointError."""
+    family = _family_of(config)
+    h, width = _entry(config, "hidden_size"), config.get("intermediate_size")
     return TransformerConfig(
         **{
-            "num_layers": config["num_hidden_layers"],
-            "hidden_size": config["hidden_size"],
-            "num_attention_heads": config["num_attention_heads"],
-            "ffn_hidden_size": width or int(config["hidden_size"] * config["mlp_ratio"]),
-            "activation_func": _activation(config["hidden_act"]),
+            "num_layers": _entry(config, "num_hidden_layers"),
+            "hidden_size": h,
+            "num_attention_heads": _entry(config, "num_attention_heads"),
+            "ffn_hidden_size": width or int(h * _entry(config, "mlp_ratio")),
+            "activation_func": _activation(_entry(config, "hidden_act")),
             "bias_activation_fusion": False,  # it would replace GELU by its approximation
             "layernorm_epsilon": config.get("layer_norm_eps", family.eps),
             "normalization": _norm_of(config),
@@ -272,6 +274,22 @@ def _layers_of(
     )
 
 
+def sizes_of(config: Config) -> tuple[int, int, int]:
+    """Return height and width of an image, the largest one of RADIO, and the side of a patch."""
+    is_radio = _family_of(config).subtype == "radio"
+    height, width = _pair(_entry(config, "max_img_size" if is_radio else "image_size"))
+    side, other = _pair(_entry(config, "patch_size"))
+    if side != other:
+        raise CheckpointError(f"config.json has patch_size {[side, other]}: give squares")
+    return height, width, side
+
+
+def _entry(config: Config, name: str) -> Any:
+    if name not in config:
+        raise CheckpointError(f"config.json has no {name}")
+    return config[name]
+
+
 def encoder_from_hf(
     model: Encoder, config: Config, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -280,29 +298,7 @@ def encoder_from_hf(
     A bias that theirs lack is zero.  Raises CheckpointError for a tensor that is missing, has
     another shape, or has no counterpart.
     """
-    family = _family_of(config)
-    found: dict[str, Tensor] = {}
-    used: set[str] = set()
-    for name, param in model.named_parameters():
-        names = family.theirs(name)
-        used.update(names)
-        absent = family.absent(names, config)
-        missing = [each for each in names if each not in tensors and each not in absent]
-        if missing:
-            raise CheckpointError(f"the encoder has no tensor {missing[0]}")
-        nothing = param.new_zeros(model.config.hidden_size)  # of a bias
-        parts = [tensors.get(each, nothing) for each in names]
-        made = _rule(names).to_ours(parts, model.config)  # type: ignore[arg-type]
-        if made.numel() != param.numel():
-            raise CheckpointError(
-                f"{names[0]} has shape {tuple(parts[0].shape)}, which does not fit {name} of shape "
-                f"{tuple(param.shape)}"
-            )
-        found[name] = made.reshape(param.shape)
-    left = [n for n in tensors if n not in used and not n.startswith(family.ignored)]
-    if left:
-        raise CheckpointError(f"{left[0]} has no counterpart in a {family.subtype} encoder")
-    return found
+    return {n: t.make() for n, t in import_encoder(model, config, as_lazy(tensors)).items()}
 
 
 def encoder_to_hf(
@@ -312,31 +308,99 @@ def encoder_to_hf(
 
     Raises CheckpointError if theirs have no bias where ours is not zero.
     """
+    return {t.name: t.make() for t in export_encoder(model, config, as_lazy(tensors))}
+
+
+def as_lazy(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
+    """Return tensors in memory as lazy ones."""
+    return {n: LazyTensor(n, t.dtype, tuple(t.shape), t.detach) for n, t in tensors.items()}
+
+
+def import_encoder(
+    model: Encoder, config: Config, weights: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """Do `encoder_from_hf` for tensors that are made later; ``model`` may be on "meta"."""
     family = _family_of(config)
-    out: dict[str, Tensor] = {}
+    found: dict[str, LazyTensor] = {}
+    used: set[str] = set()
+    for name, param in model.named_parameters():
+        names = family.theirs(name)
+        used.update(names)
+        absent = family.absent(names, config)
+        missing = [each for each in names if each not in weights and each not in absent]
+        if missing:
+            raise CheckpointError(f"the encoder has no tensor {missing[0]}")
+        parts = [weights.get(each) for each in names]
+        shapes = [tuple(t.shape) for t in _rule(names).to_theirs(_meta(param), model.config)]  # type: ignore[arg-type]
+        dtype = next((part.dtype for part in parts if part is not None), param.dtype)
+        for part, shape in zip(parts, shapes, strict=True):
+            if part is not None and math.prod(part.shape) != math.prod(shape):
+                raise CheckpointError(
+                    f"{part.name} has shape {part.shape}, which does not fit {name} of shape "
+                    f"{tuple(param.shape)}"
+                )
+        blank = partial(torch.zeros, model.config.hidden_size, dtype=dtype)  # of a bias
+        makes = [blank if part is None else part.make for part in parts]
+        make = partial(_joined, makes, names, model.config, tuple(param.shape))
+        found[name] = LazyTensor(name, dtype, tuple(param.shape), make)
+    left = [n for n in weights if n not in used and not n.startswith(family.ignored)]
+    if left:
+        raise CheckpointError(f"{left[0]} has no counterpart in a {family.subtype} encoder")
+    return found
+
+
+def _joined(
+    makes: Sequence[Callable[[], Tensor]],
+    names: tuple[str, ...],
+    config: TransformerConfig,
+    shape: tuple[int, ...],
+) -> Tensor:
+    parts = [make() for make in makes]
+    return _rule(names).to_ours(parts, config).reshape(shape)  # type: ignore[arg-type]
+
+
+def export_encoder(
+    model: Encoder, config: Config, tensors: Mapping[str, LazyTensor]
+) -> list[LazyTensor]:
+    """Do `encoder_to_hf` for tensors that are made later; ``model`` may be on "meta"."""
+    family = _family_of(config)
+    out: list[LazyTensor] = []
     for name, tensor in tensors.items():
         names = family.theirs(name)
         absent = family.absent(names, config)
-        parts = _rule(names).to_theirs(tensor, model.config)  # type: ignore[arg-type]
-        for each, part in zip(names, parts, strict=True):
+        shapes = [t.shape for t in _rule(names).to_theirs(_meta(tensor), model.config)]  # type: ignore[arg-type]
+        makes = shared_parts(partial(_parts, tensor, names, model.config), len(names))
+        for each, shape, make in zip(names, shapes, makes, strict=True):
             if each not in absent:
-                out[each] = part.reshape(_their_shape(each, part)).contiguous()
-            elif part.any():
+                out.append(LazyTensor(each, tensor.dtype, _their_shape(each, shape), make))
+            elif make().any():
                 raise CheckpointError(f"{name} is not zero, and their model has no {each}")
     return out
 
 
-def _their_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
+def _parts(tensor: LazyTensor, names: tuple[str, ...], config: TransformerConfig) -> list[Tensor]:
+    parts = _rule(names).to_theirs(tensor.make(), config)  # type: ignore[arg-type]
+    return [
+        part.reshape(_their_shape(name, part.shape)).contiguous()
+        for name, part in zip(names, parts, strict=True)
+    ]
+
+
+def _meta(tensor: Tensor | LazyTensor) -> Tensor:
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=torch.device("meta"))
+
+
+def _their_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape in theirs: some of our embeddings have a dimension of 1 more or less."""
     if name == "embeddings.class_embedding":
-        return (tensor.numel(),)
+        return (math.prod(shape),)
     if name == "embeddings.cls_register_token":
-        return tuple(tensor.shape[1:])
+        return tuple(shape[1:])
     if name == "embeddings.patch_projection.weight":
-        return (len(tensor), tensor[0].numel())
+        return (shape[0], math.prod(shape[1:]))
     if name in ("embeddings.position_embeddings", "embeddings.position_embedding"):
-        return (1, *tensor.shape)
-    return tuple(tensor.shape)
+        return (1, *shape)
+    return tuple(shape)
 
 
 def _rule(names: tuple[str, ...]) -> Rule:
@@ -353,11 +417,11 @@ def _family_of(config: Config) -> EncoderFamily:
 
 
 def _activation(name: str) -> Any:
-    if name not in _ACTIVATIONS:
+    if name not in ACTIVATIONS:
         raise CheckpointError(
-            f"config.json has hidden_act {name}: only {', '.join(_ACTIVATIONS)} can be converted"
+            f"config.json has hidden_act {name}: only {', '.join(ACTIVATIONS)} can be converted"
         )
-    return _ACTIVATIONS[name]
+    return ACTIVATIONS[name]
 
 
 def _norm_of(config: Config) -> str:

@@ -1,0 +1,237 @@
+"""Vision-language models of `transformers`: logits, gradients and tensors, both ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
+from megatron.training.arguments.parser import build_parser
+from megatron.training.conversion import hf_folder
+from megatron.training.conversion.convert import run_config
+from megatron.training.conversion.shape import args_of
+from megatron.training.conversion.vision import as_lazy
+from megatron.training.conversion.vision_language import (
+    VisionLanguageShape,
+    export_tensors,
+    flags_of,
+    import_tensors,
+    llava_arguments,
+    shape_of_config,
+)
+from megatron.training.models.kind import language_arguments
+from tests import tolerances
+from tests.unit.one_process import one_process_groups
+
+IMAGE = DEFAULT_IMAGE_TOKEN_INDEX
+VOCABULARY = 64
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+TEXT = {**SMALL, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+IMAGE_TOKEN = 60
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of `transformers`, and what its name does not say."""
+
+    name: str  # of its classes
+    text: str
+    images: str
+    sizes: dict[str, Any]
+    whole: dict[str, Any]
+    tokens_per_image: int
+
+
+CASES = {
+    "LLaVA-1.5": Case(
+        *("Llava", "Llama", "CLIPVision", {"image_size": 12, "patch_size": 6}, {}, 4)
+    ),
+    "LLaVA of Mistral, last layer, class token": Case(
+        *("Llava", "Mistral", "CLIPVision", {"image_size": 12, "patch_size": 6}),
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        5,
+    ),
+    "LLaVA, no bias, tied": Case(
+        *("Llava", "Llama", "CLIPVision", {"image_size": 12, "patch_size": 6}),
+        {"multimodal_projector_bias": False, "tie_word_embeddings": True},
+        4,
+    ),
+}
+
+
+def theirs(case: Case) -> Any:
+    """Return a random model of `transformers` in float32."""
+    transformers = pytest.importorskip("transformers")
+    more = {} if case.text == "Llama" else {"num_key_value_heads": 2}
+    text = getattr(transformers, f"{case.text}Config")(**TEXT, **more)
+    images = getattr(transformers, f"{case.images}Config")(
+        **SMALL, num_hidden_layers=3, **case.sizes
+    )
+    config = getattr(transformers, f"{case.name}Config")(
+        vision_config=images, text_config=text, image_token_id=IMAGE_TOKEN, **case.whole
+    )
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{case.name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    return model
+
+
+def build(shape: VisionLanguageShape) -> LLaVAModel:
+    """Build our model of ``shape`` from the flags and arguments that the conversion returns."""
+    size = shape.text.vocab_size
+    tokens = {"tokenizer_type": "NullTokenizer", "vocab_size": size - 1}
+    run = run_config(vars(build_parser().parse_args([])) | args_of(shape.text) | tokens)
+    language = replace(run.model, bf16=False, params_dtype=torch.float32)
+    given = language_arguments(
+        run, vocab_size=size, padded_vocab_size=size, groups=one_process_groups()
+    )
+    return LLaVAModel(
+        language,
+        get_gpt_layer_local_spec(config=language),
+        given.pop("vocab_size"),
+        given.pop("max_sequence_length"),
+        **llava_arguments(shape, language),
+        **given,
+    ).eval()
+
+
+def ours(config: dict[str, Any], tensors: dict[str, Tensor]) -> LLaVAModel:
+    shape = shape_of_config(config)
+    model = build(shape)
+    made = import_tensors(shape, as_lazy(tensors))
+    model.load_state_dict({name: tensor.make() for name, tensor in made.items()})
+    return model
+
+
+def rows(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Return our ids, theirs, and the images of a row with two images."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, IMAGE_TOKEN, (10,), generator=generator).tolist()
+    ids[2] = ids[7] = IMAGE
+    each = [[IMAGE_TOKEN] * case.tokens_per_image if i == IMAGE else [i] for i in ids]
+    spread = [token for tokens in each for token in tokens]
+    size = case.sizes["image_size"]
+    images = torch.randn(2, 3, size, size, generator=generator)
+    return torch.tensor([ids]), torch.tensor([spread]), images
+
+
+@pytest.mark.feature("Vision: LLaVA-1.5 from Hugging Face has the logits of transformers' model")
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
+    case = CASES[name]
+    model = theirs(case)
+    config = model.config.to_dict()
+    mine = ours(config, model.state_dict())
+    ids, spread, images = rows(case)
+    wanted = model(input_ids=spread, pixel_values=images, use_cache=False).logits
+    found, _ = mine(images, ids, torch.arange(ids.shape[1])[None])
+    torch.testing.assert_close(found, wanted, **tolerances.LOGITS)
+    grad = torch.randn_like(wanted)
+    wanted.backward(grad)
+    found.backward(grad)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if config["tie_word_embeddings"]:
+        gradients.pop("lm_head.weight", None)
+    expected = import_tensors(shape_of_config(config), as_lazy(gradients))
+    for each, param in mine.named_parameters():
+        torch.testing.assert_close(param.grad, expected[each].make(), **tolerances.LOGITS, msg=each)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_comes_back_bit_by_bit(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = theirs(CASES[name])
+    model.save_pretrained(tmp_path / "theirs")
+    config = hf_folder.read_config(tmp_path / "theirs")
+    shape = shape_of_config(config)
+    tensors = import_tensors(shape, hf_folder.read_weights(tmp_path / "theirs"))
+    with hf_folder.new_folder(tmp_path / "back") as folder:
+        hf_folder.write_config(folder, config)
+        hf_folder.write_weights(folder, export_tensors(shape, tensors), None)
+    auto = transformers.AutoModelForImageTextToText
+    back, info = auto.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    unread = ("post_layernorm", *(f".layers.{n}." for n in range(3 - shape.num_unused_layers, 3)))
+    for each, tensor in model.state_dict().items():
+        if "vision_tower" in each and any(part in each for part in unread):
+            assert not back.state_dict()[each].any(), each
+        else:
+            assert torch.equal(back.state_dict()[each], tensor), each
+
+
+def test_released_folders_are_read() -> None:
+    case = CASES["LLaVA-1.5"]
+    model = theirs(case)
+    config = model.config.to_dict()
+    shape = shape_of_config(config)
+    tensors = import_tensors(shape, as_lazy(model.state_dict()))
+    # As transformers before version 5 has written them, and folders on the hub have them.
+    released = {t.name: t.make() for t in export_tensors(shape, tensors)}
+    assert "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight" in released
+    assert "language_model.model.layers.0.mlp.up_proj.weight" in released
+    assert "language_model.lm_head.weight" in released
+    again = import_tensors(shape, as_lazy(released))
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.make(), again[name].make()), name
+
+
+def test_entries_that_a_released_folder_omits_have_the_defaults_of_their_class() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = {
+        "model_type": "llava",
+        "image_token_index": 32000,
+        "text_config": {"model_type": "llama", "vocab_size": 32064},
+        "vision_config": {"model_type": "clip_vision_model", "patch_size": 14, "image_size": 336},
+    }
+    shape = shape_of_config(config)
+    whole = shape_of_config(transformers.LlavaConfig(**config).to_dict())
+    assert shape.text == whole.text
+    assert flags_of(shape) == flags_of(whole)
+    flags = flags_of(shape)
+    assert flags["vision_model_type"] == "clip"
+    assert flags["vision_num_layers"] == 11
+    assert flags["disable_vision_class_token"]
+    assert (flags["img_h"], flags["patch_dim"]) == (336, 14)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "blip"}, "model_type blip: the vision-language families are"),
+        ({"text_config": None}, "no text_config"),
+        ({"vision_config": {"model_type": "dinov9"}}, "vision_config has model_type dinov9"),
+        ({"vision_feature_layer": [-2, -1]}, r"vision_feature_layer \[-2, -1\]: only one layer"),
+        ({"vision_feature_layer": -9}, "vision_feature_layer -9"),
+        ({"vision_feature_select_strategy": "mean"}, "vision_feature_select_strategy mean"),
+        ({"projector_hidden_act": "softsign"}, "projector_hidden_act softsign"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(changes: dict[str, Any], message: str) -> None:
+    config = theirs(CASES["LLaVA-1.5"]).config.to_dict()
+    with pytest.raises(CheckpointError, match=message):
+        shape_of_config(config | changes)
+
+
+def test_tensors_that_are_missing_or_left_are_named() -> None:
+    model = theirs(CASES["LLaVA-1.5"])
+    shape = shape_of_config(model.config.to_dict())
+    weights = as_lazy(model.state_dict())
+    tensors = import_tensors(shape, weights)
+    name = "model.multi_modal_projector.linear_1.bias"
+    with pytest.raises(CheckpointError, match=r"no multi_modal_projector\.linear_1\.bias"):
+        import_tensors(shape, {n: t for n, t in weights.items() if n != name})
+    with pytest.raises(CheckpointError, match="more has no place in a LlavaFor"):
+        import_tensors(shape, weights | {"more": weights[name]})
+    with pytest.raises(CheckpointError, match="does not hold a LlavaFor.*more"):
+        export_tensors(shape, tensors | {"more": tensors["vision_model.conv1.weight"]})
