@@ -26,6 +26,7 @@ _EXTRA = {
     "multistorageclient": "s3",
     "yaml": "yaml",
     "nvidia_resiliency_ext": "ft",
+    "PIL": "images",
     "jinja2": "serve",
     "llguidance": "serve",
     "prometheus_client": "serve",

@@ -1,0 +1,1 @@
+"""Images for vision encoders: decoding, tiling and normalised pixel values.  Needs Pillow."""
