@@ -1,13 +1,53 @@
-"""Boundaries of packed sequences: several sequences concatenated in one row of a micro-batch."""
+"""Boundaries of packed sequences and documents: several in one row of a micro-batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class PackedBounds(NamedTuple):
+    """Bounds of sequences or documents in all rows of a micro-batch, concatenated.
+
+    ``cumulative``: int32 [number of sequences + 1], from 0 to the number of tokens; attention
+    kernels write no output for a token after the last bound.  ``longest``: upper bound of a
+    sequence's length; kernels start a thread block for each 128 tokens of it per sequence.
+    """
+
+    cumulative: Tensor
+    longest: int
+
+    @classmethod
+    def of_documents(cls, is_end: Tensor) -> PackedBounds:
+        """Return the bounds of the documents of a row: bool [s], True at the last token of each."""
+        inner = is_end[:-1].nonzero().flatten() + 1
+        cumulative = torch.cat([inner.new_zeros(1), inner, inner.new_tensor([len(is_end)])]).int()
+        return cls(cumulative, int(cumulative.diff().max()))
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[PackedBounds]) -> PackedBounds:
+        """Return the bounds of ``rows`` as those of one concatenated row."""
+        stops, tokens = [rows[0].cumulative[:1]], 0
+        for row in rows:
+            stops.append(row.cumulative[1:] + tokens)
+            tokens += int(row.cumulative[-1])
+        return cls(torch.cat(stops), max(row.longest for row in rows))
+
+    def hidden(self, num_rows: int, num_tokens: int) -> Tensor:
+        """Return the mask [b, 1, s, s], True where a key is in another document than the query."""
+        index = sequence_index(self.cumulative, num_rows * num_tokens).view(num_rows, num_tokens)
+        return (index.unsqueeze(2) != index.unsqueeze(1)).unsqueeze(1)
+
+
+# What callers of a model pass as attention_mask: True where a key is hidden, or for causal models
+# the bounds of documents that do not attend to each other.
+AttentionMask = Tensor | PackedBounds
 
 
 @dataclass

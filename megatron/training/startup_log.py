@@ -13,16 +13,12 @@ from megatron.core.extensions.transformer_engine import unsupported_matrices_rea
 from megatron.core.extensions.transformer_engine import unsupported_reason as why_no_engine
 from megatron.core.fusions.kernels import kernel_backend
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
-from megatron.core.transformer.attention_backends import (
-    AttentionRequest,
-    attention_report,
-    fallback_warning,
-)
+from megatron.core.transformer.attention_backends import attention_report, fallback_warning
 from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import unsupported_reason
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of
-from megatron.training.models.registry import model_kind_of
+from megatron.training.models.attention_request import attention_request
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.runtime import Runtime
 
@@ -76,7 +72,7 @@ def print_attention_backends(run: Runtime) -> None:
         )
     for kind in kinds:
         print_rank_0(f"attention backends{f' with {kind}' if kind else ''}:")
-        request = _attention_request(run.config, kind)
+        request = attention_request(run.config, kind)
         if warning := fallback_warning(model.attention_backend, request):
             print_rank_0(f"WARNING: {warning}")
         for row in attention_report(model.attention_backend, request):
@@ -85,31 +81,6 @@ def print_attention_backends(run: Runtime) -> None:
 
 def _engine_computes(run: Runtime) -> bool:
     return run.config.model.transformer_impl != "local" and why_no_engine() is None
-
-
-def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
-    """Return the features that training needs from an attention backend.
-
-    ``comm_type`` is a value of --cp-comm-type, the empty string without context parallelism.
-    """
-    model, data, kind = config.model, config.data, model_kind_of(config)
-    has_sink = model.softmax_type != "vanilla"
-    is_whole = comm_type in ("", "a2a") and not has_sink
-    positions = config.language_model.position_embedding_type
-    is_causal = kind.is_causal and not kind.has_encoder
-    # A sink has no kernel for a part of the queries.
-    is_masked = not is_causal or (has_sink and comm_type == "allgather")
-    return AttentionRequest(
-        dtype=model.params_dtype,
-        head_dim=model.kv_channels,
-        has_mask=data.reset_attention_mask or is_masked,
-        has_band=model.window_size is not None or comm_type == "allgather",
-        has_bias=positions in ("alibi", "relative"),
-        has_dropout=model.attention_dropout > 0,
-        has_softcap=model.attn_logit_softcapping is not None,
-        causal_tokens=data.seq_length if is_whole and is_causal else 0,
-        by_blocks=has_sink or comm_type in ("p2p", "a2a+p2p"),
-    )
 
 
 def print_fused_operations(run: Runtime) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.enums import AttnMaskType
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.transformer import attention_masks
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tests import tolerances
@@ -31,6 +31,7 @@ class Case:
 
     window: tuple[int, int] | None = None
     lengths: tuple[int, ...] = ()  # of packed sequences; the tokens after them are padding
+    documents: tuple[tuple[int, ...], ...] = ()  # their lengths in each row
     rows: int = 1
     queries: int = S
     is_causal: bool = True
@@ -45,6 +46,8 @@ CASES = {
     "window to the right": Case(window=(-1, 2), is_causal=False),
     "packed": Case(lengths=(7, 1, 12, 1, 3)),
     "packed rows": Case(lengths=(10, 14), rows=3),
+    "documents": Case(documents=((7, 1, 12, 1, 3), (24,), (2, 22)), rows=3),
+    "documents in a window": Case(documents=((1, 15, 8), (20, 4)), rows=2, window=(4, 0)),
     "packed with padding": Case(lengths=(1, 9, 6)),
     "packed window": Case(lengths=(1, 15, 8), window=(4, 0)),
     "packed without causality": Case(lengths=(5, 19), is_causal=False),
@@ -66,6 +69,10 @@ def visible(case: Case) -> Tensor:
         sizes = torch.tensor([*case.lengths, tail])
         index = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         seen &= index[-case.queries :, None] == index
+    if case.documents:
+        rows = [torch.tensor(n) for n in case.documents]
+        index = torch.stack([torch.arange(len(n)).repeat_interleave(n) for n in rows])[:, None]
+        return seen & (index[..., None] == index[..., None, :])
     return seen
 
 
@@ -95,6 +102,10 @@ def run(case: Case, groups: int) -> int:
     if case.lengths:
         ends = torch.tensor([0, *case.lengths]).cumsum(0).int().to("cuda")
         call["packed_seq_params"] = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends)
+    if case.documents:
+        rows = [PackedBounds(torch.tensor([0, *n]).cumsum(0), max(n)) for n in case.documents]
+        cumulative, longest = PackedBounds.of_rows(rows)
+        call["attention_mask"] = PackedBounds(cumulative.int().to("cuda"), longest)
     config = tiny_config(window_size=case.window, softmax_type=case.softmax)
     core = DotProductAttention(config, layer_number=1)
     if case.softmax != "vanilla" and case.lengths:

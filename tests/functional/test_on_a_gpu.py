@@ -11,8 +11,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from megatron.core.optional import why_missing
 from tests import host_gpu, tolerances
 from tests.functional.runs import TINY, losses, run_gpt
 from tests.ranks import ROOT
+from tests.unit.datasets.common import write
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or torch.backends.cuda.is_built() or host_gpu.is_asked(),
@@ -43,6 +46,7 @@ def on_the_device(
     world_size: int,
     flags: list[str],
     program: str = "pretrain_gpt.py",
+    base: Sequence[str] = TINY,
     **environ: str,
 ) -> list[float]:
     """Losses of a run that is started as a user would start it."""
@@ -51,7 +55,7 @@ def on_the_device(
     start = [sys.executable, "-m"]
     if world_size > 1:
         start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "-m"]
-    command = [*start, "tests.host_gpu", program, *TINY, *flags]
+    command = [*start, "tests.host_gpu", program, *base, *flags]
     ended = subprocess.run(
         [*command, "--device", "cuda", "--metrics-file", str(metrics)],
         cwd=ROOT,
@@ -112,6 +116,31 @@ def test_a_run_on_the_device_has_the_losses_of_a_cpu(
     cpu = run_gpt(tmp_path / "cpu", *flags, *saved[1], world_size=world_size)
     assert found == pytest.approx(losses(cpu), rel=tolerances.LAYOUT[dtype]["loss"])
     assert not saved[0] or (tmp_path / "g/latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+@pytest.mark.feature(
+    "Attention: documents of a sample (--reset-attention-mask) run in a GPU's flash kernel"
+)
+def test_documents_on_all_ranks_have_the_losses_of_a_mask(tmp_path: Path, compiled: Path) -> None:
+    """Each rank of two stages and two tensor-parallel ranks gets the documents' bounds."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 24, size=200)
+    documents = [[*random.integers(0, 99, size=n - 1).tolist(), 100] for n in lengths]  # 100: end
+    prefix = write(tmp_path / "data", documents)
+    words = (
+        "--bf16 --train-iters 2 --reset-attention-mask --reset-position-ids --split 100,0,0 "
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--position-embedding-type rope --eval-iters 0 --init-method-std 0.3"
+    )
+    flags = [*words.split(), "--data-path", prefix]
+    base = [flag for flag in TINY if "mask" not in flag and flag != "--mock-data"]
+    found = on_the_device(tmp_path / "gpu", compiled, 4, [*flags, "--num-workers", "1"], base=base)
+    cpu = losses(run_gpt(tmp_path / "cpu", *flags, world_size=4, base=base))
+    assert found == pytest.approx(cpu, rel=tolerances.LAYOUT[torch.bfloat16]["loss"])
+    flags.remove("--reset-attention-mask")
+    joined = losses(run_gpt(tmp_path / "joined", *flags, world_size=4, base=base))
+    for ours, apart, mixed in zip(found, cpu, joined, strict=True):
+        assert abs(ours - apart) < abs(mixed - apart) / 4
 
 
 HYBRID = "--num-layers 4 --hybrid-override-pattern M*-E --mamba-num-groups 2 --mamba-head-dim 32"
@@ -179,10 +208,10 @@ def test_the_host_waits_once_a_decode_step(compiled: Path) -> None:
     assert len(waits) == 7
 
 
-def test_windows_and_packed_sequences_need_no_mask_on_a_gpu(compiled: Path) -> None:
+def test_windows_packed_sequences_and_documents_need_no_mask_on_a_gpu(compiled: Path) -> None:
     waits = waits_of("flash_cases.py")
     assert waits == dict.fromkeys(waits, 0)
-    assert len(waits) == 39
+    assert len(waits) == 45
 
 
 @pytest.mark.parametrize("name", GENERATED)

@@ -25,6 +25,7 @@ from megatron.core.datasets.megatron_dataset import (
     SyntheticDataset,
 )
 from megatron.core.datasets.utils import Split
+from megatron.core.packed_seq_params import PackedBounds
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     reset_attention_mask: bool | None = None  # hide earlier documents from a token
     eod_mask_loss: bool | None = None  # no loss where the input is an end-of-document token
     create_attention_mask: bool = True
+    mask_as_bounds: bool = False  # attention_mask of reset_attention_mask is a PackedBounds
     drop_last_partial_validation_sequence: bool = True
     add_extra_token_to_sequence: bool = True
 
@@ -53,7 +55,8 @@ class GPTDataset(MegatronDataset):
     """Samples of one split of an indexed dataset, as dictionaries of tensors.
 
     Keys: tokens, labels i64 [s]; loss_mask f32 [s]; position_ids i64 [s]; and, with
-    ``create_attention_mask``, attention_mask bool [1, s, s] (True = hidden).  ``dataset[None]`` is
+    ``create_attention_mask``, attention_mask bool [1, s, s] (True = hidden) or, with
+    ``mask_as_bounds``, the bounds of its documents.  ``dataset[None]`` is
     a sample with a zero loss mask, which pads an incomplete batch.
     """
 
@@ -79,7 +82,7 @@ class GPTDataset(MegatronDataset):
         self._vocab_size: int = tokenizer.vocab_size
         self._pad = self._loss_free_pad(tokenizer)
         self._constant_masks = self._eod is None  # the same for every sample: built once
-        self._masks: dict[str, torch.Tensor] = {}
+        self._masks: Sample = {}
         self._num_read = config.sequence_length + int(config.add_extra_token_to_sequence)
         indices = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = indices
@@ -131,7 +134,7 @@ class GPTDataset(MegatronDataset):
             loss_mask[labels == self._pad] = 0.0
         return loss_mask
 
-    def _masks_of(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _masks_of(self, tokens: torch.Tensor) -> Sample:
         if self._constant_masks and self._masks:
             return self._masks
         config = self.config
@@ -142,17 +145,20 @@ class GPTDataset(MegatronDataset):
                 self._masks["attention_mask"] = causal_mask(s)
             return self._masks
         assert self._eod is not None
+        as_bounds = config.mask_as_bounds and bool(config.reset_attention_mask)
         attention_mask, loss_mask, position_ids = get_ltor_masks_and_position_ids(
             tokens,
             self._eod,
             bool(config.reset_position_ids),
             bool(config.reset_attention_mask),
             bool(config.eod_mask_loss),
-            config.create_attention_mask,
+            config.create_attention_mask and not as_bounds,
         )
-        masks = {"loss_mask": loss_mask, "position_ids": position_ids}
+        masks: Sample = {"loss_mask": loss_mask, "position_ids": position_ids}
         if attention_mask is not None:
             masks["attention_mask"] = attention_mask
+        if as_bounds:
+            masks["attention_mask"] = PackedBounds.of_documents(tokens == self._eod)
         return masks
 
     def _read_sample(self, idx: int) -> tuple[np.ndarray, int]:

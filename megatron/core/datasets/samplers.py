@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.packed_seq_params import PackedBounds
 
 # None is a sample with a zero loss mask, which pads the last batch
 Batch = list[int | None]
@@ -172,7 +174,19 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
         pin_memory=config.pin_memory,
         persistent_workers=config.num_workers > 0,
         worker_init_fn=outlive_signals,
+        collate_fn=collate,
     )
+
+
+def collate(samples: list[Any]) -> Any:
+    """Return torch's default micro-batch of ``samples``, with the bounds of all rows in one."""
+    first = samples[0] if isinstance(samples[0], dict) else {}
+    names = [name for name, value in first.items() if isinstance(value, PackedBounds)]
+    if not names:
+        return default_collate(samples)
+    rest = [{name: x for name, x in s.items() if name not in names} for s in samples]
+    bounds = {name: PackedBounds.of_rows([s[name] for s in samples]) for name in names}
+    return default_collate(rest) | bounds
 
 
 def outlive_signals(worker_id: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import divide_over_group
@@ -193,7 +193,7 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: AttentionMask | None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> WithBias:
@@ -229,7 +229,7 @@ class SelfAttentionBase(AttentionBase[Submodules]):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask | None = None,
         *,
         inference_context: KVCache | None = None,
         rotary_pos_emb: RotaryTable | None = None,
@@ -238,12 +238,14 @@ class SelfAttentionBase(AttentionBase[Submodules]):
     ) -> WithBias:
         """Attend: [s, b, h] -> [s, b, h], and the output bias still to add (None if there is none).
 
-        ``attention_mask`` is True where a key is hidden.  ``inference_context``: the KV cache that
-        the new keys and values are appended to; ``attention_bias`` is then a `PositionBias`.
+        ``attention_mask`` is True where a key is hidden, or the bounds of documents.
+        ``inference_context``: the KV cache that the new keys and values are appended to;
+        ``attention_bias`` is then a `PositionBias`.
         """
         query, key, value = self.queries_keys_values(hidden_states, rotary_pos_emb)
         if inference_context is not None:
             assert not isinstance(attention_bias, Tensor), "a cache takes a PositionBias"
+            assert not isinstance(attention_mask, PackedBounds), "a cache takes a mask"
             context = inference_context.attend(
                 self.layer_number - 1,
                 query,

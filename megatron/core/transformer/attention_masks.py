@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
+from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams, sequence_index
 from megatron.core.transformer.config.attention import AttentionConfig
 
 Window = tuple[int, int]
@@ -70,8 +70,9 @@ class VisibleKeys:
     """The keys that each query attends to, as a description from which `mask` builds a mask.
 
     ``window`` (left, right) contains causality as right = 0; -1 is unlimited.  ``hidden`` is True
-    where a key is hidden.  ``first_query``: key position of the first query; None if the last query
-    is at the last key.
+    where a key is hidden.  ``documents`` are not visible to each other; they cover all rows, with
+    as many queries as keys.  ``first_query``: key position of the first query; None if the last
+    query is at the last key.
     """
 
     num_queries: int
@@ -79,34 +80,40 @@ class VisibleKeys:
     window: Window
     hidden: Tensor | None = None
     packed: PackedSeqParams | None = None
+    documents: PackedBounds | None = None
+    num_rows: int = 1
     first_query: int | None = None
 
     @property
     def is_causal(self) -> bool:
         """Whether the keys are those of a plain causal mask with as many queries as keys."""
-        is_plain = self.hidden is None and self.packed is None
+        is_plain = self.hidden is None and not self._has_parts
         return is_plain and self.window == (-1, 0) and self.num_queries == self.num_keys > 1
 
     @property
     def needs_mask(self) -> bool:
         """Whether a kernel that knows only ``is_causal`` needs a mask."""
-        has_more = self.hidden is not None or self.packed is not None or self.window[0] >= 0
+        has_more = self.hidden is not None or self._has_parts or self.window[0] >= 0
         is_all = self.window[1] < 0 or (self.num_queries == 1 and self.window[1] == 0)
         return has_more or not (is_all or self.is_causal)
 
     @property
     def is_band(self) -> bool:
-        """Whether a mask is needed, and window and packed sequences describe all of it."""
+        """Whether a mask is needed, and window, packed sequences and documents describe it."""
         is_at_end = self.first_query in (None, self.num_keys - self.num_queries)
-        has_rows_only = self.packed is None or self.num_queries == self.num_keys
+        has_rows_only = not self._has_parts or self.num_queries == self.num_keys
         return self.needs_mask and self.hidden is None and is_at_end and has_rows_only
+
+    @property
+    def _has_parts(self) -> bool:
+        return self.packed is not None or self.documents is not None
 
     def mask(self, device: torch.device) -> Tensor | None:
         """Return the mask, causality included; None if no mask is needed."""
         (left, right), hidden = self.window, self.hidden
         if not self.needs_mask:
             return None
-        if left < 0 and right < 0 and self.packed is None and hidden is not None:
+        if left < 0 and right < 0 and not self._has_parts and hidden is not None:
             return ~hidden
         if self.first_query is None:
             mask = band(self.num_queries, self.num_keys, left, right, device)
@@ -117,6 +124,8 @@ class VisibleKeys:
             mask = band_at(queries, places[: self.num_keys], left, right)
         if self.packed is not None:
             mask = mask & same_document(self.packed, self.num_keys)
+        if self.documents is not None:
+            mask = mask & ~self.documents.hidden(self.num_rows, self.num_keys)
         return mask if hidden is None else mask & ~hidden
 
 

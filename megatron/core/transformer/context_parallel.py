@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import (
     held_spans,
     order_of_gathered,
@@ -52,6 +52,7 @@ class AttentionContext:
     hidden: Tensor | None = None  # True where a key is hidden: [b or 1, n or 1, q or 1, k]
     bias: Tensor | None = None  # added to the scores: [1, n, q, k]
     packed: PackedSeqParams | None = None
+    documents: PackedBounds | None = None  # of all rows; without context parallelism
     first_query: int | None = None  # its key position; None: the last query is at the last key
     sink: Tensor | None = None  # [n]: score of an extra key with value 0, for all queries
 

@@ -22,7 +22,7 @@ from megatron.core import device
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.fusions.paged_attention import PagedRule
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
@@ -106,18 +106,22 @@ class DotProductAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Attend: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d].
 
-        ``attention_mask`` is True where a key is hidden; ``attention_bias`` [1, n, q, k] is added
-        to the scores.  Both apply in addition to the causal mask.  With context parallelism, q and
-        k are this rank's tokens, masks and biases have columns for the tokens of all ranks, and the
-        call is collective over cp, also backward.
+        ``attention_mask`` is True where a key is hidden, or the bounds of documents in all rows;
+        ``attention_bias`` [1, n, q, k] is added to the scores.  Both apply in addition to the
+        causal mask.  With context parallelism, q and k are this rank's tokens, masks and biases
+        have columns for the tokens of all ranks, and the call is collective over cp, also backward.
         """
+        documents: PackedBounds | None = None
+        if isinstance(attention_mask, PackedBounds):
+            assert self.exchange is None, "documents are a mask with context parallelism"
+            documents, attention_mask = attention_mask, None
         is_causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
         num_keys = key.shape[0] * (1 if self.exchange is None else self.exchange.cp.size())
         # Padding comes after the last sequence: a causal mask hides it already.
@@ -129,6 +133,7 @@ class DotProductAttention(MegatronModule):
             hidden=attention_mask,
             bias=attention_bias,
             packed=packed_seq_params,
+            documents=documents,
             sink=self._sink(query),
         )
         if self.exchange is None:
@@ -159,7 +164,7 @@ class DotProductAttention(MegatronModule):
         """Attend on this rank alone: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d]."""
         if not self.is_batch_invariant:
             return self._attend(query, key, value, context)
-        has_more = context.hidden is not None or context.bias is not None
+        has_more = any(x is not None for x in (context.hidden, context.documents, context.bias))
         assert not has_more, "make_batch_invariant() and a check refuse masks"
         packed = None if context.packed is None else context.packed.lengths
         return invariant_attention(
@@ -183,6 +188,8 @@ class DotProductAttention(MegatronModule):
             window=visible_window(num_keys, self.window, context.is_causal),
             hidden=context.hidden,
             packed=context.packed,
+            documents=context.documents,
+            num_rows=query.shape[1],
             first_query=context.first_query,
         )
         dropout, is_causal = self._dropout(), visible.is_causal
@@ -344,12 +351,12 @@ class DotProductAttention(MegatronModule):
 
 
 def _is_one_row(query: Tensor, key: Tensor, context: AttentionContext) -> bool:
-    """Return whether this is self-attention without padding and without a trainable bias."""
+    """Return whether it is self-attention without padding, documents and a trainable bias."""
     packed, num_tokens = context.packed, query.shape[0]
     is_filled = packed is None or sum(packed.lengths) == num_tokens
     has_gradient = context.bias is not None and context.bias.requires_grad
     is_same = context.first_query is None and key.shape[0] == num_tokens
-    return is_same and is_filled and not has_gradient
+    return context.documents is None and is_same and is_filled and not has_gradient
 
 
 def _either(mask: Tensor | None, hidden_keys: Tensor | None) -> Tensor | None:

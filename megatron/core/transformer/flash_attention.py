@@ -15,18 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.packed_seq_params import PackedBounds
 from megatron.core.transformer.attention_masks import VisibleKeys, Window
-
-
-class PackedBounds(NamedTuple):
-    """Bounds of packed sequences: int32 [number of sequences + 1], from 0 to t.
-
-    The kernel writes no output for a token after the last bound.  ``longest``: upper bound of a
-    sequence's length; the kernel starts a thread block for each 128 tokens of it per sequence.
-    """
-
-    cumulative: Tensor
-    longest: int
 
 
 class FlashRule(NamedTuple):
@@ -45,18 +35,20 @@ class FlashRule(NamedTuple):
 def attend_to_band(
     query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scale: float
 ) -> Tensor:
-    """Attend to the keys that a window and packed sequences make visible.
+    """Attend to the keys that a window, packed sequences and documents make visible.
 
     [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d].
     """
     assert visible.is_band, "the kernel takes no mask"
     num_tokens, num_rows = query.shape[:2]
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    if visible.packed is None:
+    bounds = visible.documents
+    if visible.packed is not None:
+        cumulative = visible.packed.kernel_bounds(num_tokens, num_rows)
+        bounds = PackedBounds(cumulative, visible.packed.longest(num_tokens))
+    if bounds is None:
         out, *_ = flash_attention(q, k, v, FlashRule(scale, visible.window))
         return out.transpose(0, 1).flatten(2)
-    cumulative = visible.packed.kernel_bounds(num_tokens, num_rows)
-    bounds = PackedBounds(cumulative, visible.packed.longest(num_tokens))
     rule = FlashRule(scale, visible.window, bounds=bounds)
     out, *_ = flash_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), rule)
     return out.view(num_rows, num_tokens, *out.shape[1:]).transpose(0, 1).flatten(2)

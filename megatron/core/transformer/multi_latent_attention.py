@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
 from megatron.core.tensor_parallel.layers import ReplicatedLinear, divide_over_group
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -108,7 +108,7 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask | None = None,
         *,
         inference_context: KVCache | None = None,
         rotary_pos_emb: RotaryTable | None = None,
@@ -127,6 +127,7 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
                 packed_seq_params=packed_seq_params,
             )
         assert rotary_pos_emb is not None, "latent attention has rotary positions"
+        assert not isinstance(attention_mask, PackedBounds), "a cache takes a mask"
         narrow, key_position = self._narrow(hidden_states)
         rotated = apply_rotary(
             key_position.unsqueeze(2), rotary_pos_emb, fused=self.config.apply_rope_fusion

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.aux_loss import AuxLosses, aux_losses_of
+from megatron.core.packed_seq_params import AttentionMask
 from megatron.core.parallel.context_parallel_partition import (
     held_tokens,
     order_of_gathered,
@@ -119,7 +120,11 @@ class MultiTokenPredictionLayer(MegatronModule):
         self.final_layernorm = Norm(config, hidden, eps)
 
     def forward(
-        self, hidden: Tensor, embedded: Tensor, attention_mask: Tensor | None, **shared: object
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        attention_mask: AttentionMask | None,
+        **shared: object,
     ) -> Tensor:
         """Compute the hidden states of this depth: 2 x [s, b, h] -> [s, b, h].
 

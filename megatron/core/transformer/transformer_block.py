@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.packed_seq_params import AttentionMask
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_offload import ActivationOffload
@@ -135,7 +136,7 @@ class TransformerBlock(MegatronModule):
     def forward(
         self,
         hidden_states: Tensor | None,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         **more: object,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import BiasDropoutAdd, get_bias_dropout_add
 from megatron.core.fusions.rms_norm import adds_in_norm
+from megatron.core.packed_seq_params import AttentionMask
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     CheckpointWithoutOutput,
@@ -164,7 +165,7 @@ class TransformerLayer(ResidualLayer):
     def forward(
         self,
         hidden_states: Stream,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         *,
@@ -192,7 +193,7 @@ class TransformerLayer(ResidualLayer):
     def add_attention(
         self,
         hidden_states: Stream,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         *,

@@ -1,11 +1,14 @@
 """Read micro-batches: tensor-parallel rank 0 reads and broadcasts to its group.
 
 Collective over the tensor-parallel group: one broadcast per tensor, in the order of the table.
+Attention kernels are started for the number of documents, which differs between micro-batches: a
+broadcast between the hosts precedes the bounds of documents, so that no host waits for its device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +16,22 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.diagnostics.straggler import StragglerDetector
+from megatron.core.packed_seq_params import PackedBounds
+from megatron.core.rank_local import each_rank_owns
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training.models.kind import BatchTable
+from megatron.training.models.kind import BatchTable, DocumentSpec
 from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.runtime import Runtime
 
 _stimer = StragglerDetector()
+# Ranks -> their group between hosts, made by the first micro-batch with bounds of documents.
+_host_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+each_rank_owns(__name__, "_host_groups")
 
 
 def next_batch(
     run: Runtime, data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module
-) -> dict[str, Tensor | None]:
+) -> dict[str, Any]:
     """Return this rank's context-parallel part of the next micro-batch of ``model``.
 
     Tensors that the pipeline stage of ``model`` does not need are None; a stage that needs none
@@ -43,7 +51,7 @@ def load_batch(
     data_iterator: Iterator[dict[str, Tensor]] | None,
     table: BatchTable,
     tp_group: dist.ProcessGroup,
-) -> dict[str, Tensor | None]:
+) -> dict[str, Any]:
     """Return the tensors of ``table`` on the current device.
 
     Collective over ``tp_group``: its rank 0 reads from ``data_iterator``, the others receive.
@@ -51,15 +59,52 @@ def load_batch(
     target = device.current()
     reads = tp_group.rank() == 0 and any(table.values())
     item = next(data_iterator) if reads and data_iterator is not None else {}
-    batch: dict[str, Tensor | None] = dict.fromkeys(table)
+    batch: dict[str, Any] = dict.fromkeys(table)
     for name, expected in table.items():
         if expected is None:
             continue
-        if reads:
-            tensor = item[name].to(target, non_blocking=True)
-        else:
-            tensor = torch.empty(expected.shape, dtype=expected.dtype, device=target)
+        value = item[name] if reads else expected.empty(target)
+        if isinstance(expected, DocumentSpec):
+            value = _described_by_first(value, expected, tp_group)
+        tensor = value.cumulative if isinstance(value, PackedBounds) else value
+        tensor = tensor.to(target, non_blocking=True)
         if tp_group.size() > 1:
             dist.broadcast(tensor, dist.get_global_rank(tp_group, 0), group=tp_group)
         batch[name] = tensor
+        if isinstance(value, PackedBounds):
+            batch[name] = PackedBounds(tensor, value.longest)
     return batch
+
+
+def _described_by_first(
+    value: PackedBounds | Tensor, expected: DocumentSpec, tp_group: dist.ProcessGroup
+) -> PackedBounds | Tensor:
+    """Return ``value``, on other ranks than 0 with the shape that rank 0 has read.
+
+    Data of the user may have a mask in place of bounds.  Collective over ``tp_group``.
+    """
+    if tp_group.size() == 1 or dist.get_backend(tp_group) == "fake":  # the planner sends nothing
+        return value
+    sizes = torch.zeros(2, dtype=torch.int64)
+    if isinstance(value, PackedBounds):
+        sizes = torch.tensor([len(value.cumulative), value.longest])
+    dist.broadcast(sizes, dist.get_global_rank(tp_group, 0), group=_between_hosts(tp_group))
+    if tp_group.rank() == 0:
+        return value
+    num_bounds, longest = sizes.tolist()
+    target = device.current()
+    if not num_bounds:
+        return expected.mask.empty(target)
+    return PackedBounds(torch.empty(num_bounds, dtype=torch.int32, device=target), longest)
+
+
+def _between_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks that sends tensors of the host."""
+    if "nccl" not in dist.get_backend(group):
+        return group
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ranks not in _host_groups:
+        _host_groups[ranks] = dist.new_group(
+            list(ranks), backend="gloo", use_local_synchronization=True, group_desc="documents"
+        )
+    return _host_groups[ranks]

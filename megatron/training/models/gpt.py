@@ -21,9 +21,11 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
 )
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training.config.run import RunConfig
+from megatron.training.models.attention_request import documents_are_bounds
 from megatron.training.models.kind import (
     Batch,
     BatchTable,
+    DocumentSpec,
     ModelImplementation,
     TensorSpec,
     language_arguments,
@@ -67,6 +69,7 @@ def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
         # Nothing reads a mask that is only causal.
         create_attention_mask=data.create_attention_mask_in_dataloader
         and data.reset_attention_mask,
+        mask_as_bounds=documents_are_bounds(config),
         **common,
     )
 
@@ -74,13 +77,18 @@ def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
 def gpt_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     """Return the tensors that ``stage`` reads, None for those it does not.
 
-    tokens, labels, loss_mask and position_ids are [b, s], attention_mask is [b, 1, s, s].  The
-    first stage reads tokens and positions, the last one labels and loss mask, and tokens too for
-    multi-token prediction.  With --reset-attention-mask every stage reads all.  A purely causal
-    mask is never read: attention is causal without it, and faster.
+    tokens, labels, loss_mask and position_ids are [b, s], attention_mask is [b, 1, s, s], or the
+    bounds of documents where attention takes them.  The first stage reads tokens and positions, the
+    last one labels and loss mask, and tokens too for multi-token prediction.  With
+    --reset-attention-mask every stage reads all.  A purely causal mask is never read: attention is
+    causal without it, and faster.
     """
+    mask: TensorSpec | DocumentSpec | None = None
     b, s = config.training.micro_batch_size, config.data.seq_length
     has_mask = config.data.reset_attention_mask
+    if has_mask:
+        bounds = DocumentSpec(b, s)
+        mask = bounds if documents_are_bounds(config) else bounds.mask
     is_first, is_last = stage == 0, stage == num_stages - 1
     ids, weights = TensorSpec(torch.int64, (b, s)), TensorSpec(torch.float32, (b, s))
     looks_ahead = is_last and config.model.mtp_num_layers is not None
@@ -88,7 +96,7 @@ def gpt_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
         "tokens": ids if is_first or looks_ahead or has_mask else None,
         "labels": ids if is_last or has_mask else None,
         "loss_mask": weights if is_last or has_mask else None,
-        "attention_mask": TensorSpec(torch.bool, (b, 1, s, s)) if has_mask else None,
+        "attention_mask": mask,
         "position_ids": ids if is_first or has_mask else None,
     }
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.packed_seq_params import PackedBounds
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.config.run import RunConfig
 from megatron.training.models.layers import Layer, stack_of_layers
@@ -27,10 +28,31 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def empty(self, device: torch.device) -> Tensor:
+        """Return the tensor without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class DocumentSpec(NamedTuple):
+    """Bounds of the documents of a micro-batch, or the mask of data that has no bounds."""
+
+    num_rows: int
+    num_tokens: int  # of a row
+
+    @property
+    def mask(self) -> TensorSpec:
+        """The mask."""
+        return TensorSpec(torch.bool, (self.num_rows, 1, self.num_tokens, self.num_tokens))
+
+    def empty(self, device: torch.device) -> PackedBounds:
+        """Return the bounds of one document per row, without values."""
+        bounds = TensorSpec(torch.int32, (self.num_rows + 1,))
+        return PackedBounds(bounds.empty(device), self.num_tokens)
+
 
 # Every tensor of a batch, in broadcast order; None: the stage does not need it.
-BatchTable = dict[str, TensorSpec | None]
-Batch = Mapping[str, Tensor | None]
+BatchTable = dict[str, TensorSpec | DocumentSpec | None]
+Batch = Mapping[str, Any]  # tensors, None, or the bounds of documents
 
 
 @dataclass(frozen=True, kw_only=True)

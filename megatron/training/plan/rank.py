@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -332,7 +333,7 @@ def _loss(output: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, Tensor, dic
     return total, masks[0].sum().to(torch.int), {}
 
 
-def _micro_batches(config: RunConfig, num_stages: int) -> Iterator[dict[str, Tensor]]:
+def _micro_batches(config: RunConfig, num_stages: int) -> Iterator[dict[str, Any]]:
     """Yield endless micro-batches with all tensors that any stage reads."""
     table = registry.implementation_of(config).batch
     needed = {
@@ -342,10 +343,7 @@ def _micro_batches(config: RunConfig, num_stages: int) -> Iterator[dict[str, Ten
         if expected is not None
     }
     while True:
-        yield {
-            name: torch.empty(expected.shape, dtype=expected.dtype, device=device.current())
-            for name, expected in needed.items()
-        }
+        yield {name: expected.empty(device.current()) for name, expected in needed.items()}
 
 
 def _finish_step(run: Runtime) -> None:

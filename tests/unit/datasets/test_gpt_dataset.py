@@ -18,8 +18,9 @@ from megatron.core.datasets import gpt_indices, index_cache
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.gpt_indices import SampleRequest, build_indices
-from megatron.core.datasets.gpt_masks import get_ltor_masks_and_position_ids
+from megatron.core.datasets.gpt_masks import causal_mask, get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.utils import Split
 from tests.unit.datasets.common import (
     GOLDEN,
@@ -375,6 +376,23 @@ class TestMasks:
     def test_a_reset_of_a_mask_that_is_left_out_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="--no-create-attention-mask-in-dataloader"):
             config(reset_attention_mask=True, create_attention_mask=False)
+
+    def test_bounds_of_documents_are_the_mask(self, tmp_path: Path) -> None:
+        documents = [[1, 2, 0, 4, 5, 6, 0, 8, 9], [0, 0, 3], [7] * 12, [5, 0]]
+        prefix = write(tmp_path / "data", documents)
+        masks, bounds = (
+            dataset(prefix, None, create_attention_mask=True, reset_attention_mask=True, **more)
+            for more in ({}, {"mask_as_bounds": True})
+        )
+        rows = range(3)
+        wanted, found = (collate([data[i] for i in rows]) for data in (masks, bounds))
+        seen = found.pop("attention_mask")
+        hidden = wanted.pop("attention_mask")
+        assert torch.equal(seen.hidden(3, 8) | causal_mask(8), hidden)
+        assert seen.cumulative.dtype == torch.int32
+        assert seen.cumulative[-1] == 3 * 8
+        assert seen.longest == seen.cumulative.diff().max()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
     def test_items_do_not_share_what_one_of_them_changes(self, tmp_path: Path) -> None:
         prefix = write(tmp_path / "data", numbered([12]))

@@ -84,8 +84,9 @@ def test_each_exchange_of_a_divided_sequence_names_what_computes_it(
         ("--window-size 8,0", "flash", "chosen"),
         ("--window-size 8,0", "efficient", "a faster implementation is used"),
         ("--context-parallel-size 2 --cp-comm-type allgather", "flash", "chosen"),
+        ("--reset-attention-mask", "flash", "chosen"),
         (
-            "--reset-attention-mask",
+            "--reset-attention-mask --enable-cuda-graph",
             "flash",
             "it supports only causal masks, windows and packed sequences, without bias",
         ),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.enums import AttnBackend, AttnMaskType
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.transformer import context_parallel_ring, dot_product_attention
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
@@ -80,12 +80,23 @@ def packed(*lengths: int) -> PackedSeqParams:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
 
 
+def bounds(*rows: tuple[int, ...]) -> PackedBounds:
+    ends = [torch.tensor(row).cumsum(0).tolist() for row in rows]
+    is_end = [torch.tensor([i + 1 in row for i in range(S)]) for row in ends]
+    return PackedBounds.of_rows([PackedBounds.of_documents(row) for row in is_end])
+
+
 CAUSAL = torch.ones(S, S).tril().bool()
 SHORT = (torch.arange(S)[:, None] - torch.arange(S)) <= 3
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor]] = {
     "causal": ({}, {}, CAUSAL),
     "bidirectional": ({}, {"attn_mask_type": AttnMaskType.no_mask}, torch.ones(S, S).bool()),
     "documents": ({}, {"attention_mask": ~documents(4, 6)[None, None]}, CAUSAL & documents(4, 6)),
+    "bounds of documents": (
+        {},
+        {"attention_mask": bounds((4, 6), (1, 2, 6, 1))},
+        CAUSAL & torch.stack([documents(4, 6), documents(1, 2, 6, 1)]),
+    ),
     "packed": ({}, {"packed_seq_params": packed(3, 2, 5)}, CAUSAL & documents(3, 2, 5)),
     "window": ({"window_size": (3, 0)}, {}, CAUSAL & SHORT),
     "query_key_layer_scaling": ({"apply_query_key_layer_scaling": True}, {}, CAUSAL),

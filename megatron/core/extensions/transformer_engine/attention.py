@@ -12,7 +12,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.extensions.transformer_engine import engine
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
 from megatron.core.tensor_parallel.random import fork_if
 from megatron.core.transformer.attention_masks import causal_window
 from megatron.core.transformer.context_parallel import Exchange
@@ -54,7 +54,7 @@ class TEDotProductAttention(DotProductAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: AttentionMask | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,

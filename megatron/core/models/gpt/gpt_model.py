@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.context_parallel_partition import row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -117,7 +117,7 @@ class GPTModel(LanguageModule):
         self,
         input_ids: Tensor | None,
         position_ids: Tensor | None,
-        attention_mask: Tensor | None,
+        attention_mask: AttentionMask | None,
         decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
         inference_context: KVCache | None = None,
@@ -129,7 +129,8 @@ class GPTModel(LanguageModule):
     ) -> Tensor:
         """Map ids and positions [b, s] to the loss of each token [b, s], or to logits [b, s, v].
 
-        ``attention_mask`` [b, 1, s, s] is True where a key is hidden.  Logits are sharded over the
+        ``attention_mask`` [b, 1, s, s] is True where a key is hidden; the bounds of documents in
+        all rows hide each document from the others.  Logits are sharded over the
         tensor-parallel group, [b, s, v/tp], unless gathering is requested here or by
         ``parallel_output``.  With ``inference_context`` they are gathered and those of the rows
         that it selects.  Stages without the output layer return hidden states; stages without the
@@ -141,7 +142,7 @@ class GPTModel(LanguageModule):
         if hidden is None and self.pre_process:
             hidden = self.embedding(input_ids, position_ids)
         cp = self.pg_collection.cp
-        if attention_mask is not None and cp.size() == 1 and not device.is_cuda():
+        if isinstance(attention_mask, Tensor) and cp.size() == 1 and not device.is_cuda():
             # Plain causality has faster ways; on a GPU the comparison would wait for the device,
             # and ranks that share a sequence must agree.
             attention_mask = None if is_causal_mask(attention_mask) else attention_mask
@@ -196,7 +197,7 @@ class GPTModel(LanguageModule):
         self,
         hidden: Tensor,
         rows: tuple[Tensor | None, Tensor, Tensor | None],
-        attention_mask: Tensor | None,
+        attention_mask: AttentionMask | None,
         shared: dict[str, object],
         packed: PackedSeqParams | None,
     ) -> Tensor:
