@@ -231,7 +231,7 @@ def build_encoder(
         patch_dim=side,
         img_h=height,
         img_w=width,
-        model_subtype=family.subtype,
+        model_subtype=subtype_of(config),
         pg_collection=pg_collection,
     )
 
@@ -272,6 +272,13 @@ def layers_of(config: Config, **changes: Any) -> TransformerConfig:
             **changes,
         }
     )
+
+
+def subtype_of(config: Config) -> str:
+    """Return the encoder's --vision-model-type."""
+    subtype = _family_of(config).subtype
+    is_small = subtype == "internvit" and _norm_of(config) == "LayerNorm"
+    return "internvit300M" if is_small else subtype
 
 
 def sizes_of(config: Config) -> tuple[int, int, int]:

@@ -16,9 +16,8 @@ import torch
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.models.vision.multimodal_projector import get_projector_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion import hf
 from megatron.training.conversion.family import Config, Family
@@ -32,6 +31,7 @@ from megatron.training.conversion.vision import (
     import_encoder,
     layers_of,
     sizes_of,
+    subtype_of,
 )
 from megatron.training.conversion.vision import FAMILIES as ENCODERS
 
@@ -67,7 +67,10 @@ _DEFAULTS: Mapping[str, Config] = {
 
 @dataclass(frozen=True, kw_only=True)
 class VisionLanguageFamily:
-    """Names and defaults of one family; ``projector``: our modules -> theirs."""
+    """Names and defaults of one family; ``projector``: our modules -> theirs.
+
+    ``merges_neighbours``: the projector reads 2 x 2 patches as one.
+    """
 
     model_type: str
     architecture: str
@@ -77,6 +80,7 @@ class VisionLanguageFamily:
     image_token: str = "image_token_index"  # noqa: S105  its entry in config.json
     feature_layer: int = -2
     is_tied: bool = False
+    merges_neighbours: bool = False
     inner_prefix: str = ""  # of the encoder's tensors, as released folders have it
 
 
@@ -91,7 +95,18 @@ LLAVA = VisionLanguageFamily(
     images="clip_vision_model",
     inner_prefix="vision_model.",
 )
-FAMILIES = {family.model_type: family for family in (LLAVA,)}
+INTERNVL = VisionLanguageFamily(
+    model_type="internvl",
+    architecture="InternVLForConditionalGeneration",
+    projector={"vision_projection.norm": "multi_modal_projector.layer_norm", **_PROJECTOR},
+    text="qwen2",
+    images="internvl_vision",
+    image_token="image_token_id",  # noqa: S106
+    feature_layer=-1,
+    is_tied=True,
+    merges_neighbours=True,
+)
+FAMILIES = {family.model_type: family for family in (LLAVA, INTERNVL)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +159,11 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
     text_family = hf.family_of(text)
     num_layers = images["num_hidden_layers"]
     num_used = _num_used_layers(config, family, num_layers)
+    if family.merges_neighbours and config.get("downsample_ratio", 0.5) != 0.5:
+        raise CheckpointError(
+            f"config.json has downsample_ratio {config['downsample_ratio']}: only 0.5 can be "
+            "converted"
+        )
     activation = config.get("projector_hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise CheckpointError(
@@ -201,13 +221,14 @@ def flags_of(shape: VisionLanguageShape) -> dict[str, object]:
     return {
         **args_of(shape.text),
         "model_kind": "vlm",
-        "vision_model_type": shape.encoder_family.subtype,
+        "vision_model_type": subtype_of(shape.images),
         "vision_num_layers": layers.num_layers,
         "vision_hidden_size": layers.hidden_size,
         "vision_ffn_hidden_size": layers.ffn_hidden_size,
         "vision_num_attention_heads": layers.num_attention_heads,
         **{"img_h": height, "img_w": width, "patch_dim": patch_dim},
         "disable_vision_class_token": shape.drops_class_token,
+        "pixel_shuffle": shape.family.merges_neighbours,
         "vision_projection_type": "mlp",
     }
 
@@ -230,10 +251,13 @@ def llava_arguments(
         ),
         "drop_vision_class_token": shape.drops_class_token,
         "vision_projection_config": projector_config(shape, language.hidden_size, **changes),
-        "vision_projection_layer_spec": MLPSubmodules(ColumnParallelLinear, RowParallelLinear),
+        "vision_projection_layer_spec": get_projector_spec(
+            has_norm="vision_projection.norm" in shape.family.projector
+        ),
         "vision_projection_type": "mlp",
         **{"img_h": height, "img_w": width, "patch_dim": patch_dim},
-        "vision_model_subtype": shape.encoder_family.subtype,
+        "pixel_shuffle": shape.family.merges_neighbours,
+        "vision_model_subtype": subtype_of(shape.images),
     }
 
 
@@ -319,7 +343,7 @@ def _projector_names(shape: VisionLanguageShape) -> dict[str, str]:
         f"{ours}.{kind}": f"{theirs}.{kind}"
         for ours, theirs in shape.family.projector.items()
         for kind in ("weight", "bias")
-        if kind == "weight" or shape.projector_has_bias or "norm" in ours
+        if kind == "weight" or shape.projector_has_bias or ours.endswith("norm")
     }
 
 

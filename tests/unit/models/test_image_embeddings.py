@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.vision.clip_vit_model import get_num_image_embeddings
-from megatron.core.models.vision.multimodal_projector import MultimodalProjector
+from megatron.core.models.vision.multimodal_projector import MultimodalProjector, get_projector_spec
 from megatron.core.models.vision.pixel_shuffle import pixel_shuffle
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import name_parameters
@@ -22,12 +22,14 @@ from tests.unit.one_process import one_rank, tiny_config
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 WIDTH = 24  # of the encoder
+SUBMODULES = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
 
 
 def projector(kind: str, group: Any, **changes: Any) -> MultimodalProjector:
     config = tiny_config(params_dtype=torch.float64, bias_activation_fusion=False, **changes)
-    submodules = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
-    made = MultimodalProjector(config, submodules, kind, WIDTH, tp_group=group)
+    has_norm = kind == "mlp behind a norm"
+    spec = get_projector_spec(has_norm=True) if has_norm else SUBMODULES
+    made = MultimodalProjector(config, spec, kind.split()[0], WIDTH, tp_group=group)
     name_parameters(made)
     initialize_parameters(made, 5)
     return made
@@ -39,7 +41,8 @@ def computed(made: MultimodalProjector) -> list[Tensor]:
     y = made(x)
     y.square().sum().backward()
     assert x.grad is not None
-    return [y.detach(), x.grad]
+    of_norm = [p.grad for name, p in made.named_parameters() if name.startswith("norm.")]
+    return [y.detach(), x.grad, *(grad for grad in of_norm if grad is not None)]
 
 
 def on_ranks(rank: int, world: int, kind: str) -> list[Tensor]:
@@ -47,10 +50,11 @@ def on_ranks(rank: int, world: int, kind: str) -> list[Tensor]:
     return computed(projector(kind, group, tensor_model_parallel_size=world))
 
 
-@pytest.mark.parametrize("kind", ["mlp", "affine"])
+@pytest.mark.parametrize("kind", ["mlp", "affine", "mlp behind a norm"])
 def test_a_projector_computes_the_same_on_tensor_parallel_ranks(kind: str) -> None:
     wanted = computed(projector(kind, one_rank()))
     assert wanted[0].shape == (2, 7, 32)
+    assert len(wanted) == (4 if kind == "mlp behind a norm" else 2)
     for found in run_ranks(on_ranks, 2, kind):
         for mine, one in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, one, **EXACT)

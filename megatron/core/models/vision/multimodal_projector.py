@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.parallel import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 TYPES = ("mlp", "affine")
 
 
+@dataclass
+class ProjectorSubmodules(MLPSubmodules):
+    """Submodules of the projector: those of an MLP, and a norm of its input, if it has one."""
+
+    norm: Slot | None = None
+
+
+def get_projector_spec(*, has_norm: bool = False) -> ProjectorSubmodules:
+    """Return a spec whose modules are plain PyTorch; InternVL's projector ``has_norm``."""
+    return ProjectorSubmodules(ColumnParallelLinear, RowParallelLinear, Norm if has_norm else None)
+
+
 class MultimodalProjector(MegatronModule):
     """An MLP ("mlp") or one linear layer ("affine") over the embeddings of an image.
 
-    The width of its output is ``config.hidden_size``.
+    A norm precedes it if the submodules have one.  The output is ``config.hidden_size`` wide.
     """
 
     def __init__(
@@ -43,6 +60,15 @@ class MultimodalProjector(MegatronModule):
             )
         self.projector_type = projector_type
         group = parallel_state.current().tp if tp_group is None else tp_group
+        self.norm: Callable[[Tensor], Tensor] | None = None
+        if isinstance(submodules, ProjectorSubmodules) and submodules.norm is not None:
+            self.norm = build_module(
+                submodules.norm,
+                config=config,
+                hidden_size=input_size,
+                eps=config.layernorm_epsilon,
+                has_partial_gradient=False,
+            )
         if projector_type == "mlp":
             self.encoder = MLP(config, submodules, tp_group=group, input_size=input_size)
             return
@@ -59,6 +85,8 @@ class MultimodalProjector(MegatronModule):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Project: [.., input_size] -> [.., h].  Collective over the tensor-parallel group."""
+        if self.norm is not None:
+            hidden_states = self.norm(hidden_states)
         projected: Tensor
         projected, bias = self.encoder(hidden_states)
         return projected if bias is None else projected + bias
