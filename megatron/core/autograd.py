@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
@@ -37,6 +39,38 @@ class Context(Protocol[V]):
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
     def set_materialize_grads(self, value: bool) -> None: ...
+
+
+class ThreadLocal(Generic[V]):
+    """A value per thread; autograd copies it to the threads in which it runs a backward pass."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def get(self) -> V | None:
+        """Return this thread's value; None if none was set."""
+        return torch._C._get_obj_in_tls(self._key) if torch._C._is_key_in_tls(self._key) else None
+
+    def set(self, value: V | None) -> None:
+        """Set this thread's value."""
+        if not _stash_owns_its_object():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+        torch._C._stash_obj_in_tls(self._key, value)
+
+
+@functools.cache
+def _stash_owns_its_object() -> bool:
+    """Return whether torch's thread-local state takes the reference that it releases later.
+
+    torch 2.13 takes it; torch 2.11 does not, so the object would be freed while it is in use.
+    """
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("megatron probe", probe)
+    is_owned = sys.getrefcount(probe) > before
+    if not is_owned:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return is_owned
 
 
 class _NoGradient(Function[Tensor]):

@@ -20,13 +20,11 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from megatron.core import device
+from megatron.core.autograd import ThreadLocal
 
-# Key of thread-local state.  Autograd copies such state to its device threads, so `yield_to_peer`
-# finds its `_Turns` also when called from a backward pass.
-_TURNS = "megatron turns"
+# Found also by a `yield_to_peer` that is called from a backward pass.
+_current: ThreadLocal[_Turns] = ThreadLocal("megatron turns")
 
 
 class _Stopped(BaseException):
@@ -68,7 +66,7 @@ class _Turns:
 
     def run(self, me: int, work: Callable[[], None]) -> None:
         """Run pass ``me`` to its end; its exception is stored in ``failure``, not raised."""
-        torch._C._stash_obj_in_tls(_TURNS, self)
+        _current.set(self)
         with contextlib.ExitStack() as stack:
             stack.push(partial(self._end, me))
             if me == 1:
@@ -85,7 +83,7 @@ class _Turns:
         If the other pass has ended already, no thread waits for the semaphore.
         """
         del kind, trace
-        torch._C._stash_obj_in_tls(_TURNS, None)
+        _current.set(None)
         if error is not None and not isinstance(error, _Stopped):
             self.failure = error
         self.has_ended[me] = True
@@ -115,7 +113,6 @@ def run_in_turns(
 
 def yield_to_peer() -> None:
     """Resume the other pass, if any; called between starting a collective and waiting for it."""
-    if torch._C._is_key_in_tls(_TURNS):
-        turns = torch._C._get_obj_in_tls(_TURNS)
-        if turns is not None:
-            turns.yield_to_peer()
+    turns = _current.get()
+    if turns is not None:
+        turns.yield_to_peer()

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.autograd import Context, Function, runs_hooks_without_gradient
+from megatron.core.autograd import Context, Function, ThreadLocal, runs_hooks_without_gradient
 from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.mappings import all_gather_single
 
-# Key of thread-local state, which autograd copies to the threads in which it runs backward.
-_QUEUE = "megatron weight gradients"
+# The queue that backward passes of this thread fill; None outside `WeightGradQueue.collecting`.
+_collecting: ThreadLocal[WeightGradQueue] = ThreadLocal("megatron weight gradients")
 _living: weakref.WeakSet[WeightGradQueue] = weakref.WeakSet()
 
 
@@ -182,13 +182,13 @@ class WeightGradQueue:
 
         Applies to this thread.  ``only_output_layer`` defers only those of the output layer.
         """
-        before = _collecting()
+        before = _collecting.get()
         self._only_output_layer = only_output_layer
-        torch._C._stash_obj_in_tls(_QUEUE, self)
+        _collecting.set(self)
         try:
             yield
         finally:
-            torch._C._stash_obj_in_tls(_QUEUE, before)
+            _collecting.set(before)
 
     def run(self, count: int | None = None) -> None:
         """Compute the oldest ``count`` gradients, or all, and accumulate them.
@@ -230,11 +230,6 @@ def _is_output_layer(param: Tensor) -> bool:
     return isinstance(param, nn.Parameter) and info_of(param).is_embedding_or_output
 
 
-def _collecting() -> WeightGradQueue | None:
-    """Return the queue that backward passes of this thread fill, None outside `collecting`."""
-    return torch._C._get_obj_in_tls(_QUEUE) if torch._C._is_key_in_tls(_QUEUE) else None
-
-
 def may_be_deferred() -> bool:
     """Return whether a queue exists, so that backward may defer weight gradients."""
     return bool(_living)
@@ -242,5 +237,5 @@ def may_be_deferred() -> bool:
 
 def is_deferred(item: WeightGrad) -> bool:
     """Offer ``item`` to this thread's queue; return whether it took it, else compute it at once."""
-    queue = _collecting()
+    queue = _collecting.get()
     return queue is not None and item.is_own and bool(item.params) and queue.takes(item)
