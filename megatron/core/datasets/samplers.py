@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch.utils.data import default_collate
 
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.megatron_dataset import Sample
 from megatron.core.packed_seq_params import PackedBounds
 
 # None is a sample with a zero loss mask, which pads the last batch
@@ -126,7 +128,10 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
 @dataclass(frozen=True, kw_only=True)
 class DataLoaderConfig:
-    """Settings of the data loader of one rank."""
+    """Settings of the data loader of one rank.
+
+    ``joined``: names of tensors whose samples have different numbers of rows.
+    """
 
     micro_batch_size: int
     data_parallel_rank: int = 0
@@ -137,6 +142,7 @@ class DataLoaderConfig:
     seed: int = 1234
     drop_last: bool = True
     pad_to_samples: int | None = None
+    joined: tuple[str, ...] = ()
 
 
 def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderConfig) -> Any:
@@ -174,19 +180,26 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
         pin_memory=config.pin_memory,
         persistent_workers=config.num_workers > 0,
         worker_init_fn=outlive_signals,
-        collate_fn=collate,
+        collate_fn=partial(collate, joined=config.joined),
     )
 
 
-def collate(samples: list[Any]) -> Any:
-    """Return torch's default micro-batch of ``samples``, with the bounds of all rows in one."""
-    first = samples[0] if isinstance(samples[0], dict) else {}
+def collate(samples: list[Any], joined: tuple[str, ...] = ()) -> Any:
+    """Return torch's default micro-batch of ``samples``, with the bounds of all rows in one.
+
+    Tensors named in ``joined`` are concatenated.
+    """
+    first: Sample = samples[0] if isinstance(samples[0], dict) else {}
     names = [name for name, value in first.items() if isinstance(value, PackedBounds)]
-    if not names:
+    if not names and not joined:
         return default_collate(samples)
-    rest = [{name: x for name, x in s.items() if name not in names} for s in samples]
+    rest = [
+        {name: x for name, x in s.items() if name not in names and name not in joined}
+        for s in samples
+    ]
     bounds = {name: PackedBounds.of_rows([s[name] for s in samples]) for name in names}
-    return default_collate(rest) | bounds
+    tiles = {name: torch.cat([torch.as_tensor(s[name]) for s in samples]) for name in joined}
+    return default_collate(rest) | bounds | tiles
 
 
 def outlive_signals(worker_id: int) -> None:

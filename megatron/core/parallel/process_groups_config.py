@@ -143,6 +143,11 @@ class ProcessGroupCollection:
         alone = _this_rank_alone(vars(_installed).values())
         return cls(_alone=alone, **{name: getattr(_installed, name) for name in required_pgs})
 
+    def without_context_parallelism(self) -> ProcessGroupCollection:
+        """Return these groups for a part of a model whose ranks each have complete sequences."""
+        kept = {n: g for n, g in vars(self).items() if n not in ("cp", "cp_inner", "cp_outer")}
+        return ProcessGroupCollection(**kept)
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank is on the first pipeline stage, which has the input embedding."""

@@ -161,6 +161,13 @@ def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> N
         set_info(param, replace(info_of(param), name=name))
 
 
+def prefix_names(part: nn.Module, prefix: str) -> None:
+    """Put ``prefix`` before the names of a part of a model, once the part has named itself."""
+    for tensor in (*part.parameters(), *part.buffers()):
+        info = info_of(tensor)
+        set_info(tensor, replace(info, name=prefix + info.name))
+
+
 def flat_boxes(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

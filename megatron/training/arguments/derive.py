@@ -18,6 +18,8 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.device import CPU
 from megatron.core.distributed.sharding import shares_instances
 from megatron.core.enums import AttnBackend
+from megatron.core.models.vision.kinds import get_num_image_embeddings
+from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
 from megatron.training.arguments.cuda_graph_capture import cuda_graph_capture
@@ -105,6 +107,45 @@ def depth(ns: Namespace) -> None:
     ns.encoder_num_layers = ns.num_layers
     if kind.has_encoder and ns.decoder_num_layers is None:
         ns.decoder_num_layers = ns.num_layers
+
+
+def images(ns: Namespace) -> None:
+    """Derive the encoder's depth and the lengths of a model that reads images.
+
+    --encoder-num-layers is the encoder's depth and --decoder-num-layers the language model's; both
+    default to --num-layers.  --dataloader-seq-length is the length of texts; --seq-length becomes
+    that of the text with the embeddings of its images in their places, or --decoder-seq-length if
+    that is more, in parts of equal length for the ranks that share a row.
+    """
+    if not model_kind(ns.model_kind).reads_images:
+        return
+    if ns.num_layers is None:
+        ns.num_layers = ns.encoder_num_layers
+    if ns.vision_num_layers is None:
+        ns.vision_num_layers = ns.encoder_num_layers or ns.num_layers
+    ns.num_layers, ns.encoder_num_layers = ns.decoder_num_layers or ns.num_layers, None
+    text = ns.dataloader_seq_length or ns.seq_length or ns.encoder_seq_length
+    if text is None:
+        return
+    try:
+        of_tile = get_num_image_embeddings(
+            *(ns.img_h, ns.img_w, ns.patch_dim, ns.vision_model_type or "clip"),
+            *(ns.disable_vision_class_token, 1, ns.pixel_shuffle),
+        )
+    except (ConfigError, ZeroDivisionError):  # a check reports it
+        of_tile = 0
+    tiles = 1 if ns.decoder_seq_length else ns.max_num_tiles + (ns.max_num_tiles > 1)
+    length = max(text + of_tile * tiles, ns.decoder_seq_length or 0)
+    part = sequence_divisor(
+        cp=ns.context_parallel_size,
+        tp=ns.tensor_model_parallel_size,
+        sequence_parallel=ns.sequence_parallel,
+    )
+    ns.dataloader_seq_length = text
+    ns.seq_length, ns.decoder_seq_length = -(-length // part) * part, None
+    # The table of positions must not depend on the layout.
+    ns.max_position_embeddings = max(ns.max_position_embeddings or 0, length)
+    ns.tp_comm_overlap |= ns.decoder_tp_comm_overlap
 
 
 def optimizer_of_matrices(ns: Namespace) -> None:
@@ -320,6 +361,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     initial_weights,
     precision,
     nothing_asked,
+    images,
     depth,
     pipeline,
     sequence_lengths,

@@ -6,49 +6,25 @@ A flag that is given without the other one causes one warning (table `NEEDS`).
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.config.option import dest_of, options_of
 from megatron.core.device import CPU
 from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP, layer_pattern
+from megatron.training.arguments.requirement import (
+    FlagRequirement,
+    needs,
+    needs_flag,
+    needs_value,
+)
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.config.resilience import RESTART_FLAGS
+from megatron.training.config.vision import VisionConfig
 from megatron.training.models.registry import model_kind
-
-
-@dataclass(frozen=True)
-class FlagRequirement:
-    """Requirement of ``flags`` (dests) for having an effect; ``is_met`` tests the namespace."""
-
-    words: str
-    flags: tuple[str, ...]
-    is_met: Callable[[Namespace], bool]
-
-
-def _needs(words: str, dests: str, is_met: Callable[[Namespace], bool]) -> FlagRequirement:
-    return FlagRequirement(words, tuple(dests.split()), is_met)
-
-
-def _needs_flag(dest: str, dests: str) -> FlagRequirement:
-    """Return the requirement that switch ``dest`` is on or flag ``dest`` has a value."""
-
-    def is_given(ns: Namespace) -> bool:
-        value = vars(ns)[dest]
-        return value is not None and value is not False
-
-    return _needs(_spelt(dest), dests, is_given)
-
-
-def _needs_value(dest: str, value: str, dests: str) -> FlagRequirement:
-    """Return the requirement that flag ``dest`` has the value ``value``."""
-    return _needs(f"{_spelt(dest)} {value}", dests, lambda ns: vars(ns)[dest] == value)
-
-
-def _spelt(dest: str) -> str:
-    return "--" + dest.replace("_", "-")
 
 
 def _rule_of_vectors(ns: Namespace) -> object:
@@ -68,7 +44,7 @@ def _has_layer(ns: Namespace, *letters: str) -> bool:
     return any(letter in pattern for letter in letters)
 
 
-NEEDS_GPU = _needs(
+NEEDS_GPU = needs(
     "a GPU",
     "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading moe_grouped_gemm "
     "record_memory_history high_priority_stream_groups nccl_communicator_config_path "
@@ -77,18 +53,18 @@ NEEDS_GPU = _needs(
 )
 
 _OF_OPTIMIZER = (
-    _needs_value("optimizer", "sgd", "sgd_momentum"),
-    _needs(
+    needs_value("optimizer", "sgd", "sgd_momentum"),
+    needs(
         "--optimizer adam, or --muon-scalar-optimizer adam",
         "adam_beta1 adam_beta2 adam_eps",
         lambda ns: _rule_of_vectors(ns) not in ("sgd", "lion"),  # user-defined ones may read them
     ),
-    _needs(
+    needs(
         "--optimizer lion, or --muon-scalar-optimizer lion",
         "lion_beta1 lion_beta2",
         lambda ns: _rule_of_vectors(ns) not in ("adam", "sgd"),
     ),
-    _needs(
+    needs(
         "--optimizer muon",
         " ".join(
             f.name
@@ -97,12 +73,12 @@ _OF_OPTIMIZER = (
         ),
         lambda ns: "muon" in ns.optimizer,
     ),
-    _needs(
+    needs(
         "--optimizer muon and --tensor-model-parallel-size of 2 or more",
         "muon_tp_mode",
         lambda ns: "muon" in ns.optimizer and ns.tensor_model_parallel_size > 1,
     ),
-    _needs(
+    needs(
         "--bf16 with main parameters, or --main-grads-dtype, --main-params-dtype, --exp-avg-dtype "
         "or --exp-avg-sq-dtype below fp32",
         "use_precision_aware_optimizer",
@@ -112,15 +88,15 @@ _OF_OPTIMIZER = (
             != {"fp32"}
         ),
     ),
-    _needs(
+    needs(
         "--fp16 without --loss-scale",
         "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
         lambda ns: ns.fp16 and ns.loss_scale is None,
     ),
-    _needs_value(
+    needs_value(
         "lr_decay_style", "WSD", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples"
     ),
-    _needs_flag(
+    needs_flag(
         "optimizer_cpu_offload",
         "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
     ),
@@ -128,57 +104,67 @@ _OF_OPTIMIZER = (
 )
 
 _OF_MODEL = (
-    _needs_value(
+    needs_value(
         "position_embedding_type",
         "rope",
         "rotary_base rotary_percent rotary_interleaved rope_type "
         "rotary_seq_len_interpolation_factor use_rope_scaling no_rope_freq",
     ),
-    _needs_value("position_embedding_type", "learned_absolute", "reset_position_ids"),
-    _needs_value(
+    needs_value("position_embedding_type", "learned_absolute", "reset_position_ids"),
+    needs_value(
         "position_embedding_type",
         "relative",
         "relative_attention_num_buckets relative_attention_max_distance",
     ),
-    _needs(
+    needs(
         "pretrain_bert.py or pretrain_t5.py",
         "mask_prob short_seq_prob",
         lambda ns: model_kind(ns.model_kind).masks_tokens,
     ),
-    _needs(
+    needs(
+        "pretrain_t5.py (--model-kind t5) or pretrain_vlm.py (--model-kind vlm)",
+        "decoder_num_layers decoder_seq_length",
+        lambda ns: model_kind(ns.model_kind).has_encoder or model_kind(ns.model_kind).reads_images,
+    ),
+    needs(
         "pretrain_t5.py (--model-kind t5)",
-        "decoder_num_layers decoder_seq_length encoder_pipeline_model_parallel_size",
+        "encoder_pipeline_model_parallel_size",
         lambda ns: model_kind(ns.model_kind).has_encoder,
     ),
-    _needs(
+    needs(
+        "pretrain_vlm.py (--model-kind vlm)",
+        " ".join(dest_of(f, opt) for f, opt in options_of(VisionConfig)),
+        lambda ns: model_kind(ns.model_kind).reads_images,
+    ),
+    needs(
         "pretrain_bert.py (--model-kind bert)",
         "bert_binary_head",
         lambda ns: model_kind(ns.model_kind).has_masked_lm_head,
     ),
-    _needs(
+    needs(
         "--model-kind mamba, which pretrain_mamba.py sets",
         "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads hybrid_attention_ratio "
         "hybrid_mlp_ratio hybrid_override_pattern",
         lambda ns: model_kind(ns.model_kind).is_hybrid,
     ),
-    _needs_flag("mtp_num_layers", "mtp_loss_scaling_factor"),
-    _needs_flag("use_rope_scaling", "rope_scaling_factor"),
-    _needs_flag("group_query_attention", "num_query_groups"),
-    _needs(
+    needs_flag("mtp_num_layers", "mtp_loss_scaling_factor"),
+    needs_flag("use_rope_scaling", "rope_scaling_factor"),
+    needs_flag("group_query_attention", "num_query_groups"),
+    needs(
         "--swiglu, --geglu or --quick-geglu",
         "activation_func_clamp_value glu_linear_offset",
         lambda ns: ns.gated_linear_unit,
     ),
-    _needs_flag(
+    needs_flag(
         "multi_latent_attention",
         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim cache_mla_latents",
     ),
-    _needs(
+    needs(
         "--multi-latent-attention or --rope-type yarn",
         "rotary_scaling_factor mscale mscale_all_dim",
         lambda ns: ns.multi_latent_attention or ns.rope_type == "yarn",
     ),
-    _needs(
+    needs(
         "--rope-type yarn",
         "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
         "yarn_correction_range_round_to_int",
@@ -187,7 +173,7 @@ _OF_MODEL = (
 )
 
 _OF_EXPERTS = (
-    _needs_flag(
+    needs_flag(
         "num_experts",
         "expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input "
         "moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps "
@@ -200,30 +186,30 @@ _OF_EXPERTS = (
         "moe_shared_expert_gate moe_shared_expert_intermediate_size moe_token_dispatcher_type "
         "moe_z_loss_coeff",
     ),
-    _needs_flag("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap"),
-    _needs_flag("moe_enable_deepep", "moe_deepep_num_sms"),
-    _needs_flag("moe_use_upcycling", "moe_upcycling_granularity"),
-    _needs_flag("moe_expert_capacity_factor", "moe_token_drop_policy"),
-    _needs_flag("moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
-    _needs_flag("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
-    _needs(
+    needs_flag("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap"),
+    needs_flag("moe_enable_deepep", "moe_deepep_num_sms"),
+    needs_flag("moe_use_upcycling", "moe_upcycling_granularity"),
+    needs_flag("moe_expert_capacity_factor", "moe_token_drop_policy"),
+    needs_flag("moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+    needs_flag("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+    needs(
         "a --moe-router-load-balancing-type other than sinkhorn and none",
         "moe_aux_loss_coeff",
         lambda ns: not {"sinkhorn", "none"}.intersection(ns.moe_router_load_balancing_type),
     ),
-    _needs_value("moe_router_score_function", "softmax", "moe_router_pre_softmax"),
-    _needs(
+    needs_value("moe_router_score_function", "softmax", "moe_router_pre_softmax"),
+    needs(
         "a --moe-router-load-balancing-type other than sinkhorn",
         "moe_router_pre_softmax",
         lambda ns: "sinkhorn" not in ns.moe_router_load_balancing_type,
     ),
-    _needs(
+    needs(
         "routing by score, which --moe-router-force-load-balancing replaces",
         "moe_router_enable_expert_bias moe_router_group_score_topk moe_router_group_topk "
         "moe_router_num_groups",
         lambda ns: not ns.moe_router_force_load_balancing,
     ),
-    _needs(
+    needs(
         "router logits in fp32: --moe-router-dtype fp32, or neither --bf16 nor --fp16",
         "moe_router_fusion",
         lambda ns: (
@@ -234,54 +220,54 @@ _OF_EXPERTS = (
 )
 
 _OF_PRECISION = (
-    _needs("--fp8-format", "fp8_recipe keep_fp8_transpose_cache", lambda ns: ns.fp8 is not None),
-    _needs(
+    needs("--fp8-format", "fp8_recipe keep_fp8_transpose_cache", lambda ns: ns.fp8 is not None),
+    needs(
         "--fp8-format and --use-distributed-optimizer, which all-gathers updated parameters",
         "fp8_param_gather",
         lambda ns: ns.fp8 is not None and ns.use_distributed_optimizer and not is_fully_sharded(ns),
     ),
-    _needs(
+    needs(
         "--fp8-recipe delayed or tensorwise, which have one scale per weight: optimizer shards do "
         "not align with the blocks of other recipes",
         "fp8_param_gather",
         lambda ns: ns.fp8 is None or ns.fp8_recipe not in ("blockwise", "mxfp8"),
     ),
-    _needs(
+    needs(
         "--fp8-format or --fp4-format",
         "fp8_wgrad first_last_layers_bf16",
         lambda ns: ns.fp8 is not None or ns.fp4 is not None,
     ),
-    _needs(
+    needs(
         "--fp8-format and --fp8-recipe delayed",
         "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
         lambda ns: ns.fp8 is not None and ns.fp8_recipe == "delayed",
     ),
-    _needs_flag("first_last_layers_bf16", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
+    needs_flag("first_last_layers_bf16", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
 )
 
 _OF_LAYOUT = (
-    _needs(
+    needs(
         "--distributed-backend nccl",
         "high_priority_stream_groups nccl_communicator_config_path nccl_ub",
         lambda ns: ns.distributed_backend in (None, "nccl"),
     ),
-    _needs_flag("sequence_parallel", "tp_comm_overlap"),
-    _needs_flag(
+    needs_flag("sequence_parallel", "tp_comm_overlap"),
+    needs_flag(
         "tp_comm_overlap",
         "tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag "
         "tp_comm_split_rs",
     ),
-    _needs(
+    needs(
         "--context-parallel-size of 2 or more",
         "cp_comm_type",
         lambda ns: ns.context_parallel_size > 1,
     ),
-    _needs(
+    needs(
         "--context-parallel-size of 2 or more and --cp-comm-type a2a+p2p",
         "hierarchical_context_parallel_sizes",
         lambda ns: ns.context_parallel_size > 1 and "a2a+p2p" in ns.cp_comm_type,
     ),
-    _needs(
+    needs(
         "--pipeline-model-parallel-size of 2 or more",
         "overlap_p2p_comm overlap_p2p_comm_warmup_flush align_grad_reduce pipeline_schedule "
         "pipeline_split encoder_pipeline_model_parallel_size "
@@ -289,40 +275,40 @@ _OF_LAYOUT = (
         "defer_embedding_wgrad_compute",
         lambda ns: ns.pipeline_model_parallel_size > 1,
     ),
-    _needs_flag("defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
-    _needs(
+    needs_flag("defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+    needs(
         "virtual stages of --pipeline-schedule interleaved",
         "microbatch_group_size_per_vp_stage",
         lambda ns: (
             ns.virtual_pipeline_model_parallel_size is not None and ns.pipeline_schedule != "zb-v"
         ),
     ),
-    _needs(
+    needs(
         "--use-distributed-optimizer",
         "overlap_param_gather overlap_param_gather_with_optimizer_step "
         "num_distributed_optimizer_instances",
         lambda ns: ns.use_distributed_optimizer or is_fully_sharded(ns),
     ),
-    _needs_flag("use_torch_fsdp2", "torch_fsdp2_reshard_after_forward"),
-    _needs_flag("use_megatron_fsdp", "data_parallel_sharding_strategy"),
-    _needs(
+    needs_flag("use_torch_fsdp2", "torch_fsdp2_reshard_after_forward"),
+    needs_flag("use_megatron_fsdp", "data_parallel_sharding_strategy"),
+    needs(
         "--use-megatron-fsdp with fully sharded parameters and "
         "--num-distributed-optimizer-instances 2 or more",
         "enable_full_sharding_in_hsdp",
         shares_instances,
     ),
-    _needs(
+    needs(
         "fully sharded parameters (--use-torch-fsdp2, or --use-megatron-fsdp with "
         "--data-parallel-sharding-strategy optim_grads or optim_grads_params)",
         "gradient_reduce_div_fusion init_model_with_meta_device fsdp_double_buffer",
         is_fully_sharded,
     ),
-    _needs(
+    needs(
         "complete parameters on each data-parallel rank, which FSDP does not keep",
         "check_weight_hash_across_dp_replicas_interval",
         lambda ns: not is_fully_sharded(ns),
     ),
-    _needs(
+    needs(
         "gradient buckets; FSDP reduces gradients layer by layer in backward",
         "overlap_param_gather overlap_param_gather_with_optimizer_step overlap_grad_reduce "
         "align_grad_reduce ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw "
@@ -332,25 +318,23 @@ _OF_LAYOUT = (
 )
 
 _OF_MEMORY_AND_SPEED = (
-    _needs_value("recompute_granularity", "adaptive", "memory_budget_fraction"),
-    _needs_flag("cpu_offloading", "cpu_offloading_num_layers"),
-    _needs(
+    needs_value("recompute_granularity", "adaptive", "memory_budget_fraction"),
+    needs_flag("cpu_offloading", "cpu_offloading_num_layers"),
+    needs(
         "--enable-cuda-graph or --external-cuda-graph",
         "cuda_graph_warmup_steps cuda_graph_scope",
         lambda ns: ns.enable_cuda_graph or ns.external_cuda_graph,
     ),
-    _needs_flag("manual_gc", "manual_gc_interval manual_gc_eval"),
-    _needs(
+    needs_flag("manual_gc", "manual_gc_interval manual_gc_eval"),
+    needs(
         "training steps, which --skip-train omits", "rehearse_memory", lambda ns: not ns.skip_train
     ),
 )
 
 _OF_FILES_AND_REPORTS = (
-    _needs(
-        "--error-injection-rate", "error_injection_type", lambda ns: ns.error_injection_rate > 0
-    ),
-    _needs_value("rerun_mode", "validate_results", "error_injection_rate"),
-    _needs(
+    needs("--error-injection-rate", "error_injection_type", lambda ns: ns.error_injection_rate > 0),
+    needs_value("rerun_mode", "validate_results", "error_injection_rate"),
+    needs(
         "--tokenizer-type BertWordPiece..., SentencePieceTokenizer or HuggingFaceTokenizer",
         "vocab_extra_ids",
         lambda ns: (
@@ -358,57 +342,55 @@ _OF_FILES_AND_REPORTS = (
             or ns.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer")
         ),
     ),
-    _needs_value(
+    needs_value(
         "tokenizer_type",
         "TikTokenizer",
         "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens",
     ),
-    _needs_flag(
+    needs_flag(
         "save",
         "save_interval save_retain_interval keep_last_checkpoints ckpt_max_failed_saves "
         "ckpt_incremental async_save no_save_optim no_save_rng",
     ),
-    _needs_value("non_persistent_ckpt_type", "global", "non_persistent_global_ckpt_dir"),
-    _needs(
+    needs_value("non_persistent_ckpt_type", "global", "non_persistent_global_ckpt_dir"),
+    needs(
         "--non-persistent-ckpt-type local or in_memory",
         "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo",
         lambda ns: ns.non_persistent_ckpt_type in ("local", "in_memory"),
     ),
-    _needs_flag("replication", "replication_jump replication_factor"),
-    _needs_flag("async_save", "async_save_when_busy"),
-    _needs_flag("load", "no_load_optim no_load_rng use_checkpoint_opt_param_scheduler"),
-    _needs_flag("use_checkpoint_args", "use_tokenizer_model_from_checkpoint_args"),
-    _needs("--wandb-project", "wandb_exp_name wandb_save_dir", lambda ns: bool(ns.wandb_project)),
-    _needs_flag(
+    needs_flag("replication", "replication_jump replication_factor"),
+    needs_flag("async_save", "async_save_when_busy"),
+    needs_flag("load", "no_load_optim no_load_rng use_checkpoint_opt_param_scheduler"),
+    needs_flag("use_checkpoint_args", "use_tokenizer_model_from_checkpoint_args"),
+    needs("--wandb-project", "wandb_exp_name wandb_save_dir", lambda ns: bool(ns.wandb_project)),
+    needs_flag(
         "log_straggler", "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count"
     ),
-    _needs(
+    needs(
         "--enable-ft-package and --save",
         "calc_ft_timeouts",
         lambda ns: ns.enable_ft_package and ns.save is not None,
     ),
-    _needs_flag(
-        "profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"
-    ),
-    _needs_flag("inprocess_restart", " ".join(f.name for f in RESTART_FLAGS)),
-    _needs_flag("record_memory_history", "memory_snapshot_path"),
-    _needs_flag("check_only", "check_world_size check_rank check_device_memory_gib"),
+    needs_flag("profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
+    needs_flag("inprocess_restart", " ".join(f.name for f in RESTART_FLAGS)),
+    needs_flag("record_memory_history", "memory_snapshot_path"),
+    needs_flag("check_only", "check_world_size check_rank check_device_memory_gib"),
 )
 
 _OF_HYBRIDS = (
-    _needs(
+    needs(
         "an attention layer, * in --hybrid-override-pattern",
         "apply_query_key_layer_scaling attention_dropout attn_logit_softcapping "
         "group_query_attention no_rope_freq num_query_groups qk_layernorm rotary_base "
         "rotary_percent softmax_type window_attn_skip_freq window_size",
         lambda ns: _has_layer(ns, ATTENTION),
     ),
-    _needs(
+    needs(
         "an MLP layer, - or E in --hybrid-override-pattern",
         "ffn_hidden_size squared_relu swiglu",
         lambda ns: _has_layer(ns, MLP, EXPERTS),
     ),
-    _needs(
+    needs(
         "layers chosen by ratios, which --hybrid-override-pattern replaces",
         "hybrid_attention_ratio hybrid_mlp_ratio",
         lambda ns: not model_kind(ns.model_kind).is_hybrid or ns.hybrid_override_pattern is None,

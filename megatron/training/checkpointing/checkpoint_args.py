@@ -57,12 +57,18 @@ _WHOLE = (
     "is_hybrid_model spec"
 )
 _TOKENS = "pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids"
+IMAGES = tuple(
+    "img_h img_w patch_dim vision_model_type vision_num_layers vision_hidden_size "
+    "vision_ffn_hidden_size vision_num_attention_heads vision_projection_type "
+    "disable_vision_class_token pixel_shuffle".split()
+)
 # Set from the checkpoint even if the command line has them: another value is another model.
 FORCED = (
     *" ".join((_ATTENTION, _POSITIONS, _MLP, _NORMS, _WHOLE, _TOKENS)).split(),
     *EXPERTS,
     *LATENT,
     *YARN,
+    *IMAGES,
 )
 FORCED_PREFIXES = (
     "hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_", "relative_attention_",
@@ -76,7 +82,8 @@ _LAYERS_PATH = "heterogeneous_layers_config_path"
 # Set from the checkpoint only if the command line does not have them.
 IF_UNSET = tuple(
     "model_kind num_layers encoder_num_layers decoder_num_layers encoder_seq_length "
-    "decoder_seq_length hidden_size ffn_hidden_size seq_length num_attention_heads kv_channels "
+    "decoder_seq_length dataloader_seq_length hidden_size ffn_hidden_size seq_length "
+    "num_attention_heads kv_channels "
     "max_position_embeddings padded_vocab_size vocab_size vocab_file merge_file".split()
 )
 
@@ -106,7 +113,8 @@ LEARNED_ANEW = frozenset(
 )
 # Flags that any run may change; one log line reports both values.
 LOGGED = tuple(
-    "seq_length decoder_seq_length max_position_embeddings attention_dropout hidden_dropout "
+    "seq_length decoder_seq_length dataloader_seq_length max_num_tiles "
+    "max_position_embeddings attention_dropout hidden_dropout "
     "bias_gelu_fusion spec pad_vocab_in_loss tokenizer_type tokenizer_model tiktoken_pattern "
     "vocab_extra_ids vocab_file merge_file data_path train_data_path valid_data_path "
     "test_data_path data_args_path per_split_data_args_path split seed adam_beta1 "

@@ -17,6 +17,7 @@ MODEL_KINDS = Registry[object](
         "bert": "megatron.training.models.descriptions:BERT",
         "mamba": "megatron.training.models.descriptions:MAMBA",
         "t5": "megatron.training.models.descriptions:T5",
+        "vlm": "megatron.training.models.descriptions:VLM",
     },
 )
 _network = partial(option, group="network size")

@@ -52,10 +52,7 @@ class OutOfScopeFlags:
     indexer_batch_size: int = _ict(128, "Samples in a batch while blocks are embedded.")
     indexer_log_interval: int = _ict(1000, "Batches between lines while blocks are embedded.")
     num_classes: int = _vision(1000, "Classes of an image classifier.")
-    img_h: int = _vision(224, "Height of images in pixels.")
-    img_w: int = _vision(224, "Width of images in pixels.")
     num_channels: int = _vision(3, "Channels of images.")
-    patch_dim: int = _vision(16, "Side of an image patch in pixels.")
     classes_fraction: float = _vision(1.0, "Share of the classes that is trained on.")
     data_per_class_fraction: float = _vision(
         1.0, "Share of each class's images that is trained on."

@@ -23,6 +23,7 @@ from megatron.training.config.scheduler import SchedulerConfig
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import TrainingConfig
 from megatron.training.config.validation import ValidationConfig
+from megatron.training.config.vision import VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class RunConfig:
 
     model: TransformerConfig
     language_model: LanguageModelConfig
+    vision: VisionConfig
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
     ddp: DistributedDataParallelConfig

@@ -40,9 +40,11 @@ def next_batch(
     run.timers("batch-generator", log_level=2).start()
     stage = run.stages[get_attr_wrapped_model(model, "vp_stage") or 0]
     with _stimer(bdata=True):
-        table = implementation_of(run.config).batch(run.config, stage, run.placement.num_stages)
+        kind = implementation_of(run.config)
+        table = kind.batch(run.config, stage, run.placement.num_stages)
         batch = load_batch(data_iterator, table, run.groups.tp)
-        batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
+        if not kind.splits_sequences:
+            batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
     run.timers("batch-generator").stop()
     return batch
 
@@ -66,9 +68,11 @@ def load_batch(
         value = item[name] if reads else expected.empty(target)
         if isinstance(expected, DocumentSpec):
             value = _described_by_first(value, expected, tp_group)
+        elif expected.is_joined:
+            value = _as_long_as_first(value, tp_group)
         tensor = value.cumulative if isinstance(value, PackedBounds) else value
         tensor = tensor.to(target, non_blocking=True)
-        if tp_group.size() > 1:
+        if tp_group.size() > 1 and tensor.numel():
             dist.broadcast(tensor, dist.get_global_rank(tp_group, 0), group=tp_group)
         batch[name] = tensor
         if isinstance(value, PackedBounds):
@@ -96,6 +100,18 @@ def _described_by_first(
     if not num_bounds:
         return expected.mask.empty(target)
     return PackedBounds(torch.empty(num_bounds, dtype=torch.int32, device=target), longest)
+
+
+def _as_long_as_first(value: Any, tp_group: dist.ProcessGroup) -> Any:
+    """Return ``value``, on other ranks than 0 with as many rows as rank 0 has read.
+
+    Collective over ``tp_group``.
+    """
+    if tp_group.size() == 1 or dist.get_backend(tp_group) == "fake":
+        return value
+    num_rows = torch.tensor(len(value))
+    dist.broadcast(num_rows, dist.get_global_rank(tp_group, 0), group=_between_hosts(tp_group))
+    return value if tp_group.rank() == 0 else value.new_empty(int(num_rows), *value.shape[1:])
 
 
 def _between_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -23,6 +23,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.text_files import read_text
 from megatron.training.config.data import DataConfig
 from megatron.training.data.prefetch import ReadAhead
+from megatron.training.models.kind import TensorSpec
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.phases import in_phase
@@ -164,7 +165,16 @@ def make_loader(
             seed=config.training.seed,
             drop_last=not whole,
             pad_to_samples=run.batches.full_global_batch_size if whole else None,
+            joined=_joined(run),
         ),
+    )
+
+
+def _joined(run: Runtime) -> tuple[str, ...]:
+    """Return the tensors of a batch that concatenate those of its samples."""
+    table = implementation_of(run.config).batch(run.config, 0, run.placement.num_stages)
+    return tuple(
+        name for name, spec in table.items() if isinstance(spec, TensorSpec) and spec.is_joined
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.training.models.image_checks import image_reader_problems
 from megatron.training.models.kind import ModelKind
 from megatron.training.models.layers import encoder_decoder_layers, hybrid_layers
 
@@ -38,4 +39,13 @@ MAMBA = ModelKind(
     implementation="megatron.training.models.mamba:MAMBA",
     is_hybrid=True,
     layers=hybrid_layers,
+)
+VLM = ModelKind(
+    title="the vision-language model",
+    entry_script="pretrain_vlm.py",
+    implementation="megatron.training.models.vlm:VLM",
+    reads_images=True,
+    writes_text=False,
+    transformers_class="ImageTextToText",
+    problems=image_reader_problems,
 )

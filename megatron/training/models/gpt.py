@@ -61,17 +61,21 @@ def gpt_layer_spec(config: RunConfig) -> Any:
 
 def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
     """Return the GPT dataset config; ``common`` holds the arguments shared by all model kinds."""
+    return GPTDatasetConfig(**text_arguments(config), **common)
+
+
+def text_arguments(config: RunConfig) -> dict[str, Any]:
+    """Return the arguments of a dataset config that say what samples of a text hold."""
     data = config.data
-    return GPTDatasetConfig(
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
+    return {
+        "reset_position_ids": data.reset_position_ids,
+        "reset_attention_mask": data.reset_attention_mask,
+        "eod_mask_loss": data.eod_mask_loss,
         # Nothing reads a mask that is only causal.
-        create_attention_mask=data.create_attention_mask_in_dataloader
+        "create_attention_mask": data.create_attention_mask_in_dataloader
         and data.reset_attention_mask,
-        mask_as_bounds=documents_are_bounds(config),
-        **common,
-    )
+        "mask_as_bounds": documents_are_bounds(config),
+    }
 
 
 def gpt_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:

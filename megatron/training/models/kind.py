@@ -23,14 +23,23 @@ from megatron.training.models.layers import Layer, stack_of_layers
 
 
 class TensorSpec(NamedTuple):
-    """Dtype and shape of one tensor of a micro-batch."""
+    """Dtype and shape of one tensor of a micro-batch.
+
+    A first size of -1: samples have different numbers of rows, which a batch concatenates.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return the tensor without values."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        """Return the tensor without values, and without rows if samples join theirs."""
+        shape = [max(0, size) for size in self.shape]
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether a batch concatenates the tensors of its samples, instead of stacking them."""
+        return self.shape[0] < 0
 
 
 class DocumentSpec(NamedTuple):
@@ -65,6 +74,8 @@ class ModelImplementation:
     **common)`` returns their config; ``common`` holds the arguments that all kinds share.
     ``batch(config, stage, num_stages)`` returns the tensors that one stage reads.  ``apply(model,
     batch)`` runs a stage; the entry script's loss function receives what the last stage returns.
+    ``splits_sequences``: the model takes complete sequences under context parallelism, and splits
+    them itself.
     """
 
     build: Callable[..., nn.Module]
@@ -72,6 +83,7 @@ class ModelImplementation:
     dataset_config: Callable[..., BlendedMegatronDatasetConfig]
     batch: Callable[[RunConfig, int, int], BatchTable]
     apply: Callable[[nn.Module, Batch], Any]
+    splits_sequences: bool = False
 
 
 def _no_problems(_run: RunConfig) -> Iterable[str]:
@@ -95,6 +107,7 @@ class ModelKind:
     is_hybrid: bool = False  # the --hybrid-* and --mamba-* flags describe the layers
     masks_tokens: bool = False  # in training samples, by --mask-prob
     has_masked_lm_head: bool = False  # BERT's output layers: masked tokens, sentence order
+    reads_images: bool = False  # with an encoder on the first stage; --img-h and others describe it
     writes_text: bool = True  # autoregressively, for tools/text_generation_cli.py
     supports_compile: bool = False
     supports_context_parallel: bool = True

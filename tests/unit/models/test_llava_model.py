@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.activations import quick_gelu
-from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.config.errors import DataError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.models.multimodal.splicing import IGNORE_INDEX, splice
@@ -246,7 +246,21 @@ def test_tiles_without_a_place_are_refused() -> None:
         model(**(batch() | {"images": torch.zeros(2, 3, 12, 12)}))
 
 
-def test_context_parallelism_is_refused() -> None:
-    groups = replace(one_process_groups(), cp=torch.distributed.ProcessGroup(0, 2))
-    with pytest.raises(ConfigError, match="--context-parallel-size 2: models that read images"):
-        llava(groups)
+def on_parts_of_rows(rank: int, world: int) -> list[Tensor]:
+    groups = create_process_groups(*make_grids(world, cp=world))
+    found = computed(llava(groups, language={"context_parallel_size": world}))
+    for grad in found[2:]:
+        torch.distributed.all_reduce(grad)
+    return found
+
+
+@pytest.mark.feature("Vision: LLaVA on several context-parallel ranks computes as one process")
+def test_context_parallel_ranks_compute_what_one_does() -> None:
+    wanted = computed(llava(one_process_groups()))
+    found = run_ranks(on_parts_of_rows, 2)
+    masked = wanted[0] * wanted[1]
+    total = sum((each[0] * each[1]).sum() for each in found)
+    torch.testing.assert_close(total, masked.sum(), **EXACT)
+    for each in found:
+        for mine, one in zip(each[2:], wanted[2:], strict=True):
+            torch.testing.assert_close(mine, one, **EXACT)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device
-from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.config.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal.splicing import IGNORE_INDEX as IGNORE_INDEX
 from megatron.core.models.multimodal.splicing import Splice, splice
@@ -22,8 +22,13 @@ from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.models.vision.pixel_shuffle import pixel_shuffle as pixel_shuffle
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel import parallel_state
+from megatron.core.parallel.context_parallel_partition import (
+    held_tokens,
+    row_lengths,
+    sequence_divisor,
+)
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.params.param_info import name_parameters
+from megatron.core.params.param_info import name_parameters, prefix_names
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -61,25 +66,26 @@ class LLaVAModel(MegatronModule):
         image_token_index: int = DEFAULT_IMAGE_TOKEN_INDEX,
         pixel_shuffle: bool = False,
         vision_model_subtype: str = "clip",
+        row_length: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
         **of_language: Any,
     ) -> None:
         """Build the models.  The projector's output has the language model's width.
 
-        ``language_max_sequence_length``: L with pipeline parallelism, and its maximum without.
+        ``language_max_sequence_length``: positions of the language model.  ``row_length``, by
+        default the same number: L with pipeline parallelism, and its maximum without.
         ``of_language``: further arguments of `GPTModel`.  A stage has the encoder if it is the
-        first and ``add_encoder``.  Raises ConfigError for what is not supported.
+        first and ``add_encoder``.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
-        _check_groups(groups)
         super().__init__(language_transformer_config)
         self.pg_collection = groups
         self.pre_process = pre_process
         self.post_process = post_process
         self.vp_stage = vp_stage
         self.image_token_index = image_token_index
-        self.max_sequence_length = language_max_sequence_length
+        self.row_length = language_max_sequence_length if row_length is None else row_length
         self.drops_class_token = drop_vision_class_token
         self.merges_neighbours = pixel_shuffle
         self.language_model = GPTModel(
@@ -108,7 +114,7 @@ class LLaVAModel(MegatronModule):
                 patch_dim=patch_dim,
                 img_h=img_h,
                 img_w=img_w,
-                pg_collection=groups,
+                pg_collection=groups.without_context_parallelism(),
             )
             self.vision_projection = MultimodalProjector(
                 vision_projection_config,
@@ -120,10 +126,11 @@ class LLaVAModel(MegatronModule):
         self._finalize_parameters()
 
     def _finalize_parameters(self) -> None:
-        """Assign global names and initialise: the parts have done so without their prefixes."""
-        layers = self.language_model.decoder.layer_range
-        prefix = "language_model.decoder.layers."
-        name_parameters(self, {f"{prefix}{i}.": f"{prefix}{n}." for i, n in enumerate(layers)})
+        """Put the names of the parts before the global names that each has assigned; initialise."""
+        if self.vision_projection is not None:
+            name_parameters(self.vision_projection)
+        for name, part in self.named_children():
+            prefix_names(part, f"{name}.")
         seed = self.config.init_seed
         random = self.config.perform_initialization
         initialize_parameters(self, torch.initial_seed() if seed is None else seed, random=random)
@@ -166,9 +173,11 @@ class LLaVAModel(MegatronModule):
         """Map tiles [t, 3, H, W] and ids [b, s] to losses [b, L] and the loss mask [b, L].
 
         An id ``image_token_index`` stands for the next image, which has the next number of
-        ``num_image_tiles`` (default: one tile each).  Without labels the first result are logits;
-        stages before the last return hidden states.  Rows may have no image; every rank runs the
-        encoder all the same, because its collectives need all ranks.
+        ``num_image_tiles``; these are [b, s] with 0 at text, or one number per image (default: one
+        tile each).  Without labels the first result are logits; stages before the last return
+        hidden states.  Rows may have no image; every rank runs the encoder all the same, because
+        its collectives need all ranks.  With context parallelism the arguments are complete rows,
+        of which every rank encodes the images, and the results have this rank's L/cp positions.
 
         Raises DataError if the ids ask for another number of tiles (on a CPU; on a GPU the
         comparison would wait for the device).
@@ -185,11 +194,11 @@ class LLaVAModel(MegatronModule):
             None,
             attention_mask,
             decoder_input=combined,
-            labels=None if labels is None else where.labels(labels),
+            labels=None if labels is None else self._held(where.labels(labels)),
             packed_seq_params=packed_seq_params,
             runtime_gather_output=runtime_gather_output,
         )
-        return output, None if loss_mask is None else where.loss_mask(loss_mask)
+        return output, None if loss_mask is None else self._held(where.loss_mask(loss_mask))
 
     def image_embeddings(self, images: Tensor) -> Tensor:
         """Encode and project tiles: [t, 3, H, W] -> [t n, h], for n embeddings of a tile."""
@@ -222,11 +231,19 @@ class LLaVAModel(MegatronModule):
                 text = text + 0.0 * found.sum()
                 found = found[:0]
             text = where.embeddings(text, found)
-        combined: Tensor = text.transpose(0, 1).contiguous()
+        combined: Tensor = self._held(text).transpose(0, 1).contiguous()
         tp = self.pg_collection.tp
         if self.config.sequence_parallel and tp.size() > 1:
             combined = scatter_to_sequence_parallel_region(combined, group=tp)
         return combined
+
+    def _held(self, rows: Tensor) -> Tensor:
+        """Return this context-parallel rank's positions: [b, L, ...] -> [b, L/cp, ...]."""
+        cp = self.pg_collection.cp
+        if cp.size() == 1:
+            return rows
+        lengths = row_lengths(None, rows.shape[1])
+        return rows.index_select(1, held_tokens(lengths, cp.rank(), cp.size(), rows.device))
 
     def _blank(self, where: torch.device) -> Tensor:
         assert self.vision_model is not None
@@ -238,17 +255,24 @@ class LLaVAModel(MegatronModule):
         per_tile = self.embeddings_per_tile
         if num_image_tiles is None:
             return is_image * per_tile
+        if num_image_tiles.shape == is_image.shape and num_image_tiles.dim() == 2:
+            return is_image * num_image_tiles * per_tile
         numbers = torch.cat([num_image_tiles.new_zeros(1), num_image_tiles.flatten()])
         number = is_image.flatten().cumsum(0).view_as(is_image).clamp(max=len(numbers) - 1)
         return is_image * numbers.to(is_image.device)[number] * per_tile
 
     def _length(self, is_image: Tensor, counts: Tensor) -> int:
-        """Return L: stages exchange tensors of one shape; sequence parallelism splits evenly."""
-        limit = self.max_sequence_length
+        """Return L: stages exchange tensors of one shape; the ranks of a row split it evenly."""
+        limit = self.row_length
         if self.pg_collection.pp.size() > 1:
             return limit
         longest = int((counts + ~is_image).sum(1).max())
-        parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+        groups = self.pg_collection
+        parts = sequence_divisor(
+            cp=groups.cp.size(),
+            tp=groups.tp.size(),
+            sequence_parallel=self.config.sequence_parallel,
+        )
         return min(limit, -(-longest // parts) * parts)
 
     def _check(self, images: Tensor | None, counts: Tensor) -> None:
@@ -260,11 +284,3 @@ class LLaVAModel(MegatronModule):
                 f"the text has places for {wanted} embeddings of images, and {len(images)} tiles "
                 f"have {given}: give a tile for each image token, or the numbers of tiles"
             )
-
-
-def _check_groups(groups: ProcessGroupCollection) -> None:
-    if groups.cp.size() > 1:
-        raise ConfigError(
-            f"--context-parallel-size {groups.cp.size()}: models that read images do not support "
-            "it yet; use --context-parallel-size 1"
-        )

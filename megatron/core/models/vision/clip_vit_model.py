@@ -6,14 +6,15 @@ embeddings of an image (class tokens, then patches row by row), ``h`` hidden siz
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.models.vision.kinds import KINDS as KINDS
+from megatron.core.models.vision.kinds import get_num_image_embeddings as get_num_image_embeddings
+from megatron.core.models.vision.kinds import image_problems
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
@@ -22,25 +23,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _COLOURS = 3
-
-
-@dataclass(frozen=True)
-class VisionKind:
-    """What tells vision transformers apart outside of their layers."""
-
-    has_class_token: bool
-    has_patch_bias: bool
-    has_norm_before: bool  # of the embeddings
-    has_norm_after: bool  # of the last layer's output
-
-
-KINDS = {
-    "clip": VisionKind(True, False, True, False),
-    "siglip": VisionKind(False, True, False, True),
-    "internvit": VisionKind(True, True, False, False),
-    "internvit300M": VisionKind(True, True, False, False),
-    "vit": VisionKind(True, True, False, True),
-}
 
 
 class CLIPViTModel(VisionModule):
@@ -67,7 +49,9 @@ class CLIPViTModel(VisionModule):
         subtype has.  Raises ConfigError if patches do not fill the image.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
-        _check(model_subtype, img_h, img_w, patch_dim)
+        if problems := image_problems(model_subtype, img_h, img_w, patch_dim):
+            text = "\n  - ".join(problems)
+            raise ConfigError(f"the vision encoder cannot be built:\n  - {text}")
         super().__init__(transformer_config)
         kind = KINDS[model_subtype]
         config = transformer_config
@@ -152,39 +136,3 @@ class EmbeddingTable(nn.Module):
 def replicated(config: TransformerConfig, shape: tuple[int, ...], init: Init) -> nn.Parameter:
     """Return a parameter that every tensor-parallel rank has completely."""
     return new_parameter(shape, config.params_dtype, param_info_for(shape, init))
-
-
-def get_num_image_embeddings(
-    img_h: int,
-    img_w: int,
-    patch_dim: int,
-    vision_model_type: str,
-    disable_vision_class_token: bool,
-    class_token_len: int,
-    pixel_shuffle: bool = False,
-) -> int:
-    """Return the number of embeddings that a language model gets for one image or tile."""
-    if problem := _unknown(vision_model_type):
-        raise ConfigError(problem)
-    count = (img_h // patch_dim) * (img_w // patch_dim)
-    if KINDS[vision_model_type].has_class_token and not disable_vision_class_token:
-        count += class_token_len
-    return count // 4 if pixel_shuffle else count
-
-
-def _check(subtype: str, img_h: int, img_w: int, patch_dim: int) -> None:
-    """Raise ConfigError, with all problems, if the encoder cannot be built."""
-    problems = []
-    if problem := _unknown(subtype):
-        problems.append(problem)
-    for flag, size in (("--img-h", img_h), ("--img-w", img_w)):
-        if size % patch_dim or size < patch_dim:
-            problems.append(f"{flag} {size} is not a multiple of --patch-dim {patch_dim}")
-    if problems:
-        raise ConfigError("the vision encoder cannot be built:\n  - " + "\n  - ".join(problems))
-
-
-def _unknown(subtype: str) -> str | None:
-    if subtype in KINDS:
-        return None
-    return f"vision model {subtype} is unknown; give one of {', '.join(KINDS)}"

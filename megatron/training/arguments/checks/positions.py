@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind_of
 
 
 def table_is_long_enough(run: RunConfig) -> Iterator[str]:
@@ -14,6 +15,8 @@ def table_is_long_enough(run: RunConfig) -> Iterator[str]:
     """
     lm, d = run.language_model, run.data
     longest = max(d.seq_length, d.decoder_seq_length or 0)
+    if model_kind_of(run).reads_images:  # its positions count an image as one token
+        longest = (run.vision.dataloader_seq_length or 0) + 1
     table = lm.max_position_embeddings
     if lm.position_embedding_type == "learned_absolute" and table and table < longest:
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind_of
 
 
 def shape_is_given(run: RunConfig) -> Iterator[str]:
@@ -60,6 +61,8 @@ def one_number_for_each_size(run: RunConfig) -> Iterator[str]:
 
     The same holds for --seq-length and --encoder-seq-length: the --encoder flags are second names.
     """
+    if model_kind_of(run).reads_images:  # there the flags of the encoder are the encoder's
+        return
     for name in ("num_layers", "seq_length"):
         size, other = run.asked[name], run.asked[f"encoder_{name}"]
         if size is not None and other is not None and size != other:

@@ -1,0 +1,61 @@
+"""Architectures of vision transformers, and how many embeddings they give: without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class VisionKind:
+    """What tells vision transformers apart outside of their layers."""
+
+    has_class_token: bool
+    has_patch_bias: bool
+    has_norm_before: bool  # of the embeddings
+    has_norm_after: bool  # of the last layer's output
+
+
+KINDS = {
+    "clip": VisionKind(True, False, True, False),
+    "siglip": VisionKind(False, True, False, True),
+    "internvit": VisionKind(True, True, False, False),
+    "internvit300M": VisionKind(True, True, False, False),
+    "vit": VisionKind(True, True, False, True),
+}
+
+
+def get_num_image_embeddings(
+    img_h: int,
+    img_w: int,
+    patch_dim: int,
+    vision_model_type: str,
+    disable_vision_class_token: bool,
+    class_token_len: int,
+    pixel_shuffle: bool = False,
+) -> int:
+    """Return the number of embeddings that a language model gets for one image or tile."""
+    if problem := _unknown(vision_model_type):
+        raise ConfigError(problem)
+    count = (img_h // patch_dim) * (img_w // patch_dim)
+    if KINDS[vision_model_type].has_class_token and not disable_vision_class_token:
+        count += class_token_len
+    return count // 4 if pixel_shuffle else count
+
+
+def image_problems(subtype: str, img_h: int, img_w: int, patch_dim: int) -> list[str]:
+    """Return why an encoder cannot be built for images of this size; nothing if it can."""
+    problems = []
+    if problem := _unknown(subtype):
+        problems.append(problem)
+    for flag, size in (("--img-h", img_h), ("--img-w", img_w)):
+        if size % patch_dim or size < patch_dim:
+            problems.append(f"{flag} {size} is not a multiple of --patch-dim {patch_dim}")
+    return problems
+
+
+def _unknown(subtype: str) -> str | None:
+    if subtype in KINDS:
+        return None
+    return f"vision model {subtype} is unknown; give one of {', '.join(KINDS)}"

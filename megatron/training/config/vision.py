@@ -1,0 +1,78 @@
+"""Flags of models that read images: the encoder, the projector, the layout of samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from megatron.core.config.option import MAX_LAYERS, option
+
+_vision = partial(option, group="vision")
+ENCODERS = ("clip", "siglip", "internvit", "internvit300M", "vit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    img_h: int = _vision(224, "Height of images in pixels.", at_least=1)
+    img_w: int = _vision(224, "Width of images in pixels.", at_least=1)
+    patch_dim: int = _vision(16, "Side of an image patch in pixels.", at_least=1)
+    vision_model_type: str = _vision(
+        "clip",
+        "Architecture of the encoder outside its layers. If given, its layers have this "
+        "architecture's activation and norm, else those of the language model.",
+        default=None,
+        choices=ENCODERS,
+    )
+    vision_num_layers: int | None = _vision(
+        None,
+        "Layers of the encoder of images; --encoder-num-layers if not given.",
+        at_least=1,
+        at_most=MAX_LAYERS,
+    )
+    vision_hidden_size: int | None = _vision(
+        None, "Width of the encoder of images; --hidden-size if not given.", at_least=1
+    )
+    vision_ffn_hidden_size: int | None = _vision(
+        None,
+        "MLP width of the encoder of images; that of the language model if not given, 4 times "
+        "--vision-hidden-size if that is given.",
+        at_least=1,
+    )
+    vision_num_attention_heads: int | None = _vision(
+        None,
+        "Attention heads of the encoder of images; --num-attention-heads if not given.",
+        at_least=1,
+    )
+    vision_projection_type: str = _vision(
+        "mlp",
+        "Projector between the encoder and the language model: mlp (two layers) or affine.",
+        choices=("mlp", "affine"),
+    )
+    disable_vision_class_token: bool = _vision(
+        False, "Drop the encoder's class token before the projector."
+    )
+    pixel_shuffle: bool = _vision(
+        False, "Merge each 2 x 2 patches into one embedding before the projector."
+    )
+    freeze_LM: bool = _vision(  # noqa: N815  Megatron-LM's name
+        False, "Do not train the language model.", flag="--freeze-LM"
+    )
+    freeze_ViT: bool = _vision(  # noqa: N815
+        False, "Do not train the encoder of images.", flag="--freeze-ViT"
+    )
+    dataloader_seq_length: int | None = _vision(
+        None,
+        "Tokens of a sample's text, in which an image is one token; --seq-length if not given.",
+        at_least=1,
+    )
+    max_num_tiles: int = _vision(
+        1, "Largest number of tiles that an image is cut into, without the thumbnail.", at_least=1
+    )
+    decoder_tp_comm_overlap: bool = _vision(
+        False, "--tp-comm-overlap for the language model; the encoder has none."
+    )
+    use_packed_sequence: bool = _vision(
+        False,
+        "Pack samples into one row.",
+        ignored="a row holds one sample, whose attention is causal either way",
+    )

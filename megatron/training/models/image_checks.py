@@ -1,0 +1,44 @@
+"""Checks of models that read images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.models.vision.kinds import image_problems
+from megatron.training.config.run import RunConfig
+
+
+def image_reader_problems(run: RunConfig) -> Iterator[str]:
+    """Yield why the encoder of images cannot be built as the flags describe it."""
+    vision, model = run.vision, run.model
+    sizes = vision.img_h, vision.img_w, vision.patch_dim
+    yield from image_problems(vision.vision_model_type, *sizes)
+    heads = vision.vision_num_attention_heads or model.num_attention_heads
+    width = vision.vision_hidden_size or model.hidden_size
+    if width % heads:
+        yield (
+            f"--vision-hidden-size {width} is no multiple of the encoder's {heads} attention "
+            "heads: change one of them"
+        )
+    if heads % model.tensor_model_parallel_size:
+        yield (
+            f"--tensor-model-parallel-size {model.tensor_model_parallel_size} does not divide the "
+            f"encoder's {heads} attention heads: change --vision-num-attention-heads"
+        )
+    if vision.pixel_shuffle:
+        odd = [side for side in sizes[:2] if side // vision.patch_dim % 2]
+        if odd or not vision.disable_vision_class_token:
+            yield (
+                "--pixel-shuffle merges 2 x 2 patches: give --disable-vision-class-token and an "
+                "even number of patches in each direction"
+            )
+    if model.uses_graphs:
+        yield "CUDA graphs need equal shapes in every step, and the number of images differs"
+    if model.mtp_num_layers is not None:
+        yield "--mtp-num-layers: a model that reads images does not predict several tokens"
+    for flag, is_on in (
+        ("--reset-attention-mask", run.data.reset_attention_mask),
+        ("--reset-position-ids", run.data.reset_position_ids),
+    ):
+        if is_on:
+            yield f"{flag}: a row of a model that reads images is one sample; leave the flag out"

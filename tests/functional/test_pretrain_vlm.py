@@ -1,0 +1,85 @@
+"""Runs of pretrain_vlm.py: in one process and in layouts, into other layouts, with frozen parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import CheckpointReader
+from tests import tolerances
+from tests.functional.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
+from tests.ranks import run_ranks
+
+FLAGS = (
+    "--model-kind vlm --vision-num-layers 1 --seq-length 20 --img-h 24 --img-w 24 --patch-dim 6 "
+    "--train-iters 4 --vision-hidden-size 48 --vision-num-attention-heads 6 --seed 5"
+).split()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a run in one process."""
+    return losses(run_gpt(tmp_path_factory.mktemp("whole"), *FLAGS))
+
+
+def same(found: list[float], wanted: list[float]) -> None:
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), **tolerances.LAYOUT_LOSS)
+
+
+@pytest.mark.feature("Vision: pretrain_vlm.py has the losses of one process in every layout")
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, "--tensor-model-parallel-size 2"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+        (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
+        (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    ],
+)
+def test_every_layout_has_the_losses_of_one_process(
+    tmp_path: Path, whole: list[float], ranks: int, layout: str
+) -> None:
+    found, _ = run_gpt_in_virtual_ranks(tmp_path, *FLAGS, *layout.split(), ranks=ranks)
+    same(losses(found), whole)
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path: Path, whole: list[float]) -> None:
+    saved = str(tmp_path / "ck")
+    stages = "--pipeline-model-parallel-size 2 --exit-interval 2 --save".split()
+    first = losses(run_gpt(tmp_path / "a", *FLAGS, *stages, saved, world_size=2))
+    rest = "--tensor-model-parallel-size 2 --sequence-parallel --load".split()
+    same(first + losses(run_gpt(tmp_path / "b", *FLAGS, *rest, saved, world_size=2)), whole)
+
+
+@pytest.mark.feature("Vision: frozen parts are bitwise unchanged by training (--freeze-LM)")
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2"])
+def test_frozen_parts_do_not_change(tmp_path: Path, layout: str) -> None:
+    ranks = 2 if layout else 1
+    given = [*FLAGS, *layout.split(), "--freeze-LM", "--freeze-ViT", "--use-distributed-optimizer"]
+    saved = tmp_path / "ck"
+    run_gpt(tmp_path, *given, "--save", str(saved), "--save-interval", "1", world_size=ranks)
+    first, last = (weights(saved / f"iter_{step:07d}") for step in (1, 4))
+    assert first.keys() == last.keys()
+    for name, weight in first.items():
+        is_frozen = not name.startswith("vision_projection.")
+        assert torch.equal(weight, last[name]) == is_frozen, name
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    parts = ("language_model.", "vision_model.", "vision_projection.")
+    with CheckpointReader(folder) as reader:
+        return {key: reader.read(key) for key in reader.tensors if key.startswith(parts)}
+
+
+def test_all_conflicts_are_reported_at_once() -> None:
+    given = [*FLAGS, "--img-h", "25", "--vision-num-attention-heads", "5", "--pixel-shuffle"]
+    (said,) = run_ranks(refusal, 1, [*TINY, *given])
+    for text in (
+        "--img-h 25 is not a multiple of --patch-dim 6",
+        "--vision-hidden-size 48 is no multiple of the encoder's 5 attention heads",
+        "--pixel-shuffle merges 2 x 2 patches",
+    ):
+        assert text in said
