@@ -347,6 +347,11 @@ _OF_FILES_AND_REPORTS = (
         "TikTokenizer",
         "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens",
     ),
+    needs_value(
+        "tokenizer_type",
+        "MultimodalTokenizer",
+        "tokenizer_prompt_format special_tokens image_tag_type force_system_message",
+    ),
     needs_flag(
         "save",
         "save_interval save_retain_interval keep_last_checkpoints ckpt_max_failed_saves "

@@ -21,6 +21,11 @@ TOKENIZER_TYPES = Registry[object](
         "megatron.training.tokenizer.build:create_tokenizer",
     ),
 )
+# Of the conversations of MultimodalTokenizer; see megatron.training.tokenizer.
+PROMPT_FORMATS = (
+    "mistral llama3 chatml nvlm-yi-34b qwen2p0 qwen2p5 llama3p1 nemotron5 nemotron5-aligned"
+).split()
+IMAGE_TAG_TYPES = ("nvlm", "internvl", "")
 _tokenizer = partial(option, group="tokenizer")
 
 
@@ -39,10 +44,7 @@ class TokenizerConfig:
         None,
         "Tokenizer type.",
         choices=TOKENIZER_TYPES,
-        refused_values={
-            "MultimodalTokenizer": flag_messages.MULTIMODAL,
-            "SFTTokenizer": flag_messages.SFT,
-        },
+        refused_values={"SFTTokenizer": flag_messages.SFT},
     )
     tokenizer_model: str | None = _tokenizer(
         None, "File, directory or Hugging Face name of the tokenizer model."
@@ -55,4 +57,23 @@ class TokenizerConfig:
     )
     tiktoken_special_tokens: tuple[str, ...] | None = _tokenizer(
         None, "Names of a tiktoken vocabulary's first special tokens.", nargs="+"
+    )
+    tokenizer_prompt_format: str | None = _tokenizer(
+        None,
+        "Chat template of conversations for MultimodalTokenizer, which requires it; llama3, "
+        "llama3p1 and chatml use the template in the tokenizer's files.",
+        choices=PROMPT_FORMATS,
+    )
+    special_tokens: tuple[str, ...] = _tokenizer(
+        ("<image>",), "Tokens that MultimodalTokenizer adds to its vocabulary.", nargs="*"
+    )
+    image_tag_type: str = _tokenizer(
+        "",
+        "Text around an image for MultimodalTokenizer: <Image> </Image> (nvlm), <img> </img> "
+        "(internvl) or none.",
+        choices=IMAGE_TAG_TYPES,
+    )
+    force_system_message: bool = _tokenizer(
+        False,
+        "Replace the system message of each conversation by a fixed one (MultimodalTokenizer).",
     )

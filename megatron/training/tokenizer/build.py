@@ -10,6 +10,7 @@ from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.bert_wordpiece import _BertWordPieceTokenizer
 from megatron.training.tokenizer.huggingface import _HuggingFaceTokenizer
 from megatron.training.tokenizer.library import _GPT2BPETokenizer
+from megatron.training.tokenizer.multimodal_tokenizer import MultimodalTokenizer
 from megatron.training.tokenizer.null import _NullMultimodalTokenizer, _NullTokenizer
 from megatron.training.tokenizer.sentencepiece import (
     _GPTSentencePieceTokenizer,
@@ -42,11 +43,11 @@ TOKENIZERS: dict[str, BuildTokenizer] = {
     ),
     "Llama2Tokenizer": lambda spec: _Llama2Tokenizer(spec.need("tokenizer_model")),
     "TikTokenizer": CustomTikTokenizer.build,
+    "MultimodalTokenizer": MultimodalTokenizer.build,
     "NullTokenizer": lambda spec: _NullTokenizer(spec.need("vocab_size")),
     "NullMultimodalTokenizer": lambda spec: _NullMultimodalTokenizer(spec.need("vocab_size")),
 }
 REFUSED = {
-    "MultimodalTokenizer": "images inside text come with the vision-language models",
     "SFTTokenizer": "chat templates come with supervised fine-tuning",
 }
 

@@ -42,7 +42,7 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         path = pretrained_model_name_or_path
         file, config = _local_files(path)
         plain = file is not None and not options and _is_plain(config)
-        self._wrapper = None if plain else _load_wrapper(path, options)
+        self._wrapper = None if plain else load_wrapper(path, options)
         if self._wrapper is None:
             assert file is not None
             self._library = _load_library(file)
@@ -184,7 +184,8 @@ def _load_library(file: str) -> Any:
         ) from error
 
 
-def _load_wrapper(path: str, options: Mapping[str, object]) -> Any:
+def load_wrapper(path: str, options: Mapping[str, object]) -> Any:
+    """Return the tokenizer of transformers that the files at ``path`` define."""
     transformers = require("transformers", _WANTED_BY)
     try:
         return transformers.AutoTokenizer.from_pretrained(

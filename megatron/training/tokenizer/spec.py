@@ -23,6 +23,10 @@ class TokenizerSpec:
     tiktoken_pattern: str | None = None
     tiktoken_num_special_tokens: int = 1000
     tiktoken_special_tokens: Sequence[str] | None = None
+    tokenizer_prompt_format: str | None = None
+    special_tokens: Sequence[str] = ("<image>",)
+    image_tag_type: str = ""
+    force_system_message: bool = False
 
     @classmethod
     def of(cls, source: object) -> TokenizerSpec:
