@@ -1,4 +1,4 @@
-"""Kernels of the GPU on a CPU: run by triton's interpreter, and compiled for an H100.
+"""Kernels of the GPU on a CPU: run by triton's interpreter, and compiled for three GPUs.
 
 Each in a process of its own: triton decides when it is imported who runs a kernel.
 """
@@ -40,9 +40,16 @@ def test_interpreted_kernels_have_values_and_gradients_of_their_plain_forms() ->
     assert "skipped" not in said
 
 
-def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
-    """For bf16, and what has no choice; not again what differs only in values."""
-    again = "equal_scores or 499 or rotary and 14 or routing and False and not groups"
-    chosen = f"(dtype1 or fp8-fp16 or not (dtype or fp)) and not ({again})"
-    words = ("tests.gpu.compiling", "-k", chosen)
+@pytest.mark.feature("Platforms: kernels compile for A100, H100 and B200")
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_each_kernel_compiles(target: int, tmp_path: Path) -> None:
+    """With the arguments of the first test that calls it."""
+    words = ("tests.gpu.compiling", str(target), "--once")
+    assert "passed" in outcome(*words, TRITON_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_each_kernel_compiles_with_the_arguments_of_all_tests(target: int, tmp_path: Path) -> None:
+    words = ("tests.gpu.compiling", str(target))
     assert "passed" in outcome(*words, TRITON_CACHE_DIR=str(tmp_path))

@@ -13,6 +13,7 @@ from megatron.core import device
 from megatron.core.fusions import kernels
 from megatron.core.optional import why_missing
 from tests import triton_interpreter
+from tests.gpu import TARGET
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -24,6 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason is not None and item.path.parent.name == "gpu":
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def has_fp8() -> bool:
+    """Whether the GPU has fp8 formats; the interpreter has them."""
+    if IS_INTERPRETED:
+        return int(os.environ.get(TARGET, "90")) >= 89
+    return torch.cuda.is_available() and device.multiplies_fp8(torch.device("cuda"))
 
 
 @pytest.fixture

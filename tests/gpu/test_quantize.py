@@ -10,12 +10,17 @@ from megatron.core import device, low_precision
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
 from megatron.core.low_precision import E4M3, E5M2, Block, FloatFormat, Scaled
 from tests import tolerances
+from tests.gpu.conftest import has_fp8
+
+pytestmark = pytest.mark.skipif(
+    not has_fp8(), reason="fp8 formats need a compute capability of 8.9 or higher"
+)
 
 BITS = {E4M3: 4, E5M2: 3}  # of a number of the format
 
 
 @pytest.fixture(autouse=True)
-def has_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+def uses_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "multiplies_fp8", lambda where: True)
 
 
