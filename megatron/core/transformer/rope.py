@@ -7,13 +7,16 @@ pair i is rotated by the angle ``position * frequencies[i]``, with frequencies [
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.fusions.rope import RotaryTable
+from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,3 +223,63 @@ class RotaryEmbedding(nn.Module):
         if self.interleaved:
             return torch.stack((angles, angles), -1).flatten(-2)
         return torch.cat((angles, angles), -1)
+
+
+class MultimodalRotaryEmbedding(RotaryEmbedding):
+    """Rotary embedding of tokens with a time, a height and a width (M-RoPE, arXiv 2409.12191).
+
+    Consecutive sections of the channel pairs are rotated by time, height and width in turn.  For
+    text all three are the token's position, and the rotation is that of `RotaryEmbedding`.
+    """
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float = 1.0,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+        cp_group: ProcessGroup | None = None,
+    ) -> None:
+        """Set the parameters; ``cp_group`` shards the result of `forward`."""
+        super().__init__(
+            kv_channels,
+            rotary_percent,
+            rotary_interleaved,
+            seq_len_interpolation_factor,
+            rotary_base,
+        )
+        self.cp_group = cp_group
+
+    def forward(self, position_ids: Tensor, mrope_section: Sequence[int]) -> Tensor:  # type: ignore[override]
+        """Return the rotation angle of each channel: [3, b, s] -> [s, b, 1, r] float32.
+
+        ``position_ids`` are those of complete sequences; with a ``cp_group`` the result has this
+        rank's tokens.
+        """
+        angles = self._channel_angles(position_ids, mrope_section)
+        group = self.cp_group
+        if group is None or group.size() == 1:
+            return angles
+        lengths = row_lengths(None, len(angles))
+        return angles[held_tokens(lengths, group.rank(), group.size(), angles.device)]
+
+    def table_of_grid(
+        self, position_ids: Tensor, mrope_section: Sequence[int], dtype: torch.dtype
+    ) -> RotaryTable:
+        """Return the table of the tokens at ``position_ids`` [3, b, s]."""
+        angles = self._channel_angles(position_ids, mrope_section)
+        angles = angles[..., ::2] if self.interleaved else angles[..., : self.width // 2]
+        return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype), self.interleaved)
+
+    def _channel_angles(self, position_ids: Tensor, sections: Sequence[int]) -> Tensor:
+        """Return [s, b, 1, r]; the list of sections applies twice, once to each half."""
+        where = position_ids.float()
+        if self.interpolation_factor is not None:
+            where = where / self.interpolation_factor
+        angles = where.unsqueeze(-1) * self._frequencies_on(position_ids.device, 0)
+        both = torch.stack((angles, angles), -1).flatten(-2)
+        channels = both if self.interleaved else torch.cat((angles, angles), -1)
+        parts = channels.split([*sections, *sections], -1)
+        chosen = torch.cat([part[i % 3] for i, part in enumerate(parts)], -1)
+        return chosen.transpose(0, 1).unsqueeze(2)

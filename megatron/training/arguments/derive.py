@@ -285,7 +285,7 @@ def positions(ns: Namespace) -> None:
         ns.position_embedding_type = "rope"
     if ns.position_embedding_type == "yarn":
         ns.position_embedding_type, ns.rope_type = "rope", "yarn"
-    if ns.position_embedding_type != "rope":
+    if ns.position_embedding_type not in ("rope", "mrope"):
         ns.apply_rope_fusion = False
 
 

@@ -104,12 +104,14 @@ _OF_OPTIMIZER = (
 )
 
 _OF_MODEL = (
-    needs_value(
-        "position_embedding_type",
-        "rope",
-        "rotary_base rotary_percent rotary_interleaved rope_type "
-        "rotary_seq_len_interpolation_factor use_rope_scaling no_rope_freq",
+    needs(
+        "--position-embedding-type rope or mrope",
+        "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
+        "no_rope_freq",
+        lambda ns: ns.position_embedding_type in ("rope", "mrope"),
     ),
+    needs_value("position_embedding_type", "rope", "rope_type use_rope_scaling"),
+    needs_value("position_embedding_type", "mrope", "mrope_section"),
     needs_value("position_embedding_type", "learned_absolute", "reset_position_ids"),
     needs_value(
         "position_embedding_type",

@@ -40,7 +40,7 @@ _ATTENTION = (
 _POSITIONS = (
     "position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base "
     "rotary_percent rotary_interleaved rope_type no_rope_freq use_rope_scaling "
-    "rope_scaling_factor rotary_seq_len_interpolation_factor"
+    "rope_scaling_factor rotary_seq_len_interpolation_factor mrope_section"
 )
 _MLP = (
     "relu squared_relu swiglu openai_gelu geglu quick_geglu bias_gelu_fusion "

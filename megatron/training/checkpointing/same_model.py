@@ -145,7 +145,8 @@ def _is_read(name: str, values: Arguments) -> bool:
     is_moe = bool(values["num_experts"])
     kind = model_kind(values["model_kind"])
     conditions = (
-        (_ROTARY, is_latent or values["position_embedding_type"] == "rope"),
+        (_ROTARY, is_latent or values["position_embedding_type"] in ("rope", "mrope")),
+        (("mrope_section",), values["position_embedding_type"] == "mrope"),
         (YARN, values["rope_type"] == "yarn"),
         (("rope_scaling_factor",), bool(values["use_rope_scaling"])),
         (("relative_attention_",), values["position_embedding_type"] == "relative"),

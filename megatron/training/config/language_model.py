@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import flag_messages
 from megatron.core.config.option import INT64_MAX, MAX_LAYERS, option
 from megatron.core.registry import Registry
 
@@ -50,10 +49,9 @@ class LanguageModelConfig:
     position_embedding_type: str = _network(
         "learned_absolute",
         "Position embedding: learned_absolute (a table), rope (rotary), yarn (rope with "
-        "--rope-type yarn), relative (T5's learned attention bias), alibi (linear attention "
-        "bias) or none.",
+        "--rope-type yarn), mrope (rotary by time, height and width), relative (T5's learned "
+        "attention bias), alibi (linear attention bias) or none.",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none", "alibi"),
-        refused_values={"mrope": flag_messages.MULTIMODAL},
     )
     rotary_base: int = _network(
         10000, "Base of the rotary frequencies.", at_least=1, at_most=INT64_MAX

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
-from megatron.training.conversion.families import FAMILIES
+from megatron.training.conversion.families import FAMILIES, PARTS
 from megatron.training.conversion.family import Config, Family
 from megatron.training.conversion.lazy import Entries, shared_parts, stacked, unstacked
 from megatron.training.conversion.quantized import plain_numbers
@@ -43,11 +43,12 @@ class HFModel:
 def family_of(config: Config) -> Family:
     """Return the family of config.json's ``model_type``.  Raises CheckpointError if unknown."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    known = {**FAMILIES, **PARTS}
+    if kind not in known:
         raise CheckpointError(
             f"config.json has model_type {kind}: the families here are {', '.join(FAMILIES)}"
         )
-    return FAMILIES[str(kind)]
+    return known[str(kind)]
 
 
 def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:

@@ -40,11 +40,18 @@ _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = 
     (lambda shape: shape.num_experts is not None, (*EXPERTS, "expert_layers")),
     (lambda shape: shape.multi_latent_attention, LATENT),
     (
+        lambda shape: shape.position_embedding_type in ("rope", "mrope"),
+        (
+            *("rotary_base", "rotary_percent", "rotary_interleaved"),
+            "rotary_seq_len_interpolation_factor",
+        ),
+    ),
+    (lambda shape: shape.position_embedding_type == "mrope", ("mrope_section",)),
+    (
         lambda shape: shape.position_embedding_type == "rope",
         (
-            *("rotary_base", "rotary_percent", "rotary_interleaved", "rope_scaling_factor"),
-            *("rotary_seq_len_interpolation_factor", "longrope_short_factor"),
-            *("longrope_long_factor", "longrope_original_max_position_embeddings", *YARN),
+            *("rope_scaling_factor", "longrope_short_factor", "longrope_long_factor"),
+            *("longrope_original_max_position_embeddings", *YARN),
         ),
     ),
     (lambda shape: shape.rotary_scaling_factor != 1, YARN),
@@ -87,6 +94,7 @@ class ModelShape:
     rotary_base: float = 10000
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
+    mrope_section: tuple[int, ...] | None = None
     rope_scaling_factor: float | None = None  # of Llama 3's scaling
     rotary_seq_len_interpolation_factor: float | None = None
     longrope_short_factor: tuple[float, ...] | None = None

@@ -354,8 +354,8 @@ def test_wrong_inputs_are_named() -> None:
         model(ids, positions, None, labels=ids + VOCABULARY)
     with pytest.raises(IndexError):
         model(ids, positions + 1, None)
-    with pytest.raises(ConfigError, match="--position-embedding-type mrope is not one of"):
-        build("mrope")
+    with pytest.raises(ConfigError, match="--position-embedding-type relative is not one of"):
+        build("relative")
 
 
 @contextmanager

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.transformer.rope import RopeScaling, RotaryEmbedding, yarn_mscale
+from megatron.core.transformer.rope import (
+    MultimodalRotaryEmbedding,
+    RopeScaling,
+    RotaryEmbedding,
+    yarn_mscale,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -20,6 +25,46 @@ def build_rotary(
         scaling=_scaling(config, max_sequence_length),
         **of_rotary,
     )
+
+
+def build_multimodal_rotary(
+    config: TransformerConfig,
+    *,
+    rotary_percent: float,
+    rotary_base: float,
+    seq_len_interpolation_factor: float | None,
+) -> MultimodalRotaryEmbedding:
+    """Build the rotary embedding of --position-embedding-type mrope.
+
+    Raises ConfigError unless --mrope-section fits the width of a head.
+    """
+    rotary = MultimodalRotaryEmbedding(
+        config.kv_channels,
+        rotary_percent,
+        config.rotary_interleaved,
+        seq_len_interpolation_factor,
+        rotary_base,
+    )
+    if problem := wrong_sections(config.mrope_section, rotary.width // 2):
+        raise ConfigError(problem)
+    return rotary
+
+
+def wrong_sections(sections: tuple[int, ...] | None, num_pairs: int) -> str | None:
+    """Return what is wrong with --mrope-section for heads that rotate ``num_pairs``, or None."""
+    if sections is None or len(sections) != 3:
+        given = "is not given" if sections is None else f"has {len(sections)} numbers"
+        return (
+            f"--position-embedding-type mrope: --mrope-section {given}; give the pairs of channels "
+            "that rotate by time, height and width"
+        )
+    if sum(sections) != num_pairs:
+        shown = " ".join(map(str, sections))
+        return (
+            f"--mrope-section {shown} are {sum(sections)} pairs of channels and a head rotates "
+            f"{num_pairs}: their sum is half of --kv-channels times --rotary-percent"
+        )
+    return None
 
 
 def _scaling(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:

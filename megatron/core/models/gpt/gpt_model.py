@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, Slot
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-POSITION_TYPES = ("learned_absolute", "rope", "alibi", "none")
+POSITION_TYPES = ("learned_absolute", "rope", "mrope", "alibi", "none")
 
 
 class GPTModel(LanguageModule):
@@ -134,9 +134,10 @@ class GPTModel(LanguageModule):
         tensor-parallel group, [b, s, v/tp], unless gathering is requested here or by
         ``parallel_output``.  With ``inference_context`` they are gathered and those of the rows
         that it selects.  Stages without the output layer return hidden states; stages without the
-        embedding need neither ids nor positions.  The caller applies ``loss_mask`` to the returned
-        losses.  Multi-token prediction runs in training only: it applies the mask to its own
-        losses, whose gradients are added in the backward pass.
+        embedding need neither ids nor positions.  With M-RoPE positions may be [3, b, s], those of
+        this rank's tokens; then every stage needs them.  The caller applies ``loss_mask`` to the
+        returned losses.  Multi-token prediction runs in training only: it applies the mask to its
+        own losses, whose gradients are added in the backward pass.
         """
         hidden: Tensor | None = decoder_input
         if hidden is None and self.pre_process:
@@ -150,7 +151,9 @@ class GPTModel(LanguageModule):
         received = self.decoder.input_tensor if decoder_input is None else decoder_input
         num_tokens = self.tokens_in_row(input_ids, received)
         shared: dict[str, object] = {
-            "rotary_pos_emb": self.rotary_table(num_tokens, packed_seq_params, inference_context),
+            "rotary_pos_emb": self.rotary_table(
+                num_tokens, packed_seq_params, inference_context, position_ids
+            ),
             "attention_bias": self.attention_bias(num_tokens, packed_seq_params, inference_context),
             "packed_seq_params": packed_seq_params,
         }

@@ -20,13 +20,15 @@ class Splice:
 
     ``token`` [b, L]: the token at a position or whose image is there; ``is_image`` and ``is_text``
     [b, L]: neither is true behind the end of a row.  ``image_row`` [b, L]: row of its embedding
-    among those of all images.  ``is_before_image`` [b, s].
+    among those of all images.  ``offset`` [b, L]: index of a position among those of its token.
+    ``is_before_image`` [b, s].
     """
 
     token: Tensor
     is_image: Tensor
     is_text: Tensor
     image_row: Tensor
+    offset: Tensor
     is_before_image: Tensor
 
     def embeddings(self, text: Tensor, images: Tensor) -> Tensor:
@@ -46,6 +48,22 @@ class Splice:
         """Spread a mask [b, s] to [b, L].  What would predict an image counts as 0 too."""
         return (mask * ~self.is_before_image).gather(1, self.token) * self.is_text
 
+    def grid_positions(self, sizes: Tensor) -> Tensor:
+        """Return time, height and width of each position, for M-RoPE: [3, b, L].
+
+        ``sizes`` [b, s, 3]: embeddings of the image at a token along time, height and width, whose
+        product is its count; zeros at text.  All three are the same at a text token, which comes
+        as far behind an image as the image is high or wide.
+        """
+        _, height, width = sizes.unbind(-1)
+        steps = torch.maximum(height, width).clamp(min=1)
+        start = (steps.cumsum(1) - steps).gather(1, self.token)
+        rows, columns = (each.gather(1, self.token).clamp(min=1) for each in (height, width))
+        in_frame = self.offset % (rows * columns)
+        frame = self.offset // (rows * columns)
+        within = torch.stack([frame, in_frame // columns, in_frame % columns])
+        return start + within * self.is_image
+
 
 def splice(is_image: Tensor, counts: Tensor, length: int | None = None) -> Splice:
     """Return where tokens and images of rows [b, s] go.
@@ -61,6 +79,7 @@ def splice(is_image: Tensor, counts: Tensor, length: int | None = None) -> Splic
     token = torch.searchsorted(ends, positions, right=True)
     is_inside = token < num_tokens
     token = token.clamp(max=num_tokens - 1)
+    starts = ends - torch.where(is_image, counts, 1)
     has_image = is_image.gather(1, token) & is_inside
     in_row = (counts * is_image).sum(1)
     first = in_row.cumsum(0) - in_row  # row of the first image's embedding, of each row of text
@@ -71,5 +90,6 @@ def splice(is_image: Tensor, counts: Tensor, length: int | None = None) -> Splic
         is_image=has_image,
         is_text=is_inside & ~has_image,
         image_row=(first[:, None] + has_image.cumsum(1) - 1).clamp(min=0),
+        offset=positions - starts.gather(1, token),
         is_before_image=before,
     )

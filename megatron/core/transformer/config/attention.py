@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.config.parse import int_pair, layer_frequency, member_of
 from megatron.core.enums import AttnBackend
@@ -57,9 +56,10 @@ class AttentionConfig:
     )
     mrope_section: tuple[int, ...] | None = _network(
         None,
-        "Channels of a head for time, height and width positions.",
+        "Pairs of a head's channels that rotate by time, height and width with "
+        "--position-embedding-type mrope; their sum is half of --kv-channels.",
         nargs="+",
-        refused=flag_messages.MULTIMODAL,
+        at_least=0,
     )
     window_size: tuple[int, int] | None = _network(
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.models.common.positions import wrong_sections
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import model_kind_of
 
@@ -38,10 +39,25 @@ def dropping_positions_is_said_by_type(run: RunConfig) -> Iterator[str]:
         )
 
 
+def mrope_is_complete(run: RunConfig) -> Iterator[str]:
+    """Require --mrope-section to divide a head's channels, and a model that supports M-RoPE."""
+    lm, m, kind = run.language_model, run.model, model_kind_of(run)
+    if lm.position_embedding_type != "mrope":
+        return
+    if kind.has_encoder or kind.has_masked_lm_head or kind.is_hybrid:
+        yield (
+            f"--position-embedding-type mrope with --model-kind {lm.model_kind}: only GPT and "
+            "models that read images support it; use rope"
+        )
+    num_pairs = int((m.kv_channels or 0) * lm.rotary_percent) // 2
+    if problem := wrong_sections(m.mrope_section, num_pairs):
+        yield problem
+
+
 def rotated_width_is_even(run: RunConfig) -> Iterator[str]:
     """Require an even number of rotary channels, as channels rotate in pairs."""
     lm, width = run.language_model, run.model.kv_channels or 0
-    if lm.position_embedding_type != "rope":
+    if lm.position_embedding_type not in ("rope", "mrope"):
         return
     if not 0 < lm.rotary_percent <= 1:
         yield f"--rotary-percent {lm.rotary_percent}: more than 0 and at most 1 is needed"

@@ -7,7 +7,7 @@ from megatron.training.conversion.families.deepseek import DEEPSEEK_V2, DEEPSEEK
 from megatron.training.conversion.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron.training.conversion.families.gpt2 import GPT2
 from megatron.training.conversion.families.gpt_oss import GPT_OSS
-from megatron.training.conversion.families.llama import DENSE
+from megatron.training.conversion.families.llama import DENSE, IN_VISION_LANGUAGE
 from megatron.training.conversion.families.mamba import MAMBA2, NEMOTRON_H
 from megatron.training.conversion.families.t5 import T5
 from megatron.training.conversion.family import Family
@@ -17,3 +17,5 @@ _OTHERS = (BERT, MEGATRON_BERT, T5, MAMBA2, NEMOTRON_H)
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (*DENSE, GPT2, *_EXPERTS, *_OTHERS)
 }
+# Language models that exist only within a larger model, by the model_type of its text_config.
+PARTS: dict[str, Family] = {family.model_type: family for family in IN_VISION_LANGUAGE}

@@ -216,6 +216,30 @@ _ROPE_TYPES: dict[str, tuple[str, tuple[Field, ...]]] = {
 ROPE = Field(_read_rope, _write_rope)
 
 
+def _read_mrope(config: Config) -> Values:
+    rope = {"rope_theta": 1000000.0, **rope_of(config)}
+    sections = rope.get("mrope_section", (16, 24, 24))
+    if rope["rope_type"] not in ("default", "mrope"):
+        raise CheckpointError(
+            f"config.json has rope_type {rope['rope_type']} beside mrope_section: only default can "
+            "be converted"
+        )
+    return {
+        **_read_rope({**config, "rope_scaling": {**rope, "rope_type": "default"}}),
+        "position_embedding_type": "mrope",
+        "mrope_section": tuple(sections),
+    }
+
+
+def _write_mrope(shape: ModelShape) -> Values:
+    """Write M-RoPE in the form that every version of transformers reads."""
+    scaling = {"type": "mrope", "mrope_section": list(shape.mrope_section or ())}
+    return {"rope_theta": float(shape.rotary_base), "rope_scaling": scaling}
+
+
+MROPE = Field(_read_mrope, _write_mrope)
+
+
 def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: bool = False) -> Field:
     """Convert sliding windows of all layers, or of those in ``layer_types`` or ``pattern``.
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.families.fields import (
     HEAD_DIM,
     LLAMA_FIELDS,
     LLAMA_OUTSIDE,
+    MROPE,
+    ROPE,
     activation,
     demand,
     norm,
@@ -88,6 +92,15 @@ _UPPER_WINDOWS = windows(_is_upper, switch=True)
 # Qwen 2 and 2.5: biases of queries, keys and values, and windows in upper layers.
 QWEN2 = llama_like("qwen2", "Qwen2", *SILU, _UPPER_WINDOWS, always={"add_qkv_bias": True})
 
+# The language model of Qwen2-VL: positions have a time, a height and a width.
+QWEN2_VL_TEXT = replace(
+    QWEN2,
+    model_type="qwen2_vl_text",
+    architecture="Qwen2VLForConditionalGeneration",
+    fields=tuple(MROPE if each is ROPE else each for each in QWEN2.fields),
+)
+QWEN2_5_VL_TEXT = replace(QWEN2_VL_TEXT, model_type="qwen2_5_vl_text")
+
 # Norms of each head's queries and keys, and windows in upper layers.
 QWEN3 = llama_like(
     "qwen3",
@@ -162,4 +175,5 @@ OLMO2 = llama_like(
     always={"layer_norm_placement": "post", "qk_norm": "wide"},
 )
 
+IN_VISION_LANGUAGE = (QWEN2_VL_TEXT, QWEN2_5_VL_TEXT)
 DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2)

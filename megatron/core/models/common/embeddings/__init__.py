@@ -7,5 +7,8 @@ from megatron.core.models.common.embeddings.relative_pos_embedding import (
     RelativePositionEmbedding as RelativePositionEmbedding,
 )
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    MultimodalRotaryEmbedding as MultimodalRotaryEmbedding,
+)
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     RotaryEmbedding as RotaryEmbedding,
 )

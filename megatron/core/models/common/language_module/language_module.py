@@ -16,7 +16,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.positions import build_rotary
+from megatron.core.models.common.positions import build_multimodal_rotary, build_rotary
 from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, check_tok
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes
 from megatron.core.transformer.kv_cache import KVCache, PositionBias
 from megatron.core.transformer.module import MegatronModule, before_reading
-from megatron.core.transformer.rope import RotaryEmbedding
+from megatron.core.transformer.rope import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import PaddedSize
 
@@ -96,6 +96,13 @@ class LanguageModule(MegatronModule):
                 rotary_base=rotary_base,
                 rope_scaling=rope_scaling,
                 rope_scaling_factor=rope_scaling_factor,
+                seq_len_interpolation_factor=seq_len_interpolation_factor,
+            )
+        elif position_embedding_type == "mrope":
+            self.rotary_pos_emb = build_multimodal_rotary(
+                config,
+                rotary_percent=rotary_percent,
+                rotary_base=rotary_base,
                 seq_len_interpolation_factor=seq_len_interpolation_factor,
             )
         self._has_seen_positions = False
@@ -187,11 +194,19 @@ class LanguageModule(MegatronModule):
         num_tokens: int,
         packed: PackedSeqParams | None = None,
         cache: KVCache | None = None,
+        position_ids: Tensor | None = None,
     ) -> RotaryTable | None:
-        """Return rotary angles of this rank's ``num_tokens`` tokens; None without RoPE."""
+        """Return rotary angles of this rank's ``num_tokens`` tokens; None without RoPE.
+
+        ``position_ids``: with M-RoPE, [3, b, s/cp] time, height and width of this rank's tokens.
+        Other ids are not read: a token's position is its place in its sequence.
+        """
         if self.rotary_pos_emb is None:
             return None
         dtype, cp = self.config.params_dtype, self.pg_collection.cp
+        grid = position_ids if position_ids is not None and position_ids.dim() == 3 else None
+        if isinstance(self.rotary_pos_emb, MultimodalRotaryEmbedding) and grid is not None:
+            return self.rotary_pos_emb.table_of_grid(grid, self.config.mrope_section or (), dtype)
         if cache is not None:
             return self.rotary_pos_emb.table_at(*cache.positions(num_tokens), dtype)
         total = num_tokens * cp.size()
@@ -237,6 +252,7 @@ class LanguageModule(MegatronModule):
         if self._has_seen_positions or position_ids is None:
             return
         self._has_seen_positions = True
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         length = position_ids.shape[1]
         is_whole = bool((position_ids == torch.arange(length, device=position_ids.device)).all())
         if is_whole and length * cp > self.max_sequence_length:
