@@ -16,11 +16,11 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.epoch_order import EpochOrder
 from megatron.core.datasets.megatron_dataset import Sample
 from megatron.core.packed_seq_params import PackedBounds
 
@@ -107,23 +107,11 @@ class MegatronPretrainingRandomSampler(_Sampler):
         self.dataset = dataset
         self.data_sharding = data_sharding
         self.seed = seed
-        self._epoch = -1
-        self._order = np.empty(0, np.uint32)
+        self._order = EpochOrder(self.total_samples, seed)
 
     def __iter__(self) -> Iterator[Batch]:
         for first in count(self.consumed_samples, self.step_samples):
-            yield [self._sample(i) for i in self.share(first)]
-
-    def _sample(self, i: int) -> int:
-        """Return the dataset index of element ``i`` of the endless sample stream."""
-        epoch, place = divmod(i, self.total_samples)
-        if epoch != self._epoch:
-            random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-            fits = self.total_samples <= np.iinfo(np.uint32).max
-            self._order = np.arange(self.total_samples, dtype=np.uint32 if fits else np.int64)
-            random.shuffle(self._order)
-            self._epoch = epoch
-        return int(self._order[place])
+            yield [self._order[i] for i in self.share(first)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,10 +110,6 @@ class ImageSettings:
         choose = area_weighted_grid if weighted else closest_grid
         return choose((width, height), (self.img_w, self.img_h), self.max_num_tiles)
 
-    def has_thumbnail(self, num_tiles: int) -> bool:
-        """Return whether the last of ``num_tiles`` tiles is the complete image."""
-        return self.tiling == "dynamic" and self.use_thumbnail and num_tiles > 1
-
     def num_tiles(self, width: int, height: int) -> int:
         """Return the number of tiles of an image of this size, with its thumbnail."""
         columns, rows = self.grid(width, height)
@@ -121,6 +117,10 @@ class ImageSettings:
             return 1 + columns * rows
         has_thumbnail = self.use_thumbnail and self.tiling == "dynamic" and columns * rows > 1
         return columns * rows + has_thumbnail
+
+    def ends_with_whole_image(self, num_tiles: int) -> bool:
+        """Return whether the last of ``num_tiles`` tiles of an image is the complete image."""
+        return num_tiles == 1 or (self.tiling == "dynamic" and self.use_thumbnail)
 
 
 class ImageProcessor:

@@ -83,12 +83,9 @@ def size_within(size: tuple[int, int], resolution: tuple[int, int]) -> tuple[int
     return min(math.ceil(width * by_height), to_width), to_height
 
 
-def tile_tags(num_tiles: int, has_thumbnail: bool) -> list[str]:
-    """Return NVLM's tags, which precede the tiles of an image as text, in their order.
-
-    With ``has_thumbnail`` the last tile is the complete image.
-    """
+def tile_tags(num_tiles: int, ends_with_whole_image: bool) -> list[str]:
+    """Return NVLM's tags, which precede the tiles of an image as text, in their order."""
     tags = [f"<tile_{number}>" for number in range(1, num_tiles + 1)]
-    if has_thumbnail:
+    if ends_with_whole_image:
         tags[-1] = "<tile_global_thumbnail>"
     return tags

@@ -1,0 +1,262 @@
+"""Training samples of text and images for vision-language models, from tar shards.
+
+A sample is one conversation or caption with its images.  Its values depend only on the data, the
+seed and the sample number.  ``s`` tokens, ``t`` tiles of all its images, ``H`` x ``W`` pixels of a
+tile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.conversations import (
+    IMAGE_TOKEN,
+    caption_turns,
+    conversation_of,
+    parse_record,
+)
+from megatron.core.datasets.epoch_order import EpochOrder
+from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
+from megatron.core.datasets.images.tiling import tile_tags
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset, Sample
+from megatron.core.datasets.tar_shards import TarSample, TarShards
+from megatron.core.datasets.utils import Split
+
+logger = logging.getLogger(__name__)
+
+_NO_LOSS = -100  # target of a token without loss, as tokenize_conversation returns it
+_MOST_REPLACEMENTS = 100  # so many broken samples in succession end the run
+
+
+@dataclass(kw_only=True)
+class ImageTextDatasetConfig(BlendedMegatronDatasetConfig):
+    """Settings of samples of images and text.
+
+    ``tokenizer`` is a MultimodalTokenizer.  ``sequence_length`` counts an image as one token.  If
+    ``decoder_sequence_length`` is given, text is also cut where the row of the language model is
+    full; an image then counts as its tiles times ``embeddings_per_tile``.
+    """
+
+    images: ImageSettings | None = None
+    image_token_index: int = -200  # id of an image in a sample, outside of any vocabulary
+    embeddings_per_tile: int | None = None
+    decoder_sequence_length: int | None = None
+    use_tile_tags: bool = False  # NVLM: each tile is a token of its own, after a text like <tile_1>
+    caption_prompt: str = ""  # question before a caption
+    broken_samples: Literal["skip", "fail"] = "skip"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.images is None:
+            raise ConfigError("ImageTextDatasetConfig: give images, the size of the tiles")
+        if self.decoder_sequence_length is not None and self.embeddings_per_tile is None:
+            raise ConfigError(
+                "ImageTextDatasetConfig: decoder_sequence_length needs embeddings_per_tile, the "
+                "number of positions of a tile"
+            )
+        if self.broken_samples not in ("skip", "fail"):
+            raise ConfigError(f"--broken-samples {self.broken_samples}: give skip or fail")
+        if not hasattr(self.tokenizer, "tokenize_conversation"):
+            raise ConfigError(
+                "samples of images and text are conversations, which this tokenizer does not "
+                "write: use --tokenizer-type MultimodalTokenizer"
+            )
+
+
+class ImageTextDataset(MegatronDataset):
+    """Samples of one split of tar shards, shuffled in each epoch, as dictionaries of tensors.
+
+    Keys: tokens, labels, position_ids, num_tiles i64 [s]; loss_mask f32 [s]; images
+    f32 [t, 3, H, W].  An image is the token ``image_token_index``; num_tiles has its tiles at this
+    token and 0 elsewhere.  labels[i] is what token i predicts, the padding id without loss.
+
+    A sample that cannot be used (damaged image, number of images that differs from the text, no
+    answer within s tokens) is replaced by another one, which depends on its number only, counted
+    in ``num_broken`` and logged once by each process; with ``broken_samples`` "fail" it raises
+    DataError.  ``dataset[None]`` is a sample with a zero loss mask.
+    """
+
+    config: ImageTextDatasetConfig
+    dataset: TarShards
+    split_unit = "samples"
+
+    def __init__(
+        self,
+        shards: LowLevelDataset,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: ImageTextDatasetConfig,
+    ) -> None:
+        super().__init__(shards, dataset_path, indices, num_samples, index_split, config)
+        assert config.images is not None
+        self._processor = ImageProcessor(config.images)
+        self._image_id = int(config.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+        seed = config.random_seed * len(Split) + index_split.value
+        self._order = EpochOrder(len(indices), seed)
+        self._broken: set[int] = set()
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
+        """Return the number of samples in the shards."""
+        assert isinstance(low_level_dataset, TarShards)
+        return len(low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
+        """Open the tar shards of a path; see `shard_paths`."""
+        if dataset_path is None:
+            raise ConfigError("no data is named: give --data-path, or --mock-data")
+        return TarShards(dataset_path, config.path_to_cache)
+
+    @property
+    def num_broken(self) -> int:
+        """Number of different samples that this process has found to be unusable."""
+        return len(self._broken)
+
+    def __len__(self) -> int:
+        return len(self.indices) if self.num_samples is None else self.num_samples
+
+    def __getitem__(self, idx: int | None) -> Sample:
+        number = 0 if idx is None else int(idx)
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        sample = self._usable(number)
+        if idx is None:
+            sample["loss_mask"].zero_()
+        return sample
+
+    def _usable(self, number: int) -> Sample:
+        """Return sample ``number``, or the first usable one of its replacements."""
+        place = self._order[number]
+        for attempt in range(1, _MOST_REPLACEMENTS + 1):
+            element = int(self.indices[place])
+            if element not in self._broken:
+                content = self.dataset[element]  # a missing or changed shard ends the run
+                try:
+                    return self._sample(content)
+                except DataError as error:
+                    self._report(element, content.name, error)
+            place = int(self.random_of(number, attempt).integers(len(self.indices)))
+        raise DataError(
+            f"the {self.index_split.name} split of {self.dataset_path}: sample {number} and its "
+            f"{_MOST_REPLACEMENTS - 1} replacements are unusable; the log names each one"
+        )
+
+    def _report(self, element: int, name: str, error: DataError) -> None:
+        message = str(error)
+        message = message if message.startswith(name) else f"{name}: {message}"
+        if self.config.broken_samples == "fail":
+            raise DataError(f"{message} (--broken-samples skip would replace it)") from error
+        self._broken.add(element)
+        logger.warning(
+            "%s; another sample replaces it (number %d of process)", message, self.num_broken
+        )
+
+    def _sample(self, content: TarSample) -> Sample:
+        """Return the tensors of a sample; raise DataError if it cannot be used."""
+        ids, target = self._tokenized(content)
+        num_found = int((ids == self._image_id).sum())
+        if num_found != len(content.images):
+            raise DataError(
+                f"its text has {num_found} {IMAGE_TOKEN} for {len(content.images)} images"
+            )
+        pixels = [
+            self._processor.decode(data, f"{content.name}, image {i}")
+            for i, data in enumerate(content.images)
+        ]
+        ids, target, tiles = self._with_tiles(ids, target, [len(p) for p in pixels])
+        end = self._end(tiles)
+        has_loss = target[1 : end + 1] != _NO_LOSS
+        if not has_loss.any():
+            raise DataError(
+                f"no token of an answer is within the first {end} (--dataloader-seq-length, or "
+                "the row of the language model)"
+            )
+        return self._tensors(ids, target, tiles, end, pixels)
+
+    def _tokenized(self, content: TarSample) -> tuple[np.ndarray, np.ndarray]:
+        num_images, prompt = len(content.images), self.config.caption_prompt
+        if content.json is not None:
+            turns = conversation_of(parse_record(content.json), num_images, prompt)
+        elif content.text is not None:
+            caption = content.text.decode("utf-8", "replace").strip()
+            turns = caption_turns(caption, num_images, prompt)
+        else:
+            raise DataError("it has no .json and no .txt file")
+        ids, target = self.config.tokenizer.tokenize_conversation(turns, True, False)
+        return ids, np.where(ids == self._image_id, _NO_LOSS, target)
+
+    def _with_tiles(
+        self, ids: np.ndarray, target: np.ndarray, num_tiles: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return ids, targets and tiles [n]; with tags, each image becomes tags and tiles."""
+        index, settings = self.config.image_token_index, self._processor.settings
+        tiles = np.zeros(len(ids), np.int64)
+        places = np.flatnonzero(ids == self._image_id)
+        tiles[places] = num_tiles
+        ids = np.where(ids == self._image_id, index, ids)
+        if not self.config.use_tile_tags:
+            return ids, target, tiles
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        first = 0
+        for place, count in zip(places.tolist(), num_tiles, strict=True):
+            parts.append((ids[first:place], target[first:place], tiles[first:place]))
+            for tag in tile_tags(count, settings.ends_with_whole_image(count)):
+                text = np.array([*self.config.tokenizer.tokenize_plain(tag), index], np.int64)
+                is_tile = (text == index).astype(np.int64)
+                parts.append((text, np.full_like(text, _NO_LOSS), is_tile))
+            first = place + 1
+        parts.append((ids[first:], target[first:], tiles[first:]))
+        all_ids, all_targets, all_tiles = zip(*parts, strict=True)
+        return np.concatenate(all_ids), np.concatenate(all_targets), np.concatenate(all_tiles)
+
+    def _end(self, tiles: np.ndarray) -> int:
+        """Return the number of tokens that a row has room for; an image is complete or left out."""
+        config = self.config
+        end = min(len(tiles), config.sequence_length)
+        if config.decoder_sequence_length is None:
+            return end
+        assert config.embeddings_per_tile is not None
+        positions = np.where(tiles > 0, tiles * config.embeddings_per_tile, 1).cumsum()
+        fitting = np.searchsorted(positions, config.decoder_sequence_length, side="right")
+        return min(end, int(fitting))
+
+    def _tensors(
+        self,
+        ids: np.ndarray,
+        target: np.ndarray,
+        tiles: np.ndarray,
+        end: int,
+        pixels: Sequence[np.ndarray],
+    ) -> Sample:
+        s, pad = self.config.sequence_length, self.config.tokenizer.pad
+        following = target[1 : end + 1]
+        has_loss = following != _NO_LOSS
+        tokens, labels = np.full(s, pad, np.int64), np.full(s, pad, np.int64)
+        tokens[:end] = ids[:end]
+        labels[: len(following)] = np.where(has_loss, following, pad)
+        loss_mask, num_tiles = np.zeros(s, np.float32), np.zeros(s, np.int64)
+        loss_mask[: len(following)] = has_loss
+        num_tiles[:end] = tiles[:end]
+        h, w = self._processor.settings.img_h, self._processor.settings.img_w
+        all_pixels = np.concatenate([np.empty((0, 3, h, w), np.float32), *pixels])
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.arange(s),
+            "num_tiles": torch.from_numpy(num_tiles),
+            "images": torch.from_numpy(all_pixels[: int(num_tiles.sum())]),
+        }

@@ -1,0 +1,124 @@
+"""Tar shards: what is one sample, and the index beside the file."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from megatron.core.config.errors import DataError
+from megatron.core.datasets.tar_shards import TarShard, TarShards, is_shard_path, shard_paths
+
+
+def write_tar(path: Path, files: Iterable[tuple[str, bytes]]) -> str:
+    with tarfile.open(path, "w") as tar:
+        for name, data in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return str(path)
+
+
+def two_samples(path: Path) -> str:
+    return write_tar(
+        path, [("a.jpg", b"A"), ("a.json", b"{}"), ("sub/b.png", b"B"), ("sub/b.txt", b"text")]
+    )
+
+
+def test_files_of_one_name_are_a_sample(tmp_path: Path) -> None:
+    files = [("x.0.jpg", b"0"), ("x.1.PNG", b"1"), ("x.cls", b"3"), ("x.json", b"{}")]
+    files += [("noext", b"-"), (".hidden.jpg", b"-"), ("y.v.2.txt", b"text"), ("d.e/y.txt", b"z")]
+    shard = TarShard(write_tar(tmp_path / "s.tar", files))
+    assert len(shard) == 3
+    first, second, third = (shard.read(i) for i in range(3))
+    assert (first.images, first.json, first.text) == ([b"0", b"1"], b"{}", None)
+    assert (second.images, second.text, third.text) == ([], b"text", b"z")
+    assert first.name == f"{tmp_path}/s.tar, sample x"
+    assert third.name.endswith("sample d.e/y")
+
+
+def test_a_directory_and_a_range_are_one_list(tmp_path: Path) -> None:
+    for number in (11, 9, 10):
+        write_tar(tmp_path / f"s-{number:03}.tar", [(f"{number}.txt", str(number).encode())])
+    for path in (tmp_path, tmp_path / "s-{009..011}.tar"):
+        assert is_shard_path(str(path))
+        assert [sample.text for sample in TarShards(str(path))] == [b"9", b"10", b"11"]
+    assert not is_shard_path(str(tmp_path / "text_document"))
+
+
+def test_the_index_is_built_once_and_again_when_the_file_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = two_samples(tmp_path / "s.tar")
+    assert len(TarShard(path)) == 2
+    assert (tmp_path / "s.tar.index-description.txt").exists()
+    builds: list[str] = []
+    build = TarShard._build
+
+    def counted(shard: TarShard) -> object:
+        builds.append(shard.path)
+        return build(shard)
+
+    monkeypatch.setattr(TarShard, "_build", counted)
+    assert len(TarShard(path)) == 2
+    assert builds == []
+    status = os.stat(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert len(TarShard(path)) == 2
+    assert builds == [path]
+    write_tar(tmp_path / "s.tar", [("c.txt", b"c" * 4096)])
+    assert TarShard(path).read(0).text == b"c" * 4096
+    assert builds == [path, path]
+    (tmp_path / "s.tar.index-members.npy").write_bytes(b"damaged")
+    assert len(TarShard(path)) == 1
+    assert len(builds) == 3
+
+
+def test_the_index_may_be_in_another_directory(tmp_path: Path) -> None:
+    path = two_samples(tmp_path / "s.tar")
+    assert len(TarShard(path, str(tmp_path / "cache"))) == 2
+    assert not list(tmp_path.glob("s.tar.index*"))
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    two_samples(tmp_path / "s-0.tar")
+    with pytest.raises(DataError, match=r"s-1\.tar: .*missing"):
+        TarShards(str(tmp_path / "s-{0..1}.tar"))
+    with pytest.raises(DataError, match="empty"):
+        shard_paths("s-{3..1}.tar")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=r"no file .* ends in \.tar"):
+        shard_paths(str(tmp_path / "none"))
+
+
+def test_damaged_shards_are_named(tmp_path: Path) -> None:
+    path = two_samples(tmp_path / "s.tar")
+    whole = Path(path).read_bytes()
+    for length in (0, 100, 700, 1024 + 600):
+        Path(path).write_bytes(whole[:length])
+        with pytest.raises(DataError, match=r"s\.tar"):
+            TarShard(path)
+    with tarfile.open(path, "w:gz"):
+        pass
+    with pytest.raises(DataError, match="no complete tar file"):
+        TarShard(path)
+    write_tar(tmp_path / "s.tar", [("README", b"")])
+    with pytest.raises(DataError, match="has no samples"):
+        TarShard(path)
+
+
+def test_a_shard_that_is_cut_or_removed_during_the_run_is_named(tmp_path: Path) -> None:
+    path = two_samples(tmp_path / "s.tar")
+    shard = TarShard(path)
+    with open(path, "r+b") as file:
+        file.truncate(600)
+    with pytest.raises(DataError, match=r"s\.tar had .* cut short"):
+        shard.read(1)
+    os.remove(path)
+    with pytest.raises(DataError, match=r"s\.tar: .*gone"):
+        shard.read(0)
