@@ -18,7 +18,8 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import unsupported_reason
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of
-from megatron.training.models.attention_request import attention_request
+from megatron.training.models.attention_request import attention_request, encoder_attention_request
+from megatron.training.models.registry import model_kind_of
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.runtime import Runtime
 
@@ -70,9 +71,13 @@ def print_attention_backends(run: Runtime) -> None:
             "forward pass: matmuls and attention by the kernels of generation "
             "(--batch-invariant-mode); backward passes:"
         )
-    for kind in kinds:
-        print_rank_0(f"attention backends{f' with {kind}' if kind else ''}:")
-        request = attention_request(run.config, kind)
+    requests = {
+        f" with {kind}" if kind else "": attention_request(run.config, kind) for kind in kinds
+    }
+    if model_kind_of(run.config).reads_images:
+        requests[" of the image encoder"] = encoder_attention_request(run.config)
+    for which, request in requests.items():
+        print_rank_0(f"attention backends{which}:")
         if warning := fallback_warning(model.attention_backend, request):
             print_rank_0(f"WARNING: {warning}")
         for row in attention_report(model.attention_backend, request):

@@ -80,6 +80,12 @@ def test_all_conflicts_are_reported_at_once() -> None:
     for text in (
         "--img-h 25 is not a multiple of --patch-dim 6",
         "--vision-hidden-size 48 is no multiple of the encoder's 5 attention heads",
-        "--pixel-shuffle merges 2 x 2 patches",
+        "--pixel-shuffle merges 2 x 2 patches of a square",
     ):
         assert text in said
+
+
+def test_patches_are_merged_in_squares_only() -> None:
+    given = [*FLAGS, "--img-w", "36", "--disable-vision-class-token", "--pixel-shuffle"]
+    (said,) = run_ranks(refusal, 1, [*TINY, *given])
+    assert "--pixel-shuffle merges 2 x 2 patches of a square: give" in said

@@ -72,3 +72,15 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
     model = resolve_pipeline_split(run_of(words, world_size=4), 3000).model
     sizes = [len(stage) for stage in layer_ranges(model, 4)]
     assert sizes[-1] < min(sizes[:-1])
+
+
+@pytest.mark.parametrize(("more", "first"), [("", 1), ("--freeze-ViT", 3)])
+def test_an_encoder_of_images_takes_the_place_of_layers(more: str, first: int) -> None:
+    words = (
+        "--model-kind vlm --pipeline-model-parallel-size 2 --pipeline-split auto --num-layers 8 "
+        "--seq-length 16 --img-h 32 --img-w 32 --patch-dim 4 --vision-num-layers 6 "
+        f"--hidden-size 256 {more}"
+    )
+    run = run_of(words, world_size=2)
+    settled = resolve_pipeline_split(run, 128)
+    assert len(layer_ranges(settled.model, 2)[0]) == first

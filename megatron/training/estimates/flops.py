@@ -2,7 +2,9 @@
 
 Counted are GEMMs (two operations per multiply-add), once forward and twice backward; for a Mamba
 layer also its convolution, and its scan as a recurrence.  Recomputation, norms, softmax and the
-optimizer are not counted.
+optimizer are not counted.  A frozen weight has no gradient, and a part of the model has no backward
+pass if nothing up to it is trained (--freeze-LM, --freeze-ViT).  Of images a sample has as many
+tiles as --seq-length has places for.
 
 Two counts exist:
 - `num_floating_point_operations` is Megatron-LM's, for "throughput per GPU": a causal query
@@ -22,6 +24,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, L
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of
+from megatron.training.models.image_encoder import ImageEncoder, image_encoder
 from megatron.training.models.layers import Layer
 from megatron.training.models.registry import model_kind_of
 
@@ -31,6 +34,16 @@ _SCALE = FORWARD_AND_BACKWARD * MULTIPLY_ADD
 
 # (layer index in its stack, sequence length, is causal) -> mean number of keys per query.
 Keys = Callable[[int, int, bool], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stack:
+    """Layers of one config, and the tokens of a sample that they compute."""
+
+    model: TransformerConfig
+    source: int  # tokens of a single stack, or of the encoder
+    target: int = 0  # of layers with cross attention
+    is_causal: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +78,56 @@ def layer_flops(config: RunConfig) -> list[float]:
     The layers of multi-token prediction come after the decoder's, counted without their
     projections.
     """
-    keys, length = _keys_of(config.model), config.data.seq_length
-    return [
-        _SCALE * sum(_multiply_adds(config, layer, i, keys)) / length
-        for i, layer in enumerate(layers_of(config))
-    ]
+    keys, length, stack = _keys_of(config.model), config.data.seq_length, _stack_of(config)
+    parts = [_multiply_adds(stack, layer, i, keys) for i, layer in enumerate(layers_of(config))]
+    scale = MULTIPLY_ADD * gemms_per_weight(config)
+    return [(scale * linear + _SCALE * mixing) / length for linear, mixing in parts]
+
+
+def gemms_per_weight(config: RunConfig) -> int:
+    """Return the GEMMs of a step with each weight of the language model: 2 if it is frozen."""
+    return FORWARD_AND_BACKWARD - config.vision.freeze_LM
+
+
+def image_flops(config: RunConfig) -> ModelFlops:
+    """Return the FLOPs of the encoder and the projector for one sample; zero without them."""
+    if not model_kind_of(config).reads_images:
+        return ModelFlops(linear=0.0, attention=0.0)
+    images, is_trained = image_encoder(config), not config.vision.freeze_ViT
+    model, num_tokens = images.layers, images.num_tokens
+    linear, mixing = _multiply_adds(
+        _Stack(model=model, source=num_tokens, is_causal=False),
+        Layer(attention=FULL, mlp=FULL, ffn_hidden_size=model.ffn_hidden_size or 0),
+        0,
+        lambda _layer_index, length, _is_causal: length,
+    )
+    passes = FORWARD_AND_BACKWARD if is_trained else 1
+    patches = images.num_patches * images.pixels * model.hidden_size
+    first, second = _projector_columns(images, config.vision.vision_projection_type)
+    projected = images.num_embeddings * ((2 + is_trained) * first + FORWARD_AND_BACKWARD * second)
+    scale = MULTIPLY_ADD * images.max_tiles
+    weights = passes * model.num_layers * linear + (1 + is_trained) * patches + projected
+    return ModelFlops(
+        linear=float(scale * weights), attention=float(scale * passes * model.num_layers * mixing)
+    )
+
+
+def _projector_columns(images: ImageEncoder, projection_type: str) -> tuple[int, int]:
+    """Return the elements of the projector's first and of its second matrix."""
+    model, source = images.projector, images.projector_input
+    if projection_type == "affine":
+        return source * model.hidden_size, 0
+    width = model.ffn_hidden_size or 0
+    return source * width * (2 if model.gated_linear_unit else 1), width * model.hidden_size
+
+
+def _stack_of(config: RunConfig) -> _Stack:
+    return _Stack(
+        model=config.model,
+        source=config.data.seq_length,
+        target=config.data.decoder_seq_length or 0,
+        is_causal=model_kind_of(config).is_causal,
+    )
 
 
 def _half_of_all(_layer_index: int, length: int, is_causal: bool) -> float:
@@ -111,11 +169,14 @@ def _flops(
 
     ``hidden_share``: fraction of BERT's tokens that are multiplied by the vocabulary matrix.
     """
-    parts = [_multiply_adds(config, layer, i, keys) for i, layer in enumerate(layers_of(config))]
+    stack, images = _stack_of(config), image_flops(config)
+    parts = [_multiply_adds(stack, layer, i, keys) for i, layer in enumerate(layers_of(config))]
     linear = sum(linear for linear, _ in parts) + _heads(config, padded_vocab_size, hidden_share)
-    scale = _SCALE * batch_size
+    mixing = sum(mixing for _, mixing in parts)
+    scale = MULTIPLY_ADD * gemms_per_weight(config)
     return ModelFlops(
-        linear=float(scale * linear), attention=float(scale * sum(mixing for _, mixing in parts))
+        linear=float(batch_size * (scale * linear + images.linear)),
+        attention=float(batch_size * (_SCALE * mixing + images.attention)),
     )
 
 
@@ -137,7 +198,7 @@ def _heads(config: RunConfig, padded_vocab_size: int, hidden_share: float) -> fl
 
 
 def _multiply_adds(
-    config: RunConfig, layer: Layer, layer_index: int, keys: Keys
+    stack: _Stack, layer: Layer, layer_index: int, keys: Keys
 ) -> tuple[float, float]:
     """Return the forward multiply-adds of one sample: with weights, and between tokens.
 
@@ -146,10 +207,8 @@ def _multiply_adds(
     product with the values 2*a*d*keys.  A part that is replaced by one matrix has h*h, an absent
     one nothing.  Keys and values of cross attention are computed from the encoder's tokens.
     """
-    model, source = config.model, config.data.seq_length
-    tokens = source
-    if layer.has_cross_attention:
-        tokens = config.data.decoder_seq_length or 0
+    model, source = stack.model, stack.source
+    tokens = stack.target if layer.has_cross_attention else source
     hidden, groups_width = model.hidden_size, model.num_query_groups * model.kv_channels
     heads_width = model.num_attention_heads * model.kv_channels
     full: float = 2 * (heads_width + groups_width)
@@ -162,7 +221,7 @@ def _multiply_adds(
     columns = {FULL: full, LINEAR: hidden}.get(layer.attention, 0) + mlp.get(layer.mlp, 0)
     linear, mixing = float(tokens * hidden * columns), 0.0
     if layer.attention == FULL:
-        is_causal = not layer.is_encoder and model_kind_of(config).is_causal
+        is_causal = stack.is_causal and not layer.is_encoder
         at = min(layer_index, model.num_layers - 1)  # MTP layers are like the last one
         if layer.has_cross_attention:
             at = layer_index - model.num_layers

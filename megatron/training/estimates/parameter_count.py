@@ -7,6 +7,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, L
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of
+from megatron.training.models.image_encoder import image_encoder
 from megatron.training.models.layers import Layer
 from megatron.training.models.registry import model_kind_of
 
@@ -53,6 +54,32 @@ def head_parameters(run: RunConfig, padded_vocab_size: int) -> int:
         has_bias = is_tied and m.add_bias_linear
         return 2 * (norm + bias) + (padded_vocab_size // tp if has_bias else 0)
     return norm
+
+
+def encoder_parameters(run: RunConfig) -> int:
+    """Return the parameters of the encoder of images on one tensor-parallel rank; 0 without one."""
+    if not model_kind_of(run).reads_images:
+        return 0
+    images = image_encoder(run)
+    m, hidden = images.layers, images.layers.hidden_size
+    layer = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=m.ffn_hidden_size or 0)
+    each = _layer_parameters(m, layer) + 2 * hidden * images.has_layer_scale
+    norms = images.kind.has_norm_before + images.kind.has_norm_after
+    vectors = images.num_tokens + images.kind.has_class_token + images.kind.has_patch_bias
+    vectors += images.pixels + norms * _parameters_per_channel(m)
+    return m.num_layers * each + hidden * vectors
+
+
+def projector_parameters(run: RunConfig) -> int:
+    """Return the parameters behind the encoder on one tensor-parallel rank; 0 without one."""
+    if not model_kind_of(run).reads_images:
+        return 0
+    images = image_encoder(run)
+    m, source = images.projector, images.projector_input
+    if run.vision.vision_projection_type == "mlp":
+        width = m.ffn_hidden_size or 0
+        return _mlp_matrices(m, width, m.tensor_model_parallel_size, input_size=source)
+    return m.hidden_size // m.tensor_model_parallel_size * (source + m.add_bias_linear)
 
 
 def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
@@ -107,10 +134,12 @@ def _mlp_parameters(m: TransformerConfig, layer: Layer) -> int:
     return matrices + _norms_of_part(m)
 
 
-def _mlp_matrices(m: TransformerConfig, width: int, tp: int) -> int:
+def _mlp_matrices(
+    m: TransformerConfig, width: int, tp: int, *, input_size: int | None = None
+) -> int:
     inner = width // tp * (2 if m.gated_linear_unit else 1)
     biases = m.hidden_size + inner if m.add_bias_linear else 0
-    return m.hidden_size * (inner + width // tp) + biases
+    return (input_size or m.hidden_size) * inner + m.hidden_size * (width // tp) + biases
 
 
 def _expert_parameters(m: TransformerConfig) -> int:

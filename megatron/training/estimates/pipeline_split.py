@@ -2,7 +2,7 @@
 
 Costs are FLOPs per token, forward and backward, from `flops`: layers by their own shapes, the loss
 by its GEMM with the vocabulary.  The embedding has no GEMM; its cost is the memory traffic of its
-output and of the output's gradient.
+output and of the output's gradient.  An encoder of images is on the first stage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from dataclasses import replace
 from itertools import accumulate
 
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.flops import FORWARD_AND_BACKWARD, MULTIPLY_ADD, layer_flops
+from megatron.training.estimates.flops import (
+    MULTIPLY_ADD,
+    gemms_per_weight,
+    image_flops,
+    layer_flops,
+)
 
 _EMBEDDING_BYTES_PER_CHANNEL = 12  # output and gradient, written, read and added in 16 bits
 _FLOPS_PER_BYTE = 300  # FLOPs of an accelerator in the time that moving a byte takes
@@ -21,8 +26,8 @@ _FLOPS_PER_BYTE = 300  # FLOPs of an accelerator in the time that moving a byte 
 def resolve_pipeline_split(config: RunConfig, padded_vocab_size: int) -> RunConfig:
     """Return ``config`` with the automatic split written as a pipeline layout."""
     model, num_stages = config.model, config.placement.num_stages
-    layers, embedding, loss = costs(config, padded_vocab_size)
-    sizes = balanced_sizes(layers, num_stages, first=embedding, last=loss)
+    layers, first, loss = costs(config, padded_vocab_size)
+    sizes = balanced_sizes(layers, num_stages, first=first, last=loss)
     layout = "|".join("t" * size for size in sizes)
     layout = f"E{layout}{'m' * (model.mtp_num_layers or 0)}L"
     settled = replace(model, pipeline_split="even", pipeline_model_parallel_layout=layout)
@@ -30,16 +35,21 @@ def resolve_pipeline_split(config: RunConfig, padded_vocab_size: int) -> RunConf
 
 
 def costs(config: RunConfig, padded_vocab_size: int) -> tuple[list[float], float, float]:
-    """Return the relative times of each layer, of the embedding, and of the loss with MTP."""
+    """Return the relative times of each layer, of what precedes them, and of the loss with MTP.
+
+    The embedding precedes them, and an encoder of images, which every context-parallel rank runs
+    on all images of its rows.
+    """
     model = config.model
     again = 4 / 3 if model.recompute_granularity == "full" else 1.0
     every = [again * flops for flops in layer_flops(config)]
     num_layers = len(every) - (model.mtp_num_layers or 0)
     layers, ahead = every[:num_layers], every[num_layers:]
-    scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * model.hidden_size
+    scale = gemms_per_weight(config) * MULTIPLY_ADD * model.hidden_size
     loss = scale * (padded_vocab_size + len(ahead) * (padded_vocab_size + 2 * model.hidden_size))
     embedding = _EMBEDDING_BYTES_PER_CHANNEL * _FLOPS_PER_BYTE * model.hidden_size
-    return layers, float(embedding), loss + sum(ahead, 0.0)
+    images = model.context_parallel_size * image_flops(config).total / config.data.seq_length
+    return layers, embedding + images, loss + sum(ahead, 0.0)
 
 
 def balanced_sizes(

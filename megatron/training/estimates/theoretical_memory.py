@@ -2,7 +2,7 @@
 
 The log lines call MiB MB, as in Megatron-LM.  Activations follow "Reducing Activation Recomputation
 in Large Transformer Models" (arXiv 2205.05198), for 16-bit values; they are reported where its
-formula holds: sequence parallelism with selective recomputation.
+formula holds: sequence parallelism with selective recomputation.  An encoder of images has neither.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 
 from megatron.core.parallel.context_parallel_partition import local_sequence_length
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.parameter_count import head_parameters, layer_parameters
+from megatron.training.estimates.parameter_count import (
+    encoder_parameters,
+    head_parameters,
+    layer_parameters,
+    projector_parameters,
+)
+from megatron.training.models.image_encoder import image_encoder
+from megatron.training.models.registry import model_kind_of
 
 _MIB = 2**20
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -23,7 +30,9 @@ class ParameterCount:
 
     layers: int
     embeddings: int  # input and, if untied, output
+    images: int  # encoder of images and projector
     most_loaded_shard: float
+    trained_of_shard: float  # without frozen parameters
 
 
 def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCount:
@@ -38,26 +47,33 @@ def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCoun
     pp, tp = config.model.pipeline_model_parallel_size, config.model.tensor_model_parallel_size
     on_first_stage = embedding * (num_embeddings if pp == 1 else 1)
     rest = head_parameters(whole, padded_vocab_size)
+    language = ((layer_parameters(of_rank) + rest) / pp + on_first_stage) / tp
+    encoder, projector = encoder_parameters(config), projector_parameters(config)
+    trained = projector + language * (not config.vision.freeze_LM)
     return ParameterCount(
         layers=layer_parameters(whole) + rest,
         embeddings=num_embeddings * embedding,
-        most_loaded_shard=((layer_parameters(of_rank) + rest) / pp + on_first_stage) / tp,
+        images=encoder_parameters(whole) + projector_parameters(whole),
+        most_loaded_shard=language + encoder + projector,
+        trained_of_shard=trained + encoder * (not config.vision.freeze_ViT),
     )
 
 
 def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> float:
     """Return the bytes of weights, gradients and optimizer state on the most loaded rank.
 
-    Per parameter these are the 16-bit weight, the gradient, the main parameter and two moments.
-    The distributed optimizer shards the last three over the data-parallel ranks.  With
-    --use-precision-aware-optimizer, the main parameter is stored as a 16-bit remainder.
+    Per parameter these are the 16-bit weight and, unless it is frozen, the gradient, the main
+    parameter and two moments.  The distributed optimizer shards the last three over the
+    data-parallel ranks.  With --use-precision-aware-optimizer, the main parameter is stored as a
+    16-bit remainder.
     """
     o = config.optimizer
     main = 2 if o.use_precision_aware_optimizer else 4
     state = main + _BYTES[o.exp_avg_dtype] + _BYTES[o.exp_avg_sq_dtype]
     shares = config.data_parallel_size if o.use_distributed_optimizer else 1
-    per_parameter = 2 + _BYTES[o.main_grads_dtype] + state / shares
-    return count_parameters(config, padded_vocab_size).most_loaded_shard * per_parameter
+    count = count_parameters(config, padded_vocab_size)
+    per_trained = _BYTES[o.main_grads_dtype] + state / shares
+    return 2 * count.most_loaded_shard + per_trained * count.trained_of_shard
 
 
 def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches: int) -> float:
@@ -77,7 +93,31 @@ def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches
         total *= min(1.0, num_microbatches / pp)
     if pp == 1:  # the output layer: its input and fp32 logits
         total += wide * 4 * (1 + padded_vocab_size / model.hidden_size)
-    return total / model.tensor_model_parallel_size
+    of_images = image_activation_bytes(config, num_microbatches)
+    return total / model.tensor_model_parallel_size + of_images
+
+
+def image_activation_bytes(config: RunConfig, num_microbatches: int) -> float:
+    """Return the bytes of activations of the encoder and the projector; 0 without them.
+
+    Every context-parallel rank encodes all images of its rows.  Without sequence parallelism, 10 of
+    34 bytes per channel are on every tensor-parallel rank (inputs of norms and of their matmuls,
+    dropout masks).  Of a frozen encoder only the output is kept, for the projector.
+    """
+    if not model_kind_of(config).reads_images:
+        return 0.0
+    images, pp = image_encoder(config), config.model.pipeline_model_parallel_size
+    model, tp = images.layers, config.model.tensor_model_parallel_size
+    has_chunks = config.model.virtual_pipeline_model_parallel_size is not None
+    in_flight = min(num_microbatches, 2 * pp - 1 if has_chunks and pp > 1 else pp)
+    tiles = images.max_tiles * config.training.micro_batch_size * in_flight
+    inner = images.projector.ffn_hidden_size if config.vision.vision_projection_type == "mlp" else 0
+    total = images.num_embeddings * (2 * images.projector_input + 4 * (inner or 0) / tp)
+    if not config.vision.freeze_ViT:
+        sharded = 8 * model.hidden_size + 4 * (model.ffn_hidden_size or 0)
+        per_token = 10 * model.hidden_size + sharded / tp
+        total += images.num_tokens * model.num_layers * per_token
+    return tiles * total
 
 
 def memory_lines(
@@ -87,10 +127,12 @@ def memory_lines(
     count = count_parameters(config, padded_vocab_size)
     lines = []
     if verbose:
-        total = count.layers + count.embeddings
+        total = count.layers + count.embeddings + count.images
+        encoder = f"Number of parameters in image encoder in billions: {count.images / 1e9:.2f}"
         lines = [
             f"Number of parameters in transformer layers in billions: {count.layers / 1e9: .2f}",
             f"Number of parameters in embedding layers in billions: {count.embeddings / 1e9:.2f}",
+            *([encoder] if count.images else []),
             f"Total number of parameters in billions: {total / 1e9:.2f}",
             "Number of parameters in most loaded shard in billions: "
             f"{count.most_loaded_shard / 1e9:.4f}",

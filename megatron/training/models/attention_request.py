@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.core.transformer.attention_backends import FLASH, AttentionRequest, choose
 from megatron.training.config.run import RunConfig
+from megatron.training.models.image_encoder import encoder_config
 from megatron.training.models.registry import model_kind_of
 
 
@@ -13,6 +14,16 @@ def attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
     ``comm_type`` is a value of --cp-comm-type, the empty string without context parallelism.
     """
     return _request(config, comm_type, has_bounds=documents_are_bounds(config))
+
+
+def encoder_attention_request(config: RunConfig) -> AttentionRequest:
+    """Return what the encoder of images needs: each patch attends to all others of its tile."""
+    layers = encoder_config(config)
+    return AttentionRequest(
+        dtype=layers.params_dtype,
+        head_dim=layers.kv_channels,
+        has_dropout=layers.attention_dropout > 0,
+    )
 
 
 def documents_are_bounds(config: RunConfig) -> bool:

@@ -26,11 +26,12 @@ def image_reader_problems(run: RunConfig) -> Iterator[str]:
             f"encoder's {heads} attention heads: change --vision-num-attention-heads"
         )
     if vision.pixel_shuffle:
-        odd = [side for side in sizes[:2] if side // vision.patch_dim % 2]
-        if odd or not vision.disable_vision_class_token:
+        is_odd = vision.img_h // vision.patch_dim % 2 == 1
+        if is_odd or vision.img_h != vision.img_w or not vision.disable_vision_class_token:
             yield (
-                "--pixel-shuffle merges 2 x 2 patches: give --disable-vision-class-token and an "
-                "even number of patches in each direction"
+                "--pixel-shuffle merges 2 x 2 patches of a square: give "
+                "--disable-vision-class-token, --img-w equal to --img-h, and an even number of "
+                "patches in each direction"
             )
     if model.uses_graphs:
         yield "CUDA graphs need equal shapes in every step, and the number of images differs"

@@ -65,6 +65,17 @@ OTHERS = [
 ]
 
 
+VLM = "--model-kind vlm --img-h 24 --img-w 36 --patch-dim 6 --vision-num-layers 3"
+OTHERS += [
+    f"{VLM}",
+    f"{VLM} --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2",
+    f"{VLM} --vision-model-type internvit --disable-vision-class-token --pixel-shuffle "
+    "--vision-hidden-size 48 --vision-num-attention-heads 6 --disable-bias-linear --img-w 24",
+    f"{VLM} --vision-model-type siglip --vision-projection-type affine --vision-ffn-hidden-size 40",
+    f"{VLM} --vision-model-type vit --vision-projection-type affine --disable-bias-linear",
+]
+
+
 @pytest.mark.parametrize("words", OTHERS)
 def test_the_estimate_of_other_kinds_is_exact_on_one_rank(words: str) -> None:
     run = run_of(f"--position-embedding-type none {words}")
@@ -72,7 +83,8 @@ def test_the_estimate_of_other_kinds_is_exact_on_one_rank(words: str) -> None:
     model = build_model_stage(run, groups=one_process_groups(), **sizes)
     counted = sum(p.numel() for p in model.parameters())
     count = count_parameters(run, 128)
-    assert count.layers + count.embeddings == counted == count.most_loaded_shard
+    every = count.layers + count.embeddings + count.images
+    assert every == counted == count.most_loaded_shard
 
 
 def test_padding_follows_tensor_parallelism_unless_given() -> None:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.flops import (
     causal_model_flops,
+    image_flops,
     mean_keys_per_query,
     num_floating_point_operations,
     tokens_of_a_sample,
@@ -122,6 +123,46 @@ def test_torchs_counter_agrees_on_a_plain_gpt(more: str, counted) -> None:
     # The plain path multiplies the whole square; the mask leaves (s + 1) / 2 keys of s.
     assert flops.attention == pytest.approx(counted_attention * (seq + 1) / 2 / seq, rel=0.01)
     assert flops.total == flops.linear + flops.attention
+
+
+VLM = (
+    f"--model-kind vlm --num-layers 2 --seq-length 15 --img-h 24 --img-w 36 --patch-dim 6 {PLAIN} "
+    "--vision-num-layers 3 --vision-hidden-size 48 --vision-num-attention-heads 6"
+)
+
+
+@pytest.mark.feature("Logging: FLOPs of image encoders and of frozen parts")
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--freeze-ViT",
+        "--freeze-LM",
+        "--freeze-ViT --freeze-LM",
+        "--vision-model-type internvit --disable-vision-class-token --pixel-shuffle --img-w 24",
+        "--vision-model-type siglip --vision-projection-type affine --freeze-ViT",
+    ],
+)
+def test_torchs_counter_agrees_on_a_model_that_reads_images(more: str, counted) -> None:
+    config = run_config(f"{VLM} {more}")
+    batch, length = 2, config.data.seq_length
+    text = torch.ones(batch, 16, dtype=torch.long)
+    tokens, num_tiles = text.clone(), torch.zeros_like(text)
+    tokens[:, 0], num_tiles[:, 0] = -200, 1
+    linear, attention = counted(
+        config,
+        256,
+        tokens=tokens,
+        labels=text,
+        position_ids=torch.arange(16).expand(batch, 16),
+        num_tiles=num_tiles,
+        images=torch.zeros(batch, 3, 24, config.vision.img_w),
+    )
+    flops = causal_model_flops(config, batch, 256)
+    assert flops.linear == linear
+    images = batch * image_flops(config).attention
+    found = (attention - images) * (length + 1) / 2 / length  # under the causal mask
+    assert flops.attention - images == pytest.approx(found)
 
 
 def test_torchs_counter_and_a_hand_count_agree_on_a_hybrid(counted) -> None:

@@ -18,7 +18,7 @@ from megatron.training.startup_log import (
     print_layout,
 )
 from tests.unit.arguments.commands import run_of
-from tests.unit.callbacks.helpers import fake_run
+from tests.unit.callbacks.helpers import fake_run, run_config
 from tests.unit.small_run import small_run
 
 
@@ -166,3 +166,11 @@ def test_a_format_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert kernels.kernel_backend(torch.bfloat16) == "kernels in C++"
     expected = "PyTorch alone: there are none for torch.float16"
     assert kernels.kernel_backend(torch.float16) == expected
+
+
+def test_the_attention_of_an_image_encoder_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--model-kind vlm --vision-hidden-size 48 --vision-num-attention-heads 6"
+    print_attention_backends(small_run(run_config(flags)))
+    lines = capsys.readouterr().out.splitlines()
+    own, encoder = lines.index("attention backends:"), "attention backends of the image encoder:"
+    assert own < lines.index(encoder)

@@ -9,9 +9,11 @@ import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.arguments.flat_values import flat_values
+from megatron.training.estimates.parameter_count import encoder_parameters, projector_parameters
 from megatron.training.estimates.theoretical_memory import (
     activation_bytes,
     count_parameters,
+    image_activation_bytes,
     memory_lines,
     print_memory,
     weight_and_optimizer_bytes,
@@ -50,6 +52,44 @@ def test_the_distributed_optimizer_divides_its_share() -> None:
     sharded = replace(config.optimizer, use_distributed_optimizer=True)
     shared = weight_and_optimizer_bytes(replace(config, optimizer=sharded), 512)
     assert shared / whole == (6 + 12 / 4) / 18
+
+
+VLM = "--model-kind vlm --img-h 24 --img-w 24 --patch-dim 6 --vision-num-layers 3"
+
+
+@pytest.mark.feature("Logging: theoretical memory counts image encoders and frozen parts")
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    def size(flags: str) -> float:
+        return weight_and_optimizer_bytes(run_config(f"{VLM} {flags}"), 512)
+
+    run = run_config(VLM)
+    encoder, projector = encoder_parameters(run), projector_parameters(run)
+    language = count_parameters(run, 512).most_loaded_shard - encoder - projector
+    assert size("") == 18 * (language + encoder + projector)
+    assert size("--freeze-ViT") == size("") - 16 * encoder
+    assert size("--freeze-LM") == size("") - 16 * language
+    assert size("--freeze-LM --freeze-ViT") == 2 * (language + encoder) + 18 * projector
+
+
+def test_stages_keep_the_encoder_activations_of_micro_batches_in_flight() -> None:
+    words = "--vision-hidden-size 48 --vision-num-attention-heads 6 --max-num-tiles 3"
+
+    def size(flags: str = "", ranks: int = 1, num_microbatches: int = 8) -> float:
+        run = run_config(f"{VLM} {words} {flags}", ranks)
+        return image_activation_bytes(run, num_microbatches)
+
+    tiles, tokens, inner = 2 * 4, 17, 4 * 32  # two samples of three tiles and a thumbnail
+    projector = tiles * tokens * (2 * 48 + 4 * inner)
+    assert size("--freeze-ViT") == projector
+    assert size() == projector + 3 * tiles * tokens * 48 * 34
+    parts = size("--tensor-model-parallel-size 2", 2)
+    assert parts == tiles * tokens * (2 * 48 + 4 * inner / 2 + 3 * 48 * (10 + 24 / 2))
+    stages = "--pipeline-model-parallel-size 2"
+    assert size(stages, 2) == 2 * size()
+    assert size(stages, 2, num_microbatches=1) == size()
+    virtual = f"{stages} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
+    assert size(virtual, 2) == 3 * size()
+    assert size("--context-parallel-size 2", 2) == size(), "every rank encodes all images"
 
 
 def test_fewer_bits_are_counted() -> None:

@@ -1,0 +1,155 @@
+"""The encoder of images and the projector as flags describe them; imports no model.
+
+A model splits an image into tiles of --img-h x --img-w pixels.  The encoder computes one embedding
+for each patch and class token of a tile; the projector maps those that remain to the width of the
+language model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+
+from megatron.core.activations import openai_gelu, quick_gelu
+from megatron.core.models.vision.kinds import KINDS, VisionKind, get_num_image_embeddings
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.run import RunConfig
+
+# What the encoder and the projector have in common with the language model.
+_INHERITED = (
+    "activation_func activation_func_clamp_value add_bias_linear add_qkv_bias attention_backend "
+    "attention_dropout attention_softmax_in_fp32 batch_invariant_mode bf16 "
+    "bias_activation_fusion bias_dropout_fusion calculate_per_token_loss compile "
+    "deterministic_mode disable_bf16_reduced_precision_matmul ffn_hidden_size fp16 fp8 "
+    "fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin fp8_param fp8_recipe "
+    "fp8_wgrad gated_linear_unit gradient_accumulation_fusion hidden_dropout hidden_size "
+    "init_method_std init_method_xavier_uniform init_seed kv_channels layernorm_epsilon "
+    "layernorm_zero_centered_gamma masked_softmax_fusion normalization num_attention_heads "
+    "num_layers num_query_groups params_dtype perform_initialization qk_layernorm "
+    "tensor_model_parallel_size transformer_impl "
+).split()
+_COLOURS = 3
+
+
+@dataclass(frozen=True)
+class _Convention:
+    """What the layers of an encoder's architecture have, whatever the language model has."""
+
+    activation: Any
+    normalization: str = "LayerNorm"
+    eps: float = 1e-5
+    qk_layernorm: bool = False
+    has_layer_scale: bool = False
+
+
+_CONVENTIONS = {
+    "clip": _Convention(quick_gelu),
+    "siglip": _Convention(openai_gelu, eps=1e-6),
+    "internvit": _Convention(
+        F.gelu, normalization="RMSNorm", eps=1e-6, qk_layernorm=True, has_layer_scale=True
+    ),
+    "internvit300M": _Convention(F.gelu, eps=1e-6, has_layer_scale=True),
+    "vit": _Convention(F.gelu, eps=1e-12),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageEncoder:
+    """Configs and sizes of the encoder and the projector."""
+
+    layers: TransformerConfig  # of the encoder
+    projector: TransformerConfig  # its width is the language model's
+    kind: VisionKind
+    has_layer_scale: bool
+    num_patches: int  # of a tile
+    num_embeddings: int  # of a tile, for the language model
+    max_tiles: int  # of a sample
+    pixels: int  # of a patch, in all colours
+    projector_input: int  # channels
+
+    @property
+    def num_tokens(self) -> int:
+        """Embeddings of a tile in the encoder: patches and the class token."""
+        return self.num_patches + self.kind.has_class_token
+
+
+def image_encoder(config: RunConfig) -> ImageEncoder:
+    """Return the encoder of a model kind that reads images.
+
+    --seq-length has places for one image of --max-num-tiles tiles, and for its thumbnail if there
+    are several.
+    """
+    vision, layers = config.vision, encoder_config(config)
+    sizes = vision.img_h, vision.img_w, vision.patch_dim
+    return ImageEncoder(
+        layers=layers,
+        projector=projector_config(config),
+        kind=KINDS[vision.vision_model_type],
+        has_layer_scale=has_layer_scale(config),
+        num_patches=(vision.img_h // vision.patch_dim) * (vision.img_w // vision.patch_dim),
+        num_embeddings=get_num_image_embeddings(
+            *sizes,
+            vision.vision_model_type,
+            vision.disable_vision_class_token,
+            1,
+            vision.pixel_shuffle,
+        ),
+        max_tiles=vision.max_num_tiles + (vision.max_num_tiles > 1),
+        pixels=_COLOURS * vision.patch_dim**2,
+        projector_input=layers.hidden_size * (4 if vision.pixel_shuffle else 1),
+    )
+
+
+def encoder_config(config: RunConfig) -> TransformerConfig:
+    """Return the config of the encoder's layers.
+
+    Without --vision-model-type they have the language model's activation and norm, as in
+    Megatron-LM's pretrain_vlm.py.
+    """
+    vision = config.vision
+    values = _inherited(config.model)
+    width = vision.vision_hidden_size
+    if width is not None:
+        values |= {"hidden_size": width, "ffn_hidden_size": 4 * width}
+    if width is not None or vision.vision_num_attention_heads is not None:
+        values |= {"kv_channels": None, "num_query_groups": None}
+    given = {
+        "num_layers": vision.vision_num_layers,
+        "ffn_hidden_size": vision.vision_ffn_hidden_size,
+        "num_attention_heads": vision.vision_num_attention_heads,
+    }
+    values |= {name: value for name, value in given.items() if value is not None}
+    if config.asked.get("vision_model_type") is not None:
+        kind = _convention(config)
+        values |= {
+            "activation_func": kind.activation,
+            "add_bias_linear": True,
+            "add_qkv_bias": True,
+            "bias_activation_fusion": False,
+            "gated_linear_unit": False,
+            "layernorm_epsilon": kind.eps,
+            "layernorm_zero_centered_gamma": False,
+            "normalization": kind.normalization,
+            "qk_layernorm": kind.qk_layernorm,
+        }
+    return TransformerConfig(**values)
+
+
+def projector_config(config: RunConfig) -> TransformerConfig:
+    """Return the config of the projector, whose output has the language model's width."""
+    return TransformerConfig(**_inherited(config.model))
+
+
+def has_layer_scale(config: RunConfig) -> bool:
+    """Return whether the encoder's layers scale each channel of what they add."""
+    return _convention(config).has_layer_scale
+
+
+def _inherited(model: TransformerConfig) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in _INHERITED}
+
+
+def _convention(config: RunConfig) -> _Convention:
+    return _CONVENTIONS[config.vision.vision_model_type]
