@@ -25,6 +25,8 @@ _WRITES_VALUES = (
     "add_ addcdiv_ addcmul_ addmm_ bernoulli_ clamp_ copy_ div_ fill_ index_add_ lerp_ "
     "masked_fill_ mul_ neg_ normal_ scatter_add_ sqrt_ sub_ uniform_ zero_"
 ).split()
+# The same for `out`, which callers pass in its final shape; torch 2.11 raises on meta tensors.
+_WRITES_OUT = {_aten.addmm.dtype_out}
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class KnownShapes:
         if func not in self._is_pure:
             self._is_pure[func] = _is_pure(func)
         if not self._is_pure[func]:
-            if args and _writes_values(func) and _has_only_shape(args[0]):
-                return args[0]
+            written = kwargs.get("out") if func in _WRITES_OUT else args[0] if args else None
+            if _has_only_shape(written) and _writes_values(func):
+                return written
             return func(*args, **kwargs)
         try:
             key = (func, _key(args), *((name, _key(value)) for name, value in kwargs.items()))
@@ -107,7 +110,8 @@ def _is_pure(func: OpOverload) -> bool:
 
 
 def _writes_values(func: OpOverload) -> bool:
-    return func.namespace == "aten" and func._schema.name.split("::")[1] in _WRITES_VALUES
+    name = func._schema.name.split("::")[1]
+    return func in _WRITES_OUT or (func.namespace == "aten" and name in _WRITES_VALUES)
 
 
 def _has_only_shape(tensor: object) -> TypeGuard[Tensor]:

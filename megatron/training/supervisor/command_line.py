@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     found = get_args_parser()
     found.prog = "tools/launch.py"
     found.description = "Start the ranks of a run as torchrun does, and restart the run."
-    found.set_defaults(max_restarts=_MAX_RESTARTS)
+    # torch 2.11 has no --shutdown-timeout, and a --master-port that all runs on a host would share.
+    port = os.environ.get("PET_MASTER_PORT")
+    found.set_defaults(max_restarts=_MAX_RESTARTS, shutdown_timeout=None, master_port=port)
     _add_own_flags(found.add_argument_group("supervisor"))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.supervisor import command_line
 from megatron.training.supervisor.command_line import parse, parser, value_of
 from megatron.training.supervisor.node import claim_memory, older_checkpoint, restart_flags
 from megatron.training.supervisor.policy import History
@@ -40,6 +42,23 @@ def test_one_node_needs_no_address(tmp_path: Path) -> None:
     first, second = (parse(["--exit-report-dir", str(tmp_path), _SCRIPT]) for _ in range(2))
     assert first.config.rdzv_endpoint == "localhost:0"
     assert first.config.run_id != second.config.run_id, "two runs on a host share nothing"
+
+
+def test_the_flags_of_torch_2_11_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def older() -> argparse.ArgumentParser:
+        found = get_args_parser()
+        found.set_defaults(master_port=29500)
+        given = [a for a in found._actions if a.dest == "shutdown_timeout"]
+        for action in given:
+            found._remove_action(action)
+        return found
+
+    monkeypatch.setattr(command_line, "get_args_parser", older)
+    launch = parse(["--exit-report-dir", str(tmp_path), _SCRIPT])
+    assert launch.config.rdzv_endpoint == "localhost:0", "not a port that other runs use too"
+    assert launch.times.shutdown_s == 30
 
 
 @pytest.mark.parametrize(

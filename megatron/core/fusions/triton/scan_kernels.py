@@ -255,7 +255,8 @@ def gradients(
         of_a = tl.sum(of_logs, 1) - tl.sum(of_logs, 0) - made
         of_a += tl.sum(through_c * rows_c.to(tl.float32), 1)
         keep = tl.sum(tl.where(i == length - 1, start, 0.0), 0)
-        of_end = tl.sum(made, 0) + keep * tl.load(OfKeep + number)
+        # The last is the sum: Triton 3.6 cannot compile a sum of sums of a GEMM for sm_100.
+        of_end = tl.cumsum(made, 0) + keep * tl.load(OfKeep + number)
         of_a += tl.where(i == length - 1, of_end, 0.0)
         at = ((chunk * length + i) * batch + b) * heads + head
         tl.store(OfSteps + at, tl.sum(of_u * wide, 1), mask=i < length)
