@@ -16,13 +16,13 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.enums import AttnMaskType
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
-from megatron.core.transformer import attention_masks
+from megatron.core.transformer import attention_masks, narrow_values
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tests import tolerances
 from tests.host_gpu import torch_cuda
 from tests.unit.one_process import tiny_config
 
-S, N, D = 24, 4, 8
+S, N, D = 24, 4, 16
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Case:
     queries: int = S
     is_causal: bool = True
     softmax: str = "vanilla"
+    value_dim: int = D
     call: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,6 +54,9 @@ CASES = {
     "packed without causality": Case(lengths=(5, 19), is_causal=False),
     "fewer queries": Case(queries=5, rows=2),
     "fewer queries in a window": Case(queries=5, window=(3, 0)),
+    "narrow values": Case(rows=2, value_dim=8),
+    "narrow values in a window": Case(rows=2, value_dim=8, window=(5, 0)),
+    "narrow values of documents": Case(value_dim=8, documents=((7, 1, 16),)),
     "sink and window": Case(window=(5, 0), rows=2, softmax="off-by-one"),
     "sink and packed window": Case(lengths=(1, 15, 8), window=(4, 0), softmax="off-by-one"),
 }
@@ -87,9 +91,10 @@ def formula(qkv: list[Tensor], seen: Tensor, softmax: str) -> Tensor:
 def run(case: Case, groups: int) -> int:
     """Compare one case; return how often the host waited for the device."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((case.queries, case.rows, N, D), *[(S, case.rows, groups, D)] * 2)
+    widths = (groups, D), (groups, case.value_dim)
+    shapes = ((case.queries, case.rows, N, D), *[(S, case.rows, *width) for width in widths])
     host = [torch.randn(shape, generator=generator).half() for shape in shapes]
-    scale = torch.linspace(-0.5, 0.5, N * D, dtype=torch.float64)
+    scale = torch.linspace(-0.5, 0.5, N * case.value_dim, dtype=torch.float64)
     exact = [x.double().requires_grad_() for x in host]
     scale = scale.half().double()
     expected = formula(exact, visible(case), case.softmax)
@@ -106,12 +111,12 @@ def run(case: Case, groups: int) -> int:
         rows = [PackedBounds(torch.tensor([0, *n]).cumsum(0), max(n)) for n in case.documents]
         cumulative, longest = PackedBounds.of_rows(rows)
         call["attention_mask"] = PackedBounds(cumulative.int().to("cuda"), longest)
-    config = tiny_config(window_size=case.window, softmax_type=case.softmax)
+    config = tiny_config(kv_channels=D, window_size=case.window, softmax_type=case.softmax)
     core = DotProductAttention(config, layer_number=1)
     if case.softmax != "vanilla" and case.lengths:
         assert call["packed_seq_params"].lengths  # a ring of one rank reads them once
     before = torch_cuda.waits()
-    out = core(*ours, **call)
+    out = core(*ours, **call).unflatten(-1, (N, -1))[..., : case.value_dim].flatten(2)
     (out * scale).sum().backward()
     waits: int = torch_cuda.waits() - before
     limits = tolerances.of(torch.float16)
@@ -122,6 +127,18 @@ def run(case: Case, groups: int) -> int:
     return waits
 
 
+def try_narrow_values() -> None:
+    """The trial of cuDNN accepts its values and no others; the core uses its result."""
+    tried, attend = narrow_values.unsupported_reason, narrow_values.attend_to_narrow
+    narrow_values.attend_to_narrow = lambda *inputs: 1.05 * attend(*inputs)  # type: ignore[assignment]
+    reason = tried(D, 8, torch.float16)
+    assert reason == "cuDNN computes other values than the formula"
+    narrow_values.attend_to_narrow = attend
+    tried.cache_clear()
+    assert tried(D, 8, torch.float16) is None
+    assert "fp16 and bf16" in (tried(D, 8, torch.float32) or "")
+
+
 def no_mask(*_: Any) -> Any:
     raise AssertionError("a mask is built")
 
@@ -129,6 +146,7 @@ def no_mask(*_: Any) -> Any:
 def main() -> None:
     """Print the waits of each case; raise where a value is wrong."""
     device.choose("cuda")
+    try_narrow_values()
     attention_masks.band = attention_masks.band_at = no_mask  # type: ignore[assignment]
     attention_masks.same_document = no_mask
     print(json.dumps({f"{n}, {g}": run(c, g) for n, c in CASES.items() for g in (4, 2, 1)}))

@@ -100,6 +100,13 @@ CASES = {
         torch.float32,
     ),
     "state on the host": (1, f"--bf16 {OFFLOADED} {RECOMPUTED}", torch.bfloat16),
+    "latent attention": (
+        2,
+        "--bf16 --multi-latent-attention --position-embedding-type rope --qk-head-dim 16 "
+        "--qk-pos-emb-head-dim 8 --v-head-dim 16 --num-attention-heads 4 "
+        "--tensor-model-parallel-size 2",
+        torch.bfloat16,
+    ),
     "fp8": (1, "--bf16 --fp8-format hybrid --fp8-param-gather", torch.bfloat16),
 }
 
@@ -211,7 +218,7 @@ def test_the_host_waits_once_a_decode_step(compiled: Path) -> None:
 def test_windows_packed_sequences_and_documents_need_no_mask_on_a_gpu(compiled: Path) -> None:
     waits = waits_of("flash_cases.py")
     assert waits == dict.fromkeys(waits, 0)
-    assert len(waits) == 45
+    assert len(waits) == 54
 
 
 @pytest.mark.parametrize("name", GENERATED)

@@ -22,7 +22,7 @@ def register() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for function in (_flash_attention_forward, _flash_attention_backward):
         library.impl(function.__name__, function, "CUDA")
-    for function in (_efficient, _efficient_backward):
+    for function in (_efficient, _efficient_backward, _cudnn, _cudnn_backward):
         name = function.__name__.removeprefix("_").replace("_backward", "")
         end = "_backward" if function.__name__.endswith("_backward") else ""
         library.impl(f"_scaled_dot_product_{name}_attention{end}", function, "CUDA")
@@ -210,6 +210,86 @@ def _efficient_backward(
     assert lse.shape[-1] % _ROWS == 0
     rows = lse[..., : q.shape[2]].contiguous()
     return *_backward(grad, q, k, v, out, rows, dropout_p, is_causal, scale), None
+
+
+def _cudnn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Emulate cuDNN, [b, n, s, d]: values may be narrower than keys."""
+    _check_cudnn(q, k, v)
+    assert compute_log_sumexp, "backward reads the log-sum-exp"
+    assert bias is None
+    assert dropout_p == 0
+    assert not return_debug_mask
+    assert scale is not None
+    probs, lse = _cudnn_probabilities(q, k, is_causal, scale)
+    order = sorted(range(4), key=lambda dim: -q.stride(dim))  # the output has that of queries
+    places = sorted(range(4), key=lambda at: order[at])
+    out = (probs @ v.float()).to(q.dtype).permute(order).contiguous().permute(places)
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    return out, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], seed, seed, None
+
+
+def _cudnn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    bias: Tensor | None,
+    cum_q: Tensor | None,
+    cum_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    assert scale is not None
+    _check_cudnn(q, k, v)
+    assert grad.shape == out.shape == (*q.shape[:3], v.shape[-1])
+    assert lse.shape == (*q.shape[:3], 1)
+    probs, _ = _cudnn_probabilities(q, k, is_causal, scale)
+    along = (grad.float() * out.float()).sum(-1, keepdim=True)
+    scores = probs * (grad.float() @ v.float().mT - along) * scale
+    grads = scores @ k.float(), scores.mT @ q.float(), probs.mT @ grad.float()
+    return tuple(torch.empty_like(x).copy_(g) for g, x in zip(grads, (q, k, v), strict=True))
+
+
+def _cudnn_probabilities(
+    q: Tensor, k: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    scores = q.float() @ k.float().mT * scale
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores.softmax(-1), scores.logsumexp(-1)
+
+
+def _check_cudnn(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Assert what torch's check asserts on Hopper with cuDNN 9.10 or newer."""
+    assert q.shape[:2] == k.shape[:2] == v.shape[:2]
+    assert k.shape[2] == v.shape[2] > 1
+    assert q.shape[-1] == k.shape[-1], "queries and keys are multiplied"
+    for x in (q, k, v):
+        if x.dtype not in _HALF:
+            raise RuntimeError("cuDNN attention only supports fp16 and bf16")
+        assert x.stride(-1) == 1, "cuDNN reads heads of adjacent values"
+        assert x.shape[-1] % 8 == 0, "cuDNN has heads of a multiple of 8"
+        assert x.shape[-1] <= 256, "cuDNN has heads of at most 256"
 
 
 def _forward(

@@ -7,7 +7,7 @@ in torch operations, which supports every request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from megatron.core import device
 from megatron.core.enums import AttnBackend
+from megatron.core.transformer import narrow_values
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -22,6 +23,7 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 FLASH = "flash"
+FUSED = "fused"
 BLOCKS = "blocks"
 PLAIN = "plain"
 NAMES = (BLOCKS, *KERNELS, PLAIN)
@@ -42,6 +44,7 @@ class AttentionRequest:
 
     dtype: torch.dtype
     head_dim: int
+    value_dim: int = 0  # of values narrower than keys; 0: as wide as keys
     is_cuda: bool = field(default_factory=device.is_cuda)  # this process's device
     has_mask: bool = False  # a mask that neither causality nor a band describes
     # A sliding window, packed sequences, or fewer causal queries than keys: arguments of a GPU's
@@ -53,6 +56,7 @@ class AttentionRequest:
     causal_tokens: int = 0  # sequence length of causal training; 0 for any other call
     # Ring attention or attention with a sink: only ``plain`` supports a mask or bias then.
     by_blocks: bool = False
+    is_deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
     @property
     def needs_mask(self) -> bool:
@@ -87,6 +91,8 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
     if name in ("flash", "fused"):
         if request.dtype not in (torch.float16, torch.bfloat16):
             return f"it has no kernel for {str(request.dtype).removeprefix('torch.')}"
+        if request.value_dim and name == FUSED:
+            return _refusal_of_narrow_values(request)
         if request.head_dim > (256 if name == "flash" else 128):
             return f"it does not support head dimension {request.head_dim}"
     if name == "flash" and (request.has_mask or request.has_bias):
@@ -102,6 +108,15 @@ def _refusal_of_bands(request: AttentionRequest) -> str | None:
     if request.head_dim % 8:  # otherwise torch pads the heads
         return f"the head dimension {request.head_dim} is not a multiple of 8"
     return None
+
+
+def _refusal_of_narrow_values(request: AttentionRequest) -> str | None:
+    has_more = request.needs_mask or request.has_bias or request.has_dropout
+    if has_more or not request.causal_tokens:
+        return "with values narrower than keys it is used only for causal attention in training"
+    if request.is_deterministic:
+        return "its backward pass is not deterministic"
+    return narrow_values.unsupported_reason(request.head_dim, request.value_dim, request.dtype)
 
 
 def _refusal_by_blocks(name: str, request: AttentionRequest) -> str | None:
@@ -135,8 +150,12 @@ def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
     """Return the implementations to use: one or more kernels (torch selects), or one of the others.
 
     If ``wanted`` allows none that supports the request, they are those of ``auto``: the choice is
-    about speed, so `fallback_warning` reports it and the run goes on.
+    about speed, so `fallback_warning` reports it and the run goes on.  For values narrower than
+    keys the choice is ``fused``, or else one that takes padded values.
     """
+    if request.value_dim:
+        takes_narrow = FUSED in _CANDIDATES[wanted] and refusal(FUSED, request) is None
+        return (FUSED,) if takes_narrow else choose(wanted, replace(request, value_dim=0))
     able = tuple(name for name in _CANDIDATES[wanted] if refusal(name, request) is None)
     if not able:
         return choose(AttnBackend.auto, request)

@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.random import fork_if
 from megatron.core.transformer.attention_backends import (
     BLOCKS,
     FLASH,
+    FUSED,
     KERNELS,
     PLAIN,
     AttentionRequest,
@@ -49,6 +50,7 @@ from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring
 from megatron.core.transformer.flash_attention import attend_to_band
 from megatron.core.transformer.invariant_attention import invariant_attention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.narrow_values import attend_to_narrow
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -61,6 +63,7 @@ class DotProductAttention(MegatronModule):
     """
 
     sdpa: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
+    takes_narrow_values = True  # than keys; otherwise the caller pads them
     is_batch_invariant = False  # `make_batch_invariant` sets it on an instance
 
     def __init__(
@@ -113,10 +116,12 @@ class DotProductAttention(MegatronModule):
     ) -> Tensor:
         """Attend: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d].
 
-        ``attention_mask`` is True where a key is hidden, or the bounds of documents in all rows;
-        ``attention_bias`` [1, n, q, k] is added to the scores.  Both apply in addition to the
-        causal mask.  With context parallelism, q and k are this rank's tokens, masks and biases
-        have columns for the tokens of all ranks, and the call is collective over cp, also backward.
+        Values may be narrower than keys, [k, b, g, v]: the output is [q, b, n v], or [q, b, n d]
+        with d - v zeros at the end of each head.  ``attention_mask`` is True where a key is hidden,
+        or the bounds of documents in all rows; ``attention_bias`` [1, n, q, k] is added to the
+        scores.  Both apply in addition to the causal mask.  With context parallelism, q and k are
+        this rank's tokens, masks and biases have columns for the tokens of all ranks, and the call
+        is collective over cp, also backward.
         """
         documents: PackedBounds | None = None
         if isinstance(attention_mask, PackedBounds):
@@ -136,9 +141,28 @@ class DotProductAttention(MegatronModule):
             documents=documents,
             sink=self._sink(query),
         )
+        if value.shape[-1] != query.shape[-1]:
+            if self._attends_to_narrow(query, value, context):
+                return attend_to_narrow(query, key, value, self.scale)
+            value = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
         if self.exchange is None:
             return self.attend(query, key, value, context)
         return self.exchange.attend(self, query, key, value, context)
+
+    def _attends_to_narrow(self, query: Tensor, value: Tensor, context: AttentionContext) -> bool:
+        """Return whether a kernel takes ``value`` as it is, narrower than ``query``."""
+        hiding = (context.hidden, context.packed, context.documents, context.sink, self.exchange)
+        is_special = any(x is not None for x in hiding) or self.is_batch_invariant
+        is_grouped = query.shape[2] != value.shape[2]
+        names = self._choose(
+            query,
+            context,
+            has_mask=is_special or is_grouped or not context.is_causal,
+            has_band=self.window is not None,
+            causal_tokens=len(query) if self.training else 0,
+            value_dim=value.shape[-1],
+        )
+        return names == (FUSED,)
 
     def paged_rule(self, query: Tensor) -> PagedRule:
         """Return how this layer attends, for `paged_attention` with queries like ``query``."""
@@ -282,11 +306,13 @@ class DotProductAttention(MegatronModule):
         has_band: bool,
         causal_tokens: int = 0,
         by_blocks: bool = False,
+        value_dim: int = 0,
     ) -> tuple[str, ...]:
         request = AttentionRequest(
             is_cuda=device.is_cuda(query.device),
             dtype=query.dtype,
             head_dim=query.shape[-1],
+            value_dim=value_dim,
             has_mask=has_mask,
             has_band=has_band,
             has_bias=context.bias is not None,

@@ -160,9 +160,10 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
     def queries_keys_values(
         self, hidden_states: Tensor, rotary: RotaryTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project: [s, b, h] -> query, key and value [s, b, n/tp, d + r].
+        """Project: [s, b, h] -> query and key [s, b, n/tp, d + r], and value.
 
-        Values are padded with zeros to the width of keys, which some attention kernels require.
+        The core takes values of their own width in training.  Otherwise they are padded with zeros
+        to the width of keys, which caches and some attention kernels require.
         """
         assert rotary is not None, "latent attention has rotary positions"
         narrow_query = self._narrow_query(hidden_states)
@@ -211,9 +212,13 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
             key_position.unsqueeze(2), rotary, fused=self.config.apply_rope_fusion
         )
         key = torch.cat([key, key_position.expand(-1, -1, self.local_heads, -1)], -1)
-        return query, key, F.pad(value, (0, self.query_width - c.v_head_dim))
+        takes_narrow = getattr(self.core_attention, "takes_narrow_values", False)
+        # A recomputed core keeps its inputs: a view would keep keys and values twice.
+        if not self.training or self.recomputes_core or not takes_narrow:
+            value = F.pad(value, (0, self.query_width - c.v_head_dim))
+        return query, key, value
 
     def project_back(self, context: Tensor) -> WithBias:
-        """Drop the padding of values and project: [s, b, n/tp (d + r)] -> [s, b, h]."""
+        """Drop the padding of values, if any, and project: [s, b, n/tp (d + r)] -> [s, b, h]."""
         context = context.unflatten(-1, (self.local_heads, -1))[..., : self.config.v_head_dim]
         return self.linear_proj(context.flatten(-2))

@@ -52,12 +52,14 @@ def _request(config: RunConfig, comm_type: str, *, has_bounds: bool) -> Attentio
     has_sink = model.softmax_type != "vanilla"
     is_whole = comm_type in ("", "a2a") and not has_sink and not has_bounds
     positions = config.language_model.position_embedding_type
+    narrow = model.v_head_dim if model.multi_latent_attention else model.kv_channels
     is_causal = kind.is_causal and not kind.has_encoder
     # A sink has no kernel for a part of the queries.
     is_masked = not is_causal or (has_sink and comm_type == "allgather")
     return AttentionRequest(
         dtype=model.params_dtype,
         head_dim=model.kv_channels,
+        value_dim=narrow if narrow < model.kv_channels else 0,
         has_mask=(config.data.reset_attention_mask and not has_bounds) or is_masked,
         has_band=has_bounds or model.window_size is not None or comm_type == "allgather",
         has_bias=positions in ("alibi", "relative"),

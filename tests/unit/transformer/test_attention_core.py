@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
-from megatron.core.transformer import context_parallel_ring, dot_product_attention
+from megatron.core.transformer import context_parallel_ring, dot_product_attention, narrow_values
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     attention_report,
@@ -282,6 +283,45 @@ def test_windows_and_packed_sequences_run_in_the_flash_kernel_of_a_gpu(by_blocks
     assert by_blocks or choose(AttnBackend.fused, gpu()) == ("fused", "efficient")
     on_cpu = request_of(torch.bfloat16, 64, has_band=True, by_blocks=by_blocks)
     assert choose(AttnBackend.auto, on_cpu) == (("plain",) if by_blocks else ("flash",))
+
+
+def test_values_narrower_than_keys_run_in_cudnn_where_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gpu(**changes: Any) -> AttentionRequest:
+        values: dict[str, Any] = {"head_dim": 192, "value_dim": 128, "causal_tokens": 64}
+        return AttentionRequest(is_cuda=True, dtype=torch.bfloat16, **values | changes)
+
+    monkeypatch.setattr(narrow_values, "unsupported_reason", lambda *_: None)
+    refusal.cache_clear()
+    choose.cache_clear()
+    assert choose(AttnBackend.auto, gpu()) == ("fused",)
+    padded = ("flash", "efficient")
+    assert choose(AttnBackend.auto, gpu(has_band=True)) == ("flash",)
+    assert choose(AttnBackend.auto, gpu(has_dropout=True)) == padded
+    assert choose(AttnBackend.auto, gpu(causal_tokens=0)) == padded
+    assert choose(AttnBackend.auto, gpu(is_deterministic=True)) == padded
+    assert choose(AttnBackend.flash, gpu()) == ("flash",)
+    monkeypatch.setattr(narrow_values, "unsupported_reason", lambda *_: "cuDNN: no plan")
+    refusal.cache_clear()
+    choose.cache_clear()
+    assert choose(AttnBackend.auto, gpu()) == padded
+    assert refusal("fused", gpu()) == "cuDNN: no plan"
+    refusal.cache_clear()
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_values_narrower_than_keys_are_padded_for_other_kernels(training: bool) -> None:
+    query, key, value = inputs()
+    narrow = value.detach()[..., :5].clone().requires_grad_()
+    core = DotProductAttention(tiny_config(), layer_number=1).train(training)
+    out = core(query, key, narrow).unflatten(-1, (N, D))
+    expected = formula(query, key, F.pad(narrow, (0, D - 5)), CAUSAL).unflatten(-1, (N, D))
+    torch.testing.assert_close(out, expected, **tolerances.of(torch.float64))
+    (grad,) = torch.autograd.grad(out.square().sum(), narrow)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), narrow)
+    torch.testing.assert_close(grad, wanted, **tolerances.of(torch.float64))
 
 
 def test_the_report_has_a_reason_for_each_backend() -> None:

@@ -32,6 +32,8 @@ class TEDotProductAttention(DotProductAttention):
     and windows or sinks with context parallelism.
     """
 
+    takes_narrow_values = False
+
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         # Created in the first call; in a list, so that it is not a registered submodule.
