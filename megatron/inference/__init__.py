@@ -8,5 +8,9 @@ from megatron.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from megatron.inference.llm import LLM as LLM
+    from megatron.inference.llm import PromptWithImages as PromptWithImages
 
-__getattr__ = lazy_exports(__name__, {"LLM": "megatron.inference.llm"})
+__getattr__ = lazy_exports(
+    __name__,
+    {"LLM": "megatron.inference.llm", "PromptWithImages": "megatron.inference.llm"},
+)

@@ -20,15 +20,29 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from megatron.core.inference.paged_engine.engine import Engine
+from megatron.core.inference.paged_engine.images import PromptImage, text_of
 from megatron.core.inference.paged_engine.request import FinishReason, RequestError, TokenOutput
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.text import SampleText, TextDelta, TextRules
 from megatron.training.inference.generation import open_writer
+from megatron.training.inference.image_prompts import Image, ImagePrompts
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.shutdown import shut_down
 from megatron.training.tokenizer import MegatronTokenizer
 
-Prompt: TypeAlias = str | Sequence[int]
+
+@dataclass(frozen=True)
+class PromptWithImages:
+    """A text with a tag ``<image>`` for each image, or none: then the images stand before it.
+
+    An image is a path, the bytes of a file, or a PIL image.
+    """
+
+    text: str
+    images: Sequence[Image]
+
+
+Prompt: TypeAlias = str | Sequence[int] | PromptWithImages
 
 
 @dataclass
@@ -55,9 +69,15 @@ class LLM:
     `load` and `generate` are collective over all ranks.  Only rank 0 gets answers.
     """
 
-    def __init__(self, engine: Engine, tokenizer: MegatronTokenizer) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: MegatronTokenizer,
+        image_prompts: ImagePrompts | None = None,
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self._image_prompts = image_prompts
         self._ids = count()
 
     @classmethod
@@ -69,7 +89,7 @@ class LLM:
         process has another model: `shut_down` that one first.
         """
         writer = open_writer(path, **options)
-        return cls(writer.engine, writer.tokenizer)
+        return cls(writer.engine, writer.tokenizer, writer.image_prompts)
 
     def generate(
         self,
@@ -163,19 +183,27 @@ class LLM:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise RequestError("stop: an empty string ends every text: leave it out", "stop")
-        ids = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else _ids_of(prompt)
+        images: tuple[PromptImage, ...] = ()
+        if isinstance(prompt, PromptWithImages):
+            if self._image_prompts is None:
+                raise RequestError("this model reads no images: give a text", "images")
+            ids, images = self._image_prompts.prompt(prompt.text, prompt.images)
+        else:
+            ids = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else _ids_of(prompt)
         model = self.engine.model
         request = model.request(request_id, ids, params)
+        request.images = images
         self.engine.add(request)
         ends = {*params.stop_token_ids} | ({model.eod} if model.eod is not None else set())
         rules = TextRules(frozenset(ends), stops, params.min_tokens)
-        return SampleText(self.tokenizer.detokenize, rules, [] if request.source else ids)
+        return SampleText(self.tokenizer.detokenize, rules, [] if request.source else text_of(ids))
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | PromptWithImages):
         return [prompts]
-    are_many = len(prompts) == 0 or isinstance(prompts[0], str) or np.ndim(prompts[0]) > 0
+    whole = (str, PromptWithImages)
+    are_many = len(prompts) == 0 or isinstance(prompts[0], whole) or np.ndim(prompts[0]) > 0
     return cast(Sequence[Prompt], prompts if are_many else [prompts])
 
 

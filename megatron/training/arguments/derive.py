@@ -134,7 +134,9 @@ def images(ns: Namespace) -> None:
         )
     except (ConfigError, ZeroDivisionError):  # a check reports it
         of_tile = 0
-    tiles = 1 if ns.decoder_seq_length else ns.max_num_tiles + (ns.max_num_tiles > 1)
+    tiles = 1
+    if ns.use_tiling and ns.decoder_seq_length is None:
+        tiles = ns.max_num_tiles + (ns.use_thumbnail and ns.max_num_tiles > 1)
     length = max(text + of_tile * tiles, ns.decoder_seq_length or 0)
     part = sequence_divisor(
         cp=ns.context_parallel_size,

@@ -65,8 +65,19 @@ class VisionConfig:
         "Tokens of a sample's text, in which an image is one token; --seq-length if not given.",
         at_least=1,
     )
+    use_tiling: bool = _vision(
+        False, "Cut images into tiles, in the grid that is closest to their aspect ratio."
+    )
     max_num_tiles: int = _vision(
-        1, "Largest number of tiles that an image is cut into, without the thumbnail.", at_least=1
+        1,
+        "Largest number of tiles that --use-tiling cuts an image into, without the thumbnail.",
+        at_least=1,
+    )
+    use_thumbnail: bool = _vision(
+        False, "Add the complete image as the last tile of an image of several tiles."
+    )
+    use_area_weighted_aspect_ratio: bool = _vision(
+        False, "Choose the grid of tiles by the area that it keeps, too."
     )
     decoder_tp_comm_overlap: bool = _vision(
         False, "--tp-comm-overlap for the language model; the encoder has none."

@@ -27,6 +27,8 @@ from megatron.core.inference.model_inference_wrappers.abstract_model_inference_w
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.runner import GenerationModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.checkpointing.checkpoint_args import (
@@ -41,6 +43,7 @@ from megatron.training.checkpointing.paths import open_checkpoint, resolve_folde
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
+from megatron.training.inference.image_prompts import ImagePrompts
 from megatron.training.initialize import connect, create_runtime
 from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.process.failure_watch import FailureWatch, failure_watch
@@ -52,7 +55,7 @@ from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec
 
 # Sections of the saved flags that generation uses: those of model and tokenizer.  The others
 # (saving, data, logging, layout, optimizer) are for training, and may name files and programs.
-_TAKEN = ("model", "language_model", "tokenizer", "inference")
+_TAKEN = ("model", "language_model", "vision", "tokenizer", "inference")
 # Layout and speed of training; and dropped tokens of experts, which would depend on the batch.
 _LEFT_OUT = frozenset(
     "pipeline_model_parallel_size encoder_pipeline_model_parallel_size context_parallel_size "
@@ -89,13 +92,15 @@ NO_FLAGS: Mapping[str, object] = MappingProxyType({})
 class Writer:
     """An engine with its tokenizer, which another process can build from ``tokenizer_spec``.
 
-    ``watch``: that of the ranks' failures, if there is one.
+    ``watch``: that of the ranks' failures, if there is one.  ``image_prompts``: for models that
+    read images.
     """
 
     engine: Engine
     tokenizer: MegatronTokenizer
     tokenizer_spec: TokenizerSpec
     watch: FailureWatch | None = None
+    image_prompts: ImagePrompts | None = None
 
     def explain(self, error: BaseException) -> str:
         """Return why a step failed; a rank that has ended is the reason of its neighbours."""
@@ -128,6 +133,12 @@ def open_writer(
         )
     content = open_checkpoint(load, step)
     kind = model_kind(content.asked.get("model_kind"))
+    positions = content.asked.get("position_embedding_type")
+    if kind.reads_images and positions not in ("rope", "none", "mrope"):
+        raise ConfigError(
+            f"{load} has --position-embedding-type {positions}, which counts an image as one "
+            "position: text is generated with rope or none only"
+        )
     if not kind.writes_text:
         raise ConfigError(
             f"{load} holds a {kind.title}, which writes no text: for embeddings of texts use "
@@ -160,6 +171,7 @@ def open_writer(
         run.tokenizer,
         TokenizerSpec.of(run.config.tokenizer),
         watching if isinstance(watching, FailureWatch) else None,
+        ImagePrompts(config.vision, run.tokenizer) if kind.reads_images else None,
     )
 
 
@@ -196,8 +208,15 @@ def generation_model(
         use_fast_linears(run.model_chunks[0], weights, batch_invariant=options.batch_invariant)
     kind = model_kind_of(run.config)
     assert run.tokenizer is not None, "setup_tokenizer() builds it"
+    module = run.model_chunks[0]
+    encode_images = None
+    if kind.reads_images:
+        whole = get_attr_wrapped_model(module, "language_model", return_model_obj=True)
+        encode_images = whole.image_embeddings if whole.vision_model is not None else None
+        text = whole.language_model
+        module = Float16Module(text.config, text) if isinstance(module, Float16Module) else text
     return GenerationModel(
-        module=run.model_chunks[0],
+        module=module,
         config=run.config.model,
         groups=run.groups,
         device=device.current(),
@@ -206,6 +225,8 @@ def generation_model(
         eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
         decoder_start=_start_of_decoder(run.tokenizer) if kind.has_encoder else None,
         load_weights=load_weights,
+        encode_images=encode_images,
+        reads_images=kind.reads_images,
         num_logits=run.padded_vocab_size if run.config.language_model.pad_vocab_in_loss else None,
     )
 

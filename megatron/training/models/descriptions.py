@@ -45,7 +45,6 @@ VLM = ModelKind(
     entry_script="pretrain_vlm.py",
     implementation="megatron.training.models.vlm:VLM",
     reads_images=True,
-    writes_text=False,
     transformers_class="ImageTextToText",
     problems=image_reader_problems,
 )

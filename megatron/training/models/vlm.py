@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.datasets.images.pixels import ImageSettings
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.training.config.run import RunConfig
+from megatron.training.config.vision import VisionConfig
 from megatron.training.models.gpt import gpt_layer_spec, text_arguments
 from megatron.training.models.image_encoder import (
     encoder_config,
@@ -65,6 +67,19 @@ def vlm_dataset_config(config: RunConfig, **common: Any) -> MultimodalDatasetCon
         preprocess_func=begin_with_image,
         **text_arguments(config),
         **(common | {"sequence_length": _text_length(config)}),
+    )
+
+
+def image_settings(vision: VisionConfig) -> ImageSettings:
+    """Return how images become tiles of pixels."""
+    return ImageSettings(
+        img_h=vision.img_h,
+        img_w=vision.img_w,
+        vision_model_type=vision.vision_model_type,
+        tiling="dynamic" if vision.use_tiling else "none",
+        max_num_tiles=vision.max_num_tiles,
+        use_thumbnail=vision.use_thumbnail,
+        use_area_weighted_aspect_ratio=vision.use_area_weighted_aspect_ratio,
     )
 
 

@@ -71,8 +71,9 @@ class BatchView:
         contexts = np.maximum(positions + 1, start_lengths[list(slots)][of_row])
 
         outputs = _count_up(first_row[1:] - num_outputs, num_outputs)
+        self.host_ids = np.concatenate(tokens)
         rows = (
-            np.concatenate(tokens),
+            self.host_ids,
             positions,
             contexts,
             at,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.inference.paged_engine.images import FIRST_ID, PLACE_BITS, text_of
 from megatron.core.inference.paged_engine.request import Request, RequestError
 
 _LARGEST_BIAS = 100.0  # of a token's logit, as in OpenAI's API
@@ -72,12 +73,27 @@ def check_fork(request: Request, parent: Request) -> None:
         )
 
 
+def _check_images(request: Request) -> None:
+    """Raise RequestError if the prompt has other images than the request, or wants their scores."""
+    named = {token - token % (1 << PLACE_BITS) for token in request.prompt if token >= FIRST_ID}
+    if named != {image.ids[0] for image in request.images}:
+        raise RequestError("prompt has ids of images that the request does not have")
+    params = request.params
+    if request.images and (params.return_prompt_log_probs or params.prompt_log_probs_only):
+        raise RequestError(
+            "log-probabilities of a prompt with images: an image is no token; ask for those of the "
+            "generated tokens",
+            "return_prompt_log_probs",
+        )
+
+
 def check_tokens(request: Request, vocab_size: int) -> None:
     """Raise RequestError if a token id of a request is not one of the model's."""
     last = vocab_size - 1
     params = request.params
+    _check_images(request)
     ids = {
-        "prompt": request.prompt,
+        "prompt": text_of(request.prompt),
         "source": request.source,
         "logit_bias": params.logit_bias,
         "stop_token_ids": params.stop_token_ids,

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.core.config.errors import MegatronError
+from megatron.core.inference.paged_engine.images import PromptImage
 from megatron.core.inference.sampling_params import SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -59,7 +60,8 @@ class BeamParams:
 class Request:
     """One sequence to generate.  The fields after ``params`` belong to the engine.
 
-    ``prompt``: token ids, of the decoder; ``source``: those that an encoder reads.
+    ``prompt``: token ids, of the decoder; ``source``: those that an encoder reads.  ``images``:
+    those whose ids the prompt has.
     ``grammar``: a constraint as its kind ("json_schema", "regex", "lark", "choice") and its text;
     ``matcher`` is what follows it.
     ``fork_of``: id of a request that was added before with the same prompt, whose pages this one
@@ -70,6 +72,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     source: list[int] = field(default_factory=list)
+    images: tuple[PromptImage, ...] = ()
     grammar: tuple[str, str] | None = None
     fork_of: str | None = None
     beam: BeamParams | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron.core.inference.paged_engine.images import text_of
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import FinishReason, Request, TokenOutput
 from megatron.core.inference.paged_engine.speculation import Speculation
@@ -149,7 +150,7 @@ class RequestState:
         params["seed"] = self.seed
         params["top_n_logprobs"] = self.num_top
         params["stop_token_ids"] = sorted(self.end_tokens)
-        history = tuple(self.tokens.to_list()) if found.has_penalty else ()
+        history = tuple(text_of(self.tokens.to_list())) if found.has_penalty else ()
         source = tuple(self.request.source)
         slot = self.request.slot
         length = self.tokens.size

@@ -21,8 +21,14 @@ from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.decode_graphs import DecodeGraphs
 from megatron.core.inference.paged_engine.draft_model import DraftModel
+from megatron.core.inference.paged_engine.images import FIRST_ID, ImageStore
 from megatron.core.inference.paged_engine.request import Request
-from megatron.core.inference.paged_engine.step_plan import Admission, StepPlan, StepResult
+from megatron.core.inference.paged_engine.step_plan import (
+    Admission,
+    Integers,
+    StepPlan,
+    StepResult,
+)
 from megatron.core.inference.sampling.sampler import Sampler
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -39,7 +45,8 @@ class GenerationModel:
     ends a text.  An encoder-decoder has a ``decoder_start``: its encoder reads the prompt, and the
     decoder continues from that token.  ``load_weights(directory)``: replace the weights by those
     of a checkpoint; collective over all ranks.  If it raises CheckpointError, it does so on all
-    ranks and the weights are unchanged.
+    ranks and the weights are unchanged.  A model that ``reads_images`` has on its first stage
+    ``encode_images(pixels)``: [t, 3, H, W] -> [n, h], collective over tp.
     """
 
     module: nn.Module
@@ -51,6 +58,8 @@ class GenerationModel:
     eod: int | None
     decoder_start: int | None = None
     load_weights: Callable[[str], object] | None = None
+    encode_images: Callable[[Tensor], Tensor] | None = None
+    reads_images: bool = False
     num_logits: int | None = None  # default: vocab_size
 
     def request(self, request_id: str, prompt: list[int], params: SamplingParams) -> Request:
@@ -114,6 +123,9 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         if num_graphs and not num_draft_layers and _runs_alone(model):
             self._graphs = DecodeGraphs(model.module, cache, num_graphs, self._decode)
+        self._images: ImageStore | None = None
+        if model.encode_images is not None:
+            self._images = ImageStore(model.encode_images, model.device, self._weight_version)
         self._num_steps = 0
         self._sent: tuple[dist.Work, Tensor] | None = None  # the tensor lives until it is sent
         c = model.config
@@ -132,11 +144,15 @@ class ModelRunner:
             self._start_lengths[admission.slot] = admission.start_length
             if self._sampler is not None:
                 self._sampler.admit(admission)
+            if self._images is not None:
+                self._images.admit(admission.slot, plan.images.get(admission.slot, ()))
         self.cache.copy_pages(plan.copies)
         if not plan.segments:
             return None
         view = None
-        out = None if self._graphs is None else self._graphs.run(plan, self._start_lengths)
+        out = None
+        if self._graphs is not None and not _has_images(plan):
+            out = self._graphs.run(plan, self._start_lengths)
         if out is None:
             view = BatchView(
                 self.cache,
@@ -164,6 +180,10 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.release()
 
+    def _weight_version(self) -> int:
+        """Return a number that changes when `refit.note_new_weights` is called."""
+        return next(self.model.module.parameters())._version
+
     def _decode(self, view: BatchView) -> Tensor:
         """Return the logits of a decode step; a CUDA graph captures this."""
         view.prepare()
@@ -178,11 +198,24 @@ class ModelRunner:
         ids = view.token_ids.unsqueeze(0)
         if not self.model.is_first_stage:
             get_attr_wrapped_model(module, "set_input_tensor")([self._received(ids.shape[1])])
-        positions, _ = view.positions(ids.shape[1])
-        out: Tensor = module(ids, positions.unsqueeze(0), None, inference_context=view)
+        positions = view.positions(ids.shape[1])[0].unsqueeze(0)
+        embedded = None if self._images is None else self._embedded(view, positions)
+        more = {} if embedded is None else {"decoder_input": embedded}
+        out: Tensor = module(ids, positions, None, inference_context=view, **more)
         if pp.rank() < pp.size() - 1:
             self._send_on(out.to(self._sent_dtype).contiguous())
         return out
+
+    def _embedded(self, view: BatchView, positions: Tensor) -> Tensor | None:
+        """Return the embeddings [N, 1, h] of the rows if some are of images, else None."""
+        assert self._images is not None
+        embedding = get_attr_wrapped_model(self.model.module, "embedding")
+
+        def text(ids: Integers) -> Tensor:
+            found: Tensor = embedding(torch.from_numpy(ids).to(positions.device)[None], positions)
+            return found
+
+        return self._images.embed(view.host_ids, text)
 
     def _forward_encoder_decoder(self, view: BatchView, sources: list[Admission]) -> Tensor:
         """Return logits, or what this stage sends on: the first stages hold the encoder.
@@ -248,6 +281,10 @@ class ModelRunner:
             ids = torch.tensor([admission.source], device=self.model.device)
             hidden.append(self.model.module(ids, None, output_encoder_hidden_only=True))
         return torch.cat([part.to(hidden[-1].dtype) for part in hidden])
+
+
+def _has_images(plan: StepPlan) -> bool:
+    return any(s.tokens[-1] >= FIRST_ID for s in plan.segments)
 
 
 def _runs_alone(model: GenerationModel) -> bool:

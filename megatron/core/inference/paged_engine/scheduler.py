@@ -240,7 +240,7 @@ class Scheduler:
         if state.num_cached_prompt_tokens is None:
             state.num_cached_prompt_tokens = num_tokens
         insort(self._running, state, key=_ORDER)
-        step.admissions.append(state.admission())
+        step.admit(state)
         return True
 
     def _reusable_pages(self, state: RequestState) -> tuple[list[int], int]:

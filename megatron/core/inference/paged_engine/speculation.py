@@ -130,4 +130,6 @@ def new_speculation(
     """Return the drafts of a request, or None if its samples depend on more than the tokens."""
     if not max_tokens or request.params.has_penalty or request.matcher or request.beam:
         return None
+    if request.images:  # earlier text repeats ids of images
+        return None
     return Speculation(make_drafter(request), max_tokens, request.prompt)

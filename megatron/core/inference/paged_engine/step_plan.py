@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.inference.paged_engine.images import PromptImage, images_to_arrays
+
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 SAMPLE = -1  # target of an output row whose next token is to be sampled
@@ -69,14 +71,15 @@ class StepPlan:
     """Segments of a step; before it, ``copies`` (from, to) of pages and ``admissions``.
 
     ``masks``: allowed tokens of the sampled rows of a slot, one bit a token in int32 words
-    (llguidance's form), as int64 numbers.  Order on each rank: admissions, copies,
-    forward, sampling.
+    (llguidance's form), as int64 numbers.  ``images``: of the requests that take these slots.
+    Order on each rank: admissions, copies, forward, sampling.
     """
 
     segments: tuple[Segment, ...] = ()
     admissions: tuple[Admission, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     masks: dict[int, Integers] = field(default_factory=dict)
+    images: dict[int, tuple[PromptImage, ...]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -91,7 +94,7 @@ class StepPlan:
     def to_array(self) -> Integers:
         """Return the plan as one array of int64."""
         text = json.dumps([vars(a) for a in self.admissions]).encode() if self.admissions else b""
-        head = [len(self.segments), len(self.copies), len(self.masks), len(text)]
+        head = [len(self.segments), len(self.copies), len(self.masks), len(self.images), len(text)]
         for copy in self.copies:
             head += copy
         parts = [np.array(head, dtype=np.int64)]
@@ -102,6 +105,7 @@ class StepPlan:
             parts += chain.from_iterable(zip(*arrays, strict=True))
         for slot, words in self.masks.items():
             parts += (np.array([slot, len(words)]), words)
+        parts += images_to_arrays(self.images)
         parts.append(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
         return np.concatenate(parts)
 
@@ -115,7 +119,7 @@ class StepPlan:
             at += count
             return array[at - count : at]
 
-        num_segments, num_copies, num_masks, num_bytes = take(4).tolist()
+        num_segments, num_copies, num_masks, num_with_images, num_bytes = take(5).tolist()
         copies = tuple((int(a), int(b)) for a, b in take(2 * num_copies).reshape(-1, 2))
         segments = []
         for slot, start, num_drafts, *lengths in take(7 * num_segments).reshape(-1, 7).tolist():
@@ -125,9 +129,14 @@ class StepPlan:
         for _ in range(num_masks):
             slot, words = take(2).tolist()
             masks[slot] = take(words)
+        images = {}
+        for _ in range(num_with_images):
+            slot, count = take(2).tolist()
+            sizes = (PromptImage.size_of(array[at : at + 5]) for _ in range(count))
+            images[slot] = tuple(PromptImage.from_array(take(size)) for size in sizes)
         text = take(num_bytes).astype(np.uint8).tobytes()
         found = json.loads(text) if text else []
-        return StepPlan(tuple(segments), tuple(map(_admission, found)), copies, masks)
+        return StepPlan(tuple(segments), tuple(map(_admission, found)), copies, masks, images)
 
 
 def _admission(found: dict[str, Any]) -> Admission:

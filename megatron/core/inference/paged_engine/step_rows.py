@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron.core.inference.paged_engine.images import PromptImage
 from megatron.core.inference.paged_engine.request import TokenOutput
 from megatron.core.inference.paged_engine.request_state import RequestState
 from megatron.core.inference.paged_engine.step_plan import (
@@ -34,6 +35,7 @@ class StepBuilder:
     admissions: list[Admission] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     masks: dict[int, Integers] = field(default_factory=dict)
+    images: dict[int, tuple[PromptImage, ...]] = field(default_factory=dict)
 
     def add(
         self,
@@ -68,10 +70,21 @@ class StepBuilder:
         self.room -= len(tokens)
         state.is_in_flight = True
 
+    def admit(self, state: RequestState) -> None:
+        """Let a request, which has a slot, start."""
+        admission = state.admission()
+        self.admissions.append(admission)
+        if state.request.images:
+            self.images[admission.slot] = state.request.images
+
     def plan(self) -> StepPlan:
         """Return the plan."""
         return StepPlan(
-            tuple(self.segments), tuple(self.admissions), tuple(self.copies), self.masks
+            tuple(self.segments),
+            tuple(self.admissions),
+            tuple(self.copies),
+            self.masks,
+            self.images,
         )
 
 
