@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.training.arguments.parser import parse_args
@@ -33,7 +34,8 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     batches = NumMicroBatchesCalculator.from_config(config.training, config.data_parallel_size)
-    print_memory(config, vocab, batches.num_microbatches(0), verbose=True)
+    with device.simulate_device(config.distributed.device):
+        print_memory(config, vocab, batches.num_microbatches(0), verbose=True)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def _record(
     if on_host:
         host = HostBufferSlot(values, getattr(param, "main_grad", param).dtype, config)
         main = host.main
-    elif is_half and param.dtype not in _directly(config, info, values):
+    elif is_half and not _updates_weight(config, info, values):
         main = nn.Parameter(values.float())
     else:
         is_same = part is None and local is param and not is_half
@@ -133,19 +133,27 @@ def _record(
     return OptimizedParam(name, info, param, main, part, host)
 
 
-def _directly(config: OptimizerConfig, info: ParamInfo, values: Tensor) -> tuple[torch.dtype, ...]:
-    """Return the 16-bit dtypes of model parameters that are their own main parameters."""
-    # An fp32 master is a bf16 weight and a 16-bit remainder; fp16 is not the upper half of fp32.
-    is_whole = config.main_params_dtype == "fp32"
+def _updates_weight(config: OptimizerConfig, info: ParamInfo, values: Tensor) -> bool:
+    """Return whether 16-bit model parameters are their own main parameters."""
     # A weight gathered as 8-bit codes is no longer the upper half of its fp32 master.
-    if (is_whole and info.gathered_as_codes) or not values.is_contiguous():
-        return ()
+    if (
+        config.main_params_dtype == "fp32" and info.gathered_as_codes
+    ) or not values.is_contiguous():
+        return False
+    return stores_remainders(config, values)
+
+
+def stores_remainders(config: OptimizerConfig, values: Tensor) -> bool:
+    """Return whether main parameters of the weights ``values`` take 16 bits more, not an fp32 copy.
+
+    Weights with other layouts, or gathered as codes, can have a copy all the same.
+    """
+    # An fp32 master is a bf16 weight and a 16-bit remainder; fp16 is not the upper half of fp32.
+    if values.dtype not in ((torch.bfloat16,) if config.main_params_dtype == "fp32" else _HALF):
+        return False
     # A fused Adam kernel is as fast on weight and remainder as on fp32: save the separate copy.
-    if config.use_precision_aware_optimizer or (
-        config.optimizer == "adam" and kernels.is_available("adam", values)
-    ):
-        return (torch.bfloat16,) if is_whole else (torch.bfloat16, torch.float16)
-    return ()
+    is_fused = config.optimizer == "adam" and kernels.is_available("adam", values)
+    return config.use_precision_aware_optimizer or is_fused
 
 
 def _part_of(tensor: Tensor, part: ShardRange | None) -> Tensor:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
+from megatron.core import device
+from megatron.core.optimizer.mixed_precision import stores_remainders
 from megatron.core.parallel.context_parallel_partition import local_sequence_length
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.parameter_count import (
@@ -64,11 +68,12 @@ def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> flo
 
     Per parameter these are the 16-bit weight and, unless it is frozen, the gradient, the main
     parameter and two moments.  The distributed optimizer shards the last three over the
-    data-parallel ranks.  With --use-precision-aware-optimizer, the main parameter is stored as a
-    16-bit remainder.
+    data-parallel ranks.  With --use-precision-aware-optimizer, and with a fused Adam kernel for
+    this device, the main parameter is stored as a 16-bit remainder.
     """
     o = config.optimizer
-    main = 2 if o.use_precision_aware_optimizer else 4
+    dtype = torch.bfloat16 if config.model.bf16 else torch.float16
+    main = 2 if stores_remainders(o, torch.empty(0, dtype=dtype, device=device.current())) else 4
     state = main + _BYTES[o.exp_avg_dtype] + _BYTES[o.exp_avg_sq_dtype]
     shares = config.data_parallel_size if o.use_distributed_optimizer else 1
     count = count_parameters(config, padded_vocab_size)

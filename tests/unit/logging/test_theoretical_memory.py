@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.fusions import kernels
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.estimates.parameter_count import encoder_parameters, projector_parameters
 from megatron.training.estimates.theoretical_memory import (
@@ -92,12 +94,35 @@ def test_stages_keep_the_encoder_activations_of_micro_batches_in_flight() -> Non
     assert size("--context-parallel-size 2", 2) == size(), "every rank encodes all images"
 
 
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "is_available", lambda name, *tensors: False)
+
+
+@pytest.mark.usefixtures("no_kernels")
 def test_fewer_bits_are_counted() -> None:
     words = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16"
     whole, config = run_config("--bf16"), run_config(words)
     halved = run_config(f"{words} --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8")
     bytes_of = [weight_and_optimizer_bytes(c, 512) for c in (whole, config, halved)]
     assert [size / bytes_of[0] * 18 for size in bytes_of] == [18, 14, 9]
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_bytes"),
+    [
+        ("--bf16", 16),
+        ("--bf16 --optimizer sgd", 18),
+        ("--fp16 --initial-loss-scale 4", 18),
+        ("--fp16 --initial-loss-scale 4 --use-precision-aware-optimizer", 18),
+    ],
+)
+def test_a_remainder_of_16_bits_is_counted_where_it_is_stored(flags: str, num_bytes: int) -> None:
+    """As by the optimizer: with a fused kernel for Adam, and weights that are the upper half."""
+    config = run_config(flags)
+    params = count_parameters(config, 512).most_loaded_shard
+    with device.simulate_device("cuda"):
+        assert weight_and_optimizer_bytes(config, 512) / params == num_bytes
 
 
 def test_selective_recomputation_keeps_34_bytes_per_token_width_and_layer() -> None:
