@@ -19,7 +19,8 @@ class VisionConfig:
     vision_model_type: str = _vision(
         "clip",
         "Architecture of the encoder outside its layers. If given, its layers have this "
-        "architecture's activation and norm, else those of the language model.",
+        "architecture's activation and norm, and the projector GELU, biases and one width; else "
+        "both have those of the language model.",
         default=None,
         choices=ENCODERS,
     )

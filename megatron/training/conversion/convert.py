@@ -40,8 +40,23 @@ from megatron.training.conversion import hf, hf_folder
 from megatron.training.conversion.family import Config, Family
 from megatron.training.conversion.lazy import made_ahead
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
+from megatron.training.conversion.special_tokens import special_ids
+from megatron.training.conversion.target_format import check_format
 from megatron.training.conversion.verify import compare_logits
-from megatron.training.models.registry import model_kind
+from megatron.training.conversion.vision_language import (
+    VisionLanguageShape,
+    check_encoder,
+    config_of,
+    flags_of,
+    is_vision_language,
+    shape_of_config,
+)
+from megatron.training.conversion.vision_language_tensors import (
+    export_tensors,
+    import_tensors,
+    with_attention_bias,
+)
+from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.runtime.state import TrainState
 from megatron.training.tokenizer import (
     TokenizerSpec,
@@ -123,24 +138,30 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
 
 def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     config = hf_folder.read_config(wanted.source)
-    model = hf.import_model(config, hf_folder.read_weights(wanted.source))
-    say(f"{wanted.source} is a {model.family.architecture} of {_count(model.tensors)} weights")
-    if model.fresh:
-        heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in model.fresh))
+    weights = hf_folder.read_weights(wanted.source)
+    fresh: tuple[str, ...] = ()
+    images: VisionLanguageShape | None = None
+    if is_vision_language(config):
+        images = shape_of_config(config)
+        architecture, shape = images.family.architecture, images.text
+        tensors, flags = import_tensors(images, weights), flags_of(images)
+    else:
+        model = hf.import_model(config, weights)
+        architecture, shape = model.family.architecture, model.shape
+        tensors, fresh, flags = dict(model.tensors), model.fresh, args_of(shape)
+    say(f"{wanted.source} is a {architecture} of {_count(tensors)} weights")
+    if fresh:
+        heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in fresh))
         say(f"the weights have no {heads}: these get values to begin with")
-    args = (
-        vars(build_parser().parse_args([]))
-        | args_of(model.shape)
-        | _precision(model.tensors[_EMBEDDING].dtype)
-    )
-    args |= _TO_RESOLVE | _tokenizer_args(wanted, model.shape) | {"vocab_extra_ids": None}
+    args = vars(build_parser().parse_args([])) | flags | _precision(_embedding(tensors).dtype)
+    args |= _TO_RESOLVE | _tokenizer_args(wanted, shape) | {"vocab_extra_ids": None}
+    if images is not None:
+        check_encoder(images, run_config(args))
     if wanted.verify:
-        run = run_config(args)
-        size = model.shape.vocab_size
-        say(compare_logits(wanted.source, run, model.tensors, size, model.fresh))
+        say(compare_logits(wanted.source, run_config(args), tensors, shape.vocab_size, fresh))
     if not hf_folder.has_tokenizer(wanted.source):
         say(f"{wanted.source} has no tokenizer that is known here: give the runs one")
-    return Source(tensors=model.tensors, args=args, common={}, layout={}, beside=wanted.source)
+    return Source(tensors=tensors, args=args, common={}, layout={}, beside=wanted.source)
 
 
 def read_source(wanted: ConversionRequest) -> Source:
@@ -183,19 +204,16 @@ def _weights(source: Source) -> dict[str, LazyTensor]:
 def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     weights = _weights(source)
     run = run_config(source.args)
-    shape = shape_of(run, _vocab_size(source, wanted))
-    came_with = _config_beside(source)
-    first = str(came_with.get("model_type"))
-    family = hf.choose_family(shape, wanted.family, first)
-    tensors = hf.export_model(shape, weights, family)
-    dtype = str(tensors[0].dtype).removeprefix("torch.")
-    config = {**family.config(shape), **_special_ids(run)}
-    if model_kind(shape.kind).has_encoder:
-        config["decoder_start_token_id"] = config["bos_token_id"]
-    if _describes(came_with, family, shape):
-        config = came_with
+    vocab_size = _vocab_size(source, wanted)
+    if model_kind_of(run).reads_images:
+        config = config_of(run, vocab_size, _config_beside(source))
+        config = with_attention_bias(config, weights)
+        tensors = export_tensors(shape_of_config(config), weights)
+    else:
+        config, tensors = _language_model(source, wanted, run, weights)
+        config = {**config, "vocab_size": vocab_size}
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config = {**config, name: dtype, "vocab_size": shape.vocab_size}
+    config = {**config, name: str(tensors[0].dtype).removeprefix("torch.")}
     config.pop("quantization_config", None)  # weights are written unquantized
     with hf_folder.new_folder(wanted.target) as folder:
         hf_folder.write_config(folder, config)
@@ -203,32 +221,31 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
         if source.beside is not None:
             hf_folder.copy_beside(source.beside, folder)
         if wanted.verify:
-            say(compare_logits(folder, run, weights, shape.vocab_size))
-    say(f"wrote {family.architecture}, {_count(weights)} weights, to {wanted.target}")
+            say(compare_logits(folder, run, weights, vocab_size))
+    architecture = config["architectures"][0]
+    say(f"wrote {architecture}, {_count(weights)} weights, to {wanted.target}")
     return wanted.target
 
 
-def _refuse_two_kinds_of_state(source: Source, wanted: ConversionRequest) -> None:
-    """Raise CheckpointError unless all parameters have the same kinds of optimizer state.
-
-    The formats torch and torch_dcp number the parameters and store the same state for each.
-    """
-    names: dict[str, set[str]] = {}
-    for key in source.tensors:
-        if key.startswith(OPTIMIZER_PREFIX) and "fp32_param" not in key:
-            kind, _, name = key.removeprefix(f"{OPTIMIZER_PREFIX}state.").partition(".")
-            names.setdefault(kind, set()).add(name)
-    if any(members != next(iter(names.values())) for members in names.values()):
-        raise CheckpointError(
-            f"--format {wanted.format} has no room for state of some parameters alone, and "
-            f"{wanted.source} has {' and '.join(sorted(names))}: use safetensors_dist or torch_dist"
-        )
+def _language_model(
+    source: Source, wanted: ConversionRequest, run: RunConfig, weights: Mapping[str, LazyTensor]
+) -> tuple[JsonObject, list[LazyTensor]]:
+    """Return config.json and the tensors of a model that reads text alone."""
+    shape = shape_of(run, _vocab_size(source, wanted))
+    came_with = _config_beside(source)
+    family = hf.choose_family(shape, wanted.family, str(came_with.get("model_type")))
+    tensors = hf.export_model(shape, weights, family)
+    if _describes(came_with, family, shape):
+        return {"architectures": [family.architecture], **came_with}, tensors
+    config = {**family.config(shape), **special_ids(run)}
+    if model_kind(shape.kind).has_encoder:
+        config["decoder_start_token_id"] = config["bos_token_id"]
+    return config, tensors
 
 
 def _to_ours(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     format = FORMATS[wanted.format]
-    if wanted.format in ("torch", "torch_dcp"):
-        _refuse_two_kinds_of_state(source, wanted)
+    check_format(wanted.format, source.tensors, source.args["model_kind"])
     if wanted.args:
         run_config(source.args, **_layout_of(wanted.args))  # raises if not supported
     if format.is_foreign:
@@ -272,7 +289,7 @@ def _for_megatron(source: Source) -> Source:
     run = run_config(source.args, **layout)
     cut = flat_values(run)
     lacking = {k: v for k, v in cut.items() if source.args.get(k) is None}
-    rows = source.tensors[_EMBEDDING].shape[0]
+    rows = _embedding(source.tensors).shape[0]
     multiple = run.language_model.make_vocab_size_divisible_by
     padded = pad_vocab_size(rows, multiple, run.model.tensor_model_parallel_size)
     lacking["padded_vocab_size"] = run.tokenizer.padded_vocab_size or padded
@@ -357,7 +374,7 @@ def _vocab_size(source: Source, wanted: ConversionRequest) -> int:
     This is ``wanted.vocab_size`` if given, else the tokenizer's size if padding it by
     --make-vocab-size-divisible-by gives the number of rows, else all rows.
     """
-    rows = source.tensors[_EMBEDDING].shape[0]
+    rows = _embedding(source.tensors).shape[0]
     if wanted.vocab_size is not None:
         return wanted.vocab_size
     args = source.args
@@ -389,17 +406,9 @@ def _tokenizer_args(wanted: ConversionRequest, shape: ModelShape) -> dict[str, o
     return {**found, "padded_vocab_size": rows, "pad_vocab_in_loss": True}
 
 
-def _special_ids(run: RunConfig) -> dict[str, int | None]:
-    """Return the tokenizer's bos, eos and pad ids under config.json's names; None if unknown."""
-    spec = TokenizerSpec.of(run.tokenizer)
-    ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    if spec.tokenizer_type in (None, "NullTokenizer"):
-        return ids
-    try:
-        tokenizer = create_tokenizer(spec)
-    except (MegatronError, OSError):  # its files may be on another machine
-        return ids
-    return {name: tokenizer.id_of(name.removesuffix("_token_id")) for name in ids}
+def _embedding(tensors: Mapping[str, LazyTensor]) -> LazyTensor:
+    """Return the embedding of words, which may be that of a part of the model."""
+    return next(tensor for name, tensor in tensors.items() if name.endswith(_EMBEDDING))
 
 
 def _renamed(

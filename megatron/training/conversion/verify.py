@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.distributed import HashStore, ProcessGroup
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
+from megatron.core.models.vision.kinds import get_num_image_embeddings
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection, make_grids
 from megatron.core.params.param_info import info_of
 from megatron.training.config.run import RunConfig
@@ -54,6 +57,8 @@ def compare_logits(
     length = min(_LENGTH, run.language_model.max_position_embeddings or _LENGTH)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, vocab_size, (_PROMPTS, length), generator=generator)
+    if model_kind_of(run).reads_images:  # the token of an image is put among others later
+        prompts[prompts == _image_token(hf_folder)] = 0
     theirs = _their_logits(hf_folder, run, prompts)
     ours = our_logits(run, tensors, vocab_size, prompts)
     pairs = list(zip(ours if not fresh else ours[:1], theirs, strict=False))
@@ -96,7 +101,11 @@ def our_logits(
 def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
     """Yield the outputs of a `transformers` model, to compare with those of `our_outputs`."""
     kind = model_kind_of(run)
-    if kind.has_encoder:
+    if kind.reads_images:
+        config: Any = model.config
+        spread, images = _with_images(run, ids, config.image_token_id)
+        yield model(input_ids=spread, pixel_values=images, use_cache=False).logits
+    elif kind.has_encoder:
         yield model(input_ids=ids, decoder_input_ids=ids.flip(1), use_cache=False).logits
     elif kind.has_masked_lm_head:
         types = _types(ids) if run.language_model.bert_binary_head else None
@@ -108,13 +117,36 @@ def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Ten
 def our_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
     """Yield the logits of ids [b, s]; the decoder of an encoder-decoder reads them reversed."""
     kind = model_kind_of(run)
-    if kind.has_encoder:
+    if kind.reads_images:
+        ids, images = _with_images(run, ids, None)
+        yield model(images, ids, torch.arange(ids.shape[1]).expand_as(ids))[0]
+    elif kind.has_encoder:
         yield model(ids, ids.flip(1))
     elif kind.has_masked_lm_head:
         types = _types(ids) if run.language_model.bert_binary_head else None
         yield from (logits for logits in model(ids, None, types) if logits is not None)
     else:
         yield model(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+
+
+def _image_token(hf_folder: Path) -> int:
+    config = json.loads((hf_folder / "config.json").read_bytes())
+    return int(config.get("image_token_index", config.get("image_token_id")))
+
+
+def _with_images(run: RunConfig, ids: Tensor, their_token: int | None) -> tuple[Tensor, Tensor]:
+    """Put an image behind the first token of each row; return the rows and the images.
+
+    ``their_token``: the id that stands for one embedding of an image; None: one id of ours stands
+    for all of them.
+    """
+    v = run.vision
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(len(ids), 3, v.img_h, v.img_w, generator=generator)
+    sizes = (v.img_h, v.img_w, v.patch_dim, v.vision_model_type)
+    count = get_num_image_embeddings(*sizes, v.disable_vision_class_token, 1, v.pixel_shuffle)
+    token, count = (DEFAULT_IMAGE_TOKEN_INDEX, 1) if their_token is None else (their_token, count)
+    return torch.cat([ids[:, :1], ids.new_full((len(ids), count), token), ids[:, 1:]], 1), images
 
 
 def _types(ids: Tensor) -> Tensor:
@@ -136,7 +168,8 @@ def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
         parallel_output=False,
     ).eval()
     for name, param in model.named_parameters():
-        param.copy_(tensors[info_of(param).name or name].make())
+        made = tensors[info_of(param).name or name].make()
+        param.copy_(made[: len(param)] if param.dim() else made)  # without vocabulary padding
     for name, buffer in model.named_buffers():
         if name in tensors:  # router.expert_bias
             buffer.copy_(tensors[name].make())

@@ -1,49 +1,36 @@
-"""Vision-language models from Hugging Face and back: an encoder, a projector, a language model.
+"""Families of vision-language models: config.json from and to flags.
 
-The language model is converted by its own family and the encoder by that of `vision`; a family of
-this file names the parts of a folder and describes what is between the two.
+The language model is described by its own family and the encoder by that of `vision`; a family of
+this file describes the projector between the two.  `vision_language_tensors` converts tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
-
-import torch
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.value_types import JsonObject
-from megatron.core.models.vision.multimodal_projector import get_projector_spec
-from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
 from megatron.training.conversion.family import Config, Family
-from megatron.training.conversion.shape import ModelShape, args_of
-from megatron.training.conversion.verify import groups_of_one_rank
+from megatron.training.conversion.shape import ModelShape, args_of, shape_of
+from megatron.training.conversion.special_tokens import image_token
 from megatron.training.conversion.vision import (
     ACTIVATIONS,
     EncoderFamily,
-    build_encoder,
-    export_encoder,
-    import_encoder,
     layers_of,
     sizes_of,
     subtype_of,
 )
 from megatron.training.conversion.vision import FAMILIES as ENCODERS
+from megatron.training.models.image_encoder import encoder_config
 
-_TEXT, _IMAGES = "language_model.", "vision_tower."
-_OUR_TEXT, _OUR_IMAGES = "language_model.", "vision_model."
-# Beginnings of names as releases of `transformers` have written them -> as they are read here.
-_SPELLINGS = (
-    ("model.language_model.", "language_model.model."),
-    ("model.", ""),
-    ("lm_head.", "language_model.lm_head."),
-    ("vision_tower.vision_model.", _IMAGES),
-)
+_OF_ENCODER = (
+    "activation_func add_bias_linear ffn_hidden_size gated_linear_unit hidden_size kv_channels "
+    "layernorm_epsilon normalization num_attention_heads num_layers num_query_groups "
+    "qk_layernorm qk_layernorm_full_width"
+).split()
 # Entries that folders omit if the class of `transformers` has this default.
 _LLAMA: Config = {
     **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
@@ -124,8 +111,6 @@ class VisionLanguageShape:
     images: Config
     num_unused_layers: int
     drops_class_token: bool
-    projector_activation: str
-    projector_has_bias: bool
     image_token: int  # id of the token that stands for an embedding of an image
 
     @property
@@ -164,12 +149,11 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
             f"config.json has downsample_ratio {config['downsample_ratio']}: only 0.5 can be "
             "converted"
         )
-    activation = config.get("projector_hidden_act", "gelu")
-    if activation not in ACTIVATIONS:
-        raise CheckpointError(
-            f"config.json has projector_hidden_act {activation}: only {', '.join(ACTIVATIONS)} can "
-            "be converted"
-        )
+    for name, value in (("projector_hidden_act", "gelu"), ("multimodal_projector_bias", True)):
+        if config.get(name, value) != value:
+            raise CheckpointError(
+                f"config.json has {name} {config[name]}: only {value} can be converted"
+            )
     return VisionLanguageShape(
         family=family,
         text_family=text_family,
@@ -178,8 +162,6 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
         images={**images, "num_hidden_layers": num_used},
         num_unused_layers=num_layers - num_used,
         drops_class_token=_drops_class_token(config),
-        projector_activation=activation,
-        projector_has_bias=bool(config.get("multimodal_projector_bias", True)),
         image_token=config[family.image_token],
     )
 
@@ -233,168 +215,96 @@ def flags_of(shape: VisionLanguageShape) -> dict[str, object]:
     }
 
 
-def llava_arguments(
-    shape: VisionLanguageShape, language: TransformerConfig, **changes: Any
-) -> dict[str, Any]:
-    """Return the arguments of `LLaVAModel` that describe the encoder and the projector.
+def config_of(run: RunConfig, vocab_size: int, came_with: Config) -> JsonObject:
+    """Return a config.json of the model that ``run`` builds.
 
-    ``language``: config of the language model.  ``changes``: fields of the encoder's and the
-    projector's config, such as the precision.
+    ``came_with``: the config.json that the model was imported with, or {}; it is used if it still
+    describes the model.  Raises CheckpointError if no family is this model.
     """
-    layers = layers_of(shape.images, **changes)
-    height, width, patch_dim = sizes_of(shape.images)
-    scaled = shape.encoder_family.has_layer_scale
-    return {
-        "vision_transformer_config": layers,
-        "vision_transformer_layer_spec": get_vit_layer_with_local_spec(
-            layers, has_layer_scale=scaled
-        ),
-        "drop_vision_class_token": shape.drops_class_token,
-        "vision_projection_config": projector_config(shape, language.hidden_size, **changes),
-        "vision_projection_layer_spec": get_projector_spec(
-            has_norm="vision_projection.norm" in shape.family.projector
-        ),
-        "vision_projection_type": "mlp",
-        **{"img_h": height, "img_w": width, "patch_dim": patch_dim},
-        "pixel_shuffle": shape.family.merges_neighbours,
-        "vision_model_subtype": subtype_of(shape.images),
-    }
-
-
-def projector_config(
-    shape: VisionLanguageShape, hidden_size: int, **changes: Any
-) -> TransformerConfig:
-    """Return the config of the projector: two layers as wide as the language model."""
-    return TransformerConfig(
-        **{
-            "num_layers": 1,
-            "hidden_size": hidden_size,
-            "num_attention_heads": 1,
-            "ffn_hidden_size": hidden_size,
-            "activation_func": ACTIVATIONS[shape.projector_activation],
-            "bias_activation_fusion": False,  # it would replace GELU by its approximation
-            "add_bias_linear": shape.projector_has_bias,
-            **changes,
-        }
-    )
-
-
-def import_tensors(
-    shape: VisionLanguageShape, weights: Mapping[str, LazyTensor]
-) -> dict[str, LazyTensor]:
-    """Return `LLaVAModel`'s tensors by their global names.
-
-    Raises CheckpointError unless each of their tensors is used once, apart from layers whose output
-    nothing reads, and each of ours is complete.
-    """
-    parts: dict[str, dict[str, LazyTensor]] = {_TEXT: {}, _IMAGES: {}, "": {}}
-    for name, tensor in weights.items():
-        name = _respelled(name)
-        prefix = next(each for each in parts if name.startswith(each))
-        parts[prefix][name.removeprefix(prefix)] = tensor
-    text = hf.import_model(shape.text_config, parts[_TEXT])
-    out = {f"{_OUR_TEXT}{name}": tensor for name, tensor in text.tensors.items()}
-    unused = tuple(_unused_layers(shape))
-    images = {name: t for name, t in parts[_IMAGES].items() if not name.startswith(unused)}
-    found = import_encoder(_encoder_on_meta(shape), shape.images, images)
-    out |= {f"{_OUR_IMAGES}{name}": tensor for name, tensor in found.items()}
-    out |= dict(_projector_tensors(shape, parts[""]))
-    if parts[""]:
+    if run.asked.get("vision_model_type") is None:
         raise CheckpointError(
-            f"{next(iter(parts['']))} has no place in a {shape.family.architecture}"
+            "the encoder has the layers of the language model, as without --vision-model-type: no "
+            "Hugging Face family has such a model"
         )
-    return {name: replace(tensor, name=name) for name, tensor in out.items()}
-
-
-def _respelled(name: str) -> str:
-    for old, new in _SPELLINGS:
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
-    return name
-
-
-def _unused_layers(shape: VisionLanguageShape) -> Iterator[str]:
-    """Yield the prefixes of the encoder's layers whose output nothing reads."""
-    first = shape.images["num_hidden_layers"]
-    for number in range(first, first + shape.num_unused_layers):
-        yield shape.encoder_family.layer_prefix.format(number)
-
-
-def _encoder_on_meta(shape: VisionLanguageShape) -> Any:
-    with torch.device("meta"):
-        return build_encoder(shape.images, groups_of_one_rank())
-
-
-def _projector_tensors(
-    shape: VisionLanguageShape, left: dict[str, LazyTensor]
-) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield our names and tensors of the projector, and remove these from ``left``."""
-    for ours, theirs in _projector_names(shape).items():
-        if theirs not in left:
+    config: JsonObject = {**came_with}
+    if not is_vision_language(came_with) or _differences(came_with, run, vocab_size):
+        config = _new_config(run, vocab_size)
+        if different := _differences(config, run, vocab_size):
             raise CheckpointError(
-                f"the weights have no {theirs}, which a {shape.family.architecture} needs"
+                f"no Hugging Face family is this model: the nearest, {config['architectures'][0]}, "
+                f"has no {', '.join(different)}"
             )
-        yield ours, left.pop(theirs)
+    config["text_config"] = {**config["text_config"], "vocab_size": vocab_size}
+    check_encoder(shape_of_config(config), run)
+    return config
 
 
-def _projector_names(shape: VisionLanguageShape) -> dict[str, str]:
-    """Return our name -> theirs of each tensor of the projector."""
-    return {
-        f"{ours}.{kind}": f"{theirs}.{kind}"
-        for ours, theirs in shape.family.projector.items()
-        for kind in ("weight", "bias")
-        if kind == "weight" or shape.projector_has_bias or ours.endswith("norm")
-    }
-
-
-def export_tensors(
-    shape: VisionLanguageShape, tensors: Mapping[str, LazyTensor]
-) -> list[LazyTensor]:
-    """Return their tensors, as released folders name them; the reverse of `import_tensors`.
-
-    Tensors of layers whose output nothing reads are zero.  Raises CheckpointError unless
-    ``tensors`` are those of ``shape``.
-    """
-    text = {n: t for n, t in tensors.items() if n.startswith(_OUR_TEXT)}
-    images = {n: t for n, t in tensors.items() if n.startswith(_OUR_IMAGES)}
-    out = [
-        replace(tensor, name=_TEXT + tensor.name)
-        for tensor in hf.export_model(
-            shape.text, _without_prefix(text, _OUR_TEXT), shape.text_family
-        )
+def _differences(config: Config, run: RunConfig, vocab_size: int) -> list[str]:
+    """Return the flags of ``run`` that config.json does not describe."""
+    shape = shape_of_config(config)
+    flags = flags_of(shape)
+    found = [
+        f"{name} {value}"
+        for name, value in vars(run.vision).items()
+        if name in flags and flags[name] != value
     ]
-    encoder = _encoder_on_meta(shape)
-    prefix = _IMAGES + shape.family.inner_prefix
-    found = export_encoder(encoder, shape.images, _without_prefix(images, _OUR_IMAGES))
-    found += [_zeros(name, like) for name, like in _blank(shape, found)]
-    out += [replace(tensor, name=prefix + tensor.name) for tensor in found]
-    names = _projector_names(shape)
-    if left := tensors.keys() - text.keys() - images.keys() ^ names.keys():
-        raise CheckpointError(
-            f"the checkpoint does not hold a {shape.family.architecture}: {', '.join(sorted(left))}"
-        )
-    return out + [replace(tensors[ours], name=theirs) for ours, theirs in names.items()]
+    length = shape.text.max_position_embeddings  # of the run: with the embeddings of images
+    text = replace(_text_of(run, vocab_size), max_position_embeddings=length)
+    return found + list(text.differences(replace(shape.text, vocab_size=vocab_size)))
 
 
-def _without_prefix(tensors: Mapping[str, LazyTensor], prefix: str) -> dict[str, LazyTensor]:
-    return {
-        (short := name.removeprefix(prefix)): replace(tensor, name=short)
-        for name, tensor in tensors.items()
+def _text_of(run: RunConfig, vocab_size: int) -> ModelShape:
+    return replace(shape_of(run, vocab_size), kind="gpt")
+
+
+def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
+    """Return a config.json for the model that ``run`` builds, of the family it is nearest to."""
+    vision, layers = run.vision, encoder_config(run)
+    family = INTERNVL if vision.vision_model_type.startswith("internvit") else LLAVA
+    text = _text_of(run, vocab_size)
+    text_family = hf.choose_family(text, None)
+    names = {function: name for name, function in ACTIVATIONS.items()}
+    images: JsonObject = {
+        "model_type": family.images,
+        "num_hidden_layers": layers.num_layers,
+        "hidden_size": layers.hidden_size,
+        "intermediate_size": layers.ffn_hidden_size,
+        "num_attention_heads": layers.num_attention_heads,
+        "hidden_act": names[layers.activation_func],
+        "layer_norm_eps": layers.layernorm_epsilon,
+        "image_size": vision.img_h,
+        "patch_size": vision.patch_dim,
     }
+    config: JsonObject = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        family.image_token: image_token(run),
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": (
+            "default" if vision.disable_vision_class_token else "full"
+        ),
+        "projector_hidden_act": "gelu",
+        "tie_word_embeddings": text.is_tied,
+        "text_config": text_family.config(text),
+        "vision_config": images,
+    }
+    if family is INTERNVL:
+        is_rms = layers.normalization == "RMSNorm"
+        images["norm_type"] = "rms_norm" if is_rms else "layer_norm"
+        images |= {"use_qk_norm": layers.qk_layernorm_full_width, "attention_bias": True}
+        images["image_size"] = [vision.img_h, vision.img_w]
+        images["patch_size"] = [vision.patch_dim, vision.patch_dim]
+        config["downsample_ratio"] = 0.5
+    return config
 
 
-def _blank(shape: VisionLanguageShape, found: list[LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the names of tensors that nothing reads, each with one of the same shape and dtype."""
-    first = shape.encoder_family.layer_prefix.format(0)
-    for layer in _unused_layers(shape):
-        for tensor in found:
-            if tensor.name.startswith(first):
-                yield layer + tensor.name.removeprefix(first), tensor
-    for name, like in shape.encoder_family.unread.items():
-        yield name, next(tensor for tensor in found if tensor.name == like)
-
-
-def _zeros(name: str, like: LazyTensor) -> LazyTensor:
-    return LazyTensor(
-        name, like.dtype, like.shape, partial(torch.zeros, like.shape, dtype=like.dtype)
-    )
+def check_encoder(shape: VisionLanguageShape, run: RunConfig) -> None:
+    """Raise CheckpointError unless the encoder that ``run`` builds is that of ``shape``."""
+    found, wanted = encoder_config(run), layers_of(shape.images)
+    for name in _OF_ENCODER:
+        mine, theirs = getattr(found, name), getattr(wanted, name)
+        if mine != theirs:
+            raise CheckpointError(
+                f"vision_config asks for {name} {theirs}, and --vision-model-type "
+                f"{run.vision.vision_model_type} has {mine}"
+            )

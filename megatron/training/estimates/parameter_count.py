@@ -76,10 +76,11 @@ def projector_parameters(run: RunConfig) -> int:
         return 0
     images = image_encoder(run)
     m, source = images.projector, images.projector_input
+    norm = source * _parameters_per_channel(m) if images.projector_has_norm else 0
     if run.vision.vision_projection_type == "mlp":
         width = m.ffn_hidden_size or 0
-        return _mlp_matrices(m, width, m.tensor_model_parallel_size, input_size=source)
-    return m.hidden_size // m.tensor_model_parallel_size * (source + m.add_bias_linear)
+        return norm + _mlp_matrices(m, width, m.tensor_model_parallel_size, input_size=source)
+    return norm + m.hidden_size // m.tensor_model_parallel_size * (source + m.add_bias_linear)
 
 
 def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:

@@ -8,6 +8,16 @@ from megatron.core.models.vision.kinds import image_problems
 from megatron.training.config.run import RunConfig
 
 
+def format_problem(checkpoint_format: str) -> str | None:
+    """Return why a checkpoint format cannot hold a model that reads images, or None."""
+    if checkpoint_format in ("safetensors_dist", "torch_dist"):
+        return None
+    return (
+        f"{checkpoint_format} stores the modules of a language model alone, without an encoder of "
+        "images: use safetensors_dist or torch_dist"
+    )
+
+
 def image_reader_problems(run: RunConfig) -> Iterator[str]:
     """Yield why the encoder of images cannot be built as the flags describe it."""
     vision, model = run.vision, run.model
@@ -33,6 +43,9 @@ def image_reader_problems(run: RunConfig) -> Iterator[str]:
                 "--disable-vision-class-token, --img-w equal to --img-h, and an even number of "
                 "patches in each direction"
             )
+    ckpt = run.checkpoint
+    if ckpt.save and (problem := format_problem(ckpt.ckpt_format)):
+        yield f"--ckpt-format {problem}"
     if model.uses_graphs:
         yield "CUDA graphs need equal shapes in every step, and the number of images differs"
     if model.mtp_num_layers is not None:

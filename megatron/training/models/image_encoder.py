@@ -40,7 +40,7 @@ class _Convention:
     activation: Any
     normalization: str = "LayerNorm"
     eps: float = 1e-5
-    qk_layernorm: bool = False
+    has_qk_norm: bool = False  # over all heads
     has_layer_scale: bool = False
 
 
@@ -48,7 +48,7 @@ _CONVENTIONS = {
     "clip": _Convention(quick_gelu),
     "siglip": _Convention(openai_gelu, eps=1e-6),
     "internvit": _Convention(
-        F.gelu, normalization="RMSNorm", eps=1e-6, qk_layernorm=True, has_layer_scale=True
+        F.gelu, normalization="RMSNorm", eps=1e-6, has_qk_norm=True, has_layer_scale=True
     ),
     "internvit300M": _Convention(F.gelu, eps=1e-6, has_layer_scale=True),
     "vit": _Convention(F.gelu, eps=1e-12),
@@ -67,6 +67,7 @@ class ImageEncoder:
     num_embeddings: int  # of a tile, for the language model
     max_tiles: int  # of a sample
     pixels: int  # of a patch, in all colours
+    projector_has_norm: bool  # of its input
     projector_input: int  # channels
 
     @property
@@ -98,6 +99,7 @@ def image_encoder(config: RunConfig) -> ImageEncoder:
         ),
         max_tiles=vision.max_num_tiles + (vision.max_num_tiles > 1),
         pixels=_COLOURS * vision.patch_dim**2,
+        projector_has_norm=projector_has_norm(config),
         projector_input=layers.hidden_size * (4 if vision.pixel_shuffle else 1),
     )
 
@@ -132,14 +134,35 @@ def encoder_config(config: RunConfig) -> TransformerConfig:
             "layernorm_epsilon": kind.eps,
             "layernorm_zero_centered_gamma": False,
             "normalization": kind.normalization,
-            "qk_layernorm": kind.qk_layernorm,
+            "qk_layernorm": False,
+            "qk_layernorm_full_width": kind.has_qk_norm,
         }
     return TransformerConfig(**values)
 
 
 def projector_config(config: RunConfig) -> TransformerConfig:
-    """Return the config of the projector, whose output has the language model's width."""
-    return TransformerConfig(**_inherited(config.model))
+    """Return the config of the projector, whose output has the language model's width.
+
+    With --vision-model-type it is that of LLaVA and InternVL: GELU, biases, one width.
+    """
+    values = _inherited(config.model)
+    if config.asked.get("vision_model_type") is not None:
+        values |= {
+            "activation_func": F.gelu,
+            "add_bias_linear": True,
+            "bias_activation_fusion": False,
+            "ffn_hidden_size": config.model.hidden_size,
+            "gated_linear_unit": False,
+            "layernorm_epsilon": 1e-5,
+            "layernorm_zero_centered_gamma": False,
+            "normalization": "LayerNorm",
+        }
+    return TransformerConfig(**values)
+
+
+def projector_has_norm(config: RunConfig) -> bool:
+    """Return whether a norm precedes the projector, as in InternVL."""
+    return config.vision.vision_model_type.startswith("internvit")
 
 
 def has_layer_scale(config: RunConfig) -> bool:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from megatron.core.datasets.images.pixels import ImageSettings
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
+from megatron.core.models.vision.multimodal_projector import get_projector_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.training.config.run import RunConfig
 from megatron.training.config.vision import VisionConfig
 from megatron.training.models.gpt import gpt_layer_spec, text_arguments
@@ -20,6 +19,7 @@ from megatron.training.models.image_encoder import (
     encoder_config,
     has_layer_scale,
     projector_config,
+    projector_has_norm,
 )
 from megatron.training.models.kind import (
     Batch,
@@ -44,7 +44,7 @@ def build_vlm_model(config: RunConfig, *, vp_stage: int | None = None, **stage: 
         get_vit_layer_with_local_spec(of_images, has_layer_scale=has_layer_scale(config)),
         vision.disable_vision_class_token,
         projector_config(config),
-        MLPSubmodules(ColumnParallelLinear, RowParallelLinear),
+        get_projector_spec(has_norm=projector_has_norm(config)),
         vision.vision_projection_type,
         img_h=vision.img_h,
         img_w=vision.img_w,

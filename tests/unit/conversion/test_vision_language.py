@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,31 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.training.arguments.parser import build_parser
-from megatron.training.conversion import hf_folder
-from megatron.training.conversion.convert import run_config
-from megatron.training.conversion.shape import args_of
+from megatron.training.config.run import RunConfig
+from megatron.training.conversion import hf_folder, vision_language
+from megatron.training.conversion.convert import (
+    BESIDE,
+    ConversionRequest,
+    convert,
+    read_source,
+    run_config,
+)
 from megatron.training.conversion.vision import as_lazy
 from megatron.training.conversion.vision_language import (
     VisionLanguageShape,
-    export_tensors,
+    check_encoder,
+    config_of,
     flags_of,
-    import_tensors,
-    llava_arguments,
     shape_of_config,
 )
-from megatron.training.models.kind import language_arguments
+from megatron.training.conversion.vision_language_tensors import (
+    export_tensors,
+    import_tensors,
+    with_attention_bias,
+)
+from megatron.training.models.registry import build_model_stage
 from tests import tolerances
 from tests.unit.one_process import one_process_groups
 
@@ -35,6 +44,7 @@ VOCABULARY = 64
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = {**SMALL, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
 IMAGE_TOKEN = 60
+OURS = "safetensors_dist"
 
 
 SMALL_IMAGES = {"image_size": 12, "patch_size": 6}
@@ -60,10 +70,8 @@ CASES = {
         {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
         5,
     ),
-    "LLaVA, no bias, tied": Case(
-        *("Llava", "Llama", "CLIPVision", SMALL_IMAGES),
-        {"multimodal_projector_bias": False, "tie_word_embeddings": True},
-        4,
+    "LLaVA, tied": Case(
+        *("Llava", "Llama", "CLIPVision", SMALL_IMAGES, {"tie_word_embeddings": True}, 4)
     ),
     "InternVL of InternViT 300M": Case(
         *("InternVL", "Qwen2", "InternVLVision", SQUARES | {"attention_bias": True}),
@@ -100,22 +108,21 @@ def theirs(case: Case) -> Any:
 
 
 def build(shape: VisionLanguageShape) -> LLaVAModel:
-    """Build our model of ``shape`` from the flags and arguments that the conversion returns."""
+    """Build our model of ``shape`` from the flags that the conversion returns."""
+    size = shape.text.vocab_size
+    model = build_model_stage(
+        run_of(shape), vocab_size=size, padded_vocab_size=size, groups=one_process_groups()
+    )
+    assert isinstance(model, LLaVAModel)
+    return model.eval()
+
+
+def run_of(shape: VisionLanguageShape) -> RunConfig:
     size = shape.text.vocab_size
     tokens = {"tokenizer_type": "NullTokenizer", "vocab_size": size - 1}
-    run = run_config(vars(build_parser().parse_args([])) | args_of(shape.text) | tokens)
-    language = replace(run.model, bf16=False, params_dtype=torch.float32)
-    given = language_arguments(
-        run, vocab_size=size, padded_vocab_size=size, groups=one_process_groups()
-    )
-    return LLaVAModel(
-        language,
-        get_gpt_layer_local_spec(config=language),
-        given.pop("vocab_size"),
-        given.pop("max_sequence_length"),
-        **llava_arguments(shape, language),
-        **given,
-    ).eval()
+    run = run_config(vars(build_parser().parse_args([])) | flags_of(shape) | tokens)
+    check_encoder(shape, run)
+    return run
 
 
 def ours(config: dict[str, Any], tensors: dict[str, Tensor]) -> LLaVAModel:
@@ -235,7 +242,8 @@ def test_entries_that_a_released_folder_omits_have_the_defaults_of_their_class()
         ({"vision_feature_layer": -9}, "vision_feature_layer -9"),
         ({"vision_feature_select_strategy": "mean"}, "vision_feature_select_strategy mean"),
         ({"model_type": "internvl", "image_token_id": 1, "downsample_ratio": 0.25}, "ratio 0.25"),
-        ({"projector_hidden_act": "softsign"}, "projector_hidden_act softsign"),
+        ({"projector_hidden_act": "softsign"}, "projector_hidden_act softsign: only gelu"),
+        ({"multimodal_projector_bias": False}, "multimodal_projector_bias False: only True"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -256,3 +264,96 @@ def test_tensors_that_are_missing_or_left_are_named() -> None:
         import_tensors(shape, weights | {"more": weights[name]})
     with pytest.raises(CheckpointError, match="does not hold a LlavaFor.*more"):
         export_tensors(shape, tensors | {"more": tensors["vision_model.conv1.weight"]})
+
+
+@pytest.mark.feature("Checkpoints: complete vision-language models to Hugging Face and back")
+@pytest.mark.parametrize("name", CASES)
+def test_the_converter_compares_logits_and_restores_config_json(name: str, tmp_path: Path) -> None:
+    theirs(CASES[name]).save_pretrained(tmp_path / "theirs")
+    said: list[str] = []
+    for source, target, form in (("theirs", "ours", OURS), ("ours", "back", "hf")):
+        convert(
+            ConversionRequest(source=tmp_path / source, target=tmp_path / target, format=form),
+            said.append,
+        )
+    compared = [line for line in said if line.startswith("the logits of 3 prompts agree")]
+    assert len(compared) == 2, said
+    config, back = (hf_folder.read_config(tmp_path / each) for each in ("theirs", "back"))
+    assert back == config
+
+
+def test_torch_dist_keeps_all_names(tmp_path: Path) -> None:
+    model = theirs(CASES["LLaVA-1.5"])
+    model.save_pretrained(tmp_path / "theirs")
+    for source, target, each in (
+        ("theirs", "between", "torch_dist"),
+        ("between", "ours", OURS),
+    ):
+        convert(
+            ConversionRequest(
+                source=tmp_path / source, target=tmp_path / target, format=each, verify=False
+            ),
+            lambda line: None,
+        )
+    shape = shape_of_config(model.config.to_dict())
+    wanted = import_tensors(shape, as_lazy(model.state_dict()))
+    found = read_source(
+        ConversionRequest(source=tmp_path / "ours", target=tmp_path / "back", format="hf")
+    ).tensors
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name].make()[: tensor.shape[0]], tensor.make()), name
+    said: list[str] = []
+    arguments = {"source": tmp_path / "between", "target": tmp_path / "back", "format": "hf"}
+    convert(ConversionRequest(**arguments), said.append)
+    assert any(line.startswith("the logits of 3 prompts agree") for line in said)
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dcp"])
+def test_formats_without_an_encoder_are_refused(form: str, tmp_path: Path) -> None:
+    theirs(CASES["LLaVA-1.5"]).save_pretrained(tmp_path / "theirs")
+    request = ConversionRequest(
+        source=tmp_path / "theirs", target=tmp_path / "ours", format=form, verify=False
+    )
+    with pytest.raises(CheckpointError, match=f"--format {form} stores the modules of a language"):
+        convert(request, lambda line: None)
+
+
+def test_an_encoder_that_has_learned_biases_gets_them() -> None:
+    model = theirs(CASES["InternVL of InternViT 6B, tied"])
+    config = model.config.to_dict()
+    tensors = import_tensors(shape_of_config(config), as_lazy(model.state_dict()))
+    assert not with_attention_bias(config, tensors)["vision_config"]["attention_bias"]
+    name = "vision_model.decoder.layers.1.self_attention.linear_qkv.bias"
+    tensors |= as_lazy({name: torch.ones(tensors[name].shape)})
+    config = with_attention_bias(config, tensors)
+    found = {t.name: t.make() for t in export_tensors(shape_of_config(config), tensors)}
+    assert found["vision_tower.encoder.layer.1.attention.q_proj.bias"].all()
+    assert not found["vision_tower.encoder.layer.0.attention.q_proj.bias"].any()
+
+
+def test_a_model_without_config_json_gets_one(tmp_path: Path) -> None:
+    for name in CASES:
+        case = CASES[name]
+        model = theirs(case)
+        folder = tmp_path / name.replace(" ", "_")
+        model.save_pretrained(folder / "theirs")
+        arguments = {"source": folder / "theirs", "target": folder / "ours", "format": OURS}
+        convert(ConversionRequest(**arguments, verify=False), lambda line: None)
+        (folder / "ours" / BESIDE / "config.json").unlink()
+        arguments = {"source": folder / "ours", "target": folder / "back", "format": "hf"}
+        with pytest.raises(CheckpointError, match="the tokenizer has no token <image>"):
+            convert(ConversionRequest(**arguments), lambda line: None)
+
+
+def test_a_new_config_json_describes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision_language, "image_token", lambda run: IMAGE_TOKEN)
+    for case in CASES.values():
+        shape = shape_of_config(theirs(case).config.to_dict())
+        run = run_of(shape)
+        again = shape_of_config(config_of(run, shape.text.vocab_size, {}))
+        lengths = dict.fromkeys(
+            ("max_position_embeddings", "seq_length")
+        )  # with images' embeddings
+        assert flags_of(again) | lengths == flags_of(shape) | lengths
+        assert again.image_token == IMAGE_TOKEN

@@ -21,15 +21,15 @@ available: their rules are inferred from public descriptions of core_v0.14, not 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron.core.dist_checkpointing.value_types import Arguments
 
 # Pattern of a part of a name -> this project's name; all rules are applied, in order.
-_RENAMES = tuple(
+_BEFORE_CORE = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        # Models before Megatron Core.
         (r"^language_model\.embedding\.", "embedding."),
         (r"^language_model\.output_layer\.", "output_layer."),
         (r"^language_model\.(encoder|transformer)\.final_norm\.", "decoder.final_layernorm."),
@@ -41,6 +41,11 @@ _RENAMES = tuple(
         (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
         (r"\.dense_h_to_4h\.", ".linear_fc1."),
         (r"\.dense_4h_to_h\.", ".linear_fc2."),
+    )
+)
+_RENAMES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
         # Norms that Transformer Engine fuses into the linear layer after them.
         (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
@@ -54,6 +59,7 @@ _RENAMES = tuple(
         ),
     )
 )
+_OLD_STACKS = ("language_model.encoder.", "language_model.transformer.")
 # Reverse rules for norms: the names in linear layers with a fused norm.
 _INPUT, _MIXER, _MLP, _LATENT = (
     (re.compile(pattern), replacement)
@@ -97,9 +103,14 @@ class Sharding(NamedTuple):
     blocks: tuple[int, ...] = (1,)
 
 
-def our_name(name: str) -> str:
-    """Return this project's name of a model tensor."""
-    for pattern, replacement in _RENAMES:
+def is_before_core(names: Iterable[str]) -> bool:
+    """Return whether ``names`` of a model's tensors are those of a model before Megatron Core."""
+    return any(name.startswith(_OLD_STACKS) for name in names)
+
+
+def our_name(name: str, *, before_core: bool = False) -> str:
+    """Return this project's name of a model tensor; ``before_core``: see `is_before_core`."""
+    for pattern, replacement in (*(_BEFORE_CORE if before_core else ()), *_RENAMES):
         name = pattern.sub(replacement, name)
     return name
 

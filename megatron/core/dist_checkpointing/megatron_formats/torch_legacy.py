@@ -13,6 +13,7 @@ expert parallelism, experts have a separate optimizer.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import lcm
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     expert_tensor_degree,
 )
 from megatron.core.dist_checkpointing.megatron_formats.names import (
+    is_before_core,
     is_buffer,
     our_name,
     split_expert,
@@ -182,16 +184,18 @@ class TorchLegacyReader(ForeignReader):
         The layers of chunk c follow those of chunk c - 1 of all stages.
         """
         stage, pp = rank[1], degree(self.args, "pipeline")
-        before = sum(
-            _num_layers(self._models[0, p, 0][c])
+        before = Counter(
+            stack
             for c in range(chunk + 1)
             for p in range(pp if c < chunk else stage)
+            for stack in _stacks(self._models[0, p, 0][c])
         )
         first = rank[2] * self._experts_of_rank()
+        before_core = is_before_core(model)
         for local, array in model.items():
-            name = our_name(local)
+            name = our_name(local, before_core=before_core)
             if layer := split_layer(name):
-                name = f"{layer[0]}.{layer[1] + before}.{layer[2]}"
+                name = f"{layer[0]}.{layer[1] + before[layer[0]]}.{layer[2]}"
             if expert := split_expert(name):
                 name = f"{expert[0]}.local_experts.{expert[1] + first}.{expert[2]}"
             yield name, array
@@ -225,9 +229,11 @@ def _leaves(tree: Nested, prefix: str = "") -> Iterator[tuple[str, StoredArray]]
             yield from _leaves(value, f"{prefix}{name}.")
 
 
-def _num_layers(model: Mapping[str, StoredArray]) -> int:
-    layers = (split_layer(our_name(name)) for name in model)
-    return len({layer[:2] for layer in layers if layer})
+def _stacks(model: Mapping[str, StoredArray]) -> list[str]:
+    """Return the name of the stack of each layer."""
+    before_core = is_before_core(model)
+    layers = (split_layer(our_name(name, before_core=before_core)) for name in model)
+    return [stack for stack, _ in {layer[:2] for layer in layers if layer}]
 
 
 def ranks_of(arguments: Arguments) -> list[Rank]:
