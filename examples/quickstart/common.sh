@@ -6,8 +6,15 @@
 
 say() { printf '\n== %s\n' "$*"; }
 
-# begin DEFAULT_FOLDER [FOLDER]: an empty folder `out`, the environment, the corpus.
+# begin DEFAULT_FOLDER [FOLDER]: what `prepare` does, and a corpus of text.
 begin() {
+    prepare "$@"
+    say "corpus: the text of the installed Python standard library"
+    "$python" examples/quickstart/corpus.py "$out"
+}
+
+# prepare DEFAULT_FOLDER [FOLDER]: an empty folder `out`, the environment.
+prepare() {
     out=${2:+$(realpath -m "$2")}
     cd "$(dirname "${BASH_SOURCE[0]}")/../.."
     out=${out:-$1}
@@ -27,9 +34,6 @@ begin() {
     rm -rf "$out"
     mkdir -p "$out"
     touch "$out/.quickstart"
-
-    say "corpus: the text of the installed Python standard library"
-    "$python" examples/quickstart/corpus.py "$out"
 }
 
 # byte_pairs: a tokenizer, and token files of whole documents.

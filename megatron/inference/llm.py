@@ -29,16 +29,18 @@ from megatron.training.inference.image_prompts import Image, ImagePrompts
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.shutdown import shut_down
 from megatron.training.tokenizer import MegatronTokenizer
+from megatron.training.tokenizer.multimodal_tokenizer import Turn
 
 
 @dataclass(frozen=True)
 class PromptWithImages:
     """A text with a tag ``<image>`` for each image, or none: then the images stand before it.
 
-    An image is a path, the bytes of a file, or a PIL image.
+    ``text`` may also be the turns of a conversation, each with role and content.  An image is a
+    path, the bytes of a file, or a PIL image.
     """
 
-    text: str
+    text: str | Sequence[Turn]
     images: Sequence[Image]
 
 

@@ -89,3 +89,25 @@ def test_patches_are_merged_in_squares_only() -> None:
     given = [*FLAGS, "--img-w", "36", "--disable-vision-class-token", "--pixel-shuffle"]
     (said,) = run_ranks(refusal, 1, [*TINY, *given])
     assert "--pixel-shuffle merges 2 x 2 patches of a square: give" in said
+
+
+@pytest.mark.feature("Vision: training on image-text shards goes on exactly with other ranks")
+def test_shards_of_pictures_train_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    pytest.importorskip("transformers")
+    from examples.multimodal.quickstart import draw_samples
+
+    draw_samples.write_shard(tmp_path / "train.tar", 48, seed=1)
+    draw_samples.write_tokenizer(tmp_path / "tokenizer")
+    words = "--position-embedding-type rope --dataloader-seq-length 24 --use-tiling --max-num-tiles"
+    flags = [f for f in (*TINY, *FLAGS) if f not in ("--mock-data", "--vocab-size", "100")]
+    base = [*flags, *words.split(), "4", "--data-path", str(tmp_path / "train.tar")]
+    base += ["--split", "1,0,0", "--eval-iters", "0", "--data-cache-path", str(tmp_path / "cache")]
+    base += ["--tokenizer-type", "MultimodalTokenizer", "--tokenizer-prompt-format", "qwen2p5"]
+    base += ["--tokenizer-model", str(tmp_path / "tokenizer")]
+    whole = losses(run_gpt(tmp_path / "whole", base=base))
+    saved = str(tmp_path / "ck")
+    stop = ["--exit-interval", "2", "--save", saved]
+    first = losses(run_gpt(tmp_path / "a", *stop, base=base))
+    rest = losses(run_gpt(tmp_path / "b", "--load", saved, base=base, world_size=2))
+    same(first + rest, whole)

@@ -143,7 +143,7 @@ def images(ns: Namespace) -> None:
         tp=ns.tensor_model_parallel_size,
         sequence_parallel=ns.sequence_parallel,
     )
-    ns.dataloader_seq_length = text
+    ns.dataloader_seq_length, ns.row_length = text, length
     ns.seq_length, ns.decoder_seq_length = -(-length // part) * part, None
     # The table of positions must not depend on the layout.
     ns.max_position_embeddings = max(ns.max_position_embeddings or 0, length)

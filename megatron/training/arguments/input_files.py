@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.config.errors import ConfigError, DataError, MissingDependency
+from megatron.core.datasets.tar_shards import shard_paths
 from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.models.registry import model_kind
 from megatron.training.tokenizer.build import create_tokenizer
 from megatron.training.tokenizer.spec import TokenizerSpec
 
@@ -47,12 +49,25 @@ def missing_files(args: Namespace) -> list[str]:
         for name, path in named
         if path is not None and not Path(path).exists()
     ]
+    has_shards = model_kind(args.model_kind).reads_images
     for name in _PREFIXES:
         for prefix in _prefixes(getattr(args, name, None) or ()):
+            if has_shards:
+                missing += _missing_shards(name, prefix)
+                continue
             gone = [f"{prefix}{end}" for end in (".idx", ".bin") if not _is_file(prefix, end)]
             if gone:
                 missing.append(f"{_flag(name)} {prefix}: not on this machine: {', '.join(gone)}")
     return missing
+
+
+def _missing_shards(name: str, path: str) -> list[str]:
+    """Return a line if the tar files of ``path`` are not all on this machine."""
+    try:
+        gone = [shard for shard in shard_paths(path) if not Path(shard).is_file()]
+    except DataError as error:
+        return [f"{_flag(name)} {error}"]
+    return [f"{_flag(name)} {path}: not on this machine: {', '.join(gone[:3])}"] if gone else []
 
 
 def vocabulary_of(config: TokenizerConfig) -> Vocabulary:

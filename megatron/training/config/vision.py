@@ -80,6 +80,18 @@ class VisionConfig:
     use_area_weighted_aspect_ratio: bool = _vision(
         False, "Choose the grid of tiles by the area that it keeps, too."
     )
+    use_tile_tags: bool = _vision(
+        False, "Name each tile before its embeddings, as NVLM does: <tile_1>, <tile_2> and so on."
+    )
+    caption_prompt: str = _vision(
+        "", "Question before an image whose sample has a caption instead of a conversation."
+    )
+    broken_samples: str = _vision(
+        "skip",
+        "What happens to a sample that cannot be used, such as one with a damaged image: skip "
+        "replaces it by another one and names it in the log, fail ends the run.",
+        choices=("skip", "fail"),
+    )
     decoder_tp_comm_overlap: bool = _vision(
         False, "--tp-comm-overlap for the language model; the encoder has none."
     )
@@ -88,3 +100,5 @@ class VisionConfig:
         "Pack samples into one row.",
         ignored="a row holds one sample, whose attention is causal either way",
     )
+    # Positions of a row in every layout, derived; ranks that split it add a few, see --seq-length.
+    row_length: int | None = None

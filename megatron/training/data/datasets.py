@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.data.loaders import get_blend_and_blend_per_split, reads_data
 from megatron.training.data.user_datasets import build_user_datasets
 from megatron.training.models.kind import ModelImplementation
@@ -80,8 +81,11 @@ def _check_data(
     }
     blends = [config.blend] if config.blend is not None else config.blend_per_split or []
     for prefix in {p: None for blend in blends if blend is not None for p in blend[0]}:
+        tokens = kind.datasets[False].build_low_level_dataset(prefix, config)
+        if not isinstance(tokens, IndexedDataset):  # it holds text, for the run's tokenizer
+            continue
         check_data(
-            kind.datasets[False].build_low_level_dataset(prefix, config),  # type: ignore[arg-type]
+            tokens,
             run.tokenizer,
             run.padded_vocab_size,
             [flag for flag, is_given in given.items() if is_given],

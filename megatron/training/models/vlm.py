@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTextDatasetConfig
 from megatron.core.datasets.images.pixels import ImageSettings
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
+from megatron.core.models.vision.kinds import get_num_image_embeddings
 from megatron.core.models.vision.multimodal_projector import get_projector_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.training.config.run import RunConfig
@@ -59,14 +62,43 @@ def build_vlm_model(config: RunConfig, *, vp_stage: int | None = None, **stage: 
     return model
 
 
-def vlm_dataset_config(config: RunConfig, **common: Any) -> MultimodalDatasetConfig:
+def vlm_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatasetConfig:
     """Return the dataset config; --dataloader-seq-length counts an image as no token."""
+    if not config.data.mock_data:
+        return _image_text_config(config, **common)
     return MultimodalDatasetConfig(
         image_h=config.vision.img_h,
         image_w=config.vision.img_w,
         preprocess_func=begin_with_image,
         **text_arguments(config),
         **(common | {"sequence_length": _text_length(config)}),
+    )
+
+
+def _image_text_config(config: RunConfig, **common: Any) -> ImageTextDatasetConfig:
+    vision = config.vision
+    return ImageTextDatasetConfig(
+        images=image_settings(vision),
+        image_token_index=DEFAULT_IMAGE_TOKEN_INDEX,
+        embeddings_per_tile=embeddings_per_tile(vision),
+        decoder_sequence_length=vision.row_length,
+        use_tile_tags=vision.use_tile_tags,
+        caption_prompt=vision.caption_prompt,
+        broken_samples="fail" if vision.broken_samples == "fail" else "skip",
+        **(common | {"sequence_length": _text_length(config) + 1}),
+    )
+
+
+def embeddings_per_tile(vision: VisionConfig) -> int:
+    """Return how many positions of a row a tile takes."""
+    return get_num_image_embeddings(
+        vision.img_h,
+        vision.img_w,
+        vision.patch_dim,
+        vision.vision_model_type,
+        vision.disable_vision_class_token,
+        1,
+        vision.pixel_shuffle,
     )
 
 
@@ -145,7 +177,7 @@ def _text_length(config: RunConfig) -> int:
 
 VLM = ModelImplementation(
     build=build_vlm_model,
-    datasets=(MockMultimodalDataset, MockMultimodalDataset),
+    datasets=(ImageTextDataset, MockMultimodalDataset),
     dataset_config=vlm_dataset_config,
     batch=vlm_batch,
     apply=apply_vlm,

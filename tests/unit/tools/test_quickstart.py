@@ -26,8 +26,9 @@ with open({record!r}, "a") as record:
 """
 
 
+FOLDERS = {"quickstart.sh": "gpt", "multimodal": "vlm"}  # the others have the name of a kind
 WAYS = {  # what each trains
-    script.relative_to(ROOT / "examples").parts[0].removesuffix("quickstart.sh") or "gpt": script
+    FOLDERS.get(part := script.relative_to(ROOT / "examples").parts[0], part): script
     for script in ROOT.glob("examples/**/quickstart.sh")
 }
 
@@ -74,6 +75,11 @@ def test_it_trains_halfway_and_goes_on_with_the_same_command(commands, kind):
     run = resolve(parsed, 1)
     assert run.training.train_iters == parsed.train_iters
     assert [w for w in run.warnings if "without effect" in w] == []
+    if kind == "vlm":
+        ((_, shard, _, least),) = words_of(commands, "examples/multimodal/quickstart/look.py")
+        assert shard in second
+        assert 0 < float(least) < 1
+        return
     (compared,) = words_of(commands, "examples/quickstart/unigram.py")
     assert float(compared[1]) > 0
     assert compared[2:] == ["--model-kind", kind, *second]

@@ -1,0 +1,75 @@
+"""Let a trained model say what is in pictures that it has not seen.
+
+    python examples/multimodal/quickstart/look.py CHECKPOINTS VALID.TAR OUT.PNG [LEAST_ACCURACY]
+
+Prints the accuracy beside chance, and writes a table of pictures with answers.  Ends with status 1
+if the share of completely right answers is below LEAST_ACCURACY.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+from draw_samples import COLOURS, DIGITS, QUESTION, SHAPES, SIDE
+from PIL import Image, ImageDraw
+
+from megatron.core.datasets.tar_shards import TarShards
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference import LLM, PromptWithImages
+
+COLUMNS, ROWS, SCALE, CAPTION = 4, 3, 3, 34
+CHANCE = {"colour": 1 / len(COLOURS), "shape": 1 / len(SHAPES), "digit": 1 / len(DIGITS)}
+PLACES = {"colour": 1, "shape": 2, "digit": 6}  # of the words of a caption
+
+
+def main() -> None:
+    """Ask about each picture."""
+    checkpoints, shard, table = sys.argv[1:4]
+    least = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
+    llm = LLM.load(checkpoints)
+    pictures, captions = [], []
+    for sample in TarShards(shard):
+        pictures.append(sample.images[0])
+        assert sample.json is not None
+        captions.append(json.loads(sample.json)["conversations"][1]["value"])
+    ask = [{"role": "user", "content": f"<image>\n{QUESTION}"}]
+    params = SamplingParams(num_tokens_to_generate=12, top_k=1)
+    prompts = [PromptWithImages(ask, [picture]) for picture in pictures]
+    said = [answer.text.strip() for answer in llm.generate(prompts, params)]
+    right = [a == b for a, b in zip(said, captions, strict=True)]
+    print(f"{len(said)} held-out pictures            right   by chance")
+    for name, place in PLACES.items():
+        count = sum(word(a, place) == word(b, place) for a, b in zip(said, captions, strict=True))
+        print(f"  {name:28} {count / len(said):8.1%} {CHANCE[name]:10.1%}")
+    by_chance = CHANCE["colour"] * CHANCE["shape"] * CHANCE["digit"]
+    print(f"  {'the complete answer':28} {sum(right) / len(said):8.1%} {by_chance:10.1%}")
+    draw_table(table, pictures, said, right)
+    print(f"pictures with answers: {table}")
+    if sum(right) < least * len(said):
+        sys.exit(f"fewer than {least:.0%} of the answers are right: the model has not learned it")
+
+
+def word(text: str, place: int) -> str:
+    """Return a word of a caption, "" if it is shorter."""
+    words = text.split()
+    return words[place] if place < len(words) else ""
+
+
+def draw_table(path: str, pictures: list[bytes], said: list[str], right: list[bool]) -> None:
+    """Write the first pictures with what was said of them, wrong answers in red."""
+    width, height = 2 * SIDE * SCALE, SIDE * SCALE + CAPTION
+    sheet = Image.new("RGB", (COLUMNS * width, ROWS * height), "white")
+    pen = ImageDraw.Draw(sheet)
+    for i in range(min(COLUMNS * ROWS, len(pictures))):
+        x, y = i % COLUMNS * width, i // COLUMNS * height
+        picture = Image.open(io.BytesIO(pictures[i])).resize((SIDE * SCALE, SIDE * SCALE))
+        sheet.paste(picture, (x + width // 4, y))
+        colour = "black" if right[i] else "red"
+        pen.text((x + width // 2, y + height - CAPTION // 2), said[i], fill=colour, anchor="mm")
+    sheet.save(path)
+
+
+if __name__ == "__main__":
+    main()
