@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.fusions import linear_cross_entropy as loss_fusion
-from megatron.core.fusions.bias_glu import glu, glu_reference, weighed
+from megatron.core.fusions.bias_glu import activation, glu, glu_reference, weighed
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
 from megatron.core.fusions.rms_norm import layer_norm, norm_rows_of_sum, rms_norm
@@ -71,6 +71,23 @@ def test_gated_activations_clamped_offset_and_weighed(act: Any, where: str) -> N
         return weighed(glu_reference(x, act, 0.7, 1.0), weights)
 
     compare(lambda x, w: glu(x, act, 0.7, 1.0, w), reference, x, weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations_with_a_bias(act: str, dtype: torch.dtype, where: str) -> None:
+    # Several programs, or sums that are exact enough for float32.
+    rows, scale = (67, 2) if dtype == torch.bfloat16 else (2, 0.3)
+    x = torch.randn(rows, 3, 520, device=where).mul_(scale).to(dtype)
+    bias = torch.randn(520, device=where).mul_(scale).to(dtype)
+    function = ACTIVATIONS[act]
+    compare(lambda x, b: activation(x, function, b), lambda x, b: function(x + b), x, bias)
+
+
+def test_an_activation_with_a_bias_of_no_tokens(where: str) -> None:
+    x, bias = torch.randn(0, 8, device=where), torch.randn(8, device=where, requires_grad=True)
+    activation(x, F.gelu, bias).sum().backward()
+    torch.testing.assert_close(bias.grad, torch.zeros_like(bias))
 
 
 def test_gated_activations_of_no_tokens(where: str) -> None:

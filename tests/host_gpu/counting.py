@@ -21,7 +21,7 @@ from typing import Any
 from tests import host_gpu
 
 _SHOWN = 25  # operations
-_NO_KERNEL = ("empty", "_local_scalar_dense", "detach", "alias", "resize_", "set_")
+_NO_KERNEL = ("empty", "_local_scalar_dense", "detach", "alias", "resize_", "set_", "_unsafe_view")
 
 
 class _Step:

@@ -1,4 +1,4 @@
-"""act(gate) * up for any activation; only the input is saved for backward."""
+"""act(gate) * up and act(x + bias) for any activation; only the input is saved for backward."""
 
 from __future__ import annotations
 
@@ -102,8 +102,19 @@ def weighed(x: Tensor, weights: Tensor) -> Tensor:
     return (x * weights.unsqueeze(-1)).to(x.dtype)
 
 
-def activation(x: Tensor, act: Activation) -> Tensor:
-    """Compute act(x); on a GPU torch's own kernels are as fast as ours."""
+def adds_bias(act: Activation, like: Tensor) -> bool:
+    """Return whether `activation` adds a bias to tensors such as ``like`` in the same kernel."""
+    return act in _FUSED and kernels.is_available("bias_activation", like)
+
+
+def activation(x: Tensor, act: Activation, bias: Tensor | None = None) -> Tensor:
+    """Compute act(x), or act(x + bias); on a GPU torch's own kernels of act(x) are as fast."""
+    if bias is not None:
+        found = kernels.find("bias_activation", x, bias) if act in _FUSED else None
+        if found and x.is_contiguous():
+            y: Tensor = found.bias_activation(x, bias, _FUSED[act])
+            return y
+        return act(x + bias)
     if act in _FUSED and x.is_contiguous() and cpu_kernels.take(x):
         return cpu_glu.activation(x, _FUSED[act])
     return act(x)

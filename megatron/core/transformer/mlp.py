@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core import device
 from megatron.core.activations import openai_gelu
-from megatron.core.fusions.bias_glu import activation, glu, weighed
+from megatron.core.fusions.bias_glu import activation, adds_bias, glu, weighed
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -52,6 +54,9 @@ class MLP(MegatronModule):
         self.tp_group = tp_group
         input_size = input_size or config.hidden_size
         ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
+        # Megatron-LM's fused GELU is the tanh approximation; its checkpoints were trained with it.
+        is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
+        self.act = openai_gelu if is_tanh_gelu else config.activation_func
         blocks = (1, 1) if config.gated_linear_unit else (1,)
         offered = {"tp_group": tp_group, "is_expert": is_expert}
         self.linear_fc1 = build_module(
@@ -61,6 +66,7 @@ class MLP(MegatronModule):
             config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear,
+            skip_bias_add=self._adds_bias(is_expert),
             offered={**offered, "blocks": blocks},
         )
         self.linear_fc2: Callable[[Tensor], WithBias] = build_module(
@@ -74,9 +80,13 @@ class MLP(MegatronModule):
             skip_bias_add=tp_group.size() > 1 or is_expert,
             offered=offered,
         )
-        # Megatron-LM's fused GELU is the tanh approximation; its checkpoints were trained with it.
-        is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
-        self.act = openai_gelu if is_tanh_gelu else config.activation_func
+
+    def _adds_bias(self, is_expert: bool) -> bool:
+        """Return whether the kernel of the activation adds the bias, and sums its gradient."""
+        config = self.config
+        is_plain = config.add_bias_linear and not config.gated_linear_unit and not is_expert
+        like = torch.empty(0, dtype=config.params_dtype, device=device.current())
+        return is_plain and config.bias_activation_fusion and adds_bias(self.act, like)
 
     def activate(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """Apply the activation: [.., f/tp], if gated [.., 2 f/tp], -> [.., f/tp].
@@ -96,5 +106,6 @@ class MLP(MegatronModule):
         Collective over ``tp_group``.
         """
         inner, bias = self.linear_fc1(hidden_states)
-        assert bias is None, "the first matrix adds its bias itself"
+        if bias is not None:
+            return self.linear_fc2(activation(inner, self.act, bias))
         return self.linear_fc2(self.activate(inner))

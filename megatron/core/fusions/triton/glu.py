@@ -22,7 +22,10 @@ _BLOCK, _WARPS = 1024, 4  # 8 elements a thread: one load of 16 bytes in bf16
 def glu(
     gate_up: Tensor, act: str, clamp: float | None, offset: float, weights: Tensor | None
 ) -> Tensor:
-    """Map [..., 2 f], contiguous, and weights [...] to [..., f]; ``act`` is a case of `_act`."""
+    """Map [..., 2 f], contiguous, and weights [...] to [..., f].
+
+    ``act`` is a case of `act_and_slope`.
+    """
     return _GLU.apply(gate_up, weights, act, clamp, offset)
 
 
@@ -80,7 +83,7 @@ def _options(
 
 
 @triton.jit
-def _act(x, ACT: tl.constexpr):
+def act_and_slope(x, ACT: tl.constexpr):
     """Return an activation and its derivative."""
     if ACT == "silu":
         s = tl.sigmoid(x)
@@ -136,7 +139,7 @@ def _forward(
         place = start + tl.arange(0, BLOCK)
         inside = place < width
         gate, up, _, _ = _load(GateUp, m * 2 * width, place, inside, width, clamp, CLAMPS)
-        y, _ = _act(gate, ACT)
+        y, _ = act_and_slope(gate, ACT)
         out = y * (up + offset) * weight
         tl.store(Out + m * width + place, out.to(Out.dtype.element_ty), mask=inside)
 
@@ -168,7 +171,7 @@ def _backward(
             GateUp, m * 2 * width, place, inside, width, clamp, CLAMPS
         )
         grad = tl.load(Grad + m * width + place, mask=inside, other=0.0).to(tl.float32)
-        y, slope = _act(gate, ACT)
+        y, slope = act_and_slope(gate, ACT)
         up += offset
         total += grad * y * up
         grad *= weight
