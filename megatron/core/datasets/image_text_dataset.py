@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ class ImageTextDatasetConfig(BlendedMegatronDatasetConfig):
     decoder_sequence_length: int | None = None
     use_tile_tags: bool = False  # NVLM: each tile is a token of its own, after a text like <tile_1>
     caption_prompt: str = ""  # question before a caption
-    broken_samples: Literal["skip", "fail"] = "skip"
+    broken_samples: str = "skip"  # or "fail"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +160,7 @@ class ImageTextDataset(MegatronDataset):
             raise DataError(f"{message} (--broken-samples skip would replace it)") from error
         self._broken.add(element)
         logger.warning(
-            "%s; another sample replaces it (number %d of process)", message, self.num_broken
+            "%s; another sample replaces it (%d so far in this process)", message, self.num_broken
         )
 
     def _sample(self, content: TarSample) -> Sample:

@@ -84,7 +84,7 @@ def _image_text_config(config: RunConfig, **common: Any) -> ImageTextDatasetConf
         decoder_sequence_length=vision.row_length,
         use_tile_tags=vision.use_tile_tags,
         caption_prompt=vision.caption_prompt,
-        broken_samples="fail" if vision.broken_samples == "fail" else "skip",
+        broken_samples=vision.broken_samples,
         **(common | {"sequence_length": _text_length(config) + 1}),
     )
 
