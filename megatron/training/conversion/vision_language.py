@@ -56,7 +56,8 @@ _DEFAULTS: Mapping[str, Config] = {
 class VisionLanguageFamily:
     """Names and defaults of one family; ``projector``: our modules -> theirs.
 
-    ``merges_neighbours``: the projector reads 2 x 2 patches as one.
+    ``merges_neighbours``: the projector reads 2 x 2 patches as one.  ``has_newline``: rows of tiles
+    end with an embedding (see `TileArrangement`).
     """
 
     model_type: str
@@ -68,6 +69,7 @@ class VisionLanguageFamily:
     feature_layer: int = -2
     is_tied: bool = False
     merges_neighbours: bool = False
+    has_newline: bool = False
     inner_prefix: str = ""  # of the encoder's tensors, as released folders have it
 
 
@@ -93,7 +95,13 @@ INTERNVL = VisionLanguageFamily(
     is_tied=True,
     merges_neighbours=True,
 )
-FAMILIES = {family.model_type: family for family in (LLAVA, INTERNVL)}
+LLAVA_NEXT = replace(
+    LLAVA,
+    model_type="llava_next",
+    architecture="LlavaNextForConditionalGeneration",
+    has_newline=True,
+)
+FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, INTERNVL)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +308,12 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
 
 def check_encoder(shape: VisionLanguageShape, run: RunConfig) -> None:
     """Raise CheckpointError unless the encoder that ``run`` builds is that of ``shape``."""
+    if shape.family.has_newline:
+        raise CheckpointError(
+            f"{shape.family.architecture} arranges tiles by the size of the image, for which no "
+            "flag exists: pretrain_vlm.py cannot train it; build LLaVAModel with has_image_newline "
+            "from megatron.training.conversion.vision_language"
+        )
     found, wanted = encoder_config(run), layers_of(shape.images)
     for name in _OF_ENCODER:
         mine, theirs = getattr(found, name), getattr(wanted, name)

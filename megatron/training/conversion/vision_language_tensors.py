@@ -19,6 +19,7 @@ from megatron.training.conversion.vision import build_encoder, export_encoder, i
 from megatron.training.conversion.vision_language import VisionLanguageShape
 
 _TEXT, _IMAGES = "language_model.", "vision_tower."
+_NEWLINE = "image_newline.weight"
 _OUR_TEXT, _OUR_IMAGES = "language_model.", "vision_model."
 # Beginnings of names as releases of `transformers` have written them -> as they are read here.
 _SPELLINGS = (
@@ -84,12 +85,14 @@ def _projector_tensors(
             raise CheckpointError(
                 f"the weights have no {theirs}, which a {shape.family.architecture} needs"
             )
-        yield ours, left.pop(theirs)
+        tensor = left.pop(theirs)
+        yield ours, _with_shape(tensor, (1, *tensor.shape)) if ours == _NEWLINE else tensor
 
 
 def _projector_names(shape: VisionLanguageShape) -> dict[str, str]:
-    """Return our name -> theirs of each tensor of the projector."""
-    return {
+    """Return our name -> theirs of each tensor of the projector, and of the newline."""
+    newline = {_NEWLINE: "image_newline"} if shape.family.has_newline else {}
+    return newline | {
         f"{ours}.{kind}": f"{theirs}.{kind}"
         for ours, theirs in shape.family.projector.items()
         for kind in ("weight", "bias")
@@ -122,7 +125,14 @@ def export_tensors(
         raise CheckpointError(
             f"the checkpoint does not hold a {shape.family.architecture}: {', '.join(sorted(left))}"
         )
-    return out + [replace(tensors[ours], name=theirs) for ours, theirs in names.items()]
+    for ours, theirs in names.items():
+        tensor = replace(tensors[ours], name=theirs)
+        out.append(_with_shape(tensor, tensor.shape[1:]) if ours == _NEWLINE else tensor)
+    return out
+
+
+def _with_shape(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    return replace(tensor, shape=shape, make=lambda: tensor.make().reshape(shape))
 
 
 def with_attention_bias(config: Config, tensors: Mapping[str, LazyTensor]) -> JsonObject:

@@ -35,31 +35,36 @@ from megatron.training.models.kind import (
 
 def build_vlm_model(config: RunConfig, *, vp_stage: int | None = None, **stage: Any) -> LLaVAModel:
     """Build one pipeline stage on the current device; the first has the encoder of images."""
+    model = LLaVAModel(**llava_arguments(config, **stage), vp_stage=vp_stage)
+    model.freeze(config.vision.freeze_LM, config.vision.freeze_ViT, False)
+    return model
+
+
+def llava_arguments(config: RunConfig, **stage: Any) -> dict[str, Any]:
+    """Return the arguments of `LLaVAModel`; ``stage``: see `build_vlm_model`."""
     vision = config.vision
     arguments = language_arguments(config, **stage)
     of_images = encoder_config(config)
-    model = LLaVAModel(
-        config.model,
-        gpt_layer_spec(config),
-        arguments.pop("vocab_size"),
-        arguments.pop("max_sequence_length"),
-        of_images,
-        get_vit_layer_with_local_spec(of_images, has_layer_scale=has_layer_scale(config)),
-        vision.disable_vision_class_token,
-        projector_config(config),
-        get_projector_spec(has_norm=projector_has_norm(config)),
-        vision.vision_projection_type,
-        img_h=vision.img_h,
-        img_w=vision.img_w,
-        patch_dim=vision.patch_dim,
-        pixel_shuffle=vision.pixel_shuffle,
-        vision_model_subtype=vision.vision_model_type,
-        row_length=config.data.seq_length,
-        vp_stage=vp_stage,
+    spec = get_vit_layer_with_local_spec(of_images, has_layer_scale=has_layer_scale(config))
+    return {
+        "language_transformer_config": config.model,
+        "language_transformer_layer_spec": gpt_layer_spec(config),
+        "language_vocab_size": arguments.pop("vocab_size"),
+        "language_max_sequence_length": arguments.pop("max_sequence_length"),
+        "vision_transformer_config": of_images,
+        "vision_transformer_layer_spec": spec,
+        "drop_vision_class_token": vision.disable_vision_class_token,
+        "vision_projection_config": projector_config(config),
+        "vision_projection_layer_spec": get_projector_spec(has_norm=projector_has_norm(config)),
+        "vision_projection_type": vision.vision_projection_type,
+        "img_h": vision.img_h,
+        "img_w": vision.img_w,
+        "patch_dim": vision.patch_dim,
+        "pixel_shuffle": vision.pixel_shuffle,
+        "vision_model_subtype": vision.vision_model_type,
+        "row_length": config.data.seq_length,
         **arguments,
-    )
-    model.freeze(vision.freeze_LM, vision.freeze_ViT, False)
-    return model
+    }
 
 
 def vlm_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatasetConfig:

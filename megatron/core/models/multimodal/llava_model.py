@@ -7,6 +7,7 @@ encoder; every stage knows the positions, because they follow from ids and numbe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,12 @@ from megatron.core.config.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal.splicing import IGNORE_INDEX as IGNORE_INDEX
 from megatron.core.models.multimodal.splicing import Splice, splice
-from megatron.core.models.vision.clip_vit_model import CLIPViTModel, get_num_image_embeddings
+from megatron.core.models.multimodal.tile_arrangement import NEWLINE, TileArrangement
+from megatron.core.models.vision.clip_vit_model import (
+    CLIPViTModel,
+    EmbeddingTable,
+    get_num_image_embeddings,
+)
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.models.vision.pixel_shuffle import pixel_shuffle as pixel_shuffle
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -67,6 +73,7 @@ class LLaVAModel(MegatronModule):
         pixel_shuffle: bool = False,
         vision_model_subtype: str = "clip",
         row_length: int | None = None,
+        has_image_newline: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
         **of_language: Any,
@@ -75,8 +82,9 @@ class LLaVAModel(MegatronModule):
 
         ``language_max_sequence_length``: positions of the language model.  ``row_length``, by
         default the same number: L with pipeline parallelism, and its maximum without.
-        ``of_language``: further arguments of `GPTModel`.  A stage has the encoder if it is the
-        first and ``add_encoder``.
+        ``has_image_newline``: whether there is an embedding for the ends of rows of an image, as
+        in LLaVA-NeXT.  ``of_language``: further arguments of `GPTModel`.  A stage has the encoder
+        if it is the first and ``add_encoder``.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
         super().__init__(language_transformer_config)
@@ -100,35 +108,39 @@ class LLaVAModel(MegatronModule):
             vp_stage=vp_stage,
             **of_language,
         )
-        sizes = (img_h, img_w, patch_dim)
+        subtype = vision_model_subtype
         self.embeddings_per_tile = get_num_image_embeddings(
-            *sizes, vision_model_subtype, drop_vision_class_token, 1, pixel_shuffle
+            img_h, img_w, patch_dim, subtype, drop_vision_class_token, 1, pixel_shuffle
         )
         self.vision_model: CLIPViTModel | None = None
         self.vision_projection: MultimodalProjector | None = None
+        self.image_newline: EmbeddingTable | None = None
         if pre_process and add_encoder:
             self.vision_model = CLIPViTModel(
                 vision_transformer_config,
                 vision_transformer_layer_spec,
-                model_subtype=vision_model_subtype,
+                model_subtype=subtype,
                 patch_dim=patch_dim,
                 img_h=img_h,
                 img_w=img_w,
                 pg_collection=groups.without_context_parallelism(),
             )
-            self.vision_projection = MultimodalProjector(
-                vision_projection_config,
-                vision_projection_layer_spec,
-                vision_projection_type,
-                vision_transformer_config.hidden_size * (4 if pixel_shuffle else 1),
-                tp_group=groups.tp,
-            )
+            config = vision_projection_config
+            self._build_projector(config, vision_projection_layer_spec, vision_projection_type)
+            self.image_newline = EmbeddingTable(config, 1) if has_image_newline else None
         self._finalize_parameters()
+
+    def _build_projector(self, config: TransformerConfig, spec: MLPSubmodules, kind: str) -> None:
+        assert self.vision_model is not None, "its output is the projector's input"
+        width = self.vision_model.config.hidden_size * (4 if self.merges_neighbours else 1)
+        group = self.pg_collection.tp
+        self.vision_projection = MultimodalProjector(config, spec, kind, width, tp_group=group)
 
     def _finalize_parameters(self) -> None:
         """Put the names of the parts before the global names that each has assigned; initialise."""
-        if self.vision_projection is not None:
-            name_parameters(self.vision_projection)
+        for own in (self.vision_projection, self.image_newline):
+            if own is not None:
+                name_parameters(own)
         for name, part in self.named_children():
             prefix_names(part, f"{name}.")
         seed = self.config.init_seed
@@ -145,7 +157,7 @@ class LLaVAModel(MegatronModule):
         parts: list[nn.Module | None] = []
         parts += [self.language_model] if freeze_language_model else []
         parts += [self.vision_model] if freeze_vision_model else []
-        parts += [self.vision_projection] if freeze_vision_projection else []
+        parts += [self.vision_projection, self.image_newline] if freeze_vision_projection else []
         for part in parts:
             if part is not None:
                 part.requires_grad_(False)
@@ -169,26 +181,31 @@ class LLaVAModel(MegatronModule):
         num_image_tiles: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         runtime_gather_output: bool | None = None,
+        *,
+        arrangements: Sequence[TileArrangement] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Map tiles [t, 3, H, W] and ids [b, s] to losses [b, L] and the loss mask [b, L].
 
         An id ``image_token_index`` stands for the next image, which has the next number of
         ``num_image_tiles``; these are [b, s] with 0 at text, or one number per image (default: one
-        tile each).  Without labels the first result are logits; stages before the last return
-        hidden states.  Rows may have no image; every rank runs the encoder all the same, because
-        its collectives need all ranks.  With context parallelism the arguments are complete rows,
-        of which every rank encodes the images, and the results have this rank's L/cp positions.
+        tile each).  ``arrangements``, one per image, order the embeddings of its tiles instead, and
+        give their numbers.  Without labels the first result are logits; stages before the last
+        return hidden states.  Rows may have no image; every rank runs the encoder all the same,
+        because its collectives need all ranks.  With context parallelism the arguments are complete
+        rows, of which every rank encodes the images, and the results have this rank's L/cp
+        positions.
 
         Raises DataError if the ids ask for another number of tiles (on a CPU; on a GPU the
         comparison would wait for the device).
         """
         is_image = input_ids == self.image_token_index
-        counts = self._counts(is_image, num_image_tiles)
-        self._check(images, counts)
+        counts = self._counts(is_image, num_image_tiles, arrangements)
+        self._check(images, counts, arrangements)
         where = splice(is_image, counts, self._length(is_image, counts))
         combined: Tensor | None = None
         if self.pre_process:
-            combined = self._combined(where, images, input_ids, position_ids)
+            text = self._text(input_ids, position_ids)
+            combined = self._combined(where, text, images, arrangements)
         output = self.language_model(
             None,
             None,
@@ -215,27 +232,45 @@ class LLaVAModel(MegatronModule):
     def _combined(
         self,
         where: Splice,
+        text: Tensor,
         images: Tensor | None,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
+        arrangements: Sequence[TileArrangement] | None,
     ) -> Tensor:
         """Return the embeddings of texts and images: [L, b, h], [L/tp, b, h] if it is split."""
-        ids = input_ids.masked_fill(input_ids == self.image_token_index, 0)
-        text = self.language_model.embedding(ids, position_ids).transpose(0, 1)
         if self.vision_model is not None:
-            seen = images if images is not None and len(images) else self._blank(input_ids.device)
+            seen = images if images is not None and len(images) else self._blank(text.device)
             found = self.image_embeddings(seen)
+            if self.image_newline is not None:
+                found = torch.cat([found, self.image_newline.weight])
             if (
                 seen is not images
             ):  # no image in these rows: all gradients are zero, none is missing
                 text = text + 0.0 * found.sum()
                 found = found[:0]
+            elif arrangements is not None:
+                found = found[self._order(arrangements, found)]
             text = where.embeddings(text, found)
         combined: Tensor = self._held(text).transpose(0, 1).contiguous()
         tp = self.pg_collection.tp
         if self.config.sequence_parallel and tp.size() > 1:
             combined = scatter_to_sequence_parallel_region(combined, group=tp)
         return combined
+
+    def _text(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        """Return the embeddings [b, s, h] of ids, of which those of images count as 0."""
+        ids = input_ids.masked_fill(input_ids == self.image_token_index, 0)
+        embedded: Tensor = self.language_model.embedding(ids, position_ids).transpose(0, 1)
+        return embedded
+
+    def _order(self, arrangements: Sequence[TileArrangement], found: Tensor) -> Tensor:
+        """Return the rows of ``found`` for all images; its last row is the newline."""
+        rows: list[Tensor] = []
+        first = 0
+        for each in arrangements:
+            order = each.order
+            rows.append(torch.where(order == NEWLINE, len(found) - 1, order + first))
+            first += each.num_tiles * self.embeddings_per_tile
+        return torch.cat(rows).to(found.device)
 
     def _held(self, rows: Tensor) -> Tensor:
         """Return this context-parallel rank's positions: [b, L, ...] -> [b, L/cp, ...]."""
@@ -250,9 +285,17 @@ class LLaVAModel(MegatronModule):
         size = (1, 3, self.vision_model.img_h, self.vision_model.img_w)
         return torch.zeros(size, device=where)
 
-    def _counts(self, is_image: Tensor, num_image_tiles: Tensor | None) -> Tensor:
+    def _counts(
+        self,
+        is_image: Tensor,
+        num_image_tiles: Tensor | None,
+        arrangements: Sequence[TileArrangement] | None,
+    ) -> Tensor:
         """Return the embeddings that each token [b, s] stands for, 0 for text."""
         per_tile = self.embeddings_per_tile
+        if arrangements is not None:
+            num_image_tiles = torch.tensor([len(each.order) for each in arrangements])
+            per_tile = 1
         if num_image_tiles is None:
             return is_image * per_tile
         if num_image_tiles.shape == is_image.shape and num_image_tiles.dim() == 2:
@@ -275,8 +318,22 @@ class LLaVAModel(MegatronModule):
         )
         return min(limit, -(-longest // parts) * parts)
 
-    def _check(self, images: Tensor | None, counts: Tensor) -> None:
+    def _check(
+        self,
+        images: Tensor | None,
+        counts: Tensor,
+        arrangements: Sequence[TileArrangement] | None,
+    ) -> None:
         if images is None or device.is_cuda(counts.device):
+            return
+        if arrangements is not None:
+            tiles = sum(each.num_tiles for each in arrangements)
+            is_right = int((counts > 0).sum()) == len(arrangements) and tiles == len(images)
+            if not is_right:
+                raise DataError(
+                    f"{len(arrangements)} images have {tiles} tiles; the text has places for "
+                    f"{int((counts > 0).sum())} images, and {len(images)} tiles are given"
+                )
             return
         wanted, given = int(counts.sum()), len(images) * self.embeddings_per_tile
         if wanted != given:
