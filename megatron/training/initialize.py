@@ -37,6 +37,7 @@ from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import plan
+from megatron.training.arguments.checks.parallel import gloo_sends_no_tensors_of_a_gpu
 from megatron.training.arguments.flag_requirements import without_effect_on_a_cpu
 from megatron.training.arguments.parser import apply_defaults, parse_args
 from megatron.training.arguments.sections import SECTIONS
@@ -343,6 +344,9 @@ def _init_default_group(config: RunConfig, store: dist.Store | None) -> None:
             f"WARNING: --distributed-backend {backend} is without effect: no GPU was found"
         )
         backend = device.default_backend()
+    if device.is_cuda():  # --device auto was not checked
+        on_a_gpu = replace(config, distributed=replace(config.distributed, device=device.CUDA))
+        ConfigError.raise_for(gloo_sends_no_tensors_of_a_gpu(on_a_gpu))
     allocators = (os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("CUDA_", ""))
     if config.model.uses_graphs and any("expandable_segments:True" in a for a in allocators):
         # NCCL cannot register expandable segments as buffers of captured collectives.

@@ -93,6 +93,12 @@ CASES = {
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
         torch.float32,
     ),
+    "collectives of gloo": (
+        2,
+        f"--distributed-backend gloo --tensor-model-parallel-size 2 --sequence-parallel {EXPERTS} "
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --bf16",
+        torch.bfloat16,
+    ),
     "stages": (
         2,
         "--high-priority-stream-groups pp --pipeline-model-parallel-size 2 --mtp-num-layers 1 "

@@ -30,9 +30,12 @@ _DOING_NOTHING = {
 
 
 _LIKE_NCCL = "cuda:gloo,cpu:gloo"  # what the device's operations ask is the CPU's
+_P2P = ("send", "recv", "isend", "irecv")
 _COLLECTIVES = (
-    *("all_reduce", "reduce", "broadcast", "send", "recv", "all_to_all_single"),
+    *_P2P,
+    *("all_reduce", "reduce", "broadcast", "all_to_all_single"),
     *("all_gather", "all_gather_into_tensor", "gather", "reduce_scatter_tensor"),
+    *("all_gather_single", "reduce_scatter_single"),  # names of torch 2.13
 )
 
 
@@ -41,13 +44,20 @@ def _is_like_nccl(group: Any = None) -> bool:
 
 
 def _of_the_device(collective: Any) -> Any:
-    """``collective``, which NCCL does not offer for tensors of the host."""
+    """``collective``, which NCCL does not offer for tensors of the host.
+
+    Nor does gloo send tensors of a GPU: `ProcessGroupGloo` copies to the host and back in
+    all-reduce, reduce, broadcast, all-gather, gather, scatter, reduce-scatter and all-to-all only.
+    """
 
     @functools.wraps(collective)
     def checked(*given: Any, group: Any = None, **options: Any) -> Any:
         tensors = [t for t in tree_leaves((given, options)) if isinstance(t, torch.Tensor)]
-        if _is_like_nccl(group) and not all(t.is_cuda for t in tensors):
+        is_nccl = _is_like_nccl(group)
+        if is_nccl and not all(t.is_cuda for t in tensors):
             raise RuntimeError("No backend type associated with device type cpu")
+        if not is_nccl and collective.__name__ in _P2P and any(t.is_cuda for t in tensors):
+            raise RuntimeError("gloo sends from memory of the host, and receives into it")
         return collective(*given, group=group, **options)
 
     return checked
@@ -145,8 +155,11 @@ def install(compiled: Any) -> None:
     dist.ProcessGroupNCCL = nccl.ProcessGroupNCCL  # type: ignore[misc, assignment]
     backend = dist.get_backend
     dist.get_backend = lambda group=None: "nccl" if _is_like_nccl(group) else backend(group)
-    for name in _COLLECTIVES:
-        setattr(dist, name, _of_the_device(getattr(dist, name)))
+    for name in set(_COLLECTIVES) & set(vars(dist)):
+        checked = _of_the_device(getattr(dist, name))
+        setattr(dist, name, checked)
+        if name in _P2P:
+            setattr(dist.distributed_c10d, name, checked)  # P2POp compares with it
 
 
 def _let_storages_be_resized() -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,30 @@ def test_nccl_registers_no_memory_for_graphs_that_pytorch_moves(
         _init_default_group(run_of("--enable-cuda-graph --device auto"), None)
         assert os.environ.get("NCCL_GRAPH_REGISTER") == expected
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--pipeline-model-parallel-size 2", "parallel-size 2: gloo cannot send tensors of a GPU"),
+        ("--context-parallel-size 2", "--cp-comm-type p2p: gloo cannot send tensors of a GPU"),
+        ("--context-parallel-size 2 --cp-comm-type a2a", None),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", None),
+    ],
+)
+def test_gloo_takes_tensors_of_a_gpu_in_collectives_only(
+    flags: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+
+    def start(flags: str, on: str) -> None:
+        config = run_of(f"{flags} --distributed-backend gloo --device {on}", world_size=2)
+        with device.simulate_device("cuda"):
+            _init_default_group(config, None)
+
+    for on in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            start(flags, on)
 
 
 def test_conflicts_are_printed_once_and_the_other_ranks_wait_to_be_ended(

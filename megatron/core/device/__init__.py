@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["cpu", "cuda"]
 CPU: Kind = "cpu"
+CUDA: Kind = "cuda"
 _current = torch.device("cpu")
 _imagined: Kind | None = None  # simulated kind, inside `simulate_device`
 _own_stream: Stream | None = None  # replaces the default stream (`leave_default_stream`)

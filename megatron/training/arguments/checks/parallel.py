@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.device import CPU, backend_serves
+from megatron.core.device import CPU, CUDA, backend_serves
 from megatron.core.distributed.sharding import num_instances
 from megatron.core.pipeline_parallel.schedule_order import wrong_chunks
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP
@@ -218,6 +218,28 @@ def backend_suits_the_device(run: RunConfig) -> Iterator[str]:
         yield (
             f"--distributed-backend {d.distributed_backend} needs GPUs and --device is "
             f"{d.device}: use gloo, or --device cuda on a machine with GPUs"
+        )
+
+
+def gloo_sends_no_tensors_of_a_gpu(run: RunConfig) -> Iterator[str]:
+    """Refuse layouts that send tensors of a GPU from rank to rank over gloo.
+
+    gloo's collectives take such tensors; its send would read their addresses on the host.
+    """
+    m, d = run.model, run.distributed
+    if d.distributed_backend != "gloo" or d.device != CUDA:
+        return
+    if m.pipeline_model_parallel_size > 1:
+        yield (
+            f"--distributed-backend gloo with --pipeline-model-parallel-size "
+            f"{m.pipeline_model_parallel_size}: gloo cannot send tensors of a GPU from stage to "
+            "stage; use nccl, or --device cpu"
+        )
+    rings = {"p2p", "a2a+p2p"} & set(m.cp_comm_type)
+    if m.context_parallel_size > 1 and rings:
+        yield (
+            f"--distributed-backend gloo with --cp-comm-type {rings.pop()}: gloo cannot send "
+            "tensors of a GPU around a ring; use nccl, --cp-comm-type a2a, or --device cpu"
         )
 
 
