@@ -8,6 +8,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_native.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -30,13 +32,30 @@ using c10::DeviceType;
 using c10::Stream;
 
 const Device kGpu(DeviceType::CUDA, 0);
-std::atomic<int64_t> allocated{0}, most_allocated{0}, waits{0};
+std::atomic<int64_t> allocated{0}, most_allocated{0}, waits{0}, kernel_ns{0};
 
 void count(int64_t bytes) {
   int64_t now = allocated += bytes;
   for (int64_t most = most_allocated; most < now;)
     if (most_allocated.compare_exchange_weak(most, now)) break;
 }
+
+// Adds the time of a thread's outermost kernel to kernel_ns: on a GPU the host does not spend it.
+struct KernelTime {
+  using Clock = std::chrono::steady_clock;
+  static thread_local int depth;
+  static thread_local Clock::time_point start;
+  static void begin() {
+    if (depth++ == 0) start = Clock::now();
+  }
+  static void end() {
+    if (--depth == 0) kernel_ns += std::chrono::nanoseconds(Clock::now() - start).count();
+  }
+  KernelTime() { begin(); }
+  ~KernelTime() { end(); }
+};
+thread_local int KernelTime::depth = 0;
+thread_local KernelTime::Clock::time_point KernelTime::start;
 
 // ---- memory
 
@@ -271,6 +290,7 @@ void check_grouped_mm(const torch::jit::Stack& stack, size_t first) {
 }
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  KernelTime time;
   const auto& schema = op.schema();
   const size_t given = schema.arguments().size(), first = stack->size() - given;
   const std::string name = c10::toString(op.operator_name());
@@ -346,6 +366,24 @@ Tensor wide_softmax(const Tensor& given, int64_t dim, bool half_to_float) {
   return aliases.back(softmax(half_to_float ? host.to(at::kFloat) : host, dim, false));
 }
 
+// cuBLAS adds the product of 16-bit matrices to an fp32 matrix.
+Tensor& addmm_in_fp32(const Tensor& total, const Tensor& a, const Tensor& b, at::ScalarType dtype,
+                      const at::Scalar& beta, const at::Scalar& alpha, Tensor& out) {
+  KernelTime time;
+  TORCH_CHECK(a.dtype() == b.dtype(), "cuBLAS multiplies matrices of one dtype");
+  TORCH_CHECK(at::isReducedFloatingType(a.scalar_type()), "out_dtype is for 16-bit matrices");
+  for (at::ScalarType given : {dtype, total.scalar_type(), out.scalar_type()})
+    TORCH_CHECK(given == at::kFloat, "16-bit matrices are added to fp32");
+  for (const Tensor& t : {a, b})
+    TORCH_CHECK(t.stride(0) == 1 || t.stride(1) == 1, "cuBLAS reads adjacent values");
+  Aliases aliases;
+  const Tensor left = aliases.on_host(a).to(at::kFloat) * alpha;
+  Tensor product = left.mm(aliases.on_host(b).to(at::kFloat));
+  if (beta.toDouble() != 0) product = product + aliases.on_host(total) * beta;
+  aliases.on_host(out).copy_(product);
+  return out;
+}
+
 void record_stream(Tensor&, Stream) {}
 
 void resize_storage(const Tensor& tensor, int64_t bytes) {
@@ -368,11 +406,14 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) {
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("view", TORCH_FN(at::native::view));
+  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   m.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
   m.impl("_softmax", TORCH_FN((wide_softmax<at::_softmax>)));
   m.impl("_log_softmax", TORCH_FN((wide_softmax<at::_log_softmax>)));
   m.impl("resize_", TORCH_FN(resize));
+  m.impl("addmm.dtype_out", TORCH_FN(addmm_in_fp32));
   m.impl("record_stream", TORCH_FN(record_stream));
   // Otherwise a loop of GEMMs runs, as for a device without a kernel.
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
@@ -408,5 +449,8 @@ PYBIND11_MODULE(host_gpu_cpp, m) {
   m.def("allocated", [] { return allocated.load(); });
   m.def("most_allocated", [] { return most_allocated.load(); });
   m.def("reset_peak_memory", [] { most_allocated = allocated.load(); });
+  m.def("kernel_ns", [] { return kernel_ns.load(); }, "Nanoseconds inside of kernels.");
+  m.def("begin_kernel", &KernelTime::begin, "Begin a kernel that Python computes.");
+  m.def("end_kernel", &KernelTime::end);
   m.def("waits", [] { return waits.load(); }, "How often the host has waited for the device.");
 }

@@ -1,4 +1,4 @@
-"""GEMMs of a GPU that the CPU does not have: 16-bit products added in fp32, scales per block."""
+"""GEMMs of a GPU that the CPU does not have: fp8 with a scale per block."""
 
 from __future__ import annotations
 
@@ -13,29 +13,9 @@ from torch.nn.functional import ScalingType
 def register() -> torch.library.Library:
     """Register the GEMMs for the device, as long as the result is kept."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("addmm.dtype_out", _addmm, "CUDA")
     for end in ("", ".out"):
         library.impl(f"_scaled_mm_v2{end}", _scaled_mm_of_hopper, "CUDA")
     return library
-
-
-def _addmm(
-    total: Tensor,
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-    out: Tensor,
-) -> Tensor:
-    assert a.dtype == b.dtype, "cuBLAS multiplies matrices of one dtype"
-    assert a.dtype in (torch.float16, torch.bfloat16), "out_dtype is for 16-bit matrices"
-    assert total.dtype == out.dtype == out_dtype == torch.float32
-    for matrix in (a, b):
-        assert 1 in matrix.stride(), "cuBLAS reads rows or columns of adjacent values"
-    product = alpha * a.float() @ b.float()
-    return out.copy_(product if beta == 0 else product + beta * total)
 
 
 def _scaled_mm_of_hopper(*args: Any, **options: Any) -> Tensor:

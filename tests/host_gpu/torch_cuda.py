@@ -21,6 +21,7 @@ from tests.host_gpu import attention, gemm, nccl
 _threads = threading.local()
 kept: list[Any] = []  # what would unregister itself
 waits: Any = None  # returns how often the host has waited for the device, once installed
+compiled_device: Any = None  # the compiled module, once installed
 _DOING_NOTHING = {
     torch.cuda: ("_lazy_init", "set_device", "synchronize", "empty_cache"),
     torch._C: ("_cuda_attach_out_of_memory_observer",),
@@ -111,8 +112,8 @@ class _DefaultGenerator:
 
 def install(compiled: Any) -> None:
     """Let torch find the device; collectives of its tensors are those of the host."""
-    global waits
-    waits = compiled.waits
+    global compiled_device, waits
+    compiled_device, waits = compiled, compiled.waits
     properties = SimpleNamespace(total_memory=80 * 2**30, name="host", uuid="0", major=9, minor=0)
     stands_for = {
         "is_available": lambda: True,
