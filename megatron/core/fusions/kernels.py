@@ -24,10 +24,14 @@ def find(name: str, *tensors: Tensor | None) -> ModuleType | None:
     """
     if torch.compiler.is_compiling():
         return None
-    given = [t for t in tensors if t is not None]
-    if all(device.launches_kernels(t.device) and t.dtype != torch.float64 for t in given):
+    for tensor in tensors:  # a GPU's host asks several times per layer: no generators, no lists
+        if tensor is None:
+            continue
+        if tensor.dtype is torch.float64 or not device.launches_kernels(tensor.device):
+            break
+    else:
         return _module(name)
-    if name in _ON_CPU and all(cpu_kernels.take(t) for t in given):
+    if name in _ON_CPU and all(cpu_kernels.take(t) for t in tensors if t is not None):
         return importlib.import_module(f"megatron.core.fusions.cpu.{name}")
     return None
 

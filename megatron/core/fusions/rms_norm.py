@@ -95,7 +95,7 @@ def norm_rows_of_sum(
     ``parameters``: weight and bias [h] as `norm_rows` takes them.  See `adds_in_norm`.
     """
     x, bias = x_with_bias
-    fused = kernels.find("norm", x, bias, residual, *parameters)
+    fused = kernels.find("norm", x)
     assert fused is not None, "adds_in_norm tells whether there is a kernel"
     both: tuple[Tensor, Tensor] = fused.norm_of_sum(x, bias, residual, prob, parameters, eps)
     return both

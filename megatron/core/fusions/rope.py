@@ -97,7 +97,7 @@ class _SplitRotary(Function[Parts]):
     def backward(ctx: Context[bool], *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         rows = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
-        packed: Tensor = _splitter(*grads).turn_and_join(rows, cos, sin, ctx.values)
+        packed: Tensor = _splitter(grads[0]).turn_and_join(rows, cos, sin, ctx.values)
         return packed, None, None, None, None
 
 

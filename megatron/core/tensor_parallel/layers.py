@@ -86,8 +86,9 @@ class Linear(nn.Module):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W^T + b on this rank.  No communication."""
-        assert self.weight is not None, "a layer without a weight"
-        return linear(x, self.weight, bias, quantizer=self.quantizer, multiply=self.multiply)
+        weight = self.weight
+        assert weight is not None, "a layer without a weight"
+        return linear(x, weight, bias, quantizer=self.quantizer, multiply=self.multiply)
 
 
 class _ShardedLinear(Linear):
@@ -178,9 +179,10 @@ class ColumnParallelLinear(_ShardedLinear):
         Also returns the bias with ``skip_bias_add``, otherwise None.  ``runtime_gather_output``
         overrides ``gather_output``.
         """
-        weight = self.weight if weight is None else weight
+        own = self.weight
+        weight = own if weight is None else weight
         assert weight is not None, "this layer has no weight of its own: pass one"
-        bias, is_own = None if self.skip_bias_add else self.bias, weight is self.weight
+        bias, is_own = None if self.skip_bias_add else self.bias, weight is own
         if self.overlapped is not None and is_own:
             y = self.overlapped(x, weight, bias)
         else:
@@ -191,7 +193,7 @@ class ColumnParallelLinear(_ShardedLinear):
                 is_own=is_own,
                 group=self._grad_group,
                 sequence_parallel=self.sequence_parallel,
-                quantizer=self.quantizer if is_own or self.weight is None else None,
+                quantizer=self.quantizer if is_own or own is None else None,
                 multiply=self.multiply,
             )
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output

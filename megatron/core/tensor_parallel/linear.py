@@ -50,7 +50,7 @@ def linear(
     """
     if quantizer is not None:
         return quantizer(x, weight, bias, group, sequence_parallel)
-    asks = torch.is_grad_enabled() and (may_be_deferred() or adds_to_main_grad(weight))
+    asks = torch.is_grad_enabled() and (adds_to_main_grad(weight) or may_be_deferred())
     if group is None and not (is_own and asks) and multiply is F.linear:
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, is_own, group, sequence_parallel, multiply)

@@ -7,11 +7,14 @@ in torch operations, which supports every request.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core import device
 from megatron.core.enums import AttnBackend
@@ -21,6 +24,13 @@ KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "fused": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+# Of each of torch's implementations: whether it is enabled, and how to set that.
+_SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "fused": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "plain": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
 }
 FLASH = "flash"
 FUSED = "fused"
@@ -165,6 +175,28 @@ def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
         return (FLASH,)  # the others compute all scores, and need the mask in memory
     kernels = tuple(name for name in able if name != PLAIN)
     return kernels or (PLAIN,)
+
+
+def only_kernels(names: tuple[str, ...]) -> AbstractContextManager[None]:
+    """Let torch's attention on a GPU use only ``names``, kernels that `choose` returned.
+
+    As torch's `sdpa_kernel`, which takes 15 times as long on the host, in every layer.
+    """
+    if torch.compiler.is_compiling():  # torch.compile knows that one, and would break at switches
+        return sdpa_kernel([KERNELS[name] for name in names])
+    return _switched_to(names)
+
+
+@contextmanager
+def _switched_to(names: tuple[str, ...]) -> Iterator[None]:
+    wrong = [(n, s) for n, (is_on, s) in _SWITCHES.items() if is_on() != (n in names)]
+    for name, switch in wrong:
+        switch(name in names)
+    try:
+        yield
+    finally:
+        for name, switch in wrong:
+            switch(name not in names)
 
 
 def fallback_warning(wanted: AttnBackend, request: AttentionRequest) -> str | None:

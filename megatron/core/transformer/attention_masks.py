@@ -9,8 +9,8 @@ hidden; it is called ``hidden`` here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,8 +65,7 @@ def same_document(packed: PackedSeqParams, num_tokens: int) -> Tensor:
     return index.unsqueeze(1) == index.unsqueeze(0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VisibleKeys:
+class VisibleKeys(NamedTuple):
     """The keys that each query attends to, as a description from which `mask` builds a mask.
 
     ``window`` (left, right) contains causality as right = 0; -1 is unlimited.  ``hidden`` is True

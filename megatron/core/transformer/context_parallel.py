@@ -16,9 +16,9 @@ column per key of the complete sequence, in global order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ _QKV = tuple[Tensor, Tensor, Tensor]
 COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionContext:
+class AttentionContext(NamedTuple):
     """The inputs of attention other than queries, keys and values."""
 
     is_causal: bool
@@ -176,8 +175,7 @@ def _trade_heads(
         x = all_gather_first_dim(x.movedim(2, 0), heads)[order].movedim(0, 2)
         return x if x.shape[1] == 1 else x.chunk(size, 1)[heads.rank()]
 
-    context = replace(
-        context,
+    context = context._replace(
         hidden=rows_of_all(context.hidden),
         bias=rows_of_all(context.bias),
         sink=None if context.sink is None else context.sink.chunk(size)[heads.rank()],
@@ -250,4 +248,4 @@ def _with_own_rows(context: AttentionContext, num_rows: int, num_columns: int) -
             )
     if hidden is None or hidden.shape[-2] == num_rows:
         return context
-    return replace(context, hidden=hidden.expand(*hidden.shape[:-2], num_rows, num_columns))
+    return context._replace(hidden=hidden.expand(*hidden.shape[:-2], num_rows, num_columns))

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention import sdpa_kernel
 
 from megatron.core import device
 from megatron.core.enums import AttnMaskType
@@ -32,10 +31,10 @@ from megatron.core.transformer.attention_backends import (
     BLOCKS,
     FLASH,
     FUSED,
-    KERNELS,
     PLAIN,
     AttentionRequest,
     choose,
+    only_kernels,
 )
 from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel, wide
 from megatron.core.transformer.attention_masks import (
@@ -197,7 +196,7 @@ class DotProductAttention(MegatronModule):
             value,
             replace(self.paged_rule(query), sink=context.sink),
             row_lengths(packed, len(query)),
-            lambda q, k, v, sink: self._attend(q, k, v, replace(context, sink=sink)),
+            lambda q, k, v, sink: self._attend(q, k, v, context._replace(sink=sink)),
         )
 
     def _attend(
@@ -335,7 +334,7 @@ class DotProductAttention(MegatronModule):
         is_cuda = device.is_cuda(query.device)
         if is_cuda and FLASH not in names:  # only flash supports fewer key heads
             key, value = _repeat_heads(query, key, value)
-        with sdpa_kernel([KERNELS[name] for name in names]) if is_cuda else nullcontext():
+        with only_kernels(names) if is_cuda else nullcontext():
             return self.sdpa(
                 query,
                 key,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions.triton.glu import act_and_slope
+from megatron.core.fusions.triton.launch import launch
 
 _ROWS, _COLUMNS, _WARPS = 4, 512, 4  # 16 values a thread
 _PROGRAMS = 1056  # in backward: eight for each of the 132 processors of an H100
@@ -34,31 +35,22 @@ class _BiasActivation(Function[Tensor]):
         width = x.shape[-1]
         rows = x.numel() // width
         if rows:
-            grid = triton.cdiv(rows, _ROWS), triton.cdiv(width, _COLUMNS)
-            _forward[grid](
-                *(x, bias, out, rows, width),
-                ACT=act,
-                ROWS=_ROWS,
-                COLUMNS=_COLUMNS,
-                num_warps=_WARPS,
-            )
+            grid = -(-rows // _ROWS), -(-width // _COLUMNS)
+            numbers = rows, width, act, _ROWS, _COLUMNS
+            launch(_forward, grid, (x, bias, out), numbers, _WARPS)
         return out
 
     @staticmethod
     def backward(ctx: Context[str], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         width = x.shape[-1]
-        rows, across = x.numel() // width, triton.cdiv(width, _COLUMNS)
+        rows, across = x.numel() // width, -(-width // _COLUMNS)
         programs = max(1, min(rows // _LEAST, _PROGRAMS // across))
-        each = triton.cdiv(triton.cdiv(rows, programs), _ROWS) * _ROWS
+        each = -(-rows // (programs * _ROWS)) * _ROWS
         of_x, sums = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
-        _backward[(programs, across)](
-            *(x, bias, grad.contiguous(), of_x, sums, rows, each, width),
-            ACT=ctx.values,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
-            num_warps=_WARPS,
-        )
+        tensors = x, bias, grad.contiguous(), of_x, sums
+        numbers = rows, each, width, ctx.values, _ROWS, _COLUMNS
+        launch(_backward, (programs, across), tensors, numbers, _WARPS)
         return of_x, sums.sum(0).to(bias.dtype), None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions.triton.dropout import draw_seed, stays
+from megatron.core.fusions.triton.launch import launch
 
 _BLOCK, _WARPS = 1024, 4
 
@@ -63,17 +64,8 @@ def _launch(
 ) -> None:
     count = first.numel()
     if count:
-        kernel[(triton.cdiv(count, _BLOCK),)](
-            first,
-            *tensors,
-            count,
-            width,
-            prob,
-            1 / (1 - prob),
-            DROPS=prob > 0,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-        )
+        numbers = count, width, prob, 1 / (1 - prob), prob > 0, _BLOCK
+        launch(kernel, (-(-count // _BLOCK),), (first, *tensors), numbers, _WARPS)
 
 
 @triton.jit

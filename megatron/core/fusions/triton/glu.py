@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.autograd import Context, Function
+from megatron.core.fusions.triton.launch import launch, power_of_2
 
 _BLOCK, _WARPS = 1024, 4  # 8 elements a thread: one load of 16 bytes in bf16
 
@@ -31,8 +32,7 @@ def glu(
 
 class _Launch(NamedTuple):
     rows: int
-    numbers: tuple[int, float, float]  # width, clamp and offset
-    options: dict[str, object]
+    numbers: tuple[object, ...]  # width, clamp, offset, and the constants of the kernels
 
 
 class _GLU(Function[Tensor]):
@@ -48,38 +48,27 @@ class _GLU(Function[Tensor]):
         ctx.save_for_backward(gate_up, weights)
         width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
-        rows, numbers = out.numel() // width, (width, clamp or 0.0, offset)
-        options = _options(width, act, clamp, weights)
-        ctx.values = _Launch(rows, numbers, options)
+        rows, constants = out.numel() // width, (act, clamp is not None, weights is not None)
+        block = max(128, min(_BLOCK, power_of_2(width)))
+        numbers = width, clamp or 0.0, offset, *constants, block
+        ctx.values = _Launch(rows, numbers)
         if rows:
             dense = None if weights is None else weights.contiguous()
-            _forward[(rows,)](gate_up, dense, out, *numbers, **options)
+            launch(_forward, (rows,), (gate_up, dense, out), numbers, _WARPS)
         return out
 
     @staticmethod
     def backward(ctx: Context[_Launch], grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weights = ctx.saved_tensors
-        rows, numbers, options = ctx.values
+        rows, numbers = ctx.values
         out, of_weights, dense = torch.empty_like(gate_up), None, None
         if weights is not None:
             dense = weights.contiguous()
             of_weights = torch.empty_like(dense)
         if rows:
             tensors = gate_up, dense, grad.contiguous(), out, of_weights
-            _backward[(rows,)](*tensors, *numbers, **options)
+            launch(_backward, (rows,), tensors, numbers, _WARPS)
         return out, of_weights, None, None, None
-
-
-def _options(
-    width: int, act: str, clamp: float | None, weights: Tensor | None
-) -> dict[str, object]:
-    return {
-        "ACT": act,
-        "CLAMPS": clamp is not None,
-        "WEIGHS": weights is not None,
-        "BLOCK": max(128, min(_BLOCK, triton.next_power_of_2(width))),
-        "num_warps": _WARPS,
-    }
 
 
 @triton.jit

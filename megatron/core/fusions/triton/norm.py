@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions.triton.dropout import draw_seed, stays
+from megatron.core.fusions.triton.launch import launch, power_of_2
 
 _PROGRAMS = 528  # in backward: four for each of the 132 processors of an H100
 _ROWS = 16  # of each, at least: then the first sums weigh little
@@ -32,8 +33,7 @@ class _Rows(NamedTuple):
 
     x: Tensor
     weight: Tensor
-    mean: Tensor
-    scale: Tensor
+    stats: Tensor  # float32 [1, rows]: 1 / rms; LayerNorm [2, rows]: 1 / deviation, mean
 
 
 class _Sum(NamedTuple):
@@ -142,58 +142,38 @@ def _run_forward(
     weight, shift = parameters
     width = x.shape[-1]
     rows = x.numel() // width
-    mean, scale = x.new_empty(2, rows, dtype=torch.float32)
+    stats = x.new_empty(1 if shift is None else 2, rows, dtype=torch.float32)
     if rows:
-        _forward[(rows,)](
-            x,
-            weight,
-            shift,
-            out,
-            mean,
-            scale,
-            *added,
-            width,
-            eps,
-            prob,
-            1 / (1 - prob),
-            **_shape(width),
-        )
-    return _Rows(x, weight, mean, scale)
+        tensors = x, weight, shift, out, stats, *added
+        numbers = width, eps, prob, 1 / (1 - prob), power_of_2(width)
+        launch(_forward, (rows,), tensors, numbers, _warps(width))
+    return _Rows(x, weight, stats)
 
 
 def _run_backward(
     rows: _Rows, grad: Tensor, out: Tensor, ends: _Sum, values: _Values
 ) -> list[Tensor]:
     """Write the gradient of the rows to ``out``; return those of weight, shift and added bias."""
-    width, count = rows.x.shape[-1], len(rows.scale)
+    width, count = rows.x.shape[-1], rows.stats.shape[1]
     programs = max(1, min(count // _ROWS, _PROGRAMS))
-    dtypes = [rows.weight.dtype] * (2 if values.has_shift else 1)
-    if values.bias_dtype is not None:
-        dtypes.append(values.bias_dtype)
-    sums = rows.x.new_empty(len(dtypes), programs, width, dtype=torch.float32)
-    _backward[(programs,)](
-        *rows,
-        grad.contiguous(),
-        out,
-        ends.x,
-        ends.residual,
-        ends.seed,
-        sums,
-        count,
-        triton.cdiv(count, programs),
-        width,
-        values.prob,
-        1 / (1 - values.prob),
-        CENTERS=values.has_shift,
-        HAS_BIAS=values.bias_dtype is not None,
-        **_shape(width),
+    dtype, bias_dtype = rows.weight.dtype, values.bias_dtype
+    parts = 1 + values.has_shift + (bias_dtype is not None)
+    sums = rows.x.new_empty(parts, programs, width, dtype=torch.float32)
+    tensors = *rows, grad.contiguous(), out, ends.x, ends.residual, ends.seed, sums
+    numbers = (
+        *(count, -(-count // programs), width, values.prob, 1 / (1 - values.prob)),
+        *(values.has_shift, bias_dtype is not None, power_of_2(width)),
     )
-    return [of.to(dtype) for of, dtype in zip(sums.sum(1), dtypes, strict=True)]
+    launch(_backward, (programs,), tensors, numbers, _warps(width))
+    totals = sums.sum(1)
+    if bias_dtype is None or bias_dtype == dtype:
+        return list(totals.to(dtype).unbind())
+    *others, of_bias = totals.unbind()
+    return [*(of.to(dtype) for of in others), of_bias.to(bias_dtype)]
 
 
-def _shape(width: int) -> dict[str, int]:
-    block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+def _warps(width: int) -> int:
+    return min(max(power_of_2(width) // 512, 1), 16)
 
 
 @triton.jit
@@ -208,8 +188,7 @@ def _forward(
     Weight,
     Shift,
     Out,
-    Mean,
-    Scale,
+    Stats,
     Added,
     Bias,
     Residual,
@@ -239,10 +218,10 @@ def _forward(
         x = rounded.to(tl.float32)
     if Shift is not None:
         mean = tl.sum(x, 0) / width
-        tl.store(Mean + row, mean)
+        tl.store(Stats + tl.num_programs(0) + row, mean)
         x = tl.where(inside, x - mean, 0.0)
     scale = 1 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps)
-    tl.store(Scale + row, scale)
+    tl.store(Stats + row, scale)
     out = x * scale * tl.load(Weight + place, mask=inside, other=0.0).to(tl.float32)
     if Shift is not None:
         out += tl.load(Shift + place, mask=inside, other=0.0).to(tl.float32)
@@ -253,8 +232,7 @@ def _forward(
 def _backward(
     X,
     Weight,
-    Mean,
-    Scale,
+    Stats,
     Grad,
     Out,
     OfAdded,
@@ -280,11 +258,11 @@ def _backward(
     for r in range(program * each, tl.minimum(program * each + each, rows)):
         row = tl.cast(r, tl.int64)
         at = row * width + place
-        scale = tl.load(Scale + row)
+        scale = tl.load(Stats + row)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(Grad + at, mask=inside, other=0.0).to(tl.float32)
         if CENTERS:
-            x = tl.where(inside, x - tl.load(Mean + row), 0.0)
+            x = tl.where(inside, x - tl.load(Stats + rows + row), 0.0)
         x *= scale
         of_weight += grad * x
         of_shift += grad

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.fusions.triton.launch import launch, power_of_2
+
 _PAIRS, _WARPS = 2048, 4
 
 
@@ -24,13 +26,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> T
     out = x.new_empty(x.shape)
     if not out.numel():
         return out
-    block = max(4, triton.next_power_of_2(half))
-    tail = triton.next_power_of_2(d)
-    _turn[(s * b,)](
-        x,
-        cos,
-        sin,
-        out,
+    block, tail, heads = max(4, power_of_2(half)), power_of_2(d), power_of_2(n)
+    numbers = (
         *x.stride()[:3],
         0 if cos.shape[1] == 1 else half,
         half * cos.shape[1],
@@ -38,15 +35,15 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> T
         n,
         d,
         half,
-        SIGN=sign,
-        STEP=2 if interleaved else 1,
-        COPIES=2 * half < d,
-        HEADS=max(1, min(_PAIRS // block, triton.next_power_of_2(n))),
-        HALF=block,
-        COPIED=max(1, min(2 * _PAIRS // tail, triton.next_power_of_2(n))),
-        WIDTH=tail,
-        num_warps=_WARPS,
+        sign,
+        2 if interleaved else 1,
+        2 * half < d,
+        max(1, min(_PAIRS // block, heads)),
+        block,
+        max(1, min(2 * _PAIRS // tail, heads)),
+        tail,
     )
+    launch(_turn, (s * b,), (x, cos, sin, out), numbers, _WARPS)
     return out
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.fusions.triton.launch import launch, power_of_2
 from megatron.core.fusions.triton.rope import load_angles, move_heads
 
 _PAIRS, _WARPS = 2048, 4
@@ -51,13 +52,9 @@ def _launch(
     if not packed.numel():
         return
     half, width = cos.shape[-1], parts[0].shape[-1]
-    block, tail = max(4, triton.next_power_of_2(half)), triton.next_power_of_2(width)
-    heads = triton.next_power_of_2(parts[0].shape[2])
-    _split[(s * b,)](
-        packed,
-        *parts,
-        cos.contiguous(),
-        sin.contiguous(),
+    block, tail = max(4, power_of_2(half)), power_of_2(width)
+    heads = power_of_2(parts[0].shape[2])
+    numbers = (
         *(stride for part in parts for stride in part.stride()[:3]),
         0 if cos.shape[1] == 1 else half,
         half * cos.shape[1],
@@ -66,15 +63,16 @@ def _launch(
         packed_width // width - 2,
         width,
         half,
-        SIGN=sign,
-        STEP=2 if interleaved else 1,
-        COPIES=2 * half < width,
-        HEADS=max(1, min(_PAIRS // block, heads)),
-        HALF=block,
-        COPIED=max(1, min(2 * _PAIRS // tail, heads)),
-        WIDTH=tail,
-        num_warps=_WARPS,
+        sign,
+        2 if interleaved else 1,
+        2 * half < width,
+        max(1, min(_PAIRS // block, heads)),
+        block,
+        max(1, min(2 * _PAIRS // tail, heads)),
+        tail,
     )
+    tensors = packed, *parts, cos.contiguous(), sin.contiguous()
+    launch(_split, (s * b,), tensors, numbers, _WARPS)
 
 
 @triton.jit
