@@ -52,7 +52,15 @@ HYBRID = (
     "--model-kind mamba --num-layers 4 --hybrid-override-pattern M*M- --mamba-head-dim 16 "
     "--mamba-num-groups 2 --mamba-state-dim 16 --position-embedding-type none"
 )
-ONE |= {"BERT": BERT, "T5": T5, "hybrid": HYBRID}
+VLM = (
+    "--model-kind vlm --vision-num-layers 3 --img-h 24 --img-w 24 --patch-dim 6 "
+    "--vision-hidden-size 48 --vision-num-attention-heads 6 --max-num-tiles 2"
+)
+ONE |= {"BERT": BERT, "T5": T5, "hybrid": HYBRID, "images": VLM}
+ONE |= {
+    "images, frozen encoder": f"{VLM} --freeze-ViT --bf16",
+    "images, frozen but for the projector": f"{VLM} --freeze-ViT --freeze-LM",
+}
 ONE |= {
     "activations as codes": "--bf16 --swiglu --fp8-format hybrid",
     "activations as codes of blocks": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
@@ -80,6 +88,14 @@ TWO = {
     "experts, fully sharded": f"{EXPERTS} --use-torch-fsdp2 --no-gradient-accumulation-fusion",
     "experts apart, fully sharded": f"{EXPERTS} --use-torch-fsdp2 --expert-model-parallel-size 2 "
     "--no-gradient-accumulation-fusion",
+    "images, tensor": f"{VLM} --tensor-model-parallel-size 2 --sequence-parallel",
+    "images, stages": f"{VLM} --pipeline-model-parallel-size 2",
+    "images, context": f"{VLM} --context-parallel-size 2 --freeze-LM",
+    "images, distributed optimizer": f"{VLM} --freeze-ViT --use-distributed-optimizer --bf16",
+    "images, frozen stages": f"{VLM} --pipeline-model-parallel-size 2 --freeze-LM --freeze-ViT",
+    "images, fully sharded": f"{VLM} --use-torch-fsdp2 --no-gradient-accumulation-fusion",
+    "images, fully sharded and frozen": f"{VLM} --use-torch-fsdp2 "
+    "--no-gradient-accumulation-fusion --freeze-LM",
     # Beside four layers it matters little what gloo has not yet let go of.
     "tensor": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 --num-layers 4 "
     "--accumulate-allreduce-grads-in-fp32",
@@ -104,6 +120,8 @@ TWO = {
     "distributed optimizer, fp32": "--use-distributed-optimizer --optimizer sgd",
     "context": "--context-parallel-size 2",
     "fully sharded": "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
+    "fully sharded, uneven": "--use-torch-fsdp2 --no-gradient-accumulation-fusion "
+    "--max-position-embeddings 65",
     "fully sharded, recomputed": "--use-torch-fsdp2 --no-gradient-accumulation-fusion "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "whole weights kept for backward": "--use-megatron-fsdp --no-gradient-accumulation-fusion "
@@ -163,7 +181,10 @@ def _data(config: Any) -> Iterator[dict[str, Tensor]]:
         if expected is not None
     }
     while True:
-        batch = {name: torch.ones(e.shape, dtype=e.dtype) for name, e in needed.items()}
+        batch = {n: torch.ones_like(e.largest(torch.device("cpu"))) for n, e in needed.items()}
+        if "images" in batch:
+            batch["tokens"][:, 0] = -200
+            batch["num_tiles"].zero_()[:, 0] = len(batch["images"]) // len(batch["tokens"])
         if config.language_model.model_kind == "bert":
             batch["labels"][:, ::2] = -1
         yield batch

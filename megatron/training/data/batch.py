@@ -19,7 +19,7 @@ from megatron.core.diagnostics.straggler import StragglerDetector
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.core.rank_local import each_rank_owns
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training.models.kind import BatchTable, DocumentSpec
+from megatron.training.models.kind import BatchTable, DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.runtime import Runtime
 
@@ -69,7 +69,7 @@ def load_batch(
         if isinstance(expected, DocumentSpec):
             value = _described_by_first(value, expected, tp_group)
         elif expected.is_joined:
-            value = _as_long_as_first(value, tp_group)
+            value = _as_long_as_first(value, expected, tp_group)
         tensor = value.cumulative if isinstance(value, PackedBounds) else value
         tensor = tensor.to(target, non_blocking=True)
         if tp_group.size() > 1 and tensor.numel():
@@ -87,7 +87,7 @@ def _described_by_first(
 
     Data of the user may have a mask in place of bounds.  Collective over ``tp_group``.
     """
-    if tp_group.size() == 1 or dist.get_backend(tp_group) == "fake":  # the planner sends nothing
+    if tp_group.size() == 1 or _is_planned(tp_group):
         return value
     sizes = torch.zeros(2, dtype=torch.int64)
     if isinstance(value, PackedBounds):
@@ -102,16 +102,23 @@ def _described_by_first(
     return PackedBounds(torch.empty(num_bounds, dtype=torch.int32, device=target), longest)
 
 
-def _as_long_as_first(value: Any, tp_group: dist.ProcessGroup) -> Any:
+def _as_long_as_first(value: Any, expected: TensorSpec, tp_group: dist.ProcessGroup) -> Any:
     """Return ``value``, on other ranks than 0 with as many rows as rank 0 has read.
 
     Collective over ``tp_group``.
     """
-    if tp_group.size() == 1 or dist.get_backend(tp_group) == "fake":
+    if tp_group.size() == 1:
         return value
+    if _is_planned(tp_group):
+        return expected.largest(value.device)
     num_rows = torch.tensor(len(value))
     dist.broadcast(num_rows, dist.get_global_rank(tp_group, 0), group=_between_hosts(tp_group))
     return value if tp_group.rank() == 0 else value.new_empty(int(num_rows), *value.shape[1:])
+
+
+def _is_planned(group: dist.ProcessGroup) -> bool:
+    """Return whether the planner calls, whose groups send nothing."""
+    return "fake" in dist.get_backend(group)
 
 
 def _between_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:

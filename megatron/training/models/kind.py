@@ -25,15 +25,22 @@ from megatron.training.models.layers import Layer, stack_of_layers
 class TensorSpec(NamedTuple):
     """Dtype and shape of one tensor of a micro-batch.
 
-    A first size of -1: samples have different numbers of rows, which a batch concatenates.
+    A first size of -1: samples have different numbers of rows, which a batch concatenates to at
+    most ``max_rows``.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    max_rows: int = 0
 
     def empty(self, device: torch.device) -> Tensor:
         """Return the tensor without values, and without rows if samples join theirs."""
         shape = [max(0, size) for size in self.shape]
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+    def largest(self, device: torch.device) -> Tensor:
+        """Return the tensor without values, with as many rows as it has at most."""
+        shape = (self.max_rows, *self.shape[1:]) if self.is_joined else self.shape
         return torch.empty(shape, dtype=self.dtype, device=device)
 
     @property
@@ -57,6 +64,10 @@ class DocumentSpec(NamedTuple):
         """Return the bounds of one document per row, without values."""
         bounds = TensorSpec(torch.int32, (self.num_rows + 1,))
         return PackedBounds(bounds.empty(device), self.num_tokens)
+
+    def largest(self, device: torch.device) -> PackedBounds:
+        """Return the same: a batch has as many rows as a stage reads."""
+        return self.empty(device)
 
 
 # Every tensor of a batch, in broadcast order; None: the stage does not need it.

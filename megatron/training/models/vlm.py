@@ -21,6 +21,7 @@ from megatron.training.models.gpt import gpt_layer_spec, text_arguments
 from megatron.training.models.image_encoder import (
     encoder_config,
     has_layer_scale,
+    image_encoder,
     projector_config,
     projector_has_norm,
 )
@@ -150,7 +151,8 @@ def vlm_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     vision = config.vision
     shape = (config.training.micro_batch_size, _text_length(config) + 1)
     ids = TensorSpec(torch.int64, shape)
-    tiles = TensorSpec(torch.float32, (-1, 3, vision.img_h, vision.img_w))
+    max_tiles = config.training.micro_batch_size * image_encoder(config).max_tiles
+    tiles = TensorSpec(torch.float32, (-1, 3, vision.img_h, vision.img_w), max_tiles)
     is_first, is_last = stage == 0, stage == num_stages - 1
     return {
         "tokens": ids,

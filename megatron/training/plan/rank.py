@@ -104,12 +104,14 @@ def _imagined(config: RunConfig) -> Iterator[None]:
 
 
 def _run_without_values(config: TransformerConfig, model: nn.Module) -> None:
-    """Choose attention kernels by shapes alone; give each expert equally many rows."""
+    """Choose kernels and lengths by shapes alone; give each expert equally many rows."""
     factor = config.moe_expert_capacity_factor
     share = 1.0 if factor is None else min(1.0, factor)
     for module in model.modules():
         if isinstance(module, DotProductAttention):
             module.sdpa = attention_without_memory
+        if hasattr(module, "reads_values"):
+            vars(module)["reads_values"] = False
         dispatcher = vars(module).get("dispatcher")
         if isinstance(dispatcher, TokenDispatcher):
             dispatcher.count_rows = partial(_even_counts, share, dispatcher.num_experts)
@@ -136,9 +138,7 @@ def _own_tables() -> Iterator[None]:
             table.cache_clear()
 
 
-_LossFunction = Callable[
-    [Tensor | Sequence[Tensor | None]], tuple[Tensor, Tensor, dict[str, Tensor]]
-]
+_LossFunction = Callable[[Tensor | Sequence[Tensor]], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 class _Neighbours(Mailbox):
@@ -177,6 +177,9 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
     build_model_chunks(run, partial(registry.build_model_stage, config, groups=groups, **sizes))
     for chunk in run.model_chunks:
         _run_without_values(config.model, chunk)
+        for root in getattr(chunk, "units", ())[-1:]:
+            # The first pass would do it: the optimizer must see the shards that FSDP2 pads then.
+            root._get_fsdp_state()._lazy_init()
     run.optimizer = get_megatron_optimizer(config.optimizer, run.model_chunks, pg_collection=groups)
     for _ in run.optimizer.named_state():
         pass  # iterating allocates the state
@@ -319,14 +322,16 @@ def _may_skip(run: Runtime) -> bool:
 
 def _forward_step(
     run: Runtime, data: Iterator[dict[str, Tensor]], model: nn.Module
-) -> tuple[Tensor, _LossFunction]:
+) -> tuple[Any, _LossFunction]:
     batch = next_batch(run, data, model)
-    return registry.implementation_of(run.config).apply(model, batch), _loss
-
-
-def _loss(output: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a loss over the last stage's output that takes the memory of a real one."""
+    output = registry.implementation_of(run.config).apply(model, batch)
     parts = [output] if isinstance(output, Tensor) else [x for x in output if x is not None]
+    return parts[0] if len(parts) == 1 else parts, _loss  # hidden states are a single tensor
+
+
+def _loss(output: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return a loss over the last stage's output that takes the memory of a real one."""
+    parts = [output] if isinstance(output, Tensor) else output
     losses = [part.reshape(-1).float() for part in parts]
     masks = [torch.ones_like(part) for part in losses]
     total = torch.stack([torch.sum(x * mask) for x, mask in zip(losses, masks, strict=True)]).sum()
@@ -343,7 +348,7 @@ def _micro_batches(config: RunConfig, num_stages: int) -> Iterator[dict[str, Any
         if expected is not None
     }
     while True:
-        yield {name: expected.empty(device.current()) for name, expected in needed.items()}
+        yield {name: expected.largest(device.current()) for name, expected in needed.items()}
 
 
 def _finish_step(run: Runtime) -> None:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megatron.training.estimates.parameter_count import encoder_parameters, projector_parameters
 from megatron.training.plan.report import plan_lines
 from megatron.training.plan.stages import RunPlan, plan_run
 from tests.unit.arguments.commands import argv, run_of
@@ -110,3 +111,40 @@ def test_an_optimizer_in_host_memory_is_not_on_the_device() -> None:
     steps = 4  # the count of steps is in both places
     assert 0 < half.host - (here.optimizer - half.optimizer + steps) < more
     assert any("in host memory" in line for line in plan_lines(planned(f"{words} 1", 1)))
+
+
+def test_tensor_parallel_ranks_that_read_no_data_need_as_much() -> None:
+    words = "--model-kind vlm --img-h 24 --img-w 24 --patch-dim 6 --max-num-tiles 3"
+    reads, receives = (
+        planned(f"{words} --tensor-model-parallel-size 2", 2, rank).stages[0] for rank in (0, 1)
+    )
+    assert receives.cost.state == reads.cost.state
+    assert receives.activations == reads.activations
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --freeze-LM", 4),
+        ("--context-parallel-size 2 --use-distributed-optimizer --freeze-ViT", 2),
+    ],
+)
+def test_the_first_stage_has_the_estimated_encoder_and_projector(
+    layout: str, world_size: int
+) -> None:
+    images = "--model-kind vlm --img-h 24 --img-w 24 --patch-dim 6 --vision-hidden-size 48 "
+    images += "--vision-num-attention-heads 6 --vision-model-type internvit300M"
+    run = run_of(f"{images} {layout}", world_size)
+    frozen = "--freeze-LM", "--freeze-ViT"
+    text = " ".join(word for word in layout.split() if word not in frozen)
+    no_table = "--position-embedding-type none"  # its size follows from that of images
+    both = planned(f"{images} {layout} {no_table}", world_size).stages
+    language = planned(f"{text} {no_table}", world_size).stages
+    more = [
+        stage.cost.num_parameters - other.cost.num_parameters
+        for stage, other in zip(both, language, strict=True)
+    ]
+    expected = encoder_parameters(run) + projector_parameters(run)
+    assert more == [expected] + [0] * (len(both) - 1)

@@ -48,7 +48,13 @@ VIDEO_TOKEN = "<video>"  # noqa: S105
 
 
 class LLaVAModel(MegatronModule):
-    """One pipeline stage of a vision-language model."""
+    """One pipeline stage of a vision-language model.
+
+    ``reads_values``: whether the host reads ids and numbers of tiles.  The planner, whose tensors
+    have no values, clears it: rows have their maximum length.
+    """
+
+    reads_values = True
 
     def __init__(
         self,
@@ -307,7 +313,7 @@ class LLaVAModel(MegatronModule):
     def _length(self, is_image: Tensor, counts: Tensor) -> int:
         """Return L: stages exchange tensors of one shape; the ranks of a row split it evenly."""
         limit = self.row_length
-        if self.pg_collection.pp.size() > 1:
+        if self.pg_collection.pp.size() > 1 or not self.reads_values:
             return limit
         longest = int((counts + ~is_image).sum(1).max())
         groups = self.pg_collection
@@ -324,7 +330,7 @@ class LLaVAModel(MegatronModule):
         counts: Tensor,
         arrangements: Sequence[TileArrangement] | None,
     ) -> None:
-        if images is None or device.is_cuda(counts.device):
+        if images is None or device.is_cuda(counts.device) or not self.reads_values:
             return
         if arrangements is not None:
             tiles = sum(each.num_tiles for each in arrangements)
