@@ -71,7 +71,8 @@ def load_batch(
         elif expected.is_joined:
             value = _as_long_as_first(value, expected, tp_group)
         tensor = value.cumulative if isinstance(value, PackedBounds) else value
-        tensor = tensor.to(target, non_blocking=True)
+        # A collective reads memory in order, and a loader may return slices of larger tensors.
+        tensor = tensor.to(target, non_blocking=True).contiguous()
         if tp_group.size() > 1 and tensor.numel():
             dist.broadcast(tensor, dist.get_global_rank(tp_group, 0), group=tp_group)
         batch[name] = tensor
