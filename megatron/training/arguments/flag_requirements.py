@@ -349,6 +349,7 @@ _OF_FILES_AND_REPORTS = (
         "TikTokenizer",
         "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens",
     ),
+    needs_value("dataloader_type", "external", "dataloader_save"),
     needs_value(
         "tokenizer_type",
         "MultimodalTokenizer",

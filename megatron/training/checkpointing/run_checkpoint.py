@@ -22,6 +22,7 @@ from megatron.core.parallel.run_store import RunStore
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.loader_state import save_loader_state
 from megatron.training.checkpointing.memory_folder import remove_memory
 from megatron.training.checkpointing.non_persistent import keeps_parts, transient
 from megatron.training.checkpointing.save import (
@@ -85,6 +86,7 @@ def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> 
         run.timers("save-checkpoint", log_level=0).start(barrier=True)
         _ask(run, BackgroundSave.wait)
         fault_point("save.before", step=iteration)
+        save_loader_state(run)
         try:
             saved = _save(run, config, in_background, is_local)
         except SaveFailed as error:

@@ -25,6 +25,11 @@ class DataConfig:
         default=None,
         choices=("single", "cyclic", "external"),
     )
+    dataloader_save: str | None = _data(
+        None,
+        "Directory for the state of the program's own loader (--dataloader-type external): its "
+        "save_state() is written with each checkpoint.",
+    )
     data_path: tuple[str, ...] | None = _data(
         None,
         "Data prefixes (of .bin and .idx): PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...; "

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from megatron.core import device
-from megatron.core.config.errors import DataError
+from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.text_files import read_text
@@ -121,19 +121,20 @@ def reads_data(run: Runtime) -> bool:
     return run.groups.tp.rank() == 0 and any(_chunks_that_read(run))
 
 
-def chunk_iterators(run: Runtime, loader: Any) -> Any:
+def chunk_iterators(run: Runtime, loader: Any, *, prefetches: bool = True) -> Any:
     """Return an iterator over ``loader``; with several model chunks a list of one per chunk.
 
-    An entry is None for a chunk that reads nothing.
+    An entry is None for a chunk that reads nothing.  ``prefetches``: read micro-batches of the next
+    step during a step.
     """
     readers = _chunks_that_read(run)
     if len(readers) == 1:
-        return ReadAhead(iter(loader)) if loader is not None else None
+        return ReadAhead(iter(loader), prefetches) if loader is not None else None
     if loader is None:
         return [None] * len(readers)
     # Each chunk reads every micro-batch; tee keeps it until the slowest chunk has read it.
     copies = iter(itertools.tee(loader, sum(readers)))
-    return [ReadAhead(next(copies)) if reads else None for reads in readers]
+    return [ReadAhead(next(copies), prefetches) if reads else None for reads in readers]
 
 
 def _chunks_that_read(run: Runtime) -> list[bool]:
@@ -179,8 +180,17 @@ def _joined(run: Runtime) -> tuple[str, ...]:
 
 
 def _take_external(run: Runtime, train: Any, valid: Any, test: Any) -> None:
+    saves_state = run.config.data.dataloader_save is not None
+    if saves_state and train is not None and not hasattr(train, "save_state"):
+        raise ConfigError(
+            f"--dataloader-save {run.config.data.dataloader_save}: the training loader of this "
+            f"program, a {type(train).__name__}, has no method save_state(); add one, or leave the "
+            "flag out"
+        )
     found = agree_on(run.groups.mp, int(valid is not None), int(test is not None))
-    run.train_data = chunk_iterators(run, train)
+    run.train_loader = train
+    # The state must not be that after micro-batches of a later step.
+    run.train_data = chunk_iterators(run, train, prefetches=not saves_state)
     run.valid_loaders = [valid] * found[0]
     run.test_loader = test
     run.has_test_set = bool(found[1])

@@ -23,8 +23,9 @@ class ReadAhead(RerunDataIterator):
     It keeps micro-batches from the first `advance` on, so that an evaluation keeps none.
     """
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Iterator[Any], prefetches: bool = True) -> None:
         super().__init__(batches)
+        self.prefetches = prefetches  # obeyed by `read_ahead`, which reads for the next step
         self._keeps = False
         self._batches = batches
         self._ahead: list[Any] = []
@@ -72,5 +73,5 @@ def read_ahead(data: Any, count: int = 1) -> None:
     Iterators of any other type, which a user script supplied, are left alone.
     """
     for batches in data if isinstance(data, list) else [data]:
-        if isinstance(batches, ReadAhead):
+        if isinstance(batches, ReadAhead) and batches.prefetches:
             batches.read(count)

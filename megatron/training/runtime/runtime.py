@@ -209,6 +209,7 @@ class Runtime:
     non_loss_data_func: Callable[..., Any] | None = None
     step_graph: StepGraph | None = None  # with --cuda-graph-scope full_iteration
     train_data: Any = None  # iterator; with several model chunks a list of one per chunk
+    train_loader: Any = None  # of the program, with --dataloader-type external
     # one loader per validation set; every pass makes a new iterator
     valid_loaders: list[Any] = field(default_factory=list)
     test_loader: Any = None
