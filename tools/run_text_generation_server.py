@@ -63,6 +63,7 @@ _READ = (
     "--host",
     "--api-key-file",
     "--chat-template",
+    "--allowed-local-media-path",
     "--served-model-name",
     "--max-batch-size",
 )
@@ -102,6 +103,7 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> None:
         args.port,
         api_key_file=args.api_key_file,
         chat_template=args.chat_template,
+        allowed_local_media_path=args.allowed_local_media_path,
         max_api_tokens=args.max_tokens_to_oom,
     )
     try:
@@ -193,6 +195,7 @@ def add_grammars(writer: Writer) -> bool:
 def engine_info(args: argparse.Namespace, writer: Writer, features: tuple[str, ...]) -> EngineInfo:
     """Return what the front end must know of the engine."""
     model = writer.engine.model
+    images = writer.image_prompts
     longest = writer.engine.options.max_sequence_length
     return EngineInfo(
         model=args.served_model_name or Path(args.load).resolve().name,
@@ -203,6 +206,7 @@ def engine_info(args: argparse.Namespace, writer: Writer, features: tuple[str, .
         decoder_start=model.decoder_start,
         modules=tuple(args.import_module or ()),
         features=features,
+        images=None if images is None else dataclasses.asdict(images.input),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron.core.inference.paged_engine.images import PromptImage
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.chat_fields import (
     Tools,
@@ -15,6 +17,7 @@ from megatron.inference.server.chat_fields import (
     read_response_format,
     read_tools,
 )
+from megatron.inference.server.chat_images import ImageLimits, prompt_of
 from megatron.inference.server.endpoint import Service, json_answer
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.fields import Body, Fields, log_prob_of
@@ -77,7 +80,7 @@ async def read_chat(service: Service, body: Body) -> ChatRequest:
     fields = Fields(body)
     model = service.model
     service.check_model(fields)
-    messages = read_messages(fields)
+    messages, urls = read_messages(fields, model)
     tools = read_tools(fields, model)
     grammar = read_response_format(fields, model) or grammar_of_tools(tools)
     has_log_probs = fields.boolean("logprobs")
@@ -97,17 +100,19 @@ async def read_chat(service: Service, body: Body) -> ChatRequest:
     )
     rules = read_rules(fields, model, params)
     service.finish_reading(fields)
-    prompt = await _prompt(service, messages, tools, more)
+    text = await _render(service, messages, tools, more)
+    limits = ImageLimits(longest, num_samples)
+    prompt, images = await _read_prompt(service, text, urls, limits)
     if num_tokens is None:
         room = longest if model.info.decoder_start is not None else longest - len(prompt)
         params = replace(params, num_tokens_to_generate=max(room, 1))
-    wanted = Wanted([prompt], params, rules, num_samples, grammar)
+    wanted = Wanted([prompt], params, rules, num_samples, grammar, images=images)
     return ChatRequest(wanted, tools, num_top if has_log_probs else None, is_stream, has_usage)
 
 
-async def _prompt(
+async def _render(
     service: Service, messages: list[dict[str, Any]], tools: Tools, more: dict[str, Any]
-) -> list[int]:
+) -> str:
     if service.template is None:
         raise ApiError(
             "messages: the tokenizer of this model has no chat template; start the server with "
@@ -118,11 +123,23 @@ async def _prompt(
     variables = {
         "add_generation_prompt": True,
         **more,
-        "messages": messages,
+        "messages": service.model.turns(messages),
         "tools": tools.given or None,
     }
-    text = await service.template.render(variables)
-    return service.model.with_one_bos(await service.model.tokenize(text, "messages"))
+    return await service.template.render(variables)
+
+
+async def _read_prompt(
+    service: Service, text: str, urls: list[str], limits: ImageLimits
+) -> tuple[list[int], tuple[PromptImage, ...]]:
+    """Return the ids of a rendered prompt, and its images."""
+    model = service.model
+    if model.image_prompts is None:
+        return model.with_one_bos(await model.tokenize(text, "messages")), ()
+    ids, images = await asyncio.to_thread(
+        prompt_of, model.image_prompts, text, urls, service.image_files, limits
+    )
+    return model.with_one_bos(ids), images
 
 
 def _with_end_of_turn(params: SamplingParams, model: Model) -> SamplingParams:

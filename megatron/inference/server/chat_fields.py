@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from megatron.inference.server.chat_images import PARAM
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.fields import Fields
 from megatron.inference.server.model import Model
+from megatron.training.tokenizer.multimodal_tokenizer import IMAGE_TOKEN
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
@@ -36,14 +39,20 @@ class Tools:
         return self.is_required or self.function is not None
 
 
-def read_messages(fields: Fields) -> list[dict[str, Any]]:
-    """Read ``messages`` as a chat template expects them: each content is a string."""
+def read_messages(fields: Fields, model: Model) -> tuple[list[dict[str, Any]], list[str]]:
+    """Read ``messages`` as a chat template expects them: each content is a string.
+
+    Images are tags ``<image>`` in it, and the list of their URLs.
+    """
     if not fields.get("messages"):
         raise ApiError("messages: give at least one message", "messages")
-    return fields.list_of("messages", _message, _MAX_MESSAGES)
+    urls: list[str] = []
+    read = partial(_message, urls if model.image_prompts is not None else None)
+    return fields.list_of("messages", read, _MAX_MESSAGES), urls
 
 
-def _message(name: str, value: object) -> dict[str, Any]:
+def _message(urls: list[str] | None, name: str, value: object) -> dict[str, Any]:
+    """Read a message, and add the URLs of its images; no images can be read if ``urls`` is None."""
     if not isinstance(value, dict):
         raise ApiError("messages: each message is an object", "messages")
     fields = Fields(value, name)
@@ -51,12 +60,22 @@ def _message(name: str, value: object) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = fields.list_of("tool_calls", _tool_call, _MAX_TOOLS)
     content = fields.get("content")
+    of_message: list[str] | None = [] if urls is not None else None
     if isinstance(content, list):
-        message["content"] = "".join(fields.list_of("content", _text_part, _MAX_MESSAGES))
+        read = partial(_part, of_message, role)
+        message["content"] = "".join(fields.list_of("content", read, _MAX_MESSAGES))
     elif content is None and calls:
         message["content"] = ""
     else:
         message["content"] = fields.check_text("content", content)
+    if urls is not None and of_message is not None:
+        if message["content"].count(IMAGE_TOKEN) != len(of_message):
+            raise ApiError(
+                f"messages: a text has {IMAGE_TOKEN}, which stands for an image in this model: "
+                "send images as parts of type image_url, and another text",
+                "messages",
+            )
+        urls += of_message
     if calls:
         message["tool_calls"] = calls
     for other in ("name", "tool_call_id", "reasoning_content"):
@@ -68,10 +87,22 @@ def _message(name: str, value: object) -> dict[str, Any]:
     return message
 
 
-def _text_part(name: str, value: object) -> str:
-    if not isinstance(value, dict) or value.get("type") != "text":
-        raise ApiError("messages.content: this model reads parts of type text only", "messages")
-    return Fields(value, "messages.content").check_text("text", value.get("text"))
+def _part(urls: list[str] | None, role: str, name: str, value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(value, dict) and kind == "text":
+        return Fields(value, "messages.content").check_text("text", value.get("text"))
+    if not isinstance(value, dict) or kind != "image_url" or urls is None:
+        kinds = "text only" if urls is None else "text and image_url"
+        raise ApiError(f"messages.content: this model reads parts of type {kinds}", "messages")
+    if role != "user":
+        raise ApiError(f"{PARAM}: images stand in messages of the user", PARAM)
+    fields = Fields(value, "messages.content").sub_object("image_url")
+    if fields is None:
+        raise ApiError(f"{PARAM}: give an object with a url", PARAM)
+    urls.append(fields.check_text("url", fields.get("url")))
+    fields.choice("detail", "auto", ("auto",))  # the model's tiles have one resolution
+    fields.refuse_others()
+    return IMAGE_TOKEN
 
 
 def _tool_call(name: str, value: object) -> dict[str, Any]:

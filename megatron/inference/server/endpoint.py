@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.config.errors import MegatronError
+from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.chat_template import ChatTemplate
 from megatron.inference.server.engine_client import EngineClient
 from megatron.inference.server.errors import ApiError, as_api_error
@@ -33,6 +34,7 @@ class Service:
     model: Model
     metrics: Metrics
     template: ChatTemplate | None = None
+    image_files: ImageFiles = field(default_factory=lambda: ImageFiles(None))
     max_api_tokens: int = 12000
     announced: set[str] = field(default_factory=set)
 

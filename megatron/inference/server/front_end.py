@@ -20,6 +20,7 @@ from typing import Any
 from megatron.core.config.errors import ConfigError, MegatronError
 from megatron.core.optional import require
 from megatron.inference.server.app import FrontEnd
+from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.chat_template import ChatTemplate, read_chat_template
 from megatron.inference.server.endpoint import Service
 from megatron.inference.server.engine_client import EngineClient, EngineDied
@@ -27,6 +28,7 @@ from megatron.inference.server.messages import MAX_BYTES
 from megatron.inference.server.metrics import Metrics
 from megatron.inference.server.model import Model
 from megatron.training.process.user_code import problems_of_imports
+from megatron.training.tokenizer.multimodal_tokenizer import MultimodalTokenizer
 
 uvicorn = require("uvicorn", "the server")
 _UvicornServer: Any = uvicorn.Server
@@ -44,6 +46,7 @@ class FrontEndOptions:
     listen_fd: int
     api_key_file: str | None = None
     chat_template: str | None = None
+    allowed_local_media_path: str | None = None
     max_body_bytes: int = 8 << 20
     max_api_tokens: int = 12000  # of prompts and answers of one PUT /api
 
@@ -98,6 +101,7 @@ async def _follow_engine(
     client: EngineClient, front_end: FrontEnd, options: FrontEndOptions, listener: socket.socket
 ) -> str:
     """Serve requests as soon as the engine is ready; return why it ended."""
+    files = ImageFiles(options.allowed_local_media_path)
     try:
         info = await client.hello()
     except EngineDied as error:
@@ -107,8 +111,12 @@ async def _follow_engine(
     source, tokens = read_chat_template(
         options.chat_template, info.tokenizer.get("tokenizer_model")
     )
+    if isinstance(model.tokenizer, MultimodalTokenizer):
+        of_format, tokens = model.tokenizer.chat_template()
+        source = of_format if options.chat_template is None else source
     template = None if source is None else ChatTemplate(source, tokens)
-    front_end.service = Service(client, model, Metrics(), template, options.max_api_tokens)
+    front_end.service = Service(client, model, Metrics(), template, image_files=files)
+    front_end.service.max_api_tokens = options.max_api_tokens
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"serving {info.model} on http://{shown}:{port}", flush=True)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from megatron.core.inference.paged_engine.images import PromptImage, text_of
 from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,
@@ -25,7 +26,10 @@ from megatron.inference.text import PlacedToken, SampleText, TextDelta, TextRule
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an HTTP request asks for: ``num_samples`` texts of each prompt (token ids)."""
+    """What an HTTP request asks for: ``num_samples`` texts of each prompt (token ids).
+
+    ``images``: those whose ids the prompts have.
+    """
 
     prompts: Sequence[list[int]]
     params: SamplingParams
@@ -33,6 +37,7 @@ class Wanted:
     num_samples: int = 1
     grammar: tuple[str, str] | None = None
     beam: BeamParams | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass
@@ -84,7 +89,7 @@ class Generation:
                 request = _request(f"{self.id}-{index}", prompt, wanted, number, model)
                 if number > 0:  # the samples of a prompt share its pages
                     request.fork_of = f"{self.id}-{index - number}"
-                state = SampleText(model.decode, wanted.rules, request.prompt)
+                state = SampleText(model.decode, wanted.rules, text_of(request.prompt))
                 self.samples[request.request_id] = Sample(
                     self.id, index, prompt, state, metrics.timer()
                 )
@@ -171,4 +176,7 @@ def _request(
     params = sample_params(wanted.params, number)
     start = model.info.decoder_start
     ids, source = (list(prompt), []) if start is None else ([start], list(prompt))
-    return Request(request_id, ids, params, source=source, grammar=wanted.grammar, beam=wanted.beam)
+    request = Request(request_id, ids, params, source=source, images=wanted.images)
+    request.grammar = wanted.grammar
+    request.beam = wanted.beam
+    return request

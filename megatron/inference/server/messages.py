@@ -6,12 +6,16 @@ outputs (one message for each step), stats, pong, updated, failed.
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from megatron.core.config.errors import MegatronError
+from megatron.core.inference.paged_engine.images import PromptImage
 from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,
@@ -21,7 +25,7 @@ from megatron.core.inference.paged_engine.request import (
 )
 from megatron.core.inference.sampling_params import SamplingParams
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 64 << 20  # of one message; a request body is smaller
 _REQUEST_FIELDS = ("request_id", "prompt", "source", "grammar", "fork_of")
 
@@ -36,7 +40,8 @@ class EngineInfo:
 
     ``tokenizer``: fields of `TokenizerSpec`.  ``modules``: user modules to import, which may
     register tokenizers.  ``decoder_start``: the first token of a decoder whose encoder reads the
-    prompt.  ``features``: those of "grammar" and "update_weights" that the engine has.
+    prompt.  ``features``: those of "grammar" and "update_weights" that the engine has.  ``images``:
+    fields of `ImageInput`, for models that read images.
     """
 
     model: str
@@ -47,6 +52,7 @@ class EngineInfo:
     decoder_start: int | None = None
     modules: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    images: dict[str, Any] | None = None
 
 
 def encode(kind: str, **content: object) -> bytes:
@@ -116,7 +122,9 @@ def request_to_json(request: Request) -> dict[str, Any]:
     """Return a request as JSON values."""
     fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
     params = request.params.to_json()
-    return {**fields, "params": params, "beam": request.beam and asdict(request.beam)}
+    images = [_image_to_json(image) for image in request.images]
+    beam = request.beam and asdict(request.beam)
+    return {**fields, "params": params, "beam": beam, "images": images}
 
 
 def request_from_json(found: Mapping[str, Any]) -> Request:
@@ -125,7 +133,21 @@ def request_from_json(found: Mapping[str, Any]) -> Request:
     if fields["grammar"] is not None:
         fields["grammar"] = tuple(fields["grammar"])
     beam = found["beam"] and BeamParams(**found["beam"])
-    return Request(**fields, params=SamplingParams.from_json(found["params"]), beam=beam)
+    images = tuple(_image_from_json(image) for image in found["images"])
+    params = SamplingParams.from_json(found["params"])
+    return Request(**fields, params=params, beam=beam, images=images)
+
+
+def _image_to_json(image: PromptImage) -> list[object]:
+    """Return number of rows, shape, and the pixels as base64 of little-endian float32."""
+    pixels = np.ascontiguousarray(image.pixels, "<f4")
+    return [image.num_rows, list(pixels.shape), base64.b64encode(pixels.tobytes()).decode()]
+
+
+def _image_from_json(found: Sequence[Any]) -> PromptImage:
+    num_rows, shape, data = found
+    pixels = np.frombuffer(bytearray(base64.b64decode(data)), "<f4").reshape(shape)
+    return PromptImage(pixels.astype(np.float32, copy=False), num_rows)
 
 
 def output_to_json(output: RequestOutput) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
+from megatron.core.config.errors import DataError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.messages import EngineInfo
+from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
+from megatron.training.tokenizer.multimodal_tokenizer import MultimodalTokenizer
 
 _LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread
 
@@ -21,11 +25,15 @@ class Model:
 
     info: EngineInfo
     tokenizer: MegatronTokenizer = field(repr=False)
+    image_prompts: ImagePrompts | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, info: EngineInfo) -> Model:
         """Build the tokenizer of the engine's model."""
-        return cls(info, create_tokenizer(TokenizerSpec(**info.tokenizer)))
+        tokenizer = create_tokenizer(TokenizerSpec(**info.tokenizer))
+        if info.images is None:
+            return cls(info, tokenizer)
+        return cls(info, tokenizer, ImagePrompts(ImageInput.from_json(info.images), tokenizer))
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ``ids``; ids of the vocabulary's padding have none."""
@@ -67,6 +75,18 @@ class Model:
         except (ValueError, KeyError):  # NullTokenizer reads numbers only
             return None
         return text if is_read else None
+
+    def turns(self, messages: list[dict[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return messages for a chat template, with what the prompt format adds to them.
+
+        Raises ApiError if the format cannot render them.
+        """
+        if not isinstance(self.tokenizer, MultimodalTokenizer):
+            return messages
+        try:
+            return self.tokenizer.turns(messages)
+        except DataError as error:
+            raise ApiError(f"messages: {error}", "messages") from None
 
     async def newlines_after_colons(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the tokens whose text ends with a colon, and those that begin a line."""

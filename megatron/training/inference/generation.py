@@ -43,9 +43,10 @@ from megatron.training.checkpointing.paths import open_checkpoint, resolve_folde
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
-from megatron.training.inference.image_prompts import ImagePrompts
+from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.initialize import connect, create_runtime
 from megatron.training.models.registry import model_kind, model_kind_of
+from megatron.training.models.vlm import embeddings_per_tile, image_settings
 from megatron.training.process.failure_watch import FailureWatch, failure_watch
 from megatron.training.process.rank_print import world_size
 from megatron.training.runtime.runtime import Runtime
@@ -171,7 +172,7 @@ def open_writer(
         run.tokenizer,
         TokenizerSpec.of(run.config.tokenizer),
         watching if isinstance(watching, FailureWatch) else None,
-        ImagePrompts(config.vision, run.tokenizer) if kind.reads_images else None,
+        _image_prompts(run) if kind.reads_images else None,
     )
 
 
@@ -229,6 +230,13 @@ def generation_model(
         reads_images=kind.reads_images,
         num_logits=run.padded_vocab_size if run.config.language_model.pad_vocab_in_loss else None,
     )
+
+
+def _image_prompts(run: Runtime) -> ImagePrompts:
+    assert run.tokenizer is not None, "setup_tokenizer() builds it"
+    vision = run.config.vision
+    images = ImageInput(image_settings(vision), embeddings_per_tile(vision))
+    return ImagePrompts(images, run.tokenizer)
 
 
 def _longest(run: Runtime) -> int:

@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.images.pixels import ImageProcessor
+from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
 from megatron.core.inference.paged_engine.images import PromptImage
 from megatron.core.inference.paged_engine.request import RequestError
-from megatron.core.models.multimodal.llava_model import IMAGE_TOKEN
-from megatron.training.config.vision import VisionConfig
-from megatron.training.models.vlm import embeddings_per_tile, image_settings
 from megatron.training.tokenizer import MegatronTokenizer
-from megatron.training.tokenizer.multimodal_tokenizer import MultimodalTokenizer, Turn
+from megatron.training.tokenizer.multimodal_tokenizer import (
+    IMAGE_TOKEN,
+    MultimodalTokenizer,
+    Turn,
+)
 
 # A path, the bytes of a file, or a PIL image.
 Image: TypeAlias = str | os.PathLike[str] | bytes | Any
 
 
+@dataclass(frozen=True)
+class ImageInput:
+    """How a model reads images: as tiles, each of which takes ``rows_per_tile`` positions."""
+
+    settings: ImageSettings
+    rows_per_tile: int
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> ImageInput:
+        """Return what `dataclasses.asdict` wrote, also after JSON has made lists of tuples."""
+        settings = dict(found["settings"])
+        settings["resolutions"] = tuple(map(tuple, settings["resolutions"]))
+        return cls(ImageSettings(**settings), found["rows_per_tile"])
+
+
 class ImagePrompts:
     """Turns text and images into prompts for a model that reads images."""
 
-    def __init__(self, vision: VisionConfig, tokenizer: MegatronTokenizer) -> None:
-        self._processor = ImageProcessor(image_settings(vision))
+    def __init__(self, images: ImageInput, tokenizer: MegatronTokenizer) -> None:
+        self.input = images
+        self._processor = ImageProcessor(images.settings)
         self._tokenizer = tokenizer
-        self._rows_of_tile = embeddings_per_tile(vision)
 
     def prompt(
         self, text: str | Sequence[Turn], images: Sequence[Image]
@@ -43,22 +60,32 @@ class ImagePrompts:
         parts = self._parts_of_text(text) if isinstance(text, str) else self._parts_of_turns(text)
         if len(parts) == 1:
             parts = [[]] * len(images) + parts
-        if len(parts) != len(images) + 1:
-            raise RequestError(
-                f"the prompt has {len(parts) - 1} tags {IMAGE_TOKEN} and {len(images)} images: "
-                "give an image for each tag",
-                "images",
-            )
-        found = tuple(self._read(image, f"image {i}") for i, image in enumerate(images))
-        ids = parts[0]
-        for image, part in zip(found, parts[1:], strict=True):
-            ids = [*ids, *image.ids, *part]
-        return ids, found
+        _check_number(parts, len(images))
+        found = tuple(self.read(image, f"image {i}") for i, image in enumerate(images))
+        return _joined(parts, found), found
+
+    def rendered(
+        self, text: str, images: Sequence[PromptImage]
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the ids of a text that a chat template has written, with ``images`` at its tags.
+
+        Raises RequestError for another number of tags.
+        """
+        if isinstance(self._tokenizer, MultimodalTokenizer):
+            parts = self._split(self._tokenizer.tokenize_plain(text))
+        else:
+            parts = self._parts_of_text(text)
+        _check_number(parts, len(images))
+        return _joined(parts, images), tuple(images)
 
     def _parts_of_text(self, text: str) -> list[list[int]]:
         """Return the ids of the texts between the tags."""
-        tokenize = self._tokenizer.tokenize
-        return [tokenize(part) if part else [] for part in text.split(IMAGE_TOKEN)]
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, MultimodalTokenizer):
+            return self._split(tokenizer.tokenize(text))
+        first, *others = text.split(IMAGE_TOKEN)
+        ids = [tokenizer.tokenize(first) if first else []]  # with what begins a text, such as BOS
+        return ids + [tokenizer.tokenize_plain(part) if part else [] for part in others]
 
     def _parts_of_turns(self, turns: Sequence[Turn]) -> list[list[int]]:
         if not isinstance(self._tokenizer, MultimodalTokenizer):
@@ -71,12 +98,18 @@ class ImagePrompts:
             ids = self._tokenizer.tokenize_conversation(turns, False, True).tolist()
         except DataError as error:
             raise RequestError(str(error)) from error
+        return self._split(ids)
+
+    def _split(self, ids: Sequence[int]) -> list[list[int]]:
+        """Return the ids between those of tags."""
+        assert isinstance(self._tokenizer, MultimodalTokenizer), "it has an id of the tag"
         image = self._tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         ends = [i for i, token in enumerate(ids) if token == image]
         first = [0, *(end + 1 for end in ends)]
-        return [ids[i:end] for i, end in zip(first, [*ends, len(ids)], strict=True)]
+        return [list(ids[i:end]) for i, end in zip(first, [*ends, len(ids)], strict=True)]
 
-    def _read(self, image: Image, name: str) -> PromptImage:
+    def read(self, image: Image, name: str) -> PromptImage:
+        """Return the pixels of an image.  Raises RequestError, which has its path or ``name``."""
         try:
             if isinstance(image, str | os.PathLike):
                 name = str(image)
@@ -89,4 +122,21 @@ class ImagePrompts:
         except (OSError, DataError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise RequestError(f"{name}: {reason}", "images") from error
-        return PromptImage(pixels, len(pixels) * self._rows_of_tile)
+        return PromptImage(pixels, len(pixels) * self.input.rows_per_tile)
+
+
+def _check_number(parts: Sequence[list[int]], num_images: int) -> None:
+    if len(parts) != num_images + 1:
+        raise RequestError(
+            f"the prompt has {len(parts) - 1} tags {IMAGE_TOKEN} and {num_images} images: "
+            "give an image for each tag",
+            "images",
+        )
+
+
+def _joined(parts: Sequence[list[int]], images: Sequence[PromptImage]) -> list[int]:
+    """Return the ids of the texts with those of the images between them."""
+    ids = list(parts[0])
+    for image, part in zip(images, parts[1:], strict=True):
+        ids += [*image.ids, *part]
+    return ids

@@ -190,7 +190,7 @@ class MultimodalTokenizer(MegatronTokenizer):
         the answers of the assistant, each with the tokens that end it.  Raises DataError for
         empty turns, and for conversations that the template refuses.
         """
-        turns = self._turns(conversation)
+        turns = self.turns(conversation)
         tokens = self._ids(self._render(turns, add_generation_prompt))
         if not return_target:
             return np.array(tokens, np.int64)
@@ -201,8 +201,17 @@ class MultimodalTokenizer(MegatronTokenizer):
                 target[first:end] = tokens[first:end]
         return np.array(tokens, np.int64), target
 
-    def _turns(self, conversation: Sequence[Turn]) -> list[Turn]:
-        """Return the turns to render: with the forced system message and the tags of images."""
+    def chat_template(self) -> tuple[str, dict[str, str]]:
+        """Return the template of the prompt format, and the special tokens that it may name."""
+        source: str = self._tokenizer.get_chat_template(self._prompt_config.custom_chat_template)
+        named = self._tokenizer.special_tokens_map
+        return source, {name: text for name, text in named.items() if isinstance(text, str)}
+
+    def turns(self, conversation: Sequence[Turn]) -> list[Turn]:
+        """Return the turns to render: with the forced system message and the tags of images.
+
+        Raises DataError for a turn without a text.
+        """
         prompt = self._prompt_config
         turns = list(conversation)
         has_system = bool(turns) and turns[0].get("role") == "system"
@@ -221,7 +230,7 @@ class MultimodalTokenizer(MegatronTokenizer):
                 raise DataError(f"a turn needs texts role and content, found {turn!r:.100}")
             if not content:
                 raise DataError(f"a turn of the {role} is empty")
-            rendered.append({"role": role, "content": content.replace(IMAGE_TOKEN, tagged)})
+            rendered.append({**turn, "content": content.replace(IMAGE_TOKEN, tagged)})
         return rendered
 
     def _answer(self, tokens: list[int], turns: list[Turn], i: int) -> tuple[int, int]:

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.inference.paged_engine.images import PromptImage
 from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,
@@ -53,6 +55,16 @@ def test_a_request_is_the_same_on_the_other_side():
     line = messages.encode("add", request=messages.request_to_json(REQUEST))
     found = messages.request_from_json(messages.decode(line)["request"])
     assert vars(found) == vars(REQUEST)
+
+
+def test_images_are_the_same_on_the_other_side():
+    pixels = np.random.default_rng(1).standard_normal((2, 3, 4, 5)).astype(np.float32)
+    image = PromptImage(pixels, 6)
+    request = Request("r1", [5, *image.ids], PARAMS, images=(image,))
+    line = messages.encode("add", request=messages.request_to_json(request))
+    found = messages.request_from_json(messages.decode(line)["request"])
+    assert found.prompt == request.prompt == [5, *found.images[0].ids]
+    assert found.images[0].pixels.tobytes() == pixels.tobytes()
 
 
 def test_an_output_is_the_same_on_the_other_side():
