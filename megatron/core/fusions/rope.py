@@ -120,5 +120,55 @@ def split_and_rotate(
     return query, key, value
 
 
+class _SplitNormRotary(Function[Parts]):
+    """Saves the projection alone; backward computes the norms' statistics again."""
+
+    @staticmethod
+    def forward(
+        ctx: Context[tuple[bool, float]],
+        packed: Tensor,
+        query_weight: Tensor,
+        key_weight: Tensor,
+        table: RotaryTable,
+        eps: float,
+        width: int,
+    ) -> Parts:
+        ctx.save_for_backward(packed, query_weight, key_weight, table.cos, table.sin)
+        ctx.values = table.interleaved, eps
+        at = table.cos, table.sin, table.interleaved
+        parts: Parts = _norm_splitter(packed).split_and_norm(
+            packed, width, (query_weight, key_weight), eps, at
+        )
+        return parts
+
+    @staticmethod
+    def backward(ctx: Context[tuple[bool, float]], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        packed, query_weight, key_weight, cos, sin = ctx.saved_tensors
+        interleaved, eps = ctx.values
+        rows, weights = tuple(grad.contiguous() for grad in grads), (query_weight, key_weight)
+        found: Parts = _norm_splitter(packed).join_gradients(
+            packed, rows, weights, eps, (cos, sin, interleaved)
+        )
+        return *found, None, None, None
+
+
+def split_norm_and_rotate(
+    packed: Tensor, width: int, table: RotaryTable, weights: tuple[Tensor, Tensor], eps: float
+) -> Parts | None:
+    """Return `split_and_rotate` with an RMSNorm of each query and key before the rotation.
+
+    ``weights`` [d] are those of queries and of keys.  None if no kernel computes it.
+    """
+    has_rows = packed.is_contiguous() and table.cos.shape[::2] == (packed.shape[0], 1)
+    is_same = all(weight.dtype == packed.dtype for weight in weights)
+    if not has_rows or not is_same or not _norm_splitter(packed, table.cos, table.sin, *weights):
+        return None
+    return _SplitNormRotary.apply(packed, *weights, table, eps, width)
+
+
+def _norm_splitter(*tensors: Tensor) -> Any:
+    return kernels.find("split_norm_rope", *tensors)
+
+
 def _splitter(*tensors: Tensor) -> Any:
     return kernels.find("split_rope", *tensors)

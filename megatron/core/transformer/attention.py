@@ -20,15 +20,20 @@ from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
-from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
+from megatron.core.fusions.rope import (
+    RotaryTable,
+    apply_rotary,
+    split_and_rotate,
+    split_norm_and_rotate,
+)
 from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import divide_over_group
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.kv_cache import KVCache, PositionBias
-from megatron.core.transformer.module import MegatronModule, WithBias
-from megatron.core.transformer.norms import l2_norm
+from megatron.core.transformer.module import MegatronModule, WithBias, before_reading
+from megatron.core.transformer.norms import Norm, l2_norm
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import (
@@ -375,6 +380,10 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
         mixed = mixed.view(*mixed.shape[:2], self.local_groups, -1)
         rotary, fused = rotary if self.has_rope else None, self.config.apply_rope_fusion
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
+        if has_norms and rotary is not None and fused:
+            parts = self._split_norm_and_rotate(mixed, rotary)
+            if parts is not None:
+                return parts
         query, key, value = split_and_rotate(
             mixed, width, None if has_norms else rotary, fused=fused
         )
@@ -387,6 +396,20 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
         if self.config.qk_l2_norm and self.has_rope:
             query, key = l2_norm(query), l2_norm(key)
         return query, key, value
+
+    def _split_norm_and_rotate(
+        self, mixed: Tensor, rotary: RotaryTable
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return query, key and value by one kernel; None if none computes these norms."""
+        query_norm, key_norm = self.q_layernorm, self.k_layernorm
+        if self.config.qk_l2_norm or type(query_norm) is not Norm or type(key_norm) is not Norm:
+            return None
+        if not (query_norm.is_usual_rms and key_norm.is_usual_rms):
+            return None
+        before_reading(query_norm)
+        before_reading(key_norm)
+        weights = query_norm.effective_weight(), key_norm.effective_weight()
+        return split_norm_and_rotate(mixed, self.head_dim, rotary, weights, query_norm.eps)
 
 
 def _note_rows(layer: object, *rows: int) -> None:

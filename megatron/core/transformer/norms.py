@@ -56,10 +56,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Stream) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise: [..., h] -> [..., h].  Of a `PendingSum`, return the sum and its norm."""
-        weight: Tensor = self.weight
+        weight = self.effective_weight()
         bias: Tensor | None = self.bias
-        if self.is_zero_centered:
-            weight = weight + 1
         dtype = weight.dtype
         if isinstance(x, PendingSum):
             if self.norm_rows is norm_rows:
@@ -70,6 +68,15 @@ class Norm(nn.Module):
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
         return self.norm_rows(x, weight, bias, self.eps).to(dtype)
+
+    def effective_weight(self) -> Tensor:
+        """Return the factor of normalised rows: [h]."""
+        return self.weight + 1 if self.is_zero_centered else self.weight
+
+    @property
+    def is_usual_rms(self) -> bool:
+        """Whether it is the RMSNorm that fused kernels compute."""
+        return self.is_rms and self.norm_rows is norm_rows
 
     def extra_repr(self) -> str:
         """Return kind and width, for the printed model."""
