@@ -17,9 +17,11 @@ output of all commands.  The exit code is 1 if a command failed.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -159,21 +161,22 @@ def run_stage(commands: Sequence[Command], log: Path, stage_s: float = _STAGE_S)
 
 def _run(command: Command, limit_s: float, write: Callable[[str], object]) -> Row:
     began_s = time.monotonic()
+    process = subprocess.Popen(
+        command.words,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that ranks are ended too, which would hold the GPU's memory
+    )
     try:
-        ended = subprocess.run(
-            command.words,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=limit_s,
-        )
-        output = ended.stdout
-        code = ended.returncode
+        output, _ = process.communicate(timeout=limit_s)
+        code = process.returncode
         result = command.judge(output) if code == 0 else f"failed with exit code {code}"
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout.decode(errors="replace") if error.stdout else ""
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
         result = f"failed: not finished in {limit_s:.0f} s"
     shown = output.splitlines() if result.startswith("ok") else output.splitlines()[-_OUTPUT_LINES:]
     write(f"$ {shlex.join(command.words)}\n" + "\n".join(shown) + f"\n-> {result}\n\n")
@@ -211,7 +214,7 @@ def smoke(asked: argparse.Namespace) -> list[Command]:
     text = ["--load", saved, "--prompt", "5 7 9", "--num-tokens", "20", *_ON_GPU]
     commands = [
         Command("device", [*python, "-c", _DESCRIBE], 60, _last_line),
-        Command("compiled kernels", [*python, "setup.py", "-q", "build_ext", "--inplace"], 180),
+        Command("compiled kernels", [*python, *_build()], 180),
         Command("training", _script(asked, _GPT, *train), 120),
         Command("text", _script(asked, "tools/text_generation_cli.py", *text), 120, _last_line),
     ]
@@ -219,6 +222,13 @@ def smoke(asked: argparse.Namespace) -> list[Command]:
         pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
         commands.append(Command("kernels in Triton", [*python, *pytest], 300, _last_line))
     return _selected(asked, commands)
+
+
+def _build() -> list[str]:
+    """Return the arguments of Python that build the kernels, or import those of an installation."""
+    if importlib.util.find_spec("pybind11") is not None:
+        return ["setup.py", "-q", "build_ext", "--inplace"]
+    return ["-c", "import megatron.core.kernels_cpp"]
 
 
 _DESCRIBE = (
@@ -305,8 +315,16 @@ def speed(asked: argparse.Namespace) -> list[Command]:
         words += [*_ON_CPU, "--steps", "2", "--contenders", "ours"]
     return _selected(
         asked,
-        [Command(s, [sys.executable, *words, "--shape", s], 170, _last_line) for s in shapes],
+        [Command(s, [sys.executable, *words, "--shape", s], 170, _rates) for s in shapes],
     )
+
+
+def _rates(output: str) -> str:
+    """Return tokens/s of each contender, and their share of the rate of a matmul."""
+    table = [[cell.strip() for cell in line.split("|")] for line in output.splitlines()]
+    rows = [row for row in table if len(row) == 10 and row[1].strip("-") not in ("contender", "")]
+    found = [f"{row[1]} {row[2]} tokens/s ({row[5]} of a matmul)" for row in rows]
+    return f"ok: {', '.join(found)}" if found else "failed: no row of a contender"
 
 
 def profile(asked: argparse.Namespace) -> list[Command]:

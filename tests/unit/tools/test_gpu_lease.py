@@ -35,6 +35,30 @@ def test_a_stage_runs_each_command_within_its_limit(tmp_path: Path) -> None:
     assert "lm loss: 6.5" in (tmp_path / "log").read_text()
 
 
+def test_a_command_without_time_ends_with_its_children(tmp_path: Path) -> None:
+    """Ranks of torchrun would keep the GPU's memory, and the pipe of the output."""
+    child = tmp_path / "pid"
+    words = ["sh", "-c", f"sh -c 'echo $$ >{child}; exec sleep 600'; true"]
+    (row,) = run_stage([Command("ranks", words, 1)], tmp_path / "log")
+    assert row.result == "failed: not finished in 1 s"
+    of_child = Path("/proc") / child.read_text().strip() / "cmdline"
+    assert not (of_child.exists() and of_child.read_bytes()), "it has ended, or is a zombie"
+
+
+def test_the_row_of_a_speed_has_the_rates_of_all_contenders() -> None:
+    output = """124m: 12 layers
+
+| contender | tokens/s | TFLOP/s | of the peak | of the product | ours / it | peak GiB | loss gap |
+|---|---|---|---|---|---|---|---|
+| ours | 2,149 | 0.0018 | nan% | 60.4% | 1.000 | 0.27 | 0.000% |
+| torchtitan | 2,000 | 0.0017 | nan% | 55.0% | 1.075 | 0.29 | 0.001% |
+"""
+    assert gpu_lease._rates(output) == (
+        "ok: ours 2,149 tokens/s (60.4% of a matmul), torchtitan 2,000 tokens/s (55.0% of a matmul)"
+    )
+    assert gpu_lease._rates("nothing") == "failed: no row of a contender"
+
+
 def test_a_command_that_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
     (row,) = run_stage([Command("late", PRINT, 60)], tmp_path / "log", stage_s=0)
     assert row.result == "skipped: no time is left"
