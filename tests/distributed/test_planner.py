@@ -54,7 +54,8 @@ HYBRID = (
 )
 VLM = (
     "--model-kind vlm --vision-num-layers 3 --img-h 24 --img-w 24 --patch-dim 6 "
-    "--vision-hidden-size 48 --vision-num-attention-heads 6 --max-num-tiles 2"
+    "--vision-hidden-size 48 --vision-num-attention-heads 6 --use-tiling --use-thumbnail "
+    "--max-num-tiles 2"
 )
 ONE |= {"BERT": BERT, "T5": T5, "hybrid": HYBRID, "images": VLM}
 ONE |= {

@@ -68,6 +68,42 @@ def test_frozen_parts_do_not_change(tmp_path: Path, layout: str) -> None:
         assert torch.equal(weight, last[name]) == is_frozen, name
 
 
+@pytest.mark.feature("Vision: --ckpt-incremental writes frozen parts once, without their optimizer")
+def test_frozen_parts_are_saved_once(tmp_path: Path) -> None:
+    saved = tmp_path / "ck"
+    frozen = "--freeze-LM --freeze-ViT --ckpt-incremental --save-interval 2 --save".split()
+    run_gpt(tmp_path, *FLAGS, *frozen, str(saved))
+    folders = [saved / f"iter_{step:07d}" for step in (2, 4)]
+    (inode,) = {(folder / "__0_1.safetensors").stat().st_ino for folder in folders}
+    assert inode not in {(folder / "__0_0.safetensors").stat().st_ino for folder in folders}
+    with CheckpointReader(folders[0]) as reader:
+        entries = {name: entry for name, entry in reader.tensors.items() if "optimizer" in name}
+    assert entries
+    assert all("vision_projection." in name for name in entries)
+
+
+@pytest.mark.feature("Vision: FSDP2 shards vision-language models, with frozen parts too")
+@pytest.mark.parametrize("frozen", ["", "--freeze-LM", "--freeze-ViT", "--freeze-LM --freeze-ViT"])
+def test_fully_sharded_models_have_the_losses_of_one_process(tmp_path: Path, frozen: str) -> None:
+    given = [*FLAGS, *frozen.split(), "--no-gradient-accumulation-fusion"]
+    one = run_gpt(tmp_path / "one", *given, "--save", str(tmp_path / "ck1"))
+    sharded = "--use-torch-fsdp2 --recompute-granularity full --recompute-method uniform "
+    sharded += f"--recompute-num-layers 1 --save {tmp_path / 'ck2'}"
+    two = run_gpt(tmp_path / "two", *given, *sharded.split(), world_size=2)
+    same(losses(two), losses(one))
+    last = [weights(tmp_path / folder / "iter_0000004") for folder in ("ck1", "ck2")]
+    for name, weight in last[0].items():
+        torch.testing.assert_close(last[1][name], weight, **tolerances.LAYOUT_LOSS)
+
+
+def test_weights_of_frozen_parts_are_sharded_by_other_flags_too(tmp_path: Path) -> None:
+    given = [*FLAGS, "--freeze-ViT", "--no-gradient-accumulation-fusion"]
+    sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    sharded += " --ckpt-format fsdp_dtensor"
+    two = run_gpt(tmp_path / "two", *given, *sharded.split(), world_size=2)
+    same(losses(two), losses(run_gpt(tmp_path / "one", *given)))
+
+
 def weights(folder: Path) -> dict[str, Tensor]:
     parts = ("language_model.", "vision_model.", "vision_projection.")
     with CheckpointReader(folder) as reader:

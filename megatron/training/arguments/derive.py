@@ -24,6 +24,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
 from megatron.training.arguments.cuda_graph_capture import cuda_graph_capture
 from megatron.training.config.run import data_parallel_size
+from megatron.training.config.vision import largest_number_of_tiles
 from megatron.training.models.registry import model_kind
 
 Derivation = Callable[[Namespace], Iterator[str] | None]
@@ -134,9 +135,7 @@ def images(ns: Namespace) -> None:
         )
     except (ConfigError, ZeroDivisionError):  # a check reports it
         of_tile = 0
-    tiles = 1
-    if ns.use_tiling and ns.decoder_seq_length is None:
-        tiles = ns.max_num_tiles + (ns.use_thumbnail and ns.max_num_tiles > 1)
+    tiles = largest_number_of_tiles(ns) if ns.decoder_seq_length is None else 1
     length = max(text + of_tile * tiles, ns.decoder_seq_length or 0)
     part = sequence_divisor(
         cp=ns.context_parallel_size,

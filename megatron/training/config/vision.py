@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from megatron.core.config.option import MAX_LAYERS, option
 
@@ -102,3 +103,15 @@ class VisionConfig:
     )
     # Positions of a row in every layout, derived; ranks that split it add a few, see --seq-length.
     row_length: int | None = None
+
+    @property
+    def max_tiles(self) -> int:
+        """Largest number of tiles of an image, with its thumbnail."""
+        return largest_number_of_tiles(self)
+
+
+def largest_number_of_tiles(flags: Any) -> int:
+    """Return the largest number of tiles of an image by the flags of a `VisionConfig`."""
+    if not flags.use_tiling:
+        return 1
+    return int(flags.max_num_tiles + (flags.use_thumbnail and flags.max_num_tiles > 1))

@@ -79,8 +79,7 @@ class ImageEncoder:
 def image_encoder(config: RunConfig) -> ImageEncoder:
     """Return the encoder of a model kind that reads images.
 
-    --seq-length has places for one image of --max-num-tiles tiles, and for its thumbnail if there
-    are several.
+    --seq-length has places for one image of as many tiles as the flags allow.
     """
     vision, layers = config.vision, encoder_config(config)
     sizes = vision.img_h, vision.img_w, vision.patch_dim
@@ -97,7 +96,7 @@ def image_encoder(config: RunConfig) -> ImageEncoder:
             1,
             vision.pixel_shuffle,
         ),
-        max_tiles=vision.max_num_tiles + (vision.max_num_tiles > 1),
+        max_tiles=vision.max_tiles,
         pixels=_COLOURS * vision.patch_dim**2,
         projector_has_norm=projector_has_norm(config),
         projector_input=layers.hidden_size * (4 if vision.pixel_shuffle else 1),

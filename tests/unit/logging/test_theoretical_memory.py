@@ -74,7 +74,8 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
 
 
 def test_stages_keep_the_encoder_activations_of_micro_batches_in_flight() -> None:
-    words = "--vision-hidden-size 48 --vision-num-attention-heads 6 --max-num-tiles 3"
+    words = "--vision-hidden-size 48 --vision-num-attention-heads 6 --use-tiling --use-thumbnail "
+    words += "--max-num-tiles 3"
 
     def size(flags: str = "", ranks: int = 1, num_microbatches: int = 8) -> float:
         run = run_config(f"{VLM} {words} {flags}", ranks)

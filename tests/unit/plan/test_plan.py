@@ -114,7 +114,7 @@ def test_an_optimizer_in_host_memory_is_not_on_the_device() -> None:
 
 
 def test_tensor_parallel_ranks_that_read_no_data_need_as_much() -> None:
-    words = "--model-kind vlm --img-h 24 --img-w 24 --patch-dim 6 --max-num-tiles 3"
+    words = "--model-kind vlm --img-h 24 --img-w 24 --patch-dim 6 --use-tiling --max-num-tiles 3"
     reads, receives = (
         planned(f"{words} --tensor-model-parallel-size 2", 2, rank).stages[0] for rank in (0, 1)
     )
