@@ -7,6 +7,7 @@ tensors of another.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ from megatron.training.memory.warmup import make_optimizer_state
 from megatron.training.runtime import setup
 from megatron.training.step.train_step import train_step
 
-STEPS_OF_DATA = 64
+ACCUMULATION = 8  # micro-batches of a step, for every contender
+MICRO_BATCHES_OF_DATA = 64
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model and its batch; ``more`` are flags that our contender needs to fit."""
+    """Sizes of a model and a micro-batch; ``more`` are flags that our contender needs to fit."""
 
     name: str
     family: str  # gpt2 or llama
@@ -43,13 +45,17 @@ class Shape:
     groups: int = 0  # query groups; 0: as many as heads
     ffn: int = 0  # 0: four times the hidden size
     experts: int = 0  # top-2 routing
-    is_alone: bool = False  # needs the whole device: contenders restart each turn
     more: str = ""
 
     @property
     def inner(self) -> int:
         """Width of the MLP."""
         return self.ffn or 4 * self.hidden
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step."""
+        return self.batch * ACCUMULATION
 
     @property
     def kv_heads(self) -> int:
@@ -68,12 +74,12 @@ SHAPES = {
     for shape in (
         Shape("124m", "gpt2", 12, 768, 12, 1024, 32),
         Shape("1.3b", "gpt2", 24, 2048, 16, 2048, 8),
-        Shape("3b", "gpt2", 28, 3072, 24, 2048, 4, is_alone=True),
-        Shape("llama-8b-stack", "llama", 8, *_8B, is_alone=True),
-        Shape("llama-8b", "llama", 32, *_8B, is_alone=True, more=_14_BYTES),
+        Shape("3b", "gpt2", 28, 3072, 24, 2048, 4),
+        Shape("llama-8b-stack", "llama", 8, *_8B),
+        Shape("llama-8b", "llama", 32, *_8B, more=_14_BYTES),
         Shape("moe", "llama", 12, 1024, 16, 2048, 8, 32000, groups=4, ffn=3584, experts=8),
         Shape("tiny", "gpt2", 2, 64, 2, 64, 2, 512),
-        Shape("tiny-llama", "llama", 2, 64, 4, 64, 2, 512, groups=2, ffn=96, is_alone=True),
+        Shape("tiny-llama", "llama", 2, 64, 4, 64, 2, 512, groups=2, ffn=96),
         Shape("tiny-moe", "llama", 2, 64, 4, 64, 2, 512, groups=2, ffn=96, experts=4),
     )
 }
@@ -86,7 +92,7 @@ def flags(shape: Shape, kind: str) -> list[str]:
         f"--hidden-size {shape.hidden} --num-attention-heads {shape.heads} "
         f"--ffn-hidden-size {shape.inner} --seq-length {shape.seq} "
         f"--max-position-embeddings {shape.seq} --micro-batch-size {shape.batch} "
-        f"--global-batch-size {shape.batch} --train-iters 1000000 --lr {peers.ADAM['lr']} "
+        f"--global-batch-size {shape.rows} --train-iters 1000000 --lr {peers.ADAM['lr']} "
         f"--lr-decay-style constant --adam-beta1 {peers.ADAM['betas'][0]} "
         f"--adam-beta2 {peers.ADAM['betas'][1]} --weight-decay {peers.WEIGHT_DECAY} "
         f"--clip-grad {peers.CLIP} --mock-data --tokenizer-type NullTokenizer "
@@ -138,6 +144,12 @@ class Start:
         return draw(name, rows, self.shape.hidden)
 
 
+def _tokens(shape: Shape) -> Tensor:
+    """Return the token ids of all micro-batches, page-locked for a GPU."""
+    tokens = peers.batches(shape, MICRO_BATCHES_OF_DATA)  # type: ignore[arg-type]
+    return device.host_array(tokens, device.current())
+
+
 # -- ours ------------------------------------------------------------------------------------
 
 
@@ -154,7 +166,7 @@ class OurTrainer:
             _fill_ours(self.run.model_chunks[0], shape)
         setup.build_optimizer(self.run)
         make_optimizer_state(self.run)
-        self.run.train_data = ours.endless(peers.batches(shape, STEPS_OF_DATA))  # type: ignore[arg-type]
+        self.run.train_data = ours.endless(_tokens(shape))
 
     def step(self) -> Tensor:
         """Run one step; return the loss without synchronizing the device."""
@@ -196,20 +208,22 @@ class PeerTrainer:
     def __init__(self, model: nn.Module, shape: Shape, *, is_compiled: bool) -> None:
         self.model: Any = torch.compile(model) if is_compiled else model
         self.params, self.optimizer = list(model.parameters()), peers.adamw(model)
-        self.data, self.at = peers.batches(shape, STEPS_OF_DATA), 0  # type: ignore[arg-type]
+        self.data = itertools.cycle(_tokens(shape))
 
     def step(self) -> Tensor:
         """Run one step; return the loss without synchronizing the device."""
         where = device.current()
-        batch = self.data[self.at % len(self.data)].to(where, non_blocking=True)
-        self.at += 1
-        with torch.autocast(where.type, torch.bfloat16):
-            loss: Tensor = self.model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
-        loss.backward()
+        total = torch.zeros((), device=where)
+        for micro_batch in itertools.islice(self.data, ACCUMULATION):
+            batch = micro_batch.to(where, non_blocking=True)
+            with torch.autocast(where.type, torch.bfloat16):
+                loss: Tensor = self.model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+            (loss / ACCUMULATION).backward()
+            total += loss.detach() / ACCUMULATION
         nn.utils.clip_grad_norm_(self.params, peers.CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return total
 
 
 @torch.no_grad()

@@ -70,15 +70,17 @@ def endless(data: Tensor) -> RerunDataIterator:
 
 
 def _endless(data: Tensor) -> Iterator[dict[str, Tensor]]:
-    s = data.size(-1) - 1
+    s, is_pinned = data.size(-1) - 1, data.is_pinned()
     while True:
         for batch in data:
-            yield {
+            given = {
                 "tokens": batch[:, :-1].contiguous(),
                 "labels": batch[:, 1:].contiguous(),
                 "loss_mask": torch.ones(len(batch), s),
                 "position_ids": torch.arange(s).expand(len(batch), s).contiguous(),
             }
+            # As the data loader does: else the host waits for every copy to a GPU.
+            yield {k: x.pin_memory() for k, x in given.items()} if is_pinned else given
 
 
 @torch.no_grad()

@@ -3,11 +3,13 @@
     python -m benchmarks.train_gpu --shape 1.3b [--rounds 5] [--steps 10] [--output rows.jsonl]
     python -m benchmarks.train_gpu --device cpu --tiny       (that it works, on any machine)
 
-Contenders run in their own processes and alternate; if a shape needs the whole device, each is
-restarted for its turn.  A turn is timed as a whole, with a synchronization of the device at its
-end.  TFLOP/s count the forward pass once and the backward pass twice, attention without its masked
-half, and no recomputation.  Peak memory is that of the allocator (on a CPU, of the process).  The
-row of a contender is void if its losses differ by more than 0.5 % from ours in bf16 (1 % for fp8).
+Each contender runs in a process of its own, which starts when the one before has ended: it has the
+device alone.  A step accumulates the gradients of eight micro-batches, whose tokens lie in
+page-locked memory.  A turn of steps is timed as a whole, with a synchronization of the device at
+its end; the result is the median of turns.  TFLOP/s count the forward pass once and the backward
+pass twice, attention without its masked half, and no recomputation.  Peak memory is that of the
+allocator (on a CPU, of the process).  The row of a contender is void if its losses differ by more
+than 0.5 % from ours in bf16 (1 % for fp8).
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="all tiny shapes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
-    parser.add_argument("--steps", type=int, default=10, help="steps of one turn")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before a timed turn")
+    parser.add_argument("--steps", type=int, default=4, help="steps of one turn")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the first turn")
     parser.add_argument("--contenders", default=None, help="comma-separated; default: all")
     parser.add_argument("--ours", default="", help="further flags of ours")
     parser.add_argument("--output", default=None, help="append what was found as JSON")
@@ -73,18 +75,17 @@ def _arguments() -> argparse.Namespace:
 
 def measure(asked: argparse.Namespace, shape: Shape, names: list[str]) -> dict[str, Found]:
     """Return per contender the seconds per step of each turn, its losses and its peak memory."""
-    workers = {name: Worker(asked, shape, name) for name in names}
-    for _ in range(asked.rounds):
-        for worker in workers.values():
+    found = {}
+    for name in names:
+        worker = Worker(asked, shape, name)
+        for _ in range(asked.rounds):
             worker.turn()
-            if shape.is_alone:
-                worker.stop()
-    for worker in workers.values():
         worker.stop()
-    found = {name: worker.found for name, worker in workers.items()}
-    if asked.output is not None:
-        with open(asked.output, "a") as file:
-            file.write(json.dumps({"shape": shape.name, "device": device.name(), **found}) + "\n")
+        found[name] = worker.found
+        if asked.output is not None:  # at once: a lease may end before the last contender
+            row = {"shape": shape.name, "device": device.name(), name: worker.found}
+            with open(asked.output, "a") as file:
+                file.write(json.dumps(row) + "\n")
     return found
 
 
@@ -120,7 +121,7 @@ class Worker:
         self.found["failed"] = answer["failed"]
 
     def stop(self) -> None:
-        """End the process; the next turn starts a new one."""
+        """End the process."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -133,7 +134,7 @@ def flops_of_step(shape: Shape) -> float:
     config = resolve(parse_args(argv=gpu_contenders.flags(shape, "ours")), 1)
     padded = known_padded_vocab_size(config)
     assert padded is not None
-    return causal_model_flops(config, shape.batch, padded).total
+    return causal_model_flops(config, shape.rows, padded).total
 
 
 def table(shape: Shape, found: dict[str, Found]) -> Iterator[str]:
@@ -141,9 +142,9 @@ def table(shape: Shape, found: dict[str, Found]) -> Iterator[str]:
     products = found.pop("product")
     product = max(products["losses"], default=math.nan)
     peak = known_peak(device.name()) or math.nan
-    flops, tokens = flops_of_step(shape), shape.batch * shape.seq
+    flops, tokens = flops_of_step(shape), shape.rows * shape.seq
     yield (
-        f"\n{shape.name}: {shape.layers} layers, {shape.hidden} wide, {shape.batch} x {shape.seq} "
+        f"\n{shape.name}: {shape.layers} layers, {shape.hidden} wide, {shape.rows} x {shape.seq} "
         f"tokens, vocabulary {shape.vocab}; {device.name()}, torch {torch.__version__}; "
         f"{flops / 1e12:.4g} TFLOP a step, matrix product {product / 1e12:.4g} TFLOP/s\n"
     )

@@ -310,7 +310,7 @@ def speed(asked: argparse.Namespace) -> list[Command]:
     """Return the benchmark of training, one command for each shape."""
     shapes = ("tiny", "tiny-llama") if asked.stand_in else ("124m", "1.3b", "llama-8b-stack")
     rows = str(asked.output.resolve() / "speed_rows.jsonl")
-    words = ["-m", "benchmarks.train_gpu", "--rounds", "3", "--output", rows]
+    words = ["-m", "benchmarks.train_gpu", "--rounds", "2", "--steps", "2", "--output", rows]
     if asked.stand_in:  # peers do not know that device
         words += [*_ON_CPU, "--steps", "2", "--contenders", "ours"]
     return _selected(

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu_contenders import SHAPES, PeerTrainer, _plain, make_trainer
+from benchmarks.gpu_contenders import (
+    ACCUMULATION,
+    SHAPES,
+    PeerTrainer,
+    _plain,
+    flags,
+    make_trainer,
+)
 from benchmarks.train_gpu import loss_gap, table
 from megatron.core import device
 from tests.ranks import run_ranks
@@ -26,6 +33,18 @@ def test_fp8_follows_bf16(shape: str) -> None:
     assert loss_gap(ours, fp8) < 0.01
 
 
+def test_all_contenders_accumulate_as_many_micro_batches() -> None:
+    shape = SHAPES["tiny"]
+    words = flags(shape, "ours")
+    batch, total = (words[words.index(f"--{n}-batch-size") + 1] for n in ("micro", "global"))
+    assert (int(batch), int(total)) == (shape.batch, ACCUMULATION * shape.batch)
+    device.choose("cpu")
+    trainer, used = PeerTrainer(_plain(shape), shape, is_compiled=False), []
+    trainer.model.register_forward_pre_hook(lambda _, given: used.append(given[0].shape))
+    trainer.step()
+    assert used == [(shape.batch, shape.seq)] * ACCUMULATION
+
+
 def test_a_row_says_how_far_its_losses_are_from_ours() -> None:
     found = {"product": {"losses": [1e12], "step_s": []}}
     for name in ("ours", "plain"):
@@ -34,7 +53,7 @@ def test_a_row_says_how_far_its_losses_are_from_ours() -> None:
     found["other"] = {**found["plain"], "losses": [2 * x for x in found["ours"]["losses"]]}
     found["large"] = {"losses": [], "step_s": [], "peak": 0.0, "failed": "out of memory"}
     *_, ours, plain, other, large = table(SHAPES["tiny"], found)
-    assert ours.startswith("| ours | 640 | ")
+    assert ours.startswith("| ours | 5,120 | ")
     assert "VOID" not in plain
     assert "VOID" in other
     assert large == "| large | out of memory | | | | | | |"
