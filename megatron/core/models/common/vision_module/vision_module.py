@@ -50,10 +50,11 @@ class VisionModule(MegatronModule):
         """Set the hidden states [n, b, h] that replace those of images."""
         self.decoder.set_input_tensor(input_tensor)
 
-    def run_layers(self, embedded: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def run_layers(self, embedded: Tensor, attention_mask: Tensor | None, **more: object) -> Tensor:
         """Run the layers: [b, n, h] -> [b, n, h].  Collective over the tensor-parallel group.
 
-        Raises DataError if sequence parallelism cannot split n evenly.
+        ``more``: further keyword arguments of self attention.  Raises DataError if sequence
+        parallelism cannot split n evenly.
         """
         is_sharded = self.config.sequence_parallel and self.tp_group.size() > 1
         hidden: Tensor = embedded.transpose(0, 1).contiguous()
@@ -64,7 +65,7 @@ class VisionModule(MegatronModule):
                     f"over {self.tp_group.size()} ranks; build the encoder from a config without it"
                 )
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
-        hidden = self.decoder(hidden, attention_mask)
+        hidden = self.decoder(hidden, attention_mask, **more)
         if is_sharded:
             hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
         return hidden.transpose(0, 1).contiguous()

@@ -1,0 +1,158 @@
+"""Qwen2-VL: the encoder, and the complete model on a row with two images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError, DataError
+from megatron.core.models.multimodal.splicing import splice
+from megatron.core.models.vision.multimodal_projector import (
+    MultimodalProjector,
+    get_projector_spec,
+)
+from megatron.core.models.vision.qwen2_vl import Qwen2VLVisionModel
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from megatron.training.conversion.vision_qwen import (
+    layers_of_qwen,
+    projector_of_qwen,
+    qwen_from_hf,
+    qwen_to_hf,
+)
+from tests import tolerances
+from tests.ranks import run_ranks
+from tests.unit.models.test_mrope import IMAGE_TOKEN, ours, qwen
+from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+
+GRIDS = [(1, 4, 6), (2, 2, 4)]  # an image, and a video of two pairs of frames
+SIDE, FRAMES = 4, 2
+
+
+def encoder(model: Any) -> tuple[Qwen2VLVisionModel, MultimodalProjector]:
+    """Return our encoder and projector with the weights of ``model``."""
+    config = model.config.vision_config.to_dict()
+    layers, width = layers_of_qwen(config), projector_of_qwen(config)
+    spec = get_vit_layer_with_local_spec(layers)
+    made = Qwen2VLVisionModel(layers, spec, SIDE, FRAMES, pg_collection=one_process_groups())
+    source = width.ffn_hidden_size or 0
+    projector = MultimodalProjector(width, get_projector_spec(), "mlp", source, tp_group=one_rank())
+    tensors = qwen_from_hf(layers, model.model.visual.state_dict())
+    for part, prefix in ((made, "vision_model."), (projector, "vision_projection.")):
+        its = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        part.load_state_dict(its)
+    return made.eval(), projector.eval()
+
+
+def patches() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    count = sum(t * h * w for t, h, w in GRIDS)
+    return torch.randn(count, 3 * FRAMES * SIDE**2, generator=generator)
+
+
+@pytest.mark.feature("Vision: Qwen2-VL's encoder has the features and gradients of transformers'")
+def test_features_and_gradients_are_those_of_transformers() -> None:
+    model = qwen()
+    made, projector = encoder(model)
+    found = projector(made(patches(), GRIDS))
+    wanted = model.model.visual(patches(), torch.tensor(GRIDS)).pooler_output
+    torch.testing.assert_close(found, wanted, **tolerances.LOGITS)
+    grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2))
+    found.backward(grad)
+    wanted.backward(grad)
+    gradients = {n: p.grad for n, p in model.model.visual.named_parameters()}
+    expected = qwen_from_hf(made.config, gradients)
+    for part, prefix in ((made, "vision_model."), (projector, "vision_projection.")):
+        for name, param in part.named_parameters():
+            assert param.grad is not None, name
+            value = expected[prefix + name]
+            largest = value.abs().max()
+            torch.testing.assert_close(
+                param.grad / largest, value / largest, **tolerances.LOGITS, msg=name
+            )
+
+
+@pytest.mark.feature("Vision: Qwen2-VL has the logits of transformers' model on rows with images")
+def test_logits_are_those_of_transformers() -> None:
+    model = qwen()
+    grids = [(1, 4, 6), (1, 6, 2)]
+    generator = torch.Generator().manual_seed(3)
+    pixels = torch.randn(36, 3 * FRAMES * SIDE**2, generator=generator)
+    ids = torch.tensor([[5, 7, -200, 9, -200, 11]])
+    is_image = ids == -200
+    sizes = torch.zeros(1, 6, 3, dtype=torch.int64)
+    sizes[is_image] = torch.tensor([(t, h // 2, w // 2) for t, h, w in grids])
+    where = splice(is_image, sizes.prod(-1))
+    made, projector = encoder(model)
+    gpt = ours(model)
+    text = gpt.embedding(ids.clamp(min=0), None).transpose(0, 1)
+    combined = where.embeddings(text, projector(made(pixels, grids))).transpose(0, 1)
+    positions = where.grid_positions(sizes)
+    found = gpt(None, positions, None, decoder_input=combined.contiguous())
+    row = [5, 7, *[IMAGE_TOKEN] * 6, 9, *[IMAGE_TOKEN] * 3, 11]
+    spread = torch.tensor([row])
+    wanted = model(
+        input_ids=spread,
+        pixel_values=pixels,
+        image_grid_thw=torch.tensor(grids),
+        mm_token_type_ids=(spread == IMAGE_TOKEN).int(),
+        use_cache=False,
+    ).logits
+    torch.testing.assert_close(found, wanted, **tolerances.LOGITS)
+
+
+def test_tensors_come_back_bit_by_bit() -> None:
+    model = qwen()
+    config = model.config.vision_config.to_dict()
+    layers, tensors = layers_of_qwen(config), model.model.visual.state_dict()
+    back = qwen_to_hf(layers, config, qwen_from_hf(layers, tensors))
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(back[name], tensor), name
+    with pytest.raises(CheckpointError, match=r"no tensor merger\.ln_q\.bias"):
+        qwen_from_hf(layers, {n: t for n, t in tensors.items() if n != "merger.ln_q.bias"})
+    with pytest.raises(CheckpointError, match="more has no counterpart"):
+        qwen_from_hf(layers, tensors | {"more": tensors["merger.ln_q.bias"]})
+    with pytest.raises(CheckpointError, match="hidden_act silu"):
+        layers_of_qwen(config | {"hidden_act": "silu"})
+
+
+def test_patches_that_do_not_fill_their_images_are_refused() -> None:
+    made, _ = encoder(qwen())
+    for grids in ([(1, 4, 6)], [(1, 5, 8)]):
+        with pytest.raises(DataError, match="40 patches do not fill images of"):
+            made(patches(), grids)
+
+
+def random_encoder(groups: Any) -> Qwen2VLVisionModel:
+    size = groups.tp.size()
+    config = tiny_config(
+        params_dtype=torch.float64,
+        init_seed=5,
+        init_method_std=0.2,
+        tensor_model_parallel_size=size,
+    )
+    spec = get_vit_layer_with_local_spec(config)
+    return Qwen2VLVisionModel(config, spec, SIDE, FRAMES, pg_collection=groups)
+
+
+def computed(made: Qwen2VLVisionModel) -> list[Tensor]:
+    found = made(patches(), GRIDS)
+    found.square().sum().backward()
+    grads = [made.conv1.weight.grad, made.ln_post.weight.grad]
+    return [found.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def on_ranks(rank: int, world: int) -> list[Tensor]:
+    return computed(random_encoder(create_process_groups(*make_grids(world, tp=world))))
+
+
+def test_tensor_parallel_ranks_compute_what_one_does() -> None:
+    wanted = computed(random_encoder(one_process_groups()))
+    assert len(wanted) == 3
+    for found in run_ranks(on_ranks, 2):
+        for mine, one in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, one, rtol=1e-9, atol=1e-9)
