@@ -246,6 +246,13 @@ def test_tiles_without_a_place_are_refused() -> None:
         model(**(batch() | {"images": torch.zeros(2, 3, 12, 12)}))
 
 
+def test_ranks_that_exchange_tokens_of_experts_have_rows_of_one_length() -> None:
+    groups = one_process_groups()
+    assert llava(groups)(**batch())[0].shape[1] < 48  # as long as its longest row
+    groups = replace(groups, ep=torch.distributed.ProcessGroup(0, 2))
+    assert llava(groups)(**batch())[0].shape == (2, 48)
+
+
 def on_parts_of_rows(rank: int, world: int) -> list[Tensor]:
     groups = create_process_groups(*make_grids(world, cp=world))
     found = computed(llava(groups, language={"context_parallel_size": world}))

@@ -87,7 +87,7 @@ class LLaVAModel(MegatronModule):
         """Build the models.  The projector's output has the language model's width.
 
         ``language_max_sequence_length``: positions of the language model.  ``row_length``, by
-        default the same number: L with pipeline parallelism, and its maximum without.
+        default the same number: L with pipeline or expert parallelism, its maximum without.
         ``has_image_newline``: whether there is an embedding for the ends of rows of an image, as
         in LLaVA-NeXT.  ``of_language``: further arguments of `GPTModel`.  A stage has the encoder
         if it is the first and ``add_encoder``.
@@ -311,12 +311,15 @@ class LLaVAModel(MegatronModule):
         return is_image * numbers.to(is_image.device)[number] * per_tile
 
     def _length(self, is_image: Tensor, counts: Tensor) -> int:
-        """Return L: stages exchange tensors of one shape; the ranks of a row split it evenly."""
+        """Return L: stages, and ranks that exchange tokens of experts, need rows of one length.
+
+        The ranks of a row split it evenly.
+        """
         limit = self.row_length
-        if self.pg_collection.pp.size() > 1 or not self.reads_values:
+        groups = self.pg_collection
+        if groups.pp.size() > 1 or groups.ep.size() > 1 or not self.reads_values:
             return limit
         longest = int((counts + ~is_image).sum(1).max())
-        groups = self.pg_collection
         parts = sequence_divisor(
             cp=groups.cp.size(),
             tp=groups.tp.size(),
