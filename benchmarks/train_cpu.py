@@ -47,9 +47,14 @@ def main() -> None:
     report(args, measure(args, names))
 
 
-def measure(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[str, list[float]]]:
-    """Return per contender the seconds of every step, its losses and its peak memory."""
-    workers = {name: start_worker(args, name) for name in names}
+def measure(
+    args: argparse.Namespace, names: tuple[str, ...], program: str = __file__
+) -> dict[str, dict[str, list[float]]]:
+    """Return per contender the seconds of every step, its losses and its peak memory.
+
+    ``program`` with --worker is a contender.
+    """
+    workers = {name: start_worker(args, name, program) for name in names}
     found: dict[str, dict[str, list[float]]] = {n: {"step_s": [], "losses": []} for n in names}
     turns = max(args.rounds, -(-args.compared // args.steps) - 1)
     for turn in range(-1, turns):  # the first turn is warmup and compiles
@@ -69,8 +74,8 @@ def measure(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[
     return found
 
 
-def start_worker(args: argparse.Namespace, name: str) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--worker", name, "--shape", args.shape]
+def start_worker(args: argparse.Namespace, name: str, program: str) -> subprocess.Popen[str]:
+    command = [sys.executable, program, "--worker", name, "--shape", args.shape]
     command += ["--dtype", args.dtype, "--steps", str(args.steps), "--threads", str(args.threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     return subprocess.Popen(

@@ -5,7 +5,7 @@
 #
 # On a GPU when there is one, else on the CPU; PYTHON=... uses that environment as it is.
 set -euo pipefail
-train_iters=${TRAIN_ITERS:-600}
+train_iters=${TRAIN_ITERS:-1200}
 source "$(dirname "${BASH_SOURCE[0]}")/../quickstart/common.sh"
 prepare quickstart_multimodal "$@"
 
@@ -32,14 +32,14 @@ train pretrain_vlm.py \
     --vision-num-attention-heads 4 \
     --img-h 48 \
     --img-w 48 \
-    --patch-dim 6 \
+    --patch-dim 8 \
     --disable-vision-class-token \
     --dataloader-seq-length 32 \
     --seq-length 32 \
     --micro-batch-size 32 \
     --global-batch-size 32 \
     --lr 2e-3 \
-    --min-lr 1e-4
+    --min-lr 2e-4
 
 say "what it sees in pictures that it has not seen"
 "$python" examples/multimodal/quickstart/look.py "$out/checkpoints" "$out/valid.tar" \
