@@ -45,6 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--spec", nargs=2, metavar=("MODULE", "ATTRIBUTE"), help="layers of your own to import"
     )
     parser.add_argument("--prompt", help="text to continue; default: lines from the terminal")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image that the prompt is about; several: one for each tag <image> of the prompt",
+    )
     parser.add_argument("--num-tokens", type=int, default=100, help="tokens to write at most")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     parser.add_argument("--top-k", "--top_k", type=int, default=0, help="0: no limit")
@@ -65,12 +72,17 @@ def main() -> None:
         args = parse_tool_args(build_parser)
         if (args.load is None) == (args.address is None):
             raise ConfigError("give --load DIR to write here, or HOST:PORT to ask a server")
+        if args.image and args.address is not None:
+            raise ConfigError(
+                f"--image {args.image[0]}: PUT /api of a server reads text only; give --load DIR, "
+                "or send images to /v1/chat/completions"
+            )
         if args.address is not None:
             _ask_server(args)
             return
         # Torch takes a second to import: only where it is used.
         from megatron.core.inference.sampling_params import SamplingParams
-        from megatron.inference import LLM
+        from megatron.inference import LLM, PromptWithImages
 
         params = SamplingParams(
             temperature=args.temperature,
@@ -90,7 +102,9 @@ def main() -> None:
                 options=engine_options(args),
                 watch=watch,
             )
-            for answer in llm.answers(_prompts(args), params):
+            texts = _prompts(args)
+            prompts = (PromptWithImages(text, args.image) if args.image else text for text in texts)
+            for answer in llm.answers(prompts, params):
                 print(_shown(answer, args.json, llm), flush=True)
         llm.shut_down()
     except (MegatronError, OSError, ValueError) as error:
@@ -100,12 +114,13 @@ def main() -> None:
 
 def _shown(answer: Answer, as_json: bool, llm: LLM) -> str:
     """Return the line to print."""
+    prompt = getattr(answer.prompt, "text", answer.prompt)  # of a PromptWithImages
     if not as_json:
         is_read_apart = llm.engine.model.decoder_start is not None
-        return answer.text if is_read_apart else f"{answer.prompt}{answer.text}"
+        return answer.text if is_read_apart else f"{prompt}{answer.text}"
     ids = [t.token for t in answer.tokens]
     log_probs = [t.log_prob for t in answer.tokens]
-    found = {"prompt": answer.prompt, "text": answer.text, "tokens": ids, "log_probs": log_probs}
+    found = {"prompt": prompt, "text": answer.text, "tokens": ids, "log_probs": log_probs}
     return json.dumps(found)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from operator import index
 from typing import Any, TypeAlias, cast
 
@@ -124,15 +124,22 @@ class LLM:
                 yield delta.text
 
     def answers(
-        self, prompts: Iterable[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        at_once: int = 1,
     ) -> Iterator[Answer]:
-        """Yield the answer to each prompt before the next one is read, on rank 0.  Collective."""
+        """Yield the answers to ``at_once`` prompts before the next ones are read, on rank 0.
+
+        Collective.
+        """
         with self._leading() as leads:
-            for prompt in prompts if leads else ():
-                answer = Answer(prompt)
-                for _ in self._complete([answer], params, ()):
+            waiting = iter(prompts if leads else ())
+            while answers := [Answer(prompt) for prompt in islice(waiting, at_once)]:
+                for _ in self._complete(answers, params, ()):
                     pass
-                yield answer
+                yield from answers
 
     def shut_down(self) -> None:
         """Leave the process groups; another model can be loaded then.  Collective."""
