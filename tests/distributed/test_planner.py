@@ -60,6 +60,7 @@ VLM = (
 ONE |= {"BERT": BERT, "T5": T5, "hybrid": HYBRID, "images": VLM}
 ONE |= {
     "images, frozen encoder": f"{VLM} --freeze-ViT --bf16",
+    "images, recomputed": f"{VLM} --recompute-vision --attention-backend unfused",
     "images, frozen but for the projector": f"{VLM} --freeze-ViT --freeze-LM",
 }
 ONE |= {

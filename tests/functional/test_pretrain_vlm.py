@@ -104,6 +104,14 @@ def test_weights_of_frozen_parts_are_sharded_by_other_flags_too(tmp_path: Path) 
     same(losses(two), losses(run_gpt(tmp_path / "one", *given)))
 
 
+@pytest.mark.feature("Vision: --recompute-vision recomputes the encoder's layers in backward")
+@pytest.mark.parametrize("frozen", ["", "--freeze-LM", "--freeze-ViT"])
+def test_recomputed_encoders_have_the_same_losses(tmp_path: Path, frozen: str) -> None:
+    given = [*FLAGS, *frozen.split()]
+    kept = losses(run_gpt(tmp_path / "kept", *given))
+    assert losses(run_gpt(tmp_path / "again", *given, "--recompute-vision")) == kept
+
+
 def weights(folder: Path) -> dict[str, Tensor]:
     parts = ("language_model.", "vision_model.", "vision_projection.")
     with CheckpointReader(folder) as reader:

@@ -139,6 +139,11 @@ _OF_MODEL = (
         lambda ns: model_kind(ns.model_kind).reads_images,
     ),
     needs(
+        "an encoder that is trained (no --freeze-ViT)",
+        "recompute_vision",
+        lambda ns: not ns.freeze_ViT,
+    ),
+    needs(
         "pretrain_bert.py (--model-kind bert)",
         "bert_binary_head",
         lambda ns: model_kind(ns.model_kind).has_masked_lm_head,

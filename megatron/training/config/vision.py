@@ -62,6 +62,9 @@ class VisionConfig:
     freeze_ViT: bool = _vision(  # noqa: N815
         False, "Do not train the encoder of images.", flag="--freeze-ViT"
     )
+    recompute_vision: bool = _vision(
+        False, "Recompute each layer of the encoder of images in backward, to save its activations."
+    )
     dataloader_seq_length: int | None = _vision(
         None,
         "Tokens of a sample's text, in which an image is one token; --seq-length if not given.",

@@ -49,6 +49,8 @@ def costs(config: RunConfig, padded_vocab_size: int) -> tuple[list[float], float
     loss = scale * (padded_vocab_size + len(ahead) * (padded_vocab_size + 2 * model.hidden_size))
     embedding = _EMBEDDING_BYTES_PER_CHANNEL * _FLOPS_PER_BYTE * model.hidden_size
     images = model.context_parallel_size * image_flops(config).total / config.data.seq_length
+    vision = config.vision
+    images *= 4 / 3 if vision.recompute_vision and not vision.freeze_ViT else 1.0
     return layers, embedding + images, loss + sum(ahead, 0.0)
 
 

@@ -121,7 +121,10 @@ def image_activation_bytes(config: RunConfig, num_microbatches: int) -> float:
     if not config.vision.freeze_ViT:
         sharded = 8 * model.hidden_size + 4 * (model.ffn_hidden_size or 0)
         per_token = 10 * model.hidden_size + sharded / tp
-        total += images.num_tokens * model.num_layers * per_token
+        layers = model.num_layers * per_token
+        if config.vision.recompute_vision:  # inputs of all layers, and one layer at a time
+            layers = min(layers, 2 * model.hidden_size * model.num_layers + per_token)
+        total += images.num_tokens * layers
     return tiles * total
 
 

@@ -136,6 +136,12 @@ def encoder_config(config: RunConfig) -> TransformerConfig:
             "qk_layernorm": False,
             "qk_layernorm_full_width": kind.has_qk_norm,
         }
+    if vision.recompute_vision:
+        values |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     return TransformerConfig(**values)
 
 

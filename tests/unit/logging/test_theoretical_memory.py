@@ -85,6 +85,8 @@ def test_stages_keep_the_encoder_activations_of_micro_batches_in_flight() -> Non
     projector = tiles * tokens * (2 * 48 + 4 * inner)
     assert size("--freeze-ViT") == projector
     assert size() == projector + 3 * tiles * tokens * 48 * 34
+    again = size("--recompute-vision")
+    assert again == projector + tiles * tokens * 48 * (3 * 2 + 34)
     parts = size("--tensor-model-parallel-size 2", 2)
     assert parts == tiles * tokens * (2 * 48 + 4 * inner / 2 + 3 * 48 * (10 + 24 / 2))
     stages = "--pipeline-model-parallel-size 2"
