@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.models.vision.kinds import KINDS
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
 from megatron.training.conversion.family import Config, Family
@@ -146,6 +147,13 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
         raise CheckpointError(
             f"vision_config has model_type {images['model_type']}: the encoders of images are "
             f"{', '.join(ENCODERS)}"
+        )
+    kind = KINDS.get(ENCODERS[images["model_type"]].subtype)
+    if kind is None or kind.has_norm_after:
+        raise CheckpointError(
+            f"vision_config has model_type {images['model_type']}: {family.architecture} reads its "
+            "features before its last norm, which the encoder here applies; only "
+            "clip_vision_model and internvl_vision can be converted within a larger model"
         )
     tied = config.get("tie_word_embeddings", family.is_tied) or text.get("tie_word_embeddings")
     text["tie_word_embeddings"] = bool(tied)

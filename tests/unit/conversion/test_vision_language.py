@@ -52,6 +52,7 @@ OURS = "safetensors_dist"
 
 SMALL_IMAGES = {"image_size": 12, "patch_size": 6}
 GRIDS = {"image_grid_pinpoints": [[12, 24], [24, 12], [24, 24], [36, 12], [12, 36]]}
+SIGLIP = {"model_type": "siglip_vision_model", "image_size": 12, "patch_size": 6}
 SQUARES = {"image_size": [24, 24], "patch_size": [6, 6]}
 
 
@@ -311,6 +312,7 @@ def test_entries_that_a_released_folder_omits_have_the_defaults_of_their_class()
         ({"model_type": "blip"}, "model_type blip: the vision-language families are"),
         ({"text_config": None}, "no text_config"),
         ({"vision_config": {"model_type": "dinov9"}}, "vision_config has model_type dinov9"),
+        ({"vision_config": SIGLIP}, "siglip_vision_model: LlavaFor.* before its last norm"),
         ({"vision_feature_layer": [-2, -1]}, r"vision_feature_layer \[-2, -1\]: only one layer"),
         ({"vision_feature_layer": -9}, "vision_feature_layer -9"),
         ({"vision_feature_select_strategy": "mean"}, "vision_feature_select_strategy mean"),
