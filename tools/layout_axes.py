@@ -238,6 +238,13 @@ _FEATURES = (
     _model("positions", "t5-relative", "--position-embedding-type relative", "t5"),
     _layout("halves", "encoder-stages",
             "--encoder-pipeline-model-parallel-size {encoder_ranks}", "t5", "pp"),
+    _drawn("layers", "images",
+           # 16 embeddings of an image: no layout pads a row, whose padding experts would count.
+           "--model-kind vlm --img-h 8 --img-w 32 --patch-dim 4 --disable-vision-class-token "
+           "--vision-num-layers 1 --vision-hidden-size 64 --vision-num-attention-heads 8"),
+    _drawn("trained", "frozen-encoder", "--freeze-ViT", "images"),
+    _drawn("trained", "frozen-language-model", "--freeze-LM", "images"),
+    _drawn("projector", "affine-projector", "--vision-projection-type affine", "images"),
     _model("attention", "plain-attention", "--attention-backend unfused"),
     _model("documents", "reset-mask", "--reset-attention-mask"),
     _model("masked", "eod-mask", "--eod-mask-loss"),
