@@ -6,7 +6,8 @@ A case calls a public function twice: with the kernels of this device enabled, a
 Contenders alternate; results are medians, on a CPU of CPU time of one thread, on a GPU of the time
 between events.  The floor copies as many bytes as the work has to read and write, each counted
 once; for work in place it is an addition in place, which is faster.  Caches hold what the previous
-contender left.  Dated results are in kernels.md.
+contender left.  On a GPU a pause of the device precedes each work, longer than the host needs to
+queue it, so that the time is that of kernels and not of Python.  Dated results are in kernels.md.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from benchmarks.kernel_cases import Case
 from megatron.core import device
 from megatron.core.device import cpu_kernels, cpu_tuning
 from megatron.core.fusions import kernels
+
+_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+_MOST_CYCLES_PER_S = 2.1e9  # no GPU has a faster clock
 
 
 def kernels_off() -> AbstractContextManager[object]:
@@ -55,14 +59,29 @@ class Row:
         )
 
 
-def time_of(work: Callable[[], object]) -> float:
-    """Return the milliseconds of one call: CPU time, or time on the GPU."""
-    if device.is_cuda():
+def pause(seconds: float) -> None:
+    """Queue a pause of at least ``seconds`` on the GPU; the host goes on."""
+    torch.cuda._sleep(int(seconds * _MOST_CYCLES_PER_S))
+
+
+def time_of(work: Callable[[], object], prepare: Callable[[], object]) -> float:
+    """Return the milliseconds of one call after ``prepare``: CPU time, or time on the GPU."""
+    pause_s = _PAUSE_S
+    while device.is_cuda():
+        prepare()
+        device.synchronize()
+        queued_at_s = time.perf_counter()
+        pause(pause_s)
         begin = device.moment()
         work()
         end = device.moment()
+        host_s = time.perf_counter() - queued_at_s
         device.synchronize()
-        return 1e3 * device.seconds_between(begin, end)
+        # Work that waits for the device itself outlasts every pause.
+        if host_s < pause_s or pause_s > _LONGEST_PAUSE_S:
+            return 1e3 * device.seconds_between(begin, end)
+        pause_s *= 4
+    prepare()
     started_at_s = time.process_time()
     work()
     return 1e3 * (time.process_time() - started_at_s)
@@ -76,9 +95,8 @@ def measured(case: Case, rounds: int) -> Row:
     seen: dict[str, list[float]] = {"torch": [], "fused": [], "copy": []}
     for turn in range(rounds + 1):
         for name, times in seen.items():
-            case.prepare()
             with kernels_off() if name == "torch" else nullcontext():
-                found = time_of(floor if name == "copy" else case.work)
+                found = time_of(floor if name == "copy" else case.work, case.prepare)
             if turn:
                 times.append(found)
     torch_ms, fused_ms, copy_ms = (statistics.median(times) for times in seen.values())

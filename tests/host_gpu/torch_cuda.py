@@ -23,7 +23,7 @@ kept: list[Any] = []  # what would unregister itself
 waits: Any = None  # returns how often the host has waited for the device, once installed
 compiled_device: Any = None  # the compiled module, once installed
 _DOING_NOTHING = {
-    torch.cuda: ("_lazy_init", "set_device", "synchronize", "empty_cache"),
+    torch.cuda: ("_lazy_init", "set_device", "synchronize", "empty_cache", "_sleep"),
     torch._C: ("_cuda_attach_out_of_memory_observer",),
     torch.cuda.memory: ("_record_memory_history", "_dump_snapshot"),
     torch.cuda.nvtx: ("range_push", "range_pop"),
