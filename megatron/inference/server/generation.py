@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.inference.paged_engine.images import PromptImage, text_of
+from megatron.core.inference.paged_engine.prompt_images import PromptImage, text_of
 from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,

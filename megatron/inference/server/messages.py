@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.errors import MegatronError
-from megatron.core.inference.paged_engine.images import PromptImage
+from megatron.core.inference.paged_engine.prompt_images import PromptImage
 from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,

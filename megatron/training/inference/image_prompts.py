@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
-from megatron.core.inference.paged_engine.images import PromptImage
+from megatron.core.inference.paged_engine.prompt_images import PromptImage
 from megatron.core.inference.paged_engine.request import RequestError
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.multimodal_tokenizer import (

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.inference.paged_engine.images import PromptImage
+from megatron.core.inference.paged_engine.prompt_images import PromptImage
 from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.inference.paged_engine.images import FIRST_ID, PLACE_BITS, text_of
+from megatron.core.inference.paged_engine.prompt_images import FIRST_ID, PLACE_BITS, text_of
 from megatron.core.inference.paged_engine.request import Request, RequestError
 
 _LARGEST_BIAS = 100.0  # of a token's logit, as in OpenAI's API

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.core.config.errors import MegatronError
-from megatron.core.inference.paged_engine.images import PromptImage
+from megatron.core.inference.paged_engine.prompt_images import PromptImage
 from megatron.core.inference.sampling_params import SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.core.inference.paged_engine.images import text_of
 from megatron.core.inference.paged_engine.pages import PagePool
+from megatron.core.inference.paged_engine.prompt_images import text_of
 from megatron.core.inference.paged_engine.request import FinishReason, Request, TokenOutput
 from megatron.core.inference.paged_engine.speculation import Speculation
 from megatron.core.inference.paged_engine.step_plan import (

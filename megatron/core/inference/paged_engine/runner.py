@@ -21,7 +21,8 @@ from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
 from megatron.core.inference.paged_engine.decode_graphs import DecodeGraphs
 from megatron.core.inference.paged_engine.draft_model import DraftModel
-from megatron.core.inference.paged_engine.images import FIRST_ID, ImageStore
+from megatron.core.inference.paged_engine.images import ImageStore
+from megatron.core.inference.paged_engine.prompt_images import FIRST_ID
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.paged_engine.step_plan import (
     Admission,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron.core.inference.paged_engine.images import PromptImage, images_to_arrays
+from megatron.core.inference.paged_engine.prompt_images import PromptImage, images_to_arrays
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 

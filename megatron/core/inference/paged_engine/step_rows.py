@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.core.inference.paged_engine.images import PromptImage
+from megatron.core.inference.paged_engine.prompt_images import PromptImage
 from megatron.core.inference.paged_engine.request import TokenOutput
 from megatron.core.inference.paged_engine.request_state import RequestState
 from megatron.core.inference.paged_engine.step_plan import (
