@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
@@ -149,7 +148,6 @@ def install(compiled: Any) -> None:
             setattr(module, name, lambda *_, **__: None)  # each its own: torch.compile asks
     torch.cuda.nccl.version = lambda: (2, 27, 0)  # the profiler writes it down
     _let_storages_be_resized()
-    atexit.register(_finish_backward)
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.mend()
     kept.extend([attention.register(), gemm.register()])
@@ -163,22 +161,6 @@ def install(compiled: Any) -> None:
         setattr(dist, name, checked)
         if name in _P2P:
             setattr(dist.distributed_c10d, name, checked)  # P2POp compares with it
-
-
-def _finish_backward() -> None:
-    """Wait until autograd's thread of the device has freed the last backward pass.
-
-    It may free the pass after the main thread has gone on; objects of Python that the pass holds
-    for the thread that started it need the interpreter, and abort the process that has ended it.
-    The pass of a new thread holds none, and is queued behind.
-    """
-
-    def run() -> None:
-        torch.ones((), device="cuda", requires_grad=True).add(0).backward()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
 
 
 def _let_storages_be_resized() -> None:
