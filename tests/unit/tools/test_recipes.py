@@ -94,11 +94,12 @@ def test_a_recipe_that_cannot_run_says_why(tmp_path, text, reason):
 
 
 def test_a_recipe_for_a_script_that_is_missing_says_so(tmp_path):
-    path = tmp_path / "multimodal" / "model_config.yaml"
+    path = tmp_path / "retro" / "model_config.yaml"
     path.parent.mkdir()
     path.write_text("MODEL_ARGS:\n  --lr: 1\n")
     with pytest.raises(
-        ConfigError, match=r"it needs pretrain_vlm.py \(models of images and text\), which is not"
+        ConfigError,
+        match=r"it needs pretrain_retro.py \(retrieval-augmented models\), which is not",
     ):
         run_recipe.load(path)
 
