@@ -73,7 +73,7 @@ from megatron.training.step.rerun import install_state_machine
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _PROCESS_STARTED_AT_S = time.time()
-_LAUNCHER_ENDS_RANKS_S = 5.0  # after the first rank has failed
+_LAUNCHER_ENDS_RANKS_S = 20.0  # after its own failure: rank 0 may have started later
 
 
 def configure(
