@@ -154,11 +154,6 @@ class TarShard:
         return bool(is_inside and ((steps == 0) | (steps == 1)).all())
 
 
-def is_shard_path(path: str) -> bool:
-    """Return whether ``path`` names tar shards, and not the prefix of .bin and .idx files."""
-    return path.endswith(".tar") or os.path.isdir(path)
-
-
 def shard_paths(path: str) -> list[str]:
     """Return the tar files of ``path``: one file, a directory of them, or a range.
 

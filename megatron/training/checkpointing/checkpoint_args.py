@@ -60,8 +60,10 @@ _TOKENS = "pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids"
 IMAGES = tuple(
     "img_h img_w patch_dim vision_model_type vision_num_layers vision_hidden_size "
     "vision_ffn_hidden_size vision_num_attention_heads vision_projection_type "
-    "disable_vision_class_token pixel_shuffle use_tiling max_num_tiles use_thumbnail "
-    "use_area_weighted_aspect_ratio".split()
+    "disable_vision_class_token pixel_shuffle".split()
+)
+TILES = tuple(
+    "use_tiling max_num_tiles use_thumbnail use_area_weighted_aspect_ratio use_tile_tags".split()
 )
 # Set from the checkpoint even if the command line has them: another value is another model.
 FORCED = (
@@ -113,13 +115,16 @@ LEARNED_ANEW = frozenset(
     )
 )
 # Flags that any run may change; one log line reports both values.
-LOGGED = tuple(
-    "seq_length decoder_seq_length dataloader_seq_length "
-    "max_position_embeddings attention_dropout hidden_dropout "
-    "bias_gelu_fusion spec pad_vocab_in_loss tokenizer_type tokenizer_model tiktoken_pattern "
-    "vocab_extra_ids vocab_file merge_file data_path train_data_path valid_data_path "
-    "test_data_path data_args_path per_split_data_args_path split seed adam_beta1 "
-    "adam_beta2".split()
+LOGGED = (
+    *TILES,
+    *(
+        "seq_length decoder_seq_length dataloader_seq_length "
+        "max_position_embeddings attention_dropout hidden_dropout "
+        "bias_gelu_fusion spec pad_vocab_in_loss tokenizer_type tokenizer_model tiktoken_pattern "
+        "vocab_extra_ids vocab_file merge_file data_path train_data_path valid_data_path "
+        "test_data_path data_args_path per_split_data_args_path split seed adam_beta1 "
+        "adam_beta2"
+    ).split(),
 )
 
 

@@ -235,7 +235,9 @@ def generation_model(
 def _image_prompts(run: Runtime) -> ImagePrompts:
     assert run.tokenizer is not None, "setup_tokenizer() builds it"
     vision = run.config.vision
-    images = ImageInput(image_settings(vision), embeddings_per_tile(vision))
+    images = ImageInput(
+        image_settings(vision), embeddings_per_tile(vision), has_tile_tags=vision.use_tile_tags
+    )
     return ImagePrompts(images, run.tokenizer)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
+from megatron.core.datasets.images.tiling import tile_tags
 from megatron.core.inference.paged_engine.prompt_images import PromptImage
 from megatron.core.inference.paged_engine.request import RequestError
 from megatron.training.tokenizer import MegatronTokenizer
@@ -27,17 +28,21 @@ Image: TypeAlias = str | os.PathLike[str] | bytes | Any
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How a model reads images: as tiles, each of which takes ``rows_per_tile`` positions."""
+    """How a model reads images: as tiles, each of which takes ``rows_per_tile`` positions.
+
+    ``has_tile_tags``: each tile stands after a text that names it, see `tile_tags`.
+    """
 
     settings: ImageSettings
     rows_per_tile: int
+    has_tile_tags: bool = False
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> ImageInput:
         """Return what `dataclasses.asdict` wrote, also after JSON has made lists of tuples."""
         settings = dict(found["settings"])
         settings["resolutions"] = tuple(map(tuple, settings["resolutions"]))
-        return cls(ImageSettings(**settings), found["rows_per_tile"])
+        return cls(ImageSettings(**settings), found["rows_per_tile"], found["has_tile_tags"])
 
 
 class ImagePrompts:
@@ -62,7 +67,7 @@ class ImagePrompts:
             parts = [[]] * len(images) + parts
         _check_number(parts, len(images))
         found = tuple(self.read(image, f"image {i}") for i, image in enumerate(images))
-        return _joined(parts, found), found
+        return self._joined(parts, found)
 
     def rendered(
         self, text: str, images: Sequence[PromptImage]
@@ -76,7 +81,34 @@ class ImagePrompts:
         else:
             parts = self._parts_of_text(text)
         _check_number(parts, len(images))
-        return _joined(parts, images), tuple(images)
+        return self._joined(parts, images)
+
+    def _joined(
+        self, parts: Sequence[list[int]], images: Sequence[PromptImage]
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the ids of texts with images between them, and the images.
+
+        With tile tags each tile is an image of its own, after its tag.
+        """
+        ids = list(parts[0])
+        found: list[PromptImage] = []
+        for image, part in zip(images, parts[1:], strict=True):
+            for text, seen in self._tagged(image):
+                ids += [*text, *seen.ids]
+                found.append(seen)
+            ids += part
+        return ids, tuple(found)
+
+    def _tagged(self, image: PromptImage) -> Iterator[tuple[list[int], PromptImage]]:
+        """Yield the ids of a tag and its tile, or no tag and the image."""
+        if not self.input.has_tile_tags:
+            yield [], image
+            return
+        count = len(image.pixels)
+        tags = tile_tags(count, self.input.settings.ends_with_whole_image(count))
+        for number, tag in enumerate(tags):
+            tile = PromptImage(image.pixels[number : number + 1], self.input.rows_per_tile)
+            yield self._tokenizer.tokenize_plain(tag), tile
 
     def _parts_of_text(self, text: str) -> list[list[int]]:
         """Return the ids of the texts between the tags."""
@@ -132,11 +164,3 @@ def _check_number(parts: Sequence[list[int]], num_images: int) -> None:
             "give an image for each tag",
             "images",
         )
-
-
-def _joined(parts: Sequence[list[int]], images: Sequence[PromptImage]) -> list[int]:
-    """Return the ids of the texts with those of the images between them."""
-    ids = list(parts[0])
-    for image, part in zip(images, parts[1:], strict=True):
-        ids += [*image.ids, *part]
-    return ids

@@ -44,6 +44,7 @@ from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
     Matcher,
     Request,
+    RequestError,
     RequestOutput,
     TokenOutput,
 )
@@ -158,7 +159,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError: it can never run; QueueFullError: many wait."""
-        check_tokens(request, self.model.vocab_size)
+        self._check_content(request)
         if request.grammar is not None and request.matcher is None and self.make_matcher:
             request.matcher = self.make_matcher(*request.grammar)
         scheduler = self._home.get(request.fork_of or "") or self._route(request)
@@ -167,9 +168,14 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise RequestError if a request can never run; other ranks can call it too."""
-        check_tokens(request, self.model.vocab_size)
+        self._check_content(request)
         check_grammar(request)
         generation_length(request, self._limits)
+
+    def _check_content(self, request: Request) -> None:
+        if request.images and not self.model.reads_images:
+            raise RequestError("this model reads no images: give a text", "images")
+        check_tokens(request, self.model.vocab_size)
 
     def _route(self, request: Request) -> Scheduler:
         """Return a scheduler of the replica whose pages hold most of the prompt already.

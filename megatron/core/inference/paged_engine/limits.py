@@ -77,9 +77,9 @@ def _check_images(request: Request) -> None:
     """Raise RequestError if the prompt has other images than the request, or wants their scores."""
     named = {token - token % (1 << PLACE_BITS) for token in request.prompt if token >= FIRST_ID}
     if named != {image.ids[0] for image in request.images}:
-        raise RequestError("prompt has ids of images that the request does not have")
+        raise RequestError("prompt has ids of other images than the request: give all its images")
     params = request.params
-    if request.images and (params.return_prompt_log_probs or params.prompt_log_probs_only):
+    if params.return_prompt_log_probs or params.prompt_log_probs_only:
         raise RequestError(
             "log-probabilities of a prompt with images: an image is no token; ask for those of the "
             "generated tokens",
@@ -91,9 +91,10 @@ def check_tokens(request: Request, vocab_size: int) -> None:
     """Raise RequestError if a token id of a request is not one of the model's."""
     last = vocab_size - 1
     params = request.params
-    _check_images(request)
+    if request.images:
+        _check_images(request)
     ids = {
-        "prompt": text_of(request.prompt),
+        "prompt": text_of(request.prompt) if request.images else request.prompt,
         "source": request.source,
         "logit_bias": params.logit_bias,
         "stop_token_ids": params.stop_token_ids,

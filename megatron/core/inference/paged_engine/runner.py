@@ -152,7 +152,8 @@ class ModelRunner:
             return None
         view = None
         out = None
-        if self._graphs is not None and not _has_images(plan):
+        has_images = self._images is not None and _has_images(plan)
+        if self._graphs is not None and not has_images:
             out = self._graphs.run(plan, self._start_lengths)
         if out is None:
             view = BatchView(
@@ -285,6 +286,7 @@ class ModelRunner:
 
 
 def _has_images(plan: StepPlan) -> bool:
+    """Return whether a segment ends with a row of an image: of a decode step, whether one is."""
     return any(s.tokens[-1] >= FIRST_ID for s in plan.segments)
 
 
