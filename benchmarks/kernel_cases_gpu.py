@@ -108,10 +108,13 @@ def _rows() -> Case:
 
 def _scan() -> Case:
     """Return the scan of a Mamba-2 layer with 64 heads of 64 and states of 128, in one group."""
-    x, B, C = drawn(_TOKENS, 1, 64, 64), drawn(_TOKENS, 1, 1, 128), drawn(_TOKENS, 1, 1, 128)
+    x = drawn(_TOKENS, 1, 64, 64)
+    B = drawn(_TOKENS, 1, 1, 128)
+    C = drawn(_TOKENS, 1, 1, 128)
     dt = torch.rand(_TOKENS, 1, 64).add_(0.01).to(x.device)
     leaves = [m.requires_grad_() for m in (x, dt, B, C)]
-    decay, grad = -torch.ones(64, device=x.device), drawn(_TOKENS, 1, 64, 64)
+    decay = -torch.ones(64, device=x.device)
+    grad = drawn(_TOKENS, 1, 64, 64)
 
     def work() -> None:
         y, _ = chunked_scan(x, dt, decay, B, C)

@@ -29,7 +29,8 @@ from megatron.core import device
 from megatron.core.device import cpu_kernels, cpu_tuning
 from megatron.core.fusions import kernels
 
-_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
 _MOST_CYCLES_PER_S = 2.1e9  # no GPU has a faster clock
 
 

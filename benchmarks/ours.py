@@ -70,7 +70,8 @@ def endless(data: Tensor) -> RerunDataIterator:
 
 
 def _endless(data: Tensor) -> Iterator[dict[str, Tensor]]:
-    s, is_pinned = data.size(-1) - 1, data.is_pinned()
+    s = data.size(-1) - 1
+    is_pinned = data.is_pinned()
     while True:
         for batch in data:
             given = {

@@ -142,7 +142,8 @@ def table(shape: Shape, found: dict[str, Found]) -> Iterator[str]:
     products = found.pop("product")
     product = max(products["losses"], default=math.nan)
     peak = known_peak(device.name()) or math.nan
-    flops, tokens = flops_of_step(shape), shape.rows * shape.seq
+    flops = flops_of_step(shape)
+    tokens = shape.rows * shape.seq
     yield (
         f"\n{shape.name}: {shape.layers} layers, {shape.hidden} wide, {shape.rows} x {shape.seq} "
         f"tokens, vocabulary {shape.vocab}; {device.name()}, torch {torch.__version__}; "

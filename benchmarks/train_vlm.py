@@ -26,7 +26,12 @@ import torch
 from benchmarks.peers import ADAM, CLIP, WEIGHT_DECAY, adamw
 from benchmarks.train_cpu import loss_gap, measure
 
-BATCH, TEXT, SIDE, PATCH, VOCABULARY, IMAGE = 4, 128, 112, 14, 8192, 8000
+BATCH = 4
+TEXT = 128
+SIDE = 112
+PATCH = 14
+VOCABULARY = 8192
+IMAGE = 8000
 NUM_IMAGE = (SIDE // PATCH) ** 2
 VISION = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6}
 LANGUAGE = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
@@ -205,7 +210,8 @@ def serve(args: argparse.Namespace) -> None:
     trainer = (OurTrainer if args.worker == "ours" else TheirTrainer)(args.dtype)
     clock = time.process_time if args.threads == 1 else time.perf_counter
     for _ in sys.stdin:
-        step_s, losses = [], []
+        step_s = []
+        losses = []
         for _ in range(args.steps):
             started_at_s = clock()
             losses.append(trainer.step())

@@ -173,7 +173,9 @@ class Captions:
                 break  # the run before was ended while it wrote this line
             try:
                 found = json.loads(line)
-                name, prompt, has_failed = found["image"], found["prompt"], "error" in found
+                name = found["image"]
+                prompt = found["prompt"]
+                has_failed = "error" in found
             except (ValueError, TypeError, KeyError):
                 raise DataError(
                     f"{source}, line {number} is no caption of this tool: name another "

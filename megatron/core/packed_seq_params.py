@@ -33,7 +33,8 @@ class PackedBounds(NamedTuple):
     @classmethod
     def of_rows(cls, rows: Sequence[PackedBounds]) -> PackedBounds:
         """Return the bounds of ``rows`` as those of one concatenated row."""
-        stops, tokens = [rows[0].cumulative[:1]], 0
+        stops = [rows[0].cumulative[:1]]
+        tokens = 0
         for row in rows:
             stops.append(row.cumulative[1:] + tokens)
             tokens += int(row.cumulative[-1])

@@ -22,7 +22,9 @@ from tests import tolerances
 from tests.host_gpu import torch_cuda
 from tests.unit.one_process import tiny_config
 
-S, N, D = 24, 4, 16
+S = 24
+N = 4
+D = 16
 
 
 @dataclass
@@ -129,7 +131,8 @@ def run(case: Case, groups: int) -> int:
 
 def try_narrow_values() -> None:
     """The trial of cuDNN accepts its values and no others; the core uses its result."""
-    tried, attend = narrow_values.unsupported_reason, narrow_values.attend_to_narrow
+    tried = narrow_values.unsupported_reason
+    attend = narrow_values.attend_to_narrow
     narrow_values.attend_to_narrow = lambda *inputs: 1.05 * attend(*inputs)  # type: ignore[assignment]
     reason = tried(D, 8, torch.float16)
     assert reason == "cuDNN computes other values than the formula"

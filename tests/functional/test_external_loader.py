@@ -84,7 +84,8 @@ def run(folder: Path, *flags: str, state_file: Path | None = None, ranks: int = 
 @pytest.mark.feature("Data: the state of an external loader is saved with each checkpoint")
 def test_a_run_goes_on_with_the_state_of_its_loader(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole")
-    saved, states = str(tmp_path / "ck"), tmp_path / "states"
+    saved = str(tmp_path / "ck")
+    states = tmp_path / "states"
     stop = ["--save", saved, "--exit-interval", "2", "--dataloader-save", str(states)]
     first = run(tmp_path / "first", *stop)
     path = states / "iter_0000002" / "mp_rank_00" / "train_dataloader_dprank000.pt"

@@ -39,7 +39,8 @@ def test_all_contenders_accumulate_as_many_micro_batches() -> None:
     batch, total = (words[words.index(f"--{n}-batch-size") + 1] for n in ("micro", "global"))
     assert (int(batch), int(total)) == (shape.batch, ACCUMULATION * shape.batch)
     device.choose("cpu")
-    trainer, used = PeerTrainer(_plain(shape), shape, is_compiled=False), []
+    trainer = PeerTrainer(_plain(shape), shape, is_compiled=False)
+    used = []
     trainer.model.register_forward_pre_hook(lambda _, given: used.append(given[0].shape))
     trainer.step()
     assert used == [(shape.batch, shape.seq)] * ACCUMULATION

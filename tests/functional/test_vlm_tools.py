@@ -52,7 +52,8 @@ def expected(folder: Path) -> list[str]:
 def ran(rank: int, world_size: int, tool: str, words: list[str]) -> tuple[str, str]:
     """Return what a tool writes to stdout and stderr."""
     run = {"cli": text_generation_cli.main, "captions": run_vlm_text_generation.main}[tool]
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with (
         mock.patch("sys.argv", [f"{tool}.py", *words, "--device", "cpu"]),
         contextlib.redirect_stdout(out),
@@ -100,7 +101,8 @@ def captioning(folder: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.mark.feature("Generation: captions of a folder of images, resumed after an end at any time")
 def test_captions_continue_after_an_end(folder: Path, expected: list[str], tmp_path: Path) -> None:
-    out, part = tmp_path / "captions.jsonl", tmp_path / "captions.jsonl.part"
+    out = tmp_path / "captions.jsonl"
+    part = tmp_path / "captions.jsonl.part"
     of_training = ["--num-layers", "9", "--tokenizer-prompt-format", "qwen2p5"]
     (said,) = run_ranks(ran, 1, "captions", captioning(folder, out, *of_training))
     warning = "WARNING: --num-layers, --tokenizer-prompt-format: without effect"

@@ -85,7 +85,8 @@ def test_activations_with_a_bias(act: str, dtype: torch.dtype, where: str) -> No
 
 
 def test_an_activation_with_a_bias_of_no_tokens(where: str) -> None:
-    x, bias = torch.randn(0, 8, device=where), torch.randn(8, device=where, requires_grad=True)
+    x = torch.randn(0, 8, device=where)
+    bias = torch.randn(8, device=where, requires_grad=True)
     activation(x, F.gelu, bias).sum().backward()
     torch.testing.assert_close(bias.grad, torch.zeros_like(bias))
 

@@ -17,7 +17,8 @@ from tests.gpu.test_kernels import DTYPES, compare
 from tests.unit.fusions import references
 from tests.unit.one_process import one_process_groups, tiny_config
 
-WIDTH, EPS = 24, 1e-5
+WIDTH = 24
+EPS = 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,9 +22,12 @@ from typing import Any
 
 from tests import host_gpu
 
-_LAYERS, _FEW = 8, 2
-_TOKENS, _WIDTH = 8, 32
-_WARMUP, _PAIRS = 30, 300
+_LAYERS = 8
+_FEW = 2
+_TOKENS = 8
+_WIDTH = 32
+_WARMUP = 30
+_PAIRS = 300
 _FLAGS = (
     f"--device cuda --bf16 --num-layers {_LAYERS} --hidden-size {_WIDTH} --num-attention-heads 2 "
     f"--seq-length {_TOKENS} --max-position-embeddings {_TOKENS} --micro-batch-size 1 "
@@ -102,7 +105,8 @@ def _measure(flags: list[str], driver: _Driver) -> tuple[float, float, float]:
     wrapper, block, shared = _model(flags)
     rows = _TOKENS // block.tp_group.size() if block.config.sequence_parallel else _TOKENS
     like = torch.empty(rows, 1, _WIDTH, dtype=torch.bfloat16, device="cuda")
-    given, grad = torch.zeros_like(like).requires_grad_(), torch.zeros_like(like)
+    given = torch.zeros_like(like).requires_grad_()
+    grad = torch.zeros_like(like)
     layers = block.layers
     few = torch.nn.ModuleList(list(layers)[:_FEW])
 

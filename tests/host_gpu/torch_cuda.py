@@ -113,7 +113,8 @@ class _DefaultGenerator:
 def install(compiled: Any) -> None:
     """Let torch find the device; collectives of its tensors are those of the host."""
     global compiled_device, waits
-    compiled_device, waits = compiled, compiled.waits
+    compiled_device = compiled
+    waits = compiled.waits
     properties = SimpleNamespace(total_memory=80 * 2**30, name="host", uuid="0", major=9, minor=0)
     stands_for = {
         "is_available": lambda: True,

@@ -31,7 +31,8 @@ def test_each_value_has_one_reference_while_it_is_set(
 ) -> None:
     if is_borrowed:
         monkeypatch.setattr(torch._C, "_stash_obj_in_tls", _Borrowed().stash)
-    value, local = object(), ThreadLocal[object](f"test {is_borrowed}")
+    value = object()
+    local = ThreadLocal[object](f"test {is_borrowed}")
     before = sys.getrefcount(value)
     with monkeypatch.context() as patch:
         patch.setattr(

@@ -24,7 +24,8 @@ COLOURS = {"red": 0, "yellow": 55, "green": 110, "blue": 225, "pink": 310}  # hu
 SHAPES = ("circle", "square", "triangle", "ring")
 DIGITS = "0123456789"
 QUESTION = "What is in the picture?"
-NUM_TRAIN, NUM_VALID = 6000, 200
+NUM_TRAIN = 6000
+NUM_VALID = 200
 
 
 def draw(random: np.random.Generator) -> tuple[Image.Image, str]:
@@ -36,7 +37,8 @@ def draw(random: np.random.Generator) -> tuple[Image.Image, str]:
     hue = COLOURS[colour] + int(random.integers(-8, 9))
     fill = f"hsl({hue % 360}, {random.integers(80, 101)}%, {random.integers(50, 61)}%)"
     size = int(random.integers(18, 23))
-    left, top = int(random.integers(1, 5)), int(random.integers(2, SIDE - size - 2))
+    left = int(random.integers(1, 5))
+    top = int(random.integers(2, SIDE - size - 2))
     box = (left, top, left + size, top + size)
     if shape == "circle":
         pen.ellipse(box, fill=fill)

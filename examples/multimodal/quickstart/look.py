@@ -19,7 +19,10 @@ from megatron.core.datasets.tar_shards import TarShards
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
 
-COLUMNS, ROWS, SCALE, CAPTION = 4, 3, 3, 34
+COLUMNS = 4
+ROWS = 3
+SCALE = 3
+CAPTION = 34
 CHANCE = {"colour": 1 / len(COLOURS), "shape": 1 / len(SHAPES), "digit": 1 / len(DIGITS)}
 PLACES = {"colour": 1, "shape": 2, "digit": 6}  # of the words of a caption
 
@@ -29,7 +32,8 @@ def main() -> None:
     checkpoints, shard, table = sys.argv[1:4]
     least = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
     llm = LLM.load(checkpoints)
-    pictures, captions = [], []
+    pictures = []
+    captions = []
     for sample in TarShards(shard):
         pictures.append(sample.images[0])
         assert sample.json is not None
@@ -59,11 +63,13 @@ def word(text: str, place: int) -> str:
 
 def draw_table(path: str, pictures: list[bytes], said: list[str], right: list[bool]) -> None:
     """Write the first pictures with what was said of them, wrong answers in red."""
-    width, height = 2 * SIDE * SCALE, SIDE * SCALE + CAPTION
+    width = 2 * SIDE * SCALE
+    height = SIDE * SCALE + CAPTION
     sheet = Image.new("RGB", (COLUMNS * width, ROWS * height), "white")
     pen = ImageDraw.Draw(sheet)
     for i in range(min(COLUMNS * ROWS, len(pictures))):
-        x, y = i % COLUMNS * width, i // COLUMNS * height
+        x = i % COLUMNS * width
+        y = i // COLUMNS * height
         picture = Image.open(io.BytesIO(pictures[i])).resize((SIDE * SCALE, SIDE * SCALE))
         sheet.paste(picture, (x + width // 4, y))
         colour = "black" if right[i] else "red"

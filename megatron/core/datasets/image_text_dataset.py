@@ -186,7 +186,8 @@ class ImageTextDataset(MegatronDataset):
         return self._tensors(ids, target, tiles, end, pixels)
 
     def _tokenized(self, content: TarSample) -> tuple[np.ndarray, np.ndarray]:
-        num_images, prompt = len(content.images), self.config.caption_prompt
+        num_images = len(content.images)
+        prompt = self.config.caption_prompt
         if content.json is not None:
             turns = conversation_of(parse_record(content.json), num_images, prompt)
         elif content.text is not None:
@@ -201,7 +202,8 @@ class ImageTextDataset(MegatronDataset):
         self, ids: np.ndarray, target: np.ndarray, num_tiles: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return ids, targets and tiles [n]; with tags, each image becomes tags and tiles."""
-        index, settings = self.config.image_token_index, self._processor.settings
+        index = self.config.image_token_index
+        settings = self._processor.settings
         tiles = np.zeros(len(ids), np.int64)
         places = np.flatnonzero(ids == self._image_id)
         tiles[places] = num_tiles
@@ -240,16 +242,20 @@ class ImageTextDataset(MegatronDataset):
         end: int,
         pixels: Sequence[np.ndarray],
     ) -> Sample:
-        s, pad = self.config.sequence_length, self.config.tokenizer.pad
+        s = self.config.sequence_length
+        pad = self.config.tokenizer.pad
         following = target[1 : end + 1]
         has_loss = following != _NO_LOSS
-        tokens, labels = np.full(s, pad, np.int64), np.full(s, pad, np.int64)
+        tokens = np.full(s, pad, np.int64)
+        labels = np.full(s, pad, np.int64)
         tokens[:end] = ids[:end]
         labels[: len(following)] = np.where(has_loss, following, pad)
-        loss_mask, num_tiles = np.zeros(s, np.float32), np.zeros(s, np.int64)
+        loss_mask = np.zeros(s, np.float32)
+        num_tiles = np.zeros(s, np.int64)
         loss_mask[: len(following)] = has_loss
         num_tiles[:end] = tiles[:end]
-        h, w = self._processor.settings.img_h, self._processor.settings.img_w
+        h = self._processor.settings.img_h
+        w = self._processor.settings.img_w
         all_pixels = np.concatenate([np.empty((0, 3, h, w), np.float32), *pixels])
         return {
             "tokens": torch.from_numpy(tokens),

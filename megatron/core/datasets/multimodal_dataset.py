@@ -41,7 +41,8 @@ class MockMultimodalDataset(MockGPTDataset):
     config: MultimodalDatasetConfig
 
     def __getitem__(self, idx: int | None) -> Sample:
-        height, width = self.config.image_h, self.config.image_w
+        height = self.config.image_h
+        width = self.config.image_w
         assert height is not None
         assert width is not None
         random = self.random_of(0 if idx is None else int(idx), _IMAGE_STREAM)

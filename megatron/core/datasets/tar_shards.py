@@ -113,7 +113,8 @@ class TarShard:
 
     def _build(self) -> Sequence[np.ndarray]:
         rows: list[tuple[int, int, int, int]] = []
-        sample, last_key = -1, None
+        sample = -1
+        last_key = None
         try:
             with tarfile.open(self.path, "r:") as tar:
                 for member in tar:
@@ -122,7 +123,8 @@ class TarShard:
                     if not member.isreg() or match is None:
                         continue
                     if match[1] != last_key:
-                        sample, last_key = sample + 1, match[1]
+                        sample = sample + 1
+                        last_key = match[1]
                     end = member.offset_data + member.size
                     if end > self.num_bytes:
                         raise self._damaged(f"{member.name} would end at byte {end}")
@@ -168,10 +170,13 @@ def shard_paths(path: str) -> list[str]:
     found = _RANGE.search(path)
     if found is None:
         return [path]
-    first, last = int(found[1]), int(found[2])
+    first = int(found[1])
+    last = int(found[2])
     if first > last:
         raise DataError(f"{path}: the range {found[0]} is empty: give the smaller number first")
-    before, after, width = path[: found.start()], path[found.end() :], len(found[1])
+    before = path[: found.start()]
+    after = path[found.end() :]
+    width = len(found[1])
     return [f"{before}{number:0{width}}{after}" for number in range(first, last + 1)]
 
 

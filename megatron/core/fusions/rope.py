@@ -145,7 +145,8 @@ class _SplitNormRotary(Function[Parts]):
     def backward(ctx: Context[tuple[bool, float]], *grads: Tensor) -> tuple[Tensor | None, ...]:
         packed, query_weight, key_weight, cos, sin = ctx.saved_tensors
         interleaved, eps = ctx.values
-        rows, weights = tuple(grad.contiguous() for grad in grads), (query_weight, key_weight)
+        rows = tuple(grad.contiguous() for grad in grads)
+        weights = (query_weight, key_weight)
         found: Parts = _norm_splitter(packed).join_gradients(
             packed, rows, weights, eps, (cos, sin, interleaved)
         )

@@ -182,7 +182,8 @@ class ColumnParallelLinear(_ShardedLinear):
         own = self.weight
         weight = own if weight is None else weight
         assert weight is not None, "this layer has no weight of its own: pass one"
-        bias, is_own = None if self.skip_bias_add else self.bias, weight is own
+        bias = None if self.skip_bias_add else self.bias
+        is_own = weight is own
         if self.overlapped is not None and is_own:
             y = self.overlapped(x, weight, bias)
         else:

@@ -401,7 +401,8 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
         self, mixed: Tensor, rotary: RotaryTable
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return query, key and value by one kernel; None if none computes these norms."""
-        query_norm, key_norm = self.q_layernorm, self.k_layernorm
+        query_norm = self.q_layernorm
+        key_norm = self.k_layernorm
         if self.config.qk_l2_norm or type(query_norm) is not Norm or type(key_norm) is not Norm:
             return None
         if not (query_norm.is_usual_rms and key_norm.is_usual_rms):

@@ -125,7 +125,8 @@ class DotProductAttention(MegatronModule):
         documents: PackedBounds | None = None
         if isinstance(attention_mask, PackedBounds):
             assert self.exchange is None, "documents are a mask with context parallelism"
-            documents, attention_mask = attention_mask, None
+            documents = attention_mask
+            attention_mask = None
         is_causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
         num_keys = key.shape[0] * (1 if self.exchange is None else self.exchange.cp.size())
         # Padding comes after the last sequence: a causal mask hides it already.

@@ -124,7 +124,8 @@ def images(ns: Namespace) -> None:
         ns.num_layers = ns.encoder_num_layers
     if ns.vision_num_layers is None:
         ns.vision_num_layers = ns.encoder_num_layers or ns.num_layers
-    ns.num_layers, ns.encoder_num_layers = ns.decoder_num_layers or ns.num_layers, None
+    ns.num_layers = ns.decoder_num_layers or ns.num_layers
+    ns.encoder_num_layers = None
     text = ns.dataloader_seq_length or ns.seq_length or ns.encoder_seq_length
     if text is None:
         return
@@ -142,8 +143,10 @@ def images(ns: Namespace) -> None:
         tp=ns.tensor_model_parallel_size,
         sequence_parallel=ns.sequence_parallel,
     )
-    ns.dataloader_seq_length, ns.row_length = text, length
-    ns.seq_length, ns.decoder_seq_length = -(-length // part) * part, None
+    ns.dataloader_seq_length = text
+    ns.row_length = length
+    ns.seq_length = -(-length // part) * part
+    ns.decoder_seq_length = None
     # The table of positions must not depend on the layout.
     ns.max_position_embeddings = max(ns.max_position_embeddings or 0, length)
     ns.tp_comm_overlap |= ns.decoder_tp_comm_overlap

@@ -20,7 +20,9 @@ def save_loader_state(run: Runtime) -> None:
     One rank of each data-parallel replica writes: the one that reads for the first stage.  Called
     before the checkpoint is published, so that a published checkpoint has its state.
     """
-    folder, loader, groups = run.config.data.dataloader_save, run.train_loader, run.groups
+    folder = run.config.data.dataloader_save
+    loader = run.train_loader
+    groups = run.groups
     is_reader = groups.tp.rank() == 0 and groups.pp.rank() == 0 and groups.cp.rank() == 0
     if folder is None or loader is None or not is_reader:
         return

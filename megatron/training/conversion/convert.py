@@ -143,12 +143,17 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     images: VisionLanguageShape | None = None
     if is_vision_language(config):
         images = shape_of_config(config)
-        architecture, shape = images.family.architecture, images.text
-        tensors, flags = import_tensors(images, weights), flags_of(images)
+        architecture = images.family.architecture
+        shape = images.text
+        tensors = import_tensors(images, weights)
+        flags = flags_of(images)
     else:
         model = hf.import_model(config, weights)
-        architecture, shape = model.family.architecture, model.shape
-        tensors, fresh, flags = dict(model.tensors), model.fresh, args_of(shape)
+        architecture = model.family.architecture
+        shape = model.shape
+        tensors = dict(model.tensors)
+        fresh = model.fresh
+        flags = args_of(shape)
     say(f"{wanted.source} is a {architecture} of {_count(tensors)} weights")
     if fresh:
         heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in fresh))

@@ -255,7 +255,8 @@ def _whisper(
 def layers_of(config: Config, **changes: Any) -> TransformerConfig:
     """Return the config of the encoder's layers, with ``changes``.  Raises CheckpointError."""
     family = _family_of(config)
-    h, width = _entry(config, "hidden_size"), config.get("intermediate_size")
+    h = _entry(config, "hidden_size")
+    width = config.get("intermediate_size")
     return TransformerConfig(
         **{
             "num_layers": _entry(config, "num_hidden_layers"),

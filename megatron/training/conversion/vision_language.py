@@ -275,7 +275,8 @@ def _text_of(run: RunConfig, vocab_size: int) -> ModelShape:
 
 def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
     """Return a config.json for the model that ``run`` builds, of the family it is nearest to."""
-    vision, layers = run.vision, encoder_config(run)
+    vision = run.vision
+    layers = encoder_config(run)
     family = INTERNVL if vision.vision_model_type.startswith("internvit") else LLAVA
     text = _text_of(run, vocab_size)
     text_family = hf.choose_family(text, None)
@@ -322,9 +323,11 @@ def check_encoder(shape: VisionLanguageShape, run: RunConfig) -> None:
             "flag exists: pretrain_vlm.py cannot train it; build LLaVAModel with has_image_newline "
             "from megatron.training.conversion.vision_language"
         )
-    found, wanted = encoder_config(run), layers_of(shape.images)
+    found = encoder_config(run)
+    wanted = layers_of(shape.images)
     for name in _OF_ENCODER:
-        mine, theirs = getattr(found, name), getattr(wanted, name)
+        mine = getattr(found, name)
+        theirs = getattr(wanted, name)
         if mine != theirs:
             raise CheckpointError(
                 f"vision_config asks for {name} {theirs}, and --vision-model-type "

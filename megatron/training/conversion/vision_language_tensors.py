@@ -18,9 +18,11 @@ from megatron.training.conversion.verify import groups_of_one_rank
 from megatron.training.conversion.vision import build_encoder, export_encoder, import_encoder
 from megatron.training.conversion.vision_language import VisionLanguageShape
 
-_TEXT, _IMAGES = "language_model.", "vision_tower."
+_TEXT = "language_model."
+_IMAGES = "vision_tower."
 _NEWLINE = "image_newline.weight"
-_OUR_TEXT, _OUR_IMAGES = "language_model.", "vision_model."
+_OUR_TEXT = "language_model."
+_OUR_IMAGES = "vision_model."
 # Beginnings of names as releases of `transformers` have written them -> as they are read here.
 _SPELLINGS = (
     ("model.language_model.", "language_model.model."),

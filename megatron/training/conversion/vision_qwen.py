@@ -98,7 +98,8 @@ def qwen_to_hf(
     layers: TransformerConfig, config: Config, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the reverse of `qwen_from_hf`."""
-    side, frames = config["patch_size"], config["temporal_patch_size"]
+    side = config["patch_size"]
+    frames = config["temporal_patch_size"]
     patches = tensors["vision_model.conv1.weight"]
     out = {_PATCHES: patches.view(len(patches), -1, frames, side, side)}
     for ours, theirs in _names(layers).items():

@@ -78,7 +78,9 @@ def layer_flops(config: RunConfig) -> list[float]:
     The layers of multi-token prediction come after the decoder's, counted without their
     projections.
     """
-    keys, length, stack = _keys_of(config.model), config.data.seq_length, _stack_of(config)
+    keys = _keys_of(config.model)
+    length = config.data.seq_length
+    stack = _stack_of(config)
     parts = [_multiply_adds(stack, layer, i, keys) for i, layer in enumerate(layers_of(config))]
     scale = MULTIPLY_ADD * gemms_per_weight(config)
     return [(scale * linear + _SCALE * mixing) / length for linear, mixing in parts]
@@ -93,8 +95,10 @@ def image_flops(config: RunConfig) -> ModelFlops:
     """Return the FLOPs of the encoder and the projector for one sample; zero without them."""
     if not model_kind_of(config).reads_images:
         return ModelFlops(linear=0.0, attention=0.0)
-    images, is_trained = image_encoder(config), not config.vision.freeze_ViT
-    model, num_tokens = images.layers, images.num_tokens
+    images = image_encoder(config)
+    is_trained = not config.vision.freeze_ViT
+    model = images.layers
+    num_tokens = images.num_tokens
     linear, mixing = _multiply_adds(
         _Stack(model=model, source=num_tokens, is_causal=False),
         Layer(attention=FULL, mlp=FULL, ffn_hidden_size=model.ffn_hidden_size or 0),
@@ -114,7 +118,8 @@ def image_flops(config: RunConfig) -> ModelFlops:
 
 def _projector_columns(images: ImageEncoder, projection_type: str) -> tuple[int, int]:
     """Return the elements of the projector's first and of its second matrix."""
-    model, source = images.projector, images.projector_input
+    model = images.projector
+    source = images.projector_input
     if projection_type == "affine":
         return source * model.hidden_size, 0
     width = model.ffn_hidden_size or 0
@@ -169,7 +174,8 @@ def _flops(
 
     ``hidden_share``: fraction of BERT's tokens that are multiplied by the vocabulary matrix.
     """
-    stack, images = _stack_of(config), image_flops(config)
+    stack = _stack_of(config)
+    images = image_flops(config)
     parts = [_multiply_adds(stack, layer, i, keys) for i, layer in enumerate(layers_of(config))]
     linear = sum(linear for linear, _ in parts) + _heads(config, padded_vocab_size, hidden_share)
     mixing = sum(mixing for _, mixing in parts)
@@ -207,7 +213,8 @@ def _multiply_adds(
     product with the values 2*a*d*keys.  A part that is replaced by one matrix has h*h, an absent
     one nothing.  Keys and values of cross attention are computed from the encoder's tokens.
     """
-    model, source = stack.model, stack.source
+    model = stack.model
+    source = stack.source
     tokens = stack.target if layer.has_cross_attention else source
     hidden, groups_width = model.hidden_size, model.num_query_groups * model.kv_channels
     heads_width = model.num_attention_heads * model.kv_channels

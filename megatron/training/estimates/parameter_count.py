@@ -61,7 +61,8 @@ def encoder_parameters(run: RunConfig) -> int:
     if not model_kind_of(run).reads_images:
         return 0
     images = image_encoder(run)
-    m, hidden = images.layers, images.layers.hidden_size
+    m = images.layers
+    hidden = images.layers.hidden_size
     layer = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=m.ffn_hidden_size or 0)
     each = _layer_parameters(m, layer) + 2 * hidden * images.has_layer_scale
     norms = images.kind.has_norm_before + images.kind.has_norm_after
@@ -75,7 +76,8 @@ def projector_parameters(run: RunConfig) -> int:
     if not model_kind_of(run).reads_images:
         return 0
     images = image_encoder(run)
-    m, source = images.projector, images.projector_input
+    m = images.projector
+    source = images.projector_input
     norm = source * _parameters_per_channel(m) if images.projector_has_norm else 0
     if run.vision.vision_projection_type == "mlp":
         width = m.ffn_hidden_size or 0

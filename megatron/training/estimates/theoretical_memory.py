@@ -52,7 +52,8 @@ def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCoun
     on_first_stage = embedding * (num_embeddings if pp == 1 else 1)
     rest = head_parameters(whole, padded_vocab_size)
     language = ((layer_parameters(of_rank) + rest) / pp + on_first_stage) / tp
-    encoder, projector = encoder_parameters(config), projector_parameters(config)
+    encoder = encoder_parameters(config)
+    projector = projector_parameters(config)
     trained = projector + language * (not config.vision.freeze_LM)
     return ParameterCount(
         layers=layer_parameters(whole) + rest,
@@ -111,8 +112,10 @@ def image_activation_bytes(config: RunConfig, num_microbatches: int) -> float:
     """
     if not model_kind_of(config).reads_images:
         return 0.0
-    images, pp = image_encoder(config), config.model.pipeline_model_parallel_size
-    model, tp = images.layers, config.model.tensor_model_parallel_size
+    images = image_encoder(config)
+    pp = config.model.pipeline_model_parallel_size
+    model = images.layers
+    tp = config.model.tensor_model_parallel_size
     has_chunks = config.model.virtual_pipeline_model_parallel_size is not None
     in_flight = min(num_microbatches, 2 * pp - 1 if has_chunks and pp > 1 else pp)
     tiles = images.max_tiles * config.training.micro_batch_size * in_flight

@@ -32,7 +32,8 @@ def documents_are_bounds(config: RunConfig) -> bool:
     Otherwise it passes a mask of s x s per sample: attention without a kernel that takes lengths,
     CUDA graphs, whose shapes are fixed, and code of the user, which expects tensors.
     """
-    model, spec = config.model, config.language_model.spec
+    model = config.model
+    spec = config.language_model.spec
     needs_mask = (
         not config.data.reset_attention_mask
         or model.context_parallel_size > 1
@@ -48,7 +49,8 @@ def documents_are_bounds(config: RunConfig) -> bool:
 
 
 def _request(config: RunConfig, comm_type: str, *, has_bounds: bool) -> AttentionRequest:
-    model, kind = config.model, model_kind_of(config)
+    model = config.model
+    kind = model_kind_of(config)
     has_sink = model.softmax_type != "vanilla"
     is_whole = comm_type in ("", "a2a") and not has_sink and not has_bounds
     positions = config.language_model.position_embedding_type

@@ -20,7 +20,8 @@ def format_problem(checkpoint_format: str) -> str | None:
 
 def image_reader_problems(run: RunConfig) -> Iterator[str]:
     """Yield why the encoder of images cannot be built as the flags describe it."""
-    vision, model = run.vision, run.model
+    vision = run.vision
+    model = run.model
     sizes = vision.img_h, vision.img_w, vision.patch_dim
     yield from image_problems(vision.vision_model_type, *sizes)
     heads = vision.vision_num_attention_heads or model.num_attention_heads

@@ -81,7 +81,8 @@ def image_encoder(config: RunConfig) -> ImageEncoder:
 
     --seq-length has places for one image of as many tiles as the flags allow.
     """
-    vision, layers = config.vision, encoder_config(config)
+    vision = config.vision
+    layers = encoder_config(config)
     sizes = vision.img_h, vision.img_w, vision.patch_dim
     return ImageEncoder(
         layers=layers,

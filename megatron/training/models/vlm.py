@@ -153,7 +153,8 @@ def vlm_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     ids = TensorSpec(torch.int64, shape)
     max_tiles = config.training.micro_batch_size * image_encoder(config).max_tiles
     tiles = TensorSpec(torch.float32, (-1, 3, vision.img_h, vision.img_w), max_tiles)
-    is_first, is_last = stage == 0, stage == num_stages - 1
+    is_first = stage == 0
+    is_last = stage == num_stages - 1
     return {
         "tokens": ids,
         "num_tiles": ids,

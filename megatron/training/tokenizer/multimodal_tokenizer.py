@@ -171,7 +171,8 @@ class MultimodalTokenizer(MegatronTokenizer):
         if prompt_format == "nvlm-yi-34b":
             options = {"from_slow": True, "legacy": False, "add_bos_token": True}
         wrapper = load_wrapper(spec.need("tokenizer_model"), options)
-        special, tags = spec.special_tokens, spec.image_tag_type
+        special = spec.special_tokens
+        tags = spec.image_tag_type
         return cls(wrapper, prompt_format, special, tags, spec.force_system_message)
 
     def tokenize(self, text: str) -> list[int]:
@@ -225,7 +226,8 @@ class MultimodalTokenizer(MegatronTokenizer):
         tagged = f"{before}{IMAGE_TOKEN}{after}"
         rendered: list[Turn] = []
         for turn in turns:
-            role, content = turn.get("role"), turn.get("content")
+            role = turn.get("role")
+            content = turn.get("content")
             if not isinstance(role, str) or not isinstance(content, str):
                 raise DataError(f"a turn needs texts role and content, found {turn!r:.100}")
             if not content:

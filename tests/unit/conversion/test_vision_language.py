@@ -243,7 +243,8 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
             continue  # theirs has none
         assert param.grad is not None, each
         largest = value.abs().max()
-        found, wanted = param.grad / largest, value / largest
+        found = param.grad / largest
+        wanted = value / largest
         torch.testing.assert_close(found, wanted, **tolerances.LOGITS, msg=each)
 
 

@@ -23,7 +23,9 @@ from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from tests.unit.datasets.test_tar_shards import write_tar
 
 Image = pytest.importorskip("PIL.Image")
-PAD, IMAGE, END = 0, 1, 2
+PAD = 0
+IMAGE = 1
+END = 2
 _WORD = re.compile(r"<image>|\w+|[^\w\s]")
 
 

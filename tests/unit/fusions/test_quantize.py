@@ -10,7 +10,9 @@ from megatron.core.fusions import block_scaled_mm, kernels, quantize
 from megatron.core.low_precision import E4M3
 from tests import tolerances
 
-A100, L4, H100 = (8, 0), (8, 9), (9, 0)
+A100 = (8, 0)
+L4 = (8, 9)
+H100 = (9, 0)
 
 
 @pytest.fixture(autouse=True)

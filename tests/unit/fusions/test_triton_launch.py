@@ -70,7 +70,8 @@ def test_a_kernel_is_compiled_anew_for_arguments_of_another_kind(
 def test_forgotten_kernels_are_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(launching, "_MOST_KEPT", 2)
-    kernel, row = _Kernel(), torch.zeros(64)
+    kernel = _Kernel()
+    row = torch.zeros(64)
     for number in (1, 2, 3, 1):
         launching.launch(kernel, (1,), (row,), (number,), 4)
     assert len(kernel.compiled) == 4

@@ -145,10 +145,13 @@ VLM = (
 )
 def test_torchs_counter_agrees_on_a_model_that_reads_images(more: str, counted) -> None:
     config = run_config(f"{VLM} {more}")
-    batch, length = 2, config.data.seq_length
+    batch = 2
+    length = config.data.seq_length
     text = torch.ones(batch, 16, dtype=torch.long)
-    tokens, num_tiles = text.clone(), torch.zeros_like(text)
-    tokens[:, 0], num_tiles[:, 0] = -200, 1
+    tokens = text.clone()
+    num_tiles = torch.zeros_like(text)
+    tokens[:, 0] = -200
+    num_tiles[:, 0] = 1
     linear, attention = counted(
         config,
         256,

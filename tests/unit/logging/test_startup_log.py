@@ -172,5 +172,6 @@ def test_the_attention_of_an_image_encoder_is_reported(capsys: pytest.CaptureFix
     flags = "--model-kind vlm --vision-hidden-size 48 --vision-num-attention-heads 6"
     print_attention_backends(small_run(run_config(flags)))
     lines = capsys.readouterr().out.splitlines()
-    own, encoder = lines.index("attention backends:"), "attention backends of the image encoder:"
+    own = lines.index("attention backends:")
+    encoder = "attention backends of the image encoder:"
     assert own < lines.index(encoder)

@@ -65,7 +65,8 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
         return weight_and_optimizer_bytes(run_config(f"{VLM} {flags}"), 512)
 
     run = run_config(VLM)
-    encoder, projector = encoder_parameters(run), projector_parameters(run)
+    encoder = encoder_parameters(run)
+    projector = projector_parameters(run)
     language = count_parameters(run, 512).most_loaded_shard - encoder - projector
     assert size("") == 18 * (language + encoder + projector)
     assert size("--freeze-ViT") == size("") - 16 * encoder
@@ -81,7 +82,9 @@ def test_stages_keep_the_encoder_activations_of_micro_batches_in_flight() -> Non
         run = run_config(f"{VLM} {words} {flags}", ranks)
         return image_activation_bytes(run, num_microbatches)
 
-    tiles, tokens, inner = 2 * 4, 17, 4 * 32  # two samples of three tiles and a thumbnail
+    tiles = 2 * 4
+    tokens = 17
+    inner = 4 * 32  # two samples of three tiles and a thumbnail
     projector = tiles * tokens * (2 * 48 + 4 * inner)
     assert size("--freeze-ViT") == projector
     assert size() == projector + 3 * tiles * tokens * 48 * 34

@@ -29,7 +29,8 @@ from tests import tolerances
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, tiny_config
 
-LENGTH, VOCABULARY = 16, 64
+LENGTH = 16
+VOCABULARY = 64
 SECTIONS = (1, 2, 1)  # of heads 8 wide
 IMAGE_TOKEN = 60
 

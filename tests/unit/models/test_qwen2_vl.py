@@ -29,13 +29,15 @@ from tests.unit.models.test_mrope import IMAGE_TOKEN, ours, qwen
 from tests.unit.one_process import one_process_groups, one_rank, tiny_config
 
 GRIDS = [(1, 4, 6), (2, 2, 4)]  # an image, and a video of two pairs of frames
-SIDE, FRAMES = 4, 2
+SIDE = 4
+FRAMES = 2
 
 
 def encoder(model: Any) -> tuple[Qwen2VLVisionModel, MultimodalProjector]:
     """Return our encoder and projector with the weights of ``model``."""
     config = model.config.vision_config.to_dict()
-    layers, width = layers_of_qwen(config), projector_of_qwen(config)
+    layers = layers_of_qwen(config)
+    width = projector_of_qwen(config)
     spec = get_vit_layer_with_local_spec(layers)
     made = Qwen2VLVisionModel(layers, spec, SIDE, FRAMES, pg_collection=one_process_groups())
     source = width.ffn_hidden_size or 0
@@ -107,7 +109,8 @@ def test_logits_are_those_of_transformers() -> None:
 def test_tensors_come_back_bit_by_bit() -> None:
     model = qwen()
     config = model.config.vision_config.to_dict()
-    layers, tensors = layers_of_qwen(config), model.model.visual.state_dict()
+    layers = layers_of_qwen(config)
+    tensors = model.model.visual.state_dict()
     back = qwen_to_hf(layers, config, qwen_from_hf(layers, tensors))
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -65,6 +65,8 @@ def test_tensors_with_memory_are_computed() -> None:
 
 def test_a_gemm_that_adds_in_fp32_returns_its_output() -> None:
     """torch 2.11 has it for a GPU only."""
-    total, x = _meta(3, 3), _meta(3, 3, dtype=torch.bfloat16)
-    func, args = aten.addmm.dtype_out, (total, x, x, torch.float32)
+    total = _meta(3, 3)
+    x = _meta(3, 3, dtype=torch.bfloat16)
+    func = aten.addmm.dtype_out
+    args = (total, x, x, torch.float32)
     assert KnownShapes().result(func, args, {"out": total}) is total

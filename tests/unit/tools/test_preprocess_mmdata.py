@@ -59,7 +59,8 @@ def test_a_document_is_a_text_and_the_bytes_of_its_image(source):
 def test_the_files_have_the_layout_of_megatron_lm_byte_by_byte(source):
     prefix = preprocess(source, "--append-eod", "--workers", "3", pad_length=4)
     eod = tokenizer().eod
-    expected_bin, lengths = b"", []
+    expected_bin = b""
+    lengths = []
     for text, name in zip(("a cat", "two dogs on a hill", "nothing"), sorted(IMAGES), strict=True):
         ids = tokenizer().tokenize(text)[:4]
         ids += [eod] * (4 - len(ids))

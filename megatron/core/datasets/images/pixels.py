@@ -164,7 +164,9 @@ class ImageProcessor:
         if settings.fit == "stretch":
             return self._resized(rgb, (settings.img_w, settings.img_h))
         width, height = rgb.size
-        side, short, long = settings.img_w, min(rgb.size), max(rgb.size)
+        side = settings.img_w
+        short = min(rgb.size)
+        long = max(rgb.size)
         scaled = int(side * long / short)
         if scaled * side > settings.max_pixels:
             raise DataError(
@@ -172,7 +174,8 @@ class ImageProcessor:
                 f"it is cropped, at most {settings.max_pixels} pixels are made: reduce it"
             )
         size = (side, scaled) if width <= height else (scaled, side)
-        left, top = (size[0] - side) // 2, (size[1] - side) // 2
+        left = (size[0] - side) // 2
+        top = (size[1] - side) // 2
         return self._resized(rgb, size)[top : top + side, left : left + side]
 
     def _padded(self, rgb: Any, canvas_size: tuple[int, int]) -> np.ndarray:
@@ -180,12 +183,14 @@ class ImageProcessor:
         width, height = canvas_size
         part = self._resized(rgb, size_within(rgb.size, (height, width)))
         canvas = np.zeros((height, width, 3), np.uint8)
-        top, left = (height - part.shape[0]) // 2, (width - part.shape[1]) // 2
+        top = (height - part.shape[0]) // 2
+        left = (width - part.shape[1]) // 2
         canvas[top : top + part.shape[0], left : left + part.shape[1]] = part
         return canvas
 
     def _tiles(self, canvas: np.ndarray) -> list[np.ndarray]:
-        h, w = self.settings.img_h, self.settings.img_w
+        h = self.settings.img_h
+        w = self.settings.img_w
         return [
             canvas[y : y + h, x : x + w]
             for y in range(0, canvas.shape[0], h)

@@ -30,12 +30,14 @@ def closest_grid(
     2 x 2, the largest wins of which the image has more than half of the pixels.
     """
     width, height = size
-    best, best_difference = (1, 1), math.inf
+    best = (1, 1)
+    best_difference = math.inf
     for grid in grids(max_num_tiles):
         difference = abs(width / height - grid[0] / grid[1])
         has_pixels = width * height > 0.5 * tile[0] * tile[1] * grid[0] * grid[1]
         if difference < best_difference or (difference == best_difference and has_pixels):
-            best, best_difference = grid, difference
+            best = grid
+            best_difference = difference
     return best
 
 
@@ -77,7 +79,8 @@ def size_within(size: tuple[int, int], resolution: tuple[int, int]) -> tuple[int
     """Return (width, height) of an image scaled, with its aspect ratio, to fit ``resolution``."""
     width, height = size
     to_height, to_width = resolution
-    by_width, by_height = to_width / width, to_height / height
+    by_width = to_width / width
+    by_height = to_height / height
     if by_width < by_height:
         return to_width, min(math.ceil(height * by_width), to_height)
     return min(math.ceil(width * by_height), to_width), to_height

@@ -16,7 +16,9 @@ from megatron.core.autograd import Context, Function
 from megatron.core.fusions.triton.glu import act_and_slope
 from megatron.core.fusions.triton.launch import launch
 
-_ROWS, _COLUMNS, _WARPS = 4, 512, 4  # 16 values a thread
+_ROWS = 4
+_COLUMNS = 512
+_WARPS = 4  # 16 values a thread
 _PROGRAMS = 1056  # in backward: eight for each of the 132 processors of an H100
 _LEAST = 64  # rows of a program in backward: then the sums weigh little
 
@@ -44,10 +46,12 @@ class _BiasActivation(Function[Tensor]):
     def backward(ctx: Context[str], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         width = x.shape[-1]
-        rows, across = x.numel() // width, -(-width // _COLUMNS)
+        rows = x.numel() // width
+        across = -(-width // _COLUMNS)
         programs = max(1, min(rows // _LEAST, _PROGRAMS // across))
         each = -(-rows // (programs * _ROWS)) * _ROWS
-        of_x, sums = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
+        of_x = torch.empty_like(x)
+        sums = x.new_empty(programs, width, dtype=torch.float32)
         tensors = x, bias, grad.contiguous(), of_x, sums
         numbers = rows, each, width, ctx.values, _ROWS, _COLUMNS
         launch(_backward, (programs, across), tensors, numbers, _WARPS)

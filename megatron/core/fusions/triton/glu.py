@@ -48,7 +48,8 @@ class _GLU(Function[Tensor]):
         ctx.save_for_backward(gate_up, weights)
         width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
-        rows, constants = out.numel() // width, (act, clamp is not None, weights is not None)
+        rows = out.numel() // width
+        constants = (act, clamp is not None, weights is not None)
         block = max(128, min(_BLOCK, power_of_2(width)))
         numbers = width, clamp or 0.0, offset, *constants, block
         ctx.values = _Launch(rows, numbers)

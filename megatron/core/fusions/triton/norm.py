@@ -154,9 +154,11 @@ def _run_backward(
     rows: _Rows, grad: Tensor, out: Tensor, ends: _Sum, values: _Values
 ) -> list[Tensor]:
     """Write the gradient of the rows to ``out``; return those of weight, shift and added bias."""
-    width, count = rows.x.shape[-1], rows.stats.shape[1]
+    width = rows.x.shape[-1]
+    count = rows.stats.shape[1]
     programs = max(1, min(count // _ROWS, _PROGRAMS))
-    dtype, bias_dtype = rows.weight.dtype, values.bias_dtype
+    dtype = rows.weight.dtype
+    bias_dtype = values.bias_dtype
     parts = 1 + values.has_shift + (bias_dtype is not None)
     sums = rows.x.new_empty(parts, programs, width, dtype=torch.float32)
     tensors = *rows, grad.contiguous(), out, ends.x, ends.residual, ends.seed, sums

@@ -43,7 +43,8 @@ def cast_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the results of `cast`, and the codes once more as [c, r]; ``x`` is read once."""
     rows, columns = x.shape
-    codes, scale = torch.empty_like(x, dtype=to), x.new_empty((), dtype=torch.float32)
+    codes = torch.empty_like(x, dtype=to)
+    scale = x.new_empty((), dtype=torch.float32)
     turned = codes.new_empty(columns, rows)
     grid = triton.cdiv(columns, _TILE), triton.cdiv(rows, _TILE)
     found = x.new_zeros(grid, dtype=torch.int32)

@@ -26,7 +26,9 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> T
     out = x.new_empty(x.shape)
     if not out.numel():
         return out
-    block, tail, heads = max(4, power_of_2(half)), power_of_2(d), power_of_2(n)
+    block = max(4, power_of_2(half))
+    tail = power_of_2(d)
+    heads = power_of_2(n)
     numbers = (
         *x.stride()[:3],
         0 if cos.shape[1] == 1 else half,

@@ -32,7 +32,8 @@ from megatron.core.fusions.triton.scan_kernels import (
 DTYPES = (torch.bfloat16, torch.float16)
 _HEADS = 8  # of a group that one program of backward takes at most
 _STATE = 1024  # values of a state that one program passes from chunk to chunk
-_WARPS, _STAGES = 8, 1  # one stage: the tiles of two would not fit the shared memory
+_WARPS = 8
+_STAGES = 1  # one stage: the tiles of two would not fit the shared memory
 
 
 def scan(
@@ -74,7 +75,8 @@ class _Scan(Function[tuple[Tensor, Tensor]]):
     ) -> tuple[Tensor, Tensor]:
         x, B, C = map(_with_dense_heads, (x, B, C))
         if B.stride() != C.stride():
-            B, C = B.contiguous(), C.contiguous()
+            B = B.contiguous()
+            C = C.contiguous()
         steps = steps.contiguous()
         last = x.new_empty(*x.shape[1:], B.shape[-1], dtype=torch.float32)
         how = _sizes(x, B, steps)
@@ -91,7 +93,8 @@ class _Scan(Function[tuple[Tensor, Tensor]]):
     @staticmethod
     def backward(ctx: Context[None], grad: Tensor, of_last: Tensor) -> tuple[Tensor | None, ...]:
         x, steps, B, C, D, states, sequence = ctx.saved_tensors
-        how, grad = _sizes(x, B, steps), grad.contiguous()
+        how = _sizes(x, B, steps)
+        grad = grad.contiguous()
         leaving = _outer(grad, C, steps, sequence, how, left=False)
         of_state = torch.empty_like(of_last, memory_format=torch.contiguous_format)
         chunks, batch, heads = steps.shape[1], *x.shape[1:3]
@@ -102,7 +105,8 @@ class _Scan(Function[tuple[Tensor, Tensor]]):
         taken = max(n for n in range(1, _HEADS + 1) if per_group % n == 0)
         parts = per_group // taken
         of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        of_steps, of_d = torch.empty_like(steps), steps.new_empty(chunks, batch, heads)
+        of_steps = torch.empty_like(steps)
+        of_d = steps.new_empty(chunks, batch, heads)
         of_b, of_c = steps.new_empty(2, parts, *B.shape, dtype=torch.float32)
         gradients[(chunks * batch, B.shape[2], parts)](
             x,

@@ -43,7 +43,8 @@ def _load_steps(Steps, Sequence, chunk, b, head, chunks, length, batch, heads, B
 @triton.jit
 def _load_rows(M, chunk, length, tokens, width, stride, BL: tl.constexpr, BW: tl.constexpr):
     """Return the rows of a chunk's tokens [BL, BW]; zeros beyond them."""
-    i, place = tl.arange(0, BL), tl.arange(0, BW)
+    i = tl.arange(0, BL)
+    place = tl.arange(0, BW)
     token = chunk * length + i
     inside = ((i < length) & (token < tokens))[:, None] & (place < width)[None, :]
     return tl.load(M + token[:, None] * stride + place[None, :], mask=inside, other=0.0)
@@ -51,7 +52,8 @@ def _load_rows(M, chunk, length, tokens, width, stride, BL: tl.constexpr, BW: tl
 
 @triton.jit
 def _store_rows(M, rows, chunk, length, tokens, width, stride, BL: tl.constexpr, BW: tl.constexpr):
-    i, place = tl.arange(0, BL), tl.arange(0, BW)
+    i = tl.arange(0, BL)
+    place = tl.arange(0, BW)
     token = chunk * length + i
     inside = ((i < length) & (token < tokens))[:, None] & (place < width)[None, :]
     to = M + token[:, None] * stride + place[None, :]
@@ -61,7 +63,8 @@ def _store_rows(M, rows, chunk, length, tokens, width, stride, BL: tl.constexpr,
 @triton.jit
 def _load_state(States, at, P, N, BP: tl.constexpr, BN: tl.constexpr):
     """Return state number ``at`` [BP, BN]; zeros beyond it."""
-    p, n = tl.arange(0, BP)[:, None], tl.arange(0, BN)[None, :]
+    p = tl.arange(0, BP)[:, None]
+    n = tl.arange(0, BN)[None, :]
     return tl.load(States + at * P * N + p * N + n, mask=(p < P) & (n < N), other=0.0)
 
 
@@ -99,7 +102,8 @@ def outer_products(
     BP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    chunk, b = (tl.program_id(0) // batch).to(tl.int64), tl.program_id(0) % batch
+    chunk = (tl.program_id(0) // batch).to(tl.int64)
+    b = tl.program_id(0) % batch
     head = tl.program_id(1)
     dt, a, start, left = _load_steps(
         Steps, Sequence, chunk, b, head, chunks, length, batch, heads, BL
@@ -110,7 +114,8 @@ def outer_products(
     y = _load_rows(Y + b * y_b + group * N, chunk, length, tokens, N, y_s, BL, BN)
     x = (x.to(tl.float32) * weight[:, None]).to(y.dtype)  # round the product, not its factors
     out = tl.dot(tl.trans(x), y, input_precision="tf32x3")
-    p, n = tl.arange(0, BP)[:, None], tl.arange(0, BN)[None, :]
+    p = tl.arange(0, BP)[:, None]
+    n = tl.arange(0, BN)[None, :]
     to = Out + ((chunk * batch + b) * heads + head) * P * N + p * N + n
     tl.store(to, out.to(Out.dtype.element_ty), mask=(p < P) & (n < N))
 
@@ -179,7 +184,8 @@ def outputs(
     BP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    chunk, b = (tl.program_id(0) // batch).to(tl.int64), tl.program_id(0) % batch
+    chunk = (tl.program_id(0) // batch).to(tl.int64)
+    b = tl.program_id(0) % batch
     head = tl.program_id(1)
     group = head // per_group
     dt, a, start, left = _load_steps(
@@ -206,8 +212,10 @@ def gradients(
     x_s, x_b, b_s, b_b, tokens, chunks, length, batch, heads, per_group, P, N,
     HEADS: tl.constexpr, BL: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    chunk, b = (tl.program_id(0) // batch).to(tl.int64), tl.program_id(0) % batch
-    group, part = tl.program_id(1), tl.program_id(2)
+    chunk = (tl.program_id(0) // batch).to(tl.int64)
+    b = tl.program_id(0) % batch
+    group = tl.program_id(1)
+    part = tl.program_id(2)
     row = batch * heads * P
     i = tl.arange(0, BL)
     rows_b = _load_rows(B + b * b_b + group * N, chunk, length, tokens, N, b_s, BL, BN)
@@ -225,7 +233,8 @@ def gradients(
         x = _load_rows(X + b * x_b + head * P, chunk, length, tokens, P, x_s, BL, BP)
         own = (b * heads + head) * P  # of contiguous rows of x
         grad = _load_rows(Grad + own, chunk, length, tokens, P, row, BL, BP)
-        wide, wide_grad = x.to(tl.float32), grad.to(tl.float32)
+        wide = x.to(tl.float32)
+        wide_grad = grad.to(tl.float32)
         u = (wide * dt[:, None]).to(x.dtype)
         decays = _decays(Sequence, a, chunk, length, BL)
         of_weights = decays * tl.dot(grad, tl.trans(u), input_precision="tf32x3")

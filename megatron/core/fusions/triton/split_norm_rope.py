@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megatron.core.fusions.triton.rope import load_angles
 
-_PAIRS, _WARPS = 2048, 4
+_PAIRS = 2048
+_WARPS = 4
 _PROGRAMS = 1056  # in backward: eight for each of the 132 processors of an H100
 
 Parts = tuple[Tensor, Tensor, Tensor]  # queries [s, b, g r, d], keys and values [s, b, g, d]
@@ -47,7 +48,8 @@ def join_gradients(
     packed: Tensor, grads: Parts, weights: Weights, eps: float, at: Angles
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``packed`` and of both weights, of contiguous ``grads``."""
-    width, tokens = grads[0].shape[-1], packed.shape[0] * packed.shape[1]
+    width = grads[0].shape[-1]
+    tokens = packed.shape[0] * packed.shape[1]
     programs = max(1, min(tokens, _PROGRAMS))
     out = torch.empty_like(packed)
     sums = packed.new_empty(programs, 2, width, dtype=torch.float32)
@@ -68,7 +70,8 @@ def _angles(at: Angles) -> tuple[Tensor, Tensor]:
 
 def _sizes(packed: Tensor, width: int, at: Angles) -> tuple[int, ...]:
     _, b, groups, packed_width = packed.shape
-    half, rows = at[0].shape[-1], at[0].shape[1]
+    half = at[0].shape[-1]
+    rows = at[0].shape[1]
     table = (0 if rows == 1 else half, half * rows)
     return (*table, b, groups, packed_width // width - 2, width, half)
 
@@ -93,7 +96,8 @@ def _places(half, width, STEP: tl.constexpr, HALF: tl.constexpr, REST: tl.conste
 
     REST: at least as many as the channels of the tail and those before it; 1 without a tail.
     """
-    pair, channel = tl.arange(0, HALF), tl.arange(0, REST)
+    pair = tl.arange(0, HALF)
+    channel = tl.arange(0, REST)
     first = pair * STEP
     second = first + (1 if STEP == 2 else half)
     return first, second, channel, pair < half, (channel >= 2 * half) & (channel < width)
@@ -111,7 +115,8 @@ def _load_row(Row, first, second, channel, is_pair, is_tail):
 @triton.jit
 def _load_heads(X, n, is_head, first, second, channel, is_pair, is_tail, TAIL: tl.constexpr):
     """Load heads at the addresses X [n, 1]."""
-    is_pair, is_tail = is_head & is_pair[None, :], is_head & is_tail[None, :]
+    is_pair = is_head & is_pair[None, :]
+    is_tail = is_head & is_tail[None, :]
     u = tl.load(X + first[None, :], mask=is_pair, other=0.0).to(tl.float32)
     v = tl.load(X + second[None, :], mask=is_pair, other=0.0).to(tl.float32)
     t = tl.zeros(is_tail.shape, tl.float32)
@@ -122,7 +127,8 @@ def _load_heads(X, n, is_head, first, second, channel, is_pair, is_tail, TAIL: t
 
 @triton.jit
 def _store_heads(X, u, v, t, is_head, first, second, channel, is_pair, is_tail, TAIL: tl.constexpr):
-    is_pair, is_tail = is_head & is_pair[None, :], is_head & is_tail[None, :]
+    is_pair = is_head & is_pair[None, :]
+    is_tail = is_head & is_tail[None, :]
     tl.store(X + first[None, :], u.to(X.dtype.element_ty), mask=is_pair)
     tl.store(X + second[None, :], v.to(X.dtype.element_ty), mask=is_pair)
     if TAIL:
@@ -150,7 +156,9 @@ def _norm_heads(
         x = packed + (n // per_group) * group + (n % per_group) * width
         u, v, t = _load_heads(x, n, is_head, first, second, channel, is_pair, is_tail, TAIL)
         scale = 1 / tl.sqrt_rn(_sum_of(u * u, v * v, t * t) / width + eps)
-        u, v, t = u * scale * wu, v * scale * wv, t * scale * wt
+        u = u * scale * wu
+        v = v * scale * wv
+        t = t * scale * wt
         _store_heads(
             part + n * width, u * cos - v * sin, v * cos + u * sin, t,
             is_head, first, second, channel, is_pair, is_tail, TAIL,
@@ -174,15 +182,20 @@ def _norm_heads_backward(
             packed + at, n, is_head, first, second, channel, is_pair, is_tail, TAIL
         )
         scale = 1 / tl.sqrt_rn(_sum_of(u * u, v * v, t * t) / width + eps)
-        u, v, t = u * scale, v * scale, t * scale
+        u = u * scale
+        v = v * scale
+        t = t * scale
         a, b, gt = _load_heads(
             grad + n * width, n, is_head, first, second, channel, is_pair, is_tail, TAIL
         )
-        gu, gv = a * cos + b * sin, b * cos - a * sin
+        gu = a * cos + b * sin
+        gv = b * cos - a * sin
         of_u += tl.sum(gu * u, 0)
         of_v += tl.sum(gv * v, 0)
         of_t += tl.sum(gt * t, 0)
-        gu, gv, gt = gu * wu, gv * wv, gt * wt
+        gu = gu * wu
+        gv = gv * wv
+        gt = gt * wt
         along = _sum_of(gu * u, gv * v, gt * t) / width
         _store_heads(
             out + at, (gu - u * along) * scale, (gv - v * along) * scale, (gt - t * along) * scale,
@@ -211,10 +224,12 @@ def _forward(
     REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    s, b = token // num_sequences, token % num_sequences
+    s = token // num_sequences
+    b = token % num_sequences
     cos, sin = load_angles(Cos, Sin, s * table_s + b * table_b, half, 1, HALF)
     group = (per_group + 2) * width
-    packed, heads = Packed + token * groups * group, token * groups * width
+    packed = Packed + token * groups * group
+    heads = token * groups * width
     at_key = packed + per_group * width
     _norm_heads(
         packed, Query + heads * per_group, QueryWeight, cos, sin, eps,
@@ -237,15 +252,21 @@ def _backward(
     program = tl.program_id(0)
     first, second, channel, is_pair, is_tail = _places(half, width, STEP, HALF, REST)
     group = (per_group + 2) * width
-    qu, qv = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
-    ku, kv = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
-    qt, kt = tl.zeros((REST,), tl.float32), tl.zeros((REST,), tl.float32)
+    qu = tl.zeros((HALF,), tl.float32)
+    qv = tl.zeros((HALF,), tl.float32)
+    ku = tl.zeros((HALF,), tl.float32)
+    kv = tl.zeros((HALF,), tl.float32)
+    qt = tl.zeros((REST,), tl.float32)
+    kt = tl.zeros((REST,), tl.float32)
     for number in range(program * each, tl.minimum(program * each + each, tokens)):
         token = tl.cast(number, tl.int64)
-        s, b = token // num_sequences, token % num_sequences
+        s = token // num_sequences
+        b = token % num_sequences
         cos, sin = load_angles(Cos, Sin, s * table_s + b * table_b, half, 1, HALF)
-        packed, out = Packed + token * groups * group, Out + token * groups * group
-        heads, to_key = token * groups * width, per_group * width
+        packed = Packed + token * groups * group
+        out = Out + token * groups * group
+        heads = token * groups * width
+        to_key = per_group * width
         qu, qv, qt = _norm_heads_backward(
             packed, out, OfQuery + heads * per_group, QueryWeight, cos, sin, qu, qv, qt, eps,
             per_group, group, groups * per_group, half, width, STEP, TAIL, HEADS, HALF, REST,

@@ -52,7 +52,8 @@ def _launch(
     if not packed.numel():
         return
     half, width = cos.shape[-1], parts[0].shape[-1]
-    block, tail = max(4, power_of_2(half)), power_of_2(width)
+    block = max(4, power_of_2(half))
+    tail = power_of_2(width)
     heads = power_of_2(parts[0].shape[2])
     numbers = (
         *(stride for part in parts for stride in part.stride()[:3]),

@@ -226,7 +226,8 @@ def gloo_sends_no_tensors_of_a_gpu(run: RunConfig) -> Iterator[str]:
 
     gloo's collectives take such tensors; its send would read their addresses on the host.
     """
-    m, d = run.model, run.distributed
+    m = run.model
+    d = run.distributed
     if d.distributed_backend != "gloo" or d.device != CUDA:
         return
     if m.pipeline_model_parallel_size > 1:

@@ -41,7 +41,9 @@ def dropping_positions_is_said_by_type(run: RunConfig) -> Iterator[str]:
 
 def mrope_is_complete(run: RunConfig) -> Iterator[str]:
     """Require --mrope-section to divide a head's channels, and a model that supports M-RoPE."""
-    lm, m, kind = run.language_model, run.model, model_kind_of(run)
+    lm = run.language_model
+    m = run.model
+    kind = model_kind_of(run)
     if lm.position_embedding_type != "mrope":
         return
     if kind.has_encoder or kind.has_masked_lm_head or kind.is_hybrid:
