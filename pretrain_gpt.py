@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.data.batch import next_batch
 from megatron.training.data.datasets import build_datasets
 from megatron.training.global_vars import get_run
-from megatron.training.models.gpt import apply_gpt
+from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.setup import build_stage
 from megatron.training.training import pretrain
 
@@ -47,14 +47,18 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: GPTModel) -> tuple[Tensor, Any]:
-    """Token losses of one micro-batch, and the function that turns them into the loss.
+    """Output of one micro-batch, and the function that turns it into the loss.
 
-    Stages before the last return hidden states in their place.
+    The output is token losses for pretraining; stages before the last return hidden states.
     """
-    batch = next_batch(get_run(), data_iterator, model)
+    run = get_run()
+    batch = next_batch(run, data_iterator, model)
+    objective = implementation_of(run.config)
     with stimer:
-        losses = apply_gpt(model, batch)
-    return losses, partial(loss_func, batch["loss_mask"])
+        output = objective.apply(model, batch)
+    if objective.loss is not None:
+        return output, partial(objective.loss, run.config, run.groups, batch)
+    return output, partial(loss_func, batch["loss_mask"])
 
 
 def train_valid_test_datasets_provider(num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:

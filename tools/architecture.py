@@ -195,6 +195,7 @@ TOKENS_TO_LOSS = _in(
             ),
             called="model",
         ),
+        called="apply",
     ),
     _in("pretrain_gpt.py", "loss_func"),
 )

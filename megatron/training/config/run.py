@@ -25,6 +25,9 @@ from megatron.training.config.training import TrainingConfig
 from megatron.training.config.validation import ValidationConfig
 from megatron.training.config.vision import VisionConfig
 
+PRETRAINING = "pretraining"
+SFT = "sft"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -61,6 +64,11 @@ class RunConfig:
         m = self.model
         num_chunks = m.virtual_pipeline_model_parallel_size or 1
         return placement_of(m.pipeline_schedule, m.pipeline_model_parallel_size, num_chunks)
+
+    @property
+    def objective(self) -> str:
+        """What training minimises; a key of `ModelKind.objectives`, or PRETRAINING."""
+        return SFT if self.data.sft else PRETRAINING
 
     @property
     def data_parallel_size(self) -> int:

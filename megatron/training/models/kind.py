@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.training.config.run import RunConfig
+from megatron.training.config.run import PRETRAINING, RunConfig
 from megatron.training.models.layers import Layer, stack_of_layers
 
 
@@ -73,6 +73,9 @@ class DocumentSpec(NamedTuple):
 # Every tensor of a batch, in broadcast order; None: the stage does not need it.
 BatchTable = dict[str, TensorSpec | DocumentSpec | None]
 Batch = Mapping[str, Any]  # tensors, None, or the bounds of documents
+Loss = Callable[
+    [RunConfig, ProcessGroupCollection, Batch, Any], tuple[Tensor, Tensor, dict[str, Tensor]]
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,9 @@ class ModelImplementation:
     ``batch(config, stage, num_stages)`` returns the tensors that one stage reads.  ``apply(model,
     batch)`` runs a stage; the entry script's loss function receives what the last stage returns.
     ``splits_sequences``: the model takes complete sequences under context parallelism, and splits
-    them itself.
+    them itself.  ``loss(config, groups, batch, output)`` returns the loss of a micro-batch from
+    what its last stage returns: the sum, what it is divided by, and what is logged.  None: the
+    entry script's loss.
     """
 
     build: Callable[..., nn.Module]
@@ -95,6 +100,7 @@ class ModelImplementation:
     batch: Callable[[RunConfig, int, int], BatchTable]
     apply: Callable[[nn.Module, Batch], Any]
     splits_sequences: bool = False
+    loss: Loss | None = None
 
 
 def _no_problems(_run: RunConfig) -> Iterable[str]:
@@ -106,6 +112,7 @@ class ModelKind:
     """Description of a model kind; the defaults describe GPT.
 
     ``implementation`` is a ModelImplementation or its import path ``package.module:NAME``.
+    ``objectives``: implementations of the objectives beside pretraining, by `RunConfig.objective`.
     ``layers`` returns the parts of each layer; the estimates of FLOPs, parameters and memory use
     it.  ``problems`` yields error messages for runs that this kind does not support.
     """
@@ -113,6 +120,7 @@ class ModelKind:
     title: str  # used in messages
     entry_script: str  # the program that trains it
     implementation: ModelImplementation | str
+    objectives: Mapping[str, ModelImplementation | str] = field(default_factory=dict)
     is_causal: bool = True  # False: attention is bidirectional
     has_encoder: bool = False  # encoder and decoder, each with its own depth and length
     is_hybrid: bool = False  # the --hybrid-* and --mamba-* flags describe the layers
@@ -126,9 +134,9 @@ class ModelKind:
     layers: Callable[[RunConfig], list[Layer]] = stack_of_layers
     problems: Callable[[RunConfig], Iterable[str]] = _no_problems
 
-    def load(self) -> ModelImplementation:
-        """Return the implementation; import it if it is given by its import path."""
-        named = self.implementation
+    def load(self, objective: str = PRETRAINING) -> ModelImplementation:
+        """Return the implementation of ``objective``; import it if its import path is given."""
+        named = self.implementation if objective == PRETRAINING else self.objectives[objective]
         found = pkgutil.resolve_name(named) if isinstance(named, str) else named
         assert isinstance(found, ModelImplementation), f"{named} is no ModelImplementation"
         return found

@@ -35,8 +35,8 @@ def model_kind_of(config: RunConfig) -> ModelKind:
 
 
 def implementation_of(config: RunConfig) -> ModelImplementation:
-    """Return the implementation of the model kind that ``config`` selects."""
-    return model_kind_of(config).load()
+    """Return the implementation of the model kind and objective that ``config`` selects."""
+    return model_kind_of(config).load(config.objective)
 
 
 def build_model_stage(

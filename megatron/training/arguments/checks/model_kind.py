@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.config.run import RunConfig
-from megatron.training.models.registry import model_kind_of
+from megatron.training.config.language_model import MODEL_KINDS
+from megatron.training.config.run import PRETRAINING, RunConfig
+from megatron.training.models.registry import model_kind, model_kind_of
 
 
 def the_kind_can_do_the_run(run: RunConfig) -> Iterator[str]:
@@ -21,4 +22,14 @@ def the_kind_can_do_the_run(run: RunConfig) -> Iterator[str]:
             "context parallelism; for long sequences use --tensor-model-parallel-size with "
             "--sequence-parallel"
         )
+    if run.objective not in (PRETRAINING, *kind.objectives):
+        yield (
+            f"{run.objective} is not implemented for {kind.title}: it is for models of "
+            f"{_scripts_with(run.objective)}"
+        )
     yield from kind.problems(run)
+
+
+def _scripts_with(objective: str) -> str:
+    kinds = (model_kind(name) for name in MODEL_KINDS)
+    return ", ".join(kind.entry_script for kind in kinds if objective in kind.objectives)
