@@ -55,19 +55,19 @@ def main() -> None:
     os._exit(0)  # threads of a group without peers may outlive the interpreter, which aborts then
 
 
-def _load() -> _Driver:
+def _load() -> Driver:
     """Install the device and a driver for Triton whose launches do nothing."""
     os.environ[host_gpu.ASKED] = str(host_gpu.build(Path("build/host_gpu").resolve()))
     triton: Any = importlib.import_module("triton")
     os.environ["TRITON_INTERPRET"] = "1"  # otherwise `load` hides Triton
     host_gpu.load()
     del os.environ["TRITON_INTERPRET"]
-    driver = _Driver()
+    driver = Driver()
     triton.runtime.driver.set_active(driver)
     return driver
 
 
-class _Driver:
+class Driver:
     """Driver of an H100 that loads compiled kernels and counts launches, which do nothing."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Driver:
         return 0
 
 
-def _measure(flags: list[str], driver: _Driver) -> tuple[float, float, float]:
+def _measure(flags: list[str], driver: Driver) -> tuple[float, float, float]:
     """Return milliseconds of forward and of backward, and launches, per layer and micro-batch."""
     import torch
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.core.fusions.triton import launch as launching
+from tests.host_gpu.host_time import Driver
 
 
 class _Kernel:
@@ -75,6 +80,51 @@ def test_forgotten_kernels_are_compiled_anew(monkeypatch: pytest.MonkeyPatch) ->
     for number in (1, 2, 3, 1):
         launching.launch(kernel, (1,), (row,), (number,), 4)
     assert len(kernel.compiled) == 4
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError])
+def test_a_kernel_that_cannot_be_launched_directly_is_launched_by_triton(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: _Compiled, grid: tuple[int, ...]) -> Any:
+        raise error("no such interface in this release")
+
+    monkeypatch.setattr(_Compiled, "__getitem__", refuse)
+    kernel, row = _Kernel(), torch.zeros(64)
+    with caplog.at_level(logging.WARNING):
+        for number in (1, 1, 1, 2, 2):
+            launching.launch(kernel, (5,), (row, None), (number,), 4)
+    assert [args[-1] for args in kernel.compiled] == [1, 1, 1, 2, 2]
+    (message,) = [m for m in caplog.messages if error.__name__ in m]
+    assert "no such interface in this release" in message
+
+
+def test_tritons_launcher_gets_the_same_arguments_from_both_launches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kernel is compiled for an H100; its driver records the arguments."""
+    triton: Any = pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter has no launcher")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launched: list[tuple[object, ...]] = []
+    driver = Driver()
+    monkeypatch.setattr(driver, "_launch", lambda *given: launched.append(given))
+    triton.runtime.driver.set_active(driver)
+    try:
+        glu: Any = importlib.import_module("megatron.core.fusions.triton.glu")
+        tensors = torch.zeros(2, 256), None, torch.zeros(2, 128)
+        numbers = 128, 0.0, 1, "silu", False, False, 128
+        for _ in range(2):
+            launching.launch(glu._forward, (2,), tensors, numbers, 4)
+    finally:
+        launching._compiled.clear()
+        glu._forward.device_caches.clear()
+        triton.runtime.driver.set_active(None)
+    first, second = launched
+    assert first[9:] == second[9:] == (*tensors, *numbers)
+    # All but the object for hooks: grid, stream, function, metadata and hooks.
+    assert (*first[:6], *first[7:9]) == (*second[:6], *second[7:9])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 2**20])

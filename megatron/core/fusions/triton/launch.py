@@ -2,7 +2,9 @@
 
 Triton examines every argument of every launch, which takes 10 to 20 microseconds: the eight
 launches of a Llama layer took a third of the host's time.  `launch` keeps the compiled kernel for
-arguments that it has seen, as tests.host_gpu.host_time shows.
+arguments that it has seen, as tests.host_gpu.host_time shows.  Triton
+does not document the launch of a compiled kernel, ``compiled[grid](*arguments)``: where it fails,
+Triton launches the kernel as usual.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.rank_local import each_rank_owns
 
 if TYPE_CHECKING:
@@ -38,12 +41,20 @@ def launch(
     key = id(kernel), tensors[0].get_device(), num_warps, numbers, *kinds
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[(*grid, 1, 1)[:3]](*tensors, *numbers)
-        return
-    if len(_compiled) == _MOST_KEPT:
-        _compiled.clear()
-    # The result is None in the interpreter, which compiles nothing.
-    _compiled[key] = kernel[grid](*tensors, *numbers, num_warps=num_warps)
+        try:
+            compiled[(*grid, 1, 1)[:3]](*tensors, *numbers)
+            return
+        except (AttributeError, TypeError) as error:
+            warn_once(
+                "Triton's own launcher, which takes longer on the host, launches a kernel: this "
+                f"release of Triton refuses a direct launch ({type(error).__name__}: {error})"
+            )
+            _compiled[key] = None
+    result = kernel[grid](*tensors, *numbers, num_warps=num_warps)
+    if key not in _compiled:
+        if len(_compiled) == _MOST_KEPT:
+            _compiled.clear()
+        _compiled[key] = result  # None in the interpreter, which compiles nothing
 
 
 def power_of_2(size: int) -> int:
