@@ -148,6 +148,13 @@ class ProcessGroupCollection:
         kept = {n: g for n, g in vars(self).items() if n not in ("cp", "cp_inner", "cp_outer")}
         return ProcessGroupCollection(**kept)
 
+    def with_tensor_parallelism(self, tp: ProcessGroup) -> ProcessGroupCollection:
+        """Return these groups for a part of a model that is sharded over the ranks of ``tp``."""
+        of_tp = {"tp", "expt_tp", "dense_grid", "expert_grid"}
+        of_tp |= {name for name, parts in _JOINS.items() if of_tp & {*parts}}
+        kept = {name: group for name, group in vars(self).items() if name not in of_tp}
+        return ProcessGroupCollection(**kept, tp=tp)
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank is on the first pipeline stage, which has the input embedding."""

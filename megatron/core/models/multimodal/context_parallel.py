@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def get_padding(
@@ -60,3 +65,25 @@ def get_packed_seq_params(
         max_seqlen_q=length,
         max_seqlen_kv=length,
     )
+
+
+def held_positions(rows: Tensor, cp_group: ProcessGroup) -> Tensor:
+    """Return this context-parallel rank's positions: [b, L, ...] -> [b, L/cp, ...]."""
+    if cp_group.size() == 1:
+        return rows
+    lengths = row_lengths(None, rows.shape[1])
+    held = held_tokens(lengths, cp_group.rank(), cp_group.size(), rows.device)
+    return rows.index_select(1, held)
+
+
+def split_over_ranks(
+    rows: Tensor, config: TransformerConfig, groups: ProcessGroupCollection
+) -> Tensor:
+    """Return the part of embeddings [b, L, h] that this rank's layers read.
+
+    [L/cp, b, h], or [L/(cp tp), b, h] with sequence parallelism.
+    """
+    mine = held_positions(rows, groups.cp).transpose(0, 1).contiguous()
+    if config.sequence_parallel and groups.tp.size() > 1:
+        mine = scatter_to_sequence_parallel_region(mine, group=groups.tp)
+    return mine

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron.core import device
 from megatron.core.config.errors import DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.multimodal.context_parallel import held_positions, split_over_ranks
 from megatron.core.models.multimodal.splicing import IGNORE_INDEX as IGNORE_INDEX
 from megatron.core.models.multimodal.splicing import Splice, splice
 from megatron.core.models.multimodal.tile_arrangement import NEWLINE, TileArrangement
@@ -28,15 +29,10 @@ from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.models.vision.pixel_shuffle import pixel_shuffle as pixel_shuffle
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel import parallel_state
-from megatron.core.parallel.context_parallel_partition import (
-    held_tokens,
-    row_lengths,
-    sequence_divisor,
-)
+from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import name_parameters, prefix_names
 from megatron.core.params.param_init import initialize_parameters
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -212,16 +208,19 @@ class LLaVAModel(MegatronModule):
         if self.pre_process:
             text = self._text(input_ids, position_ids)
             combined = self._combined(where, text, images, arrangements)
+        cp = self.pg_collection.cp
         output = self.language_model(
             None,
             None,
             attention_mask,
             decoder_input=combined,
-            labels=None if labels is None else self._held(where.labels(labels)),
+            labels=None if labels is None else held_positions(where.labels(labels), cp),
             packed_seq_params=packed_seq_params,
             runtime_gather_output=runtime_gather_output,
         )
-        return output, None if loss_mask is None else self._held(where.loss_mask(loss_mask))
+        if loss_mask is None:
+            return output, None
+        return output, held_positions(where.loss_mask(loss_mask), cp)
 
     def image_embeddings(self, images: Tensor) -> Tensor:
         """Encode and project tiles: [t, 3, H, W] -> [t n, h], for n embeddings of a tile."""
@@ -256,11 +255,7 @@ class LLaVAModel(MegatronModule):
             elif arrangements is not None:
                 found = found[self._order(arrangements, found)]
             text = where.embeddings(text, found)
-        combined: Tensor = self._held(text).transpose(0, 1).contiguous()
-        tp = self.pg_collection.tp
-        if self.config.sequence_parallel and tp.size() > 1:
-            combined = scatter_to_sequence_parallel_region(combined, group=tp)
-        return combined
+        return split_over_ranks(text, self.config, self.pg_collection)
 
     def _text(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         """Return the embeddings [b, s, h] of ids, of which those of images count as 0."""
@@ -277,14 +272,6 @@ class LLaVAModel(MegatronModule):
             rows.append(torch.where(order == NEWLINE, len(found) - 1, order + first))
             first += each.num_tiles * self.embeddings_per_tile
         return torch.cat(rows).to(found.device)
-
-    def _held(self, rows: Tensor) -> Tensor:
-        """Return this context-parallel rank's positions: [b, L, ...] -> [b, L/cp, ...]."""
-        cp = self.pg_collection.cp
-        if cp.size() == 1:
-            return rows
-        lengths = row_lengths(None, rows.shape[1])
-        return rows.index_select(1, held_tokens(lengths, cp.rank(), cp.size(), rows.device))
 
     def _blank(self, where: torch.device) -> Tensor:
         assert self.vision_model is not None

@@ -1,0 +1,3 @@
+"""Configuration of MiMo."""
+
+from megatron.core.models.mimo.config.base_configs import MimoModelConfig as MimoModelConfig

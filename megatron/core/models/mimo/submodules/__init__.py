@@ -1,0 +1,1 @@
+"""Encoders, decoders and projections of one modality."""
