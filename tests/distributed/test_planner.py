@@ -17,7 +17,7 @@ from megatron.core.params.param_info import local_part
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.initialize import configure, start
-from megatron.training.models.registry import implementation_of
+from megatron.training.models.registry import implementation_of, model_kind_of
 from megatron.training.plan.stages import plan_run
 from megatron.training.plan.tracing import Tracker
 from megatron.training.runtime.setup import build_model_chunks, build_optimizer, setup_tokenizer
@@ -57,7 +57,8 @@ VLM = (
     "--vision-hidden-size 48 --vision-num-attention-heads 6 --use-tiling --use-thumbnail "
     "--max-num-tiles 2"
 )
-ONE |= {"BERT": BERT, "T5": T5, "hybrid": HYBRID, "images": VLM}
+VIT = "--model-kind vit --img-h 24 --img-w 24 --patch-dim 6 --num-classes 9"
+ONE |= {"image classifier": VIT, "BERT": BERT, "T5": T5, "hybrid": HYBRID, "images": VLM}
 ONE |= {
     "images, frozen encoder": f"{VLM} --freeze-ViT --bf16",
     "images, recomputed": f"{VLM} --recompute-vision --attention-backend unfused",
@@ -144,7 +145,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
     with contextlib.redirect_stdout(io.StringIO()):
         run = start(configure(argv=argv))
         setup_tokenizer(run)
-        entry = importlib.import_module(f"pretrain_{run.config.language_model.model_kind}")
+        entry = importlib.import_module(model_kind_of(run.config).entry_script.removesuffix(".py"))
         build_model_chunks(run, entry.model_provider)
         build_optimizer(run)
     run.forward_step_func = entry.forward_step
@@ -184,7 +185,7 @@ def _data(config: Any) -> Iterator[dict[str, Tensor]]:
     }
     while True:
         batch = {n: torch.ones_like(e.largest(torch.device("cpu"))) for n, e in needed.items()}
-        if "images" in batch:
+        if "num_tiles" in batch:
             batch["tokens"][:, 0] = -200
             batch["num_tiles"].zero_()[:, 0] = len(batch["images"]) // len(batch["tokens"])
         if config.language_model.model_kind == "bert":

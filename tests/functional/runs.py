@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.enums import ModelType
 from megatron.core.transformer import activation_offload
+from megatron.training.models.registry import model_kind
 from megatron.training.training import pretrain
 from tests import host_gpu
 from tests.ranks import run_ranks
@@ -52,9 +53,10 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
     """
     argv = [*argv, "--device", "cuda"] if host_gpu.is_asked() else argv
     kind = argv[argv.index("--model-kind") + 1] if "--model-kind" in argv else "gpt"
-    entry = importlib.import_module(f"pretrain_{kind}")
+    script = model_kind(kind).entry_script
+    entry = importlib.import_module(script.removesuffix(".py"))
     with (
-        mock.patch("sys.argv", [f"pretrain_{kind}.py", *argv]),
+        mock.patch("sys.argv", [script, *argv]),
         _host_apart(argv),
     ):
         pretrain(
@@ -62,7 +64,7 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
             entry.model_provider,
             ModelType.encoder_or_decoder,
             entry.forward_step,
-            args_defaults=defaults_of(f"pretrain_{kind}.py"),
+            args_defaults=defaults_of(script),
         )
 
 

@@ -34,8 +34,8 @@ LEGACY_MODELS = (
     "library, which this program builds without a flag"
 )
 VISION = (
-    "vision classification, inpainting and DINO are not available in this program; use "
-    "pretrain_vision_*.py of Megatron-LM"
+    "inpainting, DINO and Swin are not available in this program; train image classifiers with "
+    "pretrain_vision_classify.py, or use pretrain_vision_{inpaint,dino}.py of Megatron-LM"
 )
 RETRIEVER = (
     "ICT and REALM retrieval models are not available in this program; use tools/bert_embedding.py "

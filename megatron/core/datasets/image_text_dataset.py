@@ -7,7 +7,6 @@ tile.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,21 +21,18 @@ from megatron.core.datasets.conversations import (
     conversation_of,
     parse_record,
 )
-from megatron.core.datasets.epoch_order import EpochOrder
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
 from megatron.core.datasets.images.tiling import tile_tags
-from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset, Sample
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, Sample
+from megatron.core.datasets.replaced_samples import ReplacedSamples, ReplacedSamplesConfig
 from megatron.core.datasets.tar_shards import TarSample, TarShards
 from megatron.core.datasets.utils import Split
 
-logger = logging.getLogger(__name__)
-
 _NO_LOSS = -100  # target of a token without loss, as tokenize_conversation returns it
-_MOST_REPLACEMENTS = 100  # so many broken samples in succession end the run
 
 
 @dataclass(kw_only=True)
-class ImageTextDatasetConfig(BlendedMegatronDatasetConfig):
+class ImageTextDatasetConfig(ReplacedSamplesConfig):
     """Settings of samples of images and text.
 
     ``tokenizer`` is a MultimodalTokenizer.  ``sequence_length`` counts an image as one token.  If
@@ -50,7 +46,6 @@ class ImageTextDatasetConfig(BlendedMegatronDatasetConfig):
     decoder_sequence_length: int | None = None
     use_tile_tags: bool = False  # NVLM: each tile is a token of its own, after a text like <tile_1>
     caption_prompt: str = ""  # question before a caption
-    broken_samples: str = "skip"  # or "fail"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,8 +56,6 @@ class ImageTextDatasetConfig(BlendedMegatronDatasetConfig):
                 "ImageTextDatasetConfig: decoder_sequence_length needs embeddings_per_tile, the "
                 "number of positions of a tile"
             )
-        if self.broken_samples not in ("skip", "fail"):
-            raise ConfigError(f"--broken-samples {self.broken_samples}: give skip or fail")
         if not hasattr(self.tokenizer, "tokenize_conversation"):
             raise ConfigError(
                 "samples of images and text are conversations, which this tokenizer does not "
@@ -70,22 +63,19 @@ class ImageTextDatasetConfig(BlendedMegatronDatasetConfig):
             )
 
 
-class ImageTextDataset(MegatronDataset):
+class ImageTextDataset(ReplacedSamples):
     """Samples of one split of tar shards, shuffled in each epoch, as dictionaries of tensors.
 
     Keys: tokens, labels, position_ids, num_tiles i64 [s]; loss_mask f32 [s]; images
     f32 [t, 3, H, W].  An image is the token ``image_token_index``; num_tiles has its tiles at this
     token and 0 elsewhere.  labels[i] is what token i predicts, the padding id without loss.
 
-    A sample that cannot be used (damaged image, number of images that differs from the text, no
-    answer within s tokens) is replaced by another one, which depends on its number only, counted
-    in ``num_broken`` and logged once by each process; with ``broken_samples`` "fail" it raises
-    DataError.  ``dataset[None]`` is a sample with a zero loss mask.
+    A sample cannot be used if an image is damaged, the number of images differs from the text, or
+    no answer is within s tokens.
     """
 
     config: ImageTextDatasetConfig
     dataset: TarShards
-    split_unit = "samples"
 
     def __init__(
         self,
@@ -100,9 +90,6 @@ class ImageTextDataset(MegatronDataset):
         assert config.images is not None
         self._processor = ImageProcessor(config.images)
         self._image_id = int(config.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
-        seed = config.random_seed * len(Split) + index_split.value
-        self._order = EpochOrder(len(indices), seed)
-        self._broken: set[int] = set()
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
@@ -119,51 +106,11 @@ class ImageTextDataset(MegatronDataset):
             raise ConfigError("no data is named: give --data-path, or --mock-data")
         return TarShards(dataset_path, config.path_to_cache)
 
-    @property
-    def num_broken(self) -> int:
-        """Number of different samples that this process has found to be unusable."""
-        return len(self._broken)
+    def _content(self, element: int) -> tuple[str, TarSample]:
+        content = self.dataset[element]  # a missing or changed shard ends the run
+        return content.name, content
 
-    def __len__(self) -> int:
-        return len(self.indices) if self.num_samples is None else self.num_samples
-
-    def __getitem__(self, idx: int | None) -> Sample:
-        number = 0 if idx is None else int(idx)
-        if not 0 <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        sample = self._usable(number)
-        if idx is None:
-            sample["loss_mask"].zero_()
-        return sample
-
-    def _usable(self, number: int) -> Sample:
-        """Return sample ``number``, or the first usable one of its replacements."""
-        place = self._order[number]
-        for attempt in range(1, _MOST_REPLACEMENTS + 1):
-            element = int(self.indices[place])
-            if element not in self._broken:
-                content = self.dataset[element]  # a missing or changed shard ends the run
-                try:
-                    return self._sample(content)
-                except DataError as error:
-                    self._report(element, content.name, error)
-            place = int(self.random_of(number, attempt).integers(len(self.indices)))
-        raise DataError(
-            f"the {self.index_split.name} split of {self.dataset_path}: sample {number} and its "
-            f"{_MOST_REPLACEMENTS - 1} replacements are unusable; the log names each one"
-        )
-
-    def _report(self, element: int, name: str, error: DataError) -> None:
-        message = str(error)
-        message = message if message.startswith(name) else f"{name}: {message}"
-        if self.config.broken_samples == "fail":
-            raise DataError(f"{message} (--broken-samples skip would replace it)") from error
-        self._broken.add(element)
-        logger.warning(
-            "%s; another sample replaces it (%d so far in this process)", message, self.num_broken
-        )
-
-    def _sample(self, content: TarSample) -> Sample:
+    def _sample(self, content: TarSample, number: int) -> Sample:
         """Return the tensors of a sample; raise DataError if it cannot be used."""
         ids, target = self._tokenized(content)
         num_found = int((ids == self._image_id).sum())

@@ -10,7 +10,13 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import ScheduledGroup
 from megatron.core.params.param_info import info_of
 
-_HEADS = ("output_layer", "lm_head", "binary_head", "pooler")  # names of a model's attributes
+_HEADS = (
+    "output_layer",
+    "lm_head",
+    "binary_head",
+    "pooler",
+    "classifier",
+)  # names of a model's attributes
 ParamCondition = Callable[[str, nn.Parameter], bool]
 
 
@@ -69,7 +75,7 @@ def without_wrappers(name: str) -> str:
 
 
 def is_of_head(name: str, param: nn.Parameter) -> bool:
-    """Return whether a parameter belongs to the output layer or to one of BERT's heads."""
+    """Return whether a parameter belongs to the output layer, a classifier or BERT's heads."""
     return without_wrappers(name).split(".")[0] in _HEADS
 
 

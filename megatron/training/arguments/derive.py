@@ -110,6 +110,46 @@ def depth(ns: Namespace) -> None:
         ns.decoder_num_layers = ns.num_layers
 
 
+def image_classes(ns: Namespace) -> Iterator[str]:
+    """Derive the length of an image classifier's sequences, which tensor-parallel ranks divide.
+
+    ``--data-path TRAIN VALID`` names a folder of each split, as in Megatron-LM's
+    pretrain_vision_classify.py.
+    """
+    if not model_kind(ns.model_kind).classifies_images:
+        return
+    part = sequence_divisor(
+        cp=ns.context_parallel_size,
+        tp=ns.tensor_model_parallel_size,
+        sequence_parallel=ns.sequence_parallel,
+    )
+    side = max(1, ns.patch_dim)  # a check reports 0
+    length = (ns.img_h // side) * (ns.img_w // side) + 1
+    for flag, given in (
+        ("--seq-length", ns.seq_length),
+        ("--encoder-seq-length", ns.encoder_seq_length),
+        ("--max-position-embeddings", ns.max_position_embeddings),
+    ):
+        if given not in (None, length):
+            yield (
+                f"{flag} {given} is without effect: an image has {length} positions, its patches "
+                "and the class token"
+            )
+    ns.seq_length, ns.encoder_seq_length = -(-length // part) * part, None
+    ns.max_position_embeddings = length  # the table must not depend on the layout
+    words: tuple[str, ...] = tuple(ns.data_path or ())
+    if len(words) == 2 and not _is_number(words[0]):
+        ns.train_data_path, ns.valid_data_path, ns.data_path = words[:1], words[1:], None
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 def images(ns: Namespace) -> None:
     """Derive the encoder's depth and the lengths of a model that reads images.
 
@@ -365,6 +405,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     initial_weights,
     precision,
     nothing_asked,
+    image_classes,
     images,
     depth,
     pipeline,

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.config.option import dest_of, options_of
 from megatron.core.device import CPU
 from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP, layer_pattern
+from megatron.training.arguments.image_flag_requirements import OF_IMAGES
 from megatron.training.arguments.requirement import (
     FlagRequirement,
     needs,
@@ -23,7 +23,6 @@ from megatron.training.arguments.requirement import (
 )
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.config.resilience import RESTART_FLAGS
-from megatron.training.config.vision import VisionConfig
 from megatron.training.models.registry import model_kind
 
 
@@ -132,16 +131,6 @@ _OF_MODEL = (
         "pretrain_t5.py (--model-kind t5)",
         "encoder_pipeline_model_parallel_size",
         lambda ns: model_kind(ns.model_kind).has_encoder,
-    ),
-    needs(
-        "pretrain_vlm.py (--model-kind vlm)",
-        " ".join(dest_of(f, opt) for f, opt in options_of(VisionConfig)),
-        lambda ns: model_kind(ns.model_kind).reads_images,
-    ),
-    needs(
-        "an encoder that is trained (no --freeze-ViT)",
-        "recompute_vision",
-        lambda ns: not ns.freeze_ViT,
     ),
     needs(
         "pretrain_bert.py (--model-kind bert)",
@@ -413,6 +402,7 @@ _OF_HYBRIDS = (
 NEEDS = (
     *_OF_OPTIMIZER,
     *_OF_MODEL,
+    *OF_IMAGES,
     *_OF_EXPERTS,
     *_OF_PRECISION,
     *_OF_LAYOUT,

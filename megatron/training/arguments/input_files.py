@@ -49,10 +49,16 @@ def missing_files(args: Namespace) -> list[str]:
         for name, path in named
         if path is not None and not Path(path).exists()
     ]
-    has_shards = model_kind(args.model_kind).reads_images
+    kind = model_kind(args.model_kind)
     for name in _PREFIXES:
         for prefix in _prefixes(getattr(args, name, None) or ()):
-            if has_shards:
+            if kind.classifies_images:
+                is_there = Path(prefix).is_dir()
+                missing += (
+                    [] if is_there else [f"{_flag(name)} {prefix}: no folder on this machine"]
+                )
+                continue
+            if kind.reads_images:
                 missing += _missing_shards(name, prefix)
                 continue
             gone = [f"{prefix}{end}" for end in (".idx", ".bin") if not _is_file(prefix, end)]

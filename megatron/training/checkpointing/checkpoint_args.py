@@ -72,6 +72,7 @@ FORCED = (
     *LATENT,
     *YARN,
     *IMAGES,
+    "num_classes",
 )
 FORCED_PREFIXES = (
     "hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_", "relative_attention_",

@@ -16,6 +16,7 @@ MODEL_KINDS = Registry[object](
         "bert": "megatron.training.models.descriptions:BERT",
         "mamba": "megatron.training.models.descriptions:MAMBA",
         "t5": "megatron.training.models.descriptions:T5",
+        "vit": "megatron.training.models.descriptions:VIT",
         "vlm": "megatron.training.models.descriptions:VLM",
     },
 )

@@ -51,20 +51,6 @@ class OutOfScopeFlags:
     embedding_path: str | None = _ict(None, "File of embeddings for open retrieval.")
     indexer_batch_size: int = _ict(128, "Samples in a batch while blocks are embedded.")
     indexer_log_interval: int = _ict(1000, "Batches between lines while blocks are embedded.")
-    num_classes: int = _vision(1000, "Classes of an image classifier.")
-    num_channels: int = _vision(3, "Channels of images.")
-    classes_fraction: float = _vision(1.0, "Share of the classes that is trained on.")
-    data_per_class_fraction: float = _vision(
-        1.0, "Share of each class's images that is trained on."
-    )
-    data_sharding: bool = _vision(True, "Do not shard image folders over ranks.")
-    vision_pretraining: bool = _vision(False, "Pretrain a vision model.")
-    vision_pretraining_type: str = _vision(
-        "classify", "Task of vision pretraining.", choices=("classify", "inpaint", "dino")
-    )
-    vision_backbone_type: str = _vision(
-        "vit", "Architecture of the vision model.", choices=("vit", "mit", "swin")
-    )
     swin_backbone_type: str = _vision(
         "tiny", "Size of a Swin model.", choices=("tiny", "base", "h3")
     )

@@ -14,6 +14,7 @@ from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
 from megatron.training.config.extensions import ExtensionsConfig
+from megatron.training.config.image_classifier import ImageClassifierConfig
 from megatron.training.config.inference import InferenceConfig
 from megatron.training.config.language_model import LanguageModelConfig
 from megatron.training.config.logging import LoggingConfig
@@ -39,6 +40,7 @@ class RunConfig:
     model: TransformerConfig
     language_model: LanguageModelConfig
     vision: VisionConfig
+    image_classifier: ImageClassifierConfig
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
     ddp: DistributedDataParallelConfig

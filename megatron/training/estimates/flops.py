@@ -24,7 +24,12 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, L
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of
-from megatron.training.models.image_encoder import ImageEncoder, image_encoder
+from megatron.training.models.image_encoder import (
+    ImageEncoder,
+    image_encoder,
+    num_patches,
+    pixels_of_patch,
+)
 from megatron.training.models.layers import Layer
 from megatron.training.models.registry import model_kind_of
 
@@ -92,8 +97,13 @@ def gemms_per_weight(config: RunConfig) -> int:
 
 
 def image_flops(config: RunConfig) -> ModelFlops:
-    """Return the FLOPs of the encoder and the projector for one sample; zero without them."""
-    if not model_kind_of(config).reads_images:
+    """Return the FLOPs of a sample's encoder and projector, or of a classifier's patches."""
+    kind = model_kind_of(config)
+    if kind.classifies_images:  # the first layer needs no gradient of pixels
+        patches = num_patches(config.vision) * pixels_of_patch(config.vision)
+        embedding = (FORWARD_AND_BACKWARD - 1) * patches * config.model.hidden_size
+        return ModelFlops(linear=float(MULTIPLY_ADD * embedding), attention=0.0)
+    if not kind.reads_images:
         return ModelFlops(linear=0.0, attention=0.0)
     images = image_encoder(config)
     is_trained = not config.vision.freeze_ViT
@@ -193,6 +203,8 @@ def _heads(config: RunConfig, padded_vocab_size: int, hidden_share: float) -> fl
     """
     model, hidden, length = config.model, config.model.hidden_size, config.data.seq_length
     kind = model_kind_of(config)
+    if kind.classifies_images:
+        return hidden * config.image_classifier.num_classes
     if kind.has_masked_lm_head:
         order = hidden * (hidden + 2) if config.language_model.bert_binary_head else 0
         return hidden_share * length * hidden * (hidden + padded_vocab_size) + order

@@ -7,7 +7,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, L
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of
-from megatron.training.models.image_encoder import image_encoder
+from megatron.training.models.image_encoder import image_encoder, num_patches, pixels_of_patch
 from megatron.training.models.layers import Layer
 from megatron.training.models.registry import model_kind_of
 
@@ -42,6 +42,8 @@ def head_parameters(run: RunConfig, padded_vocab_size: int) -> int:
     hidden, tp = m.hidden_size, m.tensor_model_parallel_size
     norm = hidden * _parameters_per_channel(m)
     kind = model_kind_of(run)
+    if kind.classifies_images:
+        return norm + (hidden + 1) * run.image_classifier.num_classes
     if kind.has_masked_lm_head:
         has_order = run.language_model.bert_binary_head
         order = 2 * hidden + hidden * (hidden + 1) + 2 * (hidden + 1) if has_order else 0
@@ -57,8 +59,15 @@ def head_parameters(run: RunConfig, padded_vocab_size: int) -> int:
 
 
 def encoder_parameters(run: RunConfig) -> int:
-    """Return the parameters of the encoder of images on one tensor-parallel rank; 0 without one."""
-    if not model_kind_of(run).reads_images:
+    """Return the parameters of the encoder of images on one tensor-parallel rank; 0 without one.
+
+    Those of an image classifier are its embeddings: `layer_parameters` counts its layers.
+    """
+    kind = model_kind_of(run)
+    if kind.classifies_images:  # patches with a bias, class token, positions
+        vectors = pixels_of_patch(run.vision) + num_patches(run.vision) + 3
+        return run.model.hidden_size * vectors
+    if not kind.reads_images:
         return 0
     images = image_encoder(run)
     m = images.layers

@@ -46,7 +46,8 @@ def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCoun
         model=replace(config.model, tensor_model_parallel_size=1, expert_tensor_parallel_size=1),
     )
     whole = replace(of_rank, model=replace(of_rank.model, expert_model_parallel_size=1))
-    embedding = config.model.hidden_size * padded_vocab_size
+    has_text = not model_kind_of(config).classifies_images
+    embedding = config.model.hidden_size * padded_vocab_size * has_text
     num_embeddings = 2 if config.language_model.untie_embeddings_and_output_weights else 1
     pp, tp = config.model.pipeline_model_parallel_size, config.model.tensor_model_parallel_size
     on_first_stage = embedding * (num_embeddings if pp == 1 else 1)
@@ -97,7 +98,9 @@ def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches
         total *= 1 + (pp - 1) / (pp * vp)
     elif pp > 1:
         total *= min(1.0, num_microbatches / pp)
-    if pp == 1:  # the output layer: its input and fp32 logits
+    if (
+        pp == 1 and not model_kind_of(config).classifies_images
+    ):  # the output layer: its input and fp32 logits
         total += wide * 4 * (1 + padded_vocab_size / model.hidden_size)
     of_images = image_activation_bytes(config, num_microbatches)
     return total / model.tensor_model_parallel_size + of_images

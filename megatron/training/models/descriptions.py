@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.training.models.image_checks import image_reader_problems
+from megatron.training.models.image_checks import image_classifier_problems, image_reader_problems
 from megatron.training.models.kind import ModelKind
 from megatron.training.models.layers import encoder_decoder_layers, hybrid_layers
 
@@ -39,6 +39,17 @@ MAMBA = ModelKind(
     implementation="megatron.training.models.mamba:MAMBA",
     is_hybrid=True,
     layers=hybrid_layers,
+)
+VIT = ModelKind(
+    title="the image classifier",
+    entry_script="pretrain_vision_classify.py",
+    implementation="megatron.training.models.vit:VIT",
+    is_causal=False,
+    classifies_images=True,
+    writes_text=False,
+    supports_context_parallel=False,
+    transformers_class="ImageClassification",
+    problems=image_classifier_problems,
 )
 VLM = ModelKind(
     title="the vision-language model",

@@ -18,6 +18,43 @@ def format_problem(checkpoint_format: str) -> str | None:
     )
 
 
+def image_classifier_problems(run: RunConfig) -> Iterator[str]:
+    """Yield why an image classifier cannot be built, or read images, as the flags describe it."""
+    vision, classes = run.vision, run.image_classifier
+    yield from image_problems("vit", vision.img_h, vision.img_w, vision.patch_dim)
+    for flag, given, available in (
+        ("--num-channels", classes.num_channels, 3),
+        ("--vision-pretraining-type", classes.vision_pretraining_type, "classify"),
+        ("--vision-backbone-type", classes.vision_backbone_type, "vit"),
+    ):
+        if given != available:
+            yield f"{flag} {given} is not available in this program: give {available}"
+    for flag, share in (
+        ("--classes-fraction", classes.classes_fraction),
+        ("--data-per-class-fraction", classes.data_per_class_fraction),
+    ):
+        if not share:
+            yield f"{flag} {share} leaves no images: give a number over 0, at most 1"
+    if run.language_model.position_embedding_type != "learned_absolute":
+        yield (
+            f"--position-embedding-type {run.language_model.position_embedding_type}: an image "
+            "classifier learns a position for each patch; leave the flag out"
+        )
+    if run.model.num_moe_experts is not None:
+        yield "--num-experts: an image classifier has no experts; leave the flag out"
+    if run.model.mtp_num_layers is not None:
+        yield "--mtp-num-layers: an image classifier predicts no tokens; leave the flag out"
+    for flag, is_on in (
+        ("--reset-attention-mask", run.data.reset_attention_mask),
+        ("--reset-position-ids", run.data.reset_position_ids),
+        ("--eod-mask-loss", run.data.eod_mask_loss),
+    ):
+        if is_on:
+            yield f"{flag}: images are no documents; leave the flag out"
+    if run.language_model.spec is not None:
+        yield "--spec: an image classifier has the layers that other flags describe"
+
+
 def image_reader_problems(run: RunConfig) -> Iterator[str]:
     """Yield why the encoder of images cannot be built as the flags describe it."""
     vision = run.vision

@@ -16,6 +16,7 @@ from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.models.vision.kinds import KINDS, VisionKind, get_num_image_embeddings
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
+from megatron.training.config.vision import VisionConfig
 
 # What the encoder and the projector have in common with the language model.
 _INHERITED = (
@@ -89,7 +90,7 @@ def image_encoder(config: RunConfig) -> ImageEncoder:
         projector=projector_config(config),
         kind=KINDS[vision.vision_model_type],
         has_layer_scale=has_layer_scale(config),
-        num_patches=(vision.img_h // vision.patch_dim) * (vision.img_w // vision.patch_dim),
+        num_patches=num_patches(vision),
         num_embeddings=get_num_image_embeddings(
             *sizes,
             vision.vision_model_type,
@@ -98,10 +99,20 @@ def image_encoder(config: RunConfig) -> ImageEncoder:
             vision.pixel_shuffle,
         ),
         max_tiles=vision.max_tiles,
-        pixels=_COLOURS * vision.patch_dim**2,
+        pixels=pixels_of_patch(vision),
         projector_has_norm=projector_has_norm(config),
         projector_input=layers.hidden_size * (4 if vision.pixel_shuffle else 1),
     )
+
+
+def num_patches(vision: VisionConfig) -> int:
+    """Return the number of patches of an image, or of a tile of one."""
+    return (vision.img_h // vision.patch_dim) * (vision.img_w // vision.patch_dim)
+
+
+def pixels_of_patch(vision: VisionConfig) -> int:
+    """Return the values of a patch, in all colours."""
+    return _COLOURS * vision.patch_dim**2
 
 
 def encoder_config(config: RunConfig) -> TransformerConfig:

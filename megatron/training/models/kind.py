@@ -127,6 +127,7 @@ class ModelKind:
     masks_tokens: bool = False  # in training samples, by --mask-prob
     has_masked_lm_head: bool = False  # BERT's output layers: masked tokens, sentence order
     reads_images: bool = False  # with an encoder on the first stage; --img-h and others describe it
+    classifies_images: bool = False  # by --num-classes; images are its sequences, without text
     writes_text: bool = True  # autoregressively, for tools/text_generation_cli.py
     supports_compile: bool = False
     supports_context_parallel: bool = True

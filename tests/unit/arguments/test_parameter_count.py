@@ -72,6 +72,8 @@ OTHERS += [
     f"{VLM} --vision-model-type internvit --disable-vision-class-token --pixel-shuffle "
     "--vision-hidden-size 48 --vision-num-attention-heads 6 --disable-bias-linear --img-w 24",
     f"{VLM} --vision-model-type siglip --vision-projection-type affine --vision-ffn-hidden-size 40",
+    "--model-kind vit --position-embedding-type learned_absolute --img-h 24 --img-w 36 "
+    "--patch-dim 6 --num-classes 7",
     f"{VLM} --vision-model-type vit --vision-projection-type affine --disable-bias-linear",
 ]
 

@@ -203,3 +203,18 @@ def test_an_unknown_device_is_measured_and_says_so() -> None:
     assert peak.flops_per_s > 1e6
     assert peak.source.startswith("measured rate of a ")
     assert peak.source.endswith("^3 float32 matmul on cpu")
+
+
+def test_torchs_counter_agrees_on_an_image_classifier(counted) -> None:
+    config = run_config(f"--model-kind vit --img-h 24 --img-w 36 --patch-dim 6 {PLAIN}")
+    batch = 2
+    linear, attention = counted(
+        config,
+        256,
+        images=torch.zeros(batch, 3, 24, 36),
+        labels=torch.zeros(batch, dtype=torch.long),
+        loss_mask=torch.ones(batch),
+    )
+    flops = causal_model_flops(config, batch, 256)
+    assert flops.linear == linear
+    assert flops.attention == attention

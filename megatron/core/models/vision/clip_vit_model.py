@@ -90,11 +90,7 @@ class CLIPViTModel(VisionModule):
         ``attention_mask``: True for pairs of patches that do not attend to each other.  Raises
         DataError for images of another size.
         """
-        if x.shape[1:] != (_COLOURS, self.img_h, self.img_w):
-            raise DataError(
-                f"images of shape {tuple(x.shape[1:])} do not fit an encoder of "
-                f"{(_COLOURS, self.img_h, self.img_w)}: resize them, or set --img-h and --img-w"
-            )
+        check_image_size(x, self.img_h, self.img_w)
         hidden: Tensor = self.conv1(x)
         if self.class_token is not None:
             hidden = torch.cat([self.class_token.expand(len(x), -1, -1), hidden], 1)
@@ -105,6 +101,15 @@ class CLIPViTModel(VisionModule):
         if self.ln_post is not None:
             hidden = self.ln_post(hidden)
         return hidden
+
+
+def check_image_size(images: Tensor, img_h: int, img_w: int) -> None:
+    """Raise DataError unless images [b, 3, H, W] have the model's height and width."""
+    if images.shape[1:] != (_COLOURS, img_h, img_w):
+        raise DataError(
+            f"images of shape {tuple(images.shape[1:])} do not fit an encoder of "
+            f"{(_COLOURS, img_h, img_w)}: resize them, or set --img-h and --img-w"
+        )
 
 
 class PatchProjection(nn.Module):

@@ -16,6 +16,8 @@ def table_is_long_enough(run: RunConfig) -> Iterator[str]:
     """
     lm, d = run.language_model, run.data
     longest = max(d.seq_length, d.decoder_seq_length or 0)
+    if model_kind_of(run).classifies_images:  # positions beyond the table are padding
+        return
     if model_kind_of(run).reads_images:  # its positions count an image as one token
         longest = (run.vision.dataloader_seq_length or 0) + 1
     table = lm.max_position_embeddings

@@ -22,12 +22,25 @@ class VisionModule(MegatronModule):
     """A model whose input are images: embeddings of their patches, then transformer layers.
 
     An encoder has all its layers on one pipeline stage; tensor parallelism shards its layers, and
-    every rank computes the embeddings.  A constructor calls `build_layers` and ends with
-    `finalize_parameters`.
+    every rank computes the embeddings.  A constructor calls `build_layers`, or `check_groups` if it
+    builds ``decoder`` itself, and ends with `finalize_parameters`.
     """
 
+    decoder: TransformerBlock
+
     def build_layers(self, spec: ModuleSpec, groups: ProcessGroupCollection) -> None:
-        """Build all layers of ``spec``, without a norm behind them.
+        """Build all layers of ``spec``, without a norm behind them; see `check_groups`."""
+        self.check_groups(groups)
+        self.decoder = TransformerBlock(
+            self.config,
+            spec,
+            post_layer_norm=False,
+            pg_collection=groups,
+            layer_indices=range(self.config.num_layers),
+        )
+
+    def check_groups(self, groups: ProcessGroupCollection) -> None:
+        """Set the process groups of the model.
 
         Raises ConfigError with context parallelism: patches attend to all others.
         """
@@ -38,13 +51,6 @@ class VisionModule(MegatronModule):
             )
         self.pg_collection = groups
         self.tp_group = groups.tp
-        self.decoder = TransformerBlock(
-            self.config,
-            spec,
-            post_layer_norm=False,
-            pg_collection=groups,
-            layer_indices=range(self.config.num_layers),
-        )
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
         """Set the hidden states [n, b, h] that replace those of images."""
@@ -72,7 +78,8 @@ class VisionModule(MegatronModule):
 
     def finalize_parameters(self) -> None:
         """Assign global names, and initialise with the seed of the config."""
-        name_parameters(self)
+        layers = enumerate(self.decoder.layer_range)
+        name_parameters(self, {f"decoder.layers.{i}.": f"decoder.layers.{n}." for i, n in layers})
         seed = self.config.init_seed
         random = self.config.perform_initialization
         initialize_parameters(self, torch.initial_seed() if seed is None else seed, random=random)

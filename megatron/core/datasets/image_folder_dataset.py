@@ -1,0 +1,212 @@
+"""Images of a folder for each class, for image classifiers.
+
+``H`` x ``W`` pixels of a processed image.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.images.augmentation import augmented
+from megatron.core.datasets.images.decode import decode_image
+from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, Sample, SyntheticDataset
+from megatron.core.datasets.replaced_samples import ReplacedSamples, ReplacedSamplesConfig
+from megatron.core.datasets.tar_shards import IMAGE_SUFFIXES
+from megatron.core.datasets.utils import Split
+
+_ORDER_SEED = 0  # of the files: a split must not depend on the seed of a run
+_AUGMENTATION_STREAM = 1 << 20  # beyond the streams of replaced samples
+
+
+@dataclass(kw_only=True)
+class ImageFolderDatasetConfig(ReplacedSamplesConfig):
+    """Size of processed images, and the classes and images that are used.
+
+    ``classes_fraction`` and ``data_per_class_fraction`` keep the first classes, and the first
+    images of each class, in the order of their names; at least one.
+    """
+
+    img_h: int = 224
+    img_w: int = 224
+    num_classes: int = 1000
+    classes_fraction: float = 1.0
+    data_per_class_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for flag, share in (
+            ("--classes-fraction", self.classes_fraction),
+            ("--data-per-class-fraction", self.data_per_class_fraction),
+        ):
+            if not 0 < share <= 1:
+                raise ConfigError(f"{flag} {share}: give a number over 0, at most 1")
+
+
+class ImageFolder:
+    """Image files of ``root``/CLASS/, with the number of their class, in a fixed random order.
+
+    The order depends on the names only: a contiguous part of it has images of all classes.  Files
+    with another suffix than an image's are ignored.  Raises DataError for a folder without classes
+    or with more of them than ``num_classes``, and for a class without images.
+    """
+
+    def __init__(self, root: str, config: ImageFolderDatasetConfig) -> None:
+        self.root = root
+        self.classes = self._classes(config)
+        files: list[str] = []
+        labels: list[int] = []
+        for label, name in enumerate(self.classes):
+            found = _first(self._images_of(name), config.data_per_class_fraction)
+            files += found
+            labels += [label] * len(found)
+        order = np.random.Generator(np.random.Philox(_ORDER_SEED)).permutation(len(files))
+        self._files = [files[i] for i in order]
+        self._labels = [labels[i] for i in order]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, idx: int) -> tuple[str, int]:
+        """Return path and class of a file."""
+        return self._files[idx], self._labels[idx]
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return zip(self._files, self._labels, strict=True)
+
+    def _classes(self, config: ImageFolderDatasetConfig) -> list[str]:
+        try:
+            with os.scandir(self.root) as entries:
+                names = sorted(entry.name for entry in entries if entry.is_dir())
+        except OSError as error:
+            raise DataError(
+                f"{self.root}: {error.strerror}; give --data-path a folder that has a folder of "
+                "images for each class"
+            ) from error
+        if not names:
+            raise DataError(f"{self.root} has no folders: give it one for each class")
+        names = _first(names, config.classes_fraction)
+        if len(names) > config.num_classes:
+            raise DataError(
+                f"{self.root} has {len(names)} classes, --num-classes is {config.num_classes}: "
+                f"give --num-classes {len(names)}"
+            )
+        return names
+
+    def _images_of(self, name: str) -> list[str]:
+        folder = os.path.join(self.root, name)
+        found = [
+            os.path.join(where, file)
+            for where, _, files in os.walk(folder, followlinks=True)
+            for file in files
+            if file.rpartition(".")[2].lower() in IMAGE_SUFFIXES
+        ]
+        if not found:
+            raise DataError(
+                f"{folder} has no image file (.{', .'.join(IMAGE_SUFFIXES)}): remove this folder, "
+                "or add images of its class"
+            )
+        return sorted(found)
+
+
+class ImageFolderDataset(ReplacedSamples):
+    """Samples of one split: images f32 [3, H, W], labels i64 [], loss_mask f32 [].
+
+    Images of the training split are augmented, as a function of the seed and the sample number;
+    those of other splits are scaled, and cut to their middle if H equals W.
+    """
+
+    config: ImageFolderDatasetConfig
+    dataset: ImageFolder
+    split_unit = "images"
+
+    def __init__(
+        self,
+        images: LowLevelDataset,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: ImageFolderDatasetConfig,
+    ) -> None:
+        super().__init__(images, dataset_path, indices, num_samples, index_split, config)
+        is_square = config.img_h == config.img_w
+        self._processor = ImageProcessor(
+            ImageSettings(
+                img_h=config.img_h,
+                img_w=config.img_w,
+                vision_model_type="vit",
+                fit="crop" if is_square and index_split != Split.train else "stretch",
+            )
+        )
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
+        """Return the number of images."""
+        assert isinstance(low_level_dataset, ImageFolder)
+        return len(low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
+        """List the images of a folder."""
+        if dataset_path is None:
+            raise ConfigError("no data is named: give --data-path, or --mock-data")
+        assert isinstance(config, ImageFolderDatasetConfig)
+        return ImageFolder(dataset_path, config)
+
+    def _content(self, element: int) -> tuple[str, Any]:
+        path, label = self.dataset[element]
+        try:
+            with open(path, "rb") as file:
+                return path, (path, label, file.read())
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; it was there at the start") from error
+
+    def _sample(self, content: Any, number: int) -> Sample:
+        path, label, data = content
+        image = decode_image(data, path)
+        if self.index_split == Split.train:
+            size = self.config.img_w, self.config.img_h
+            image = augmented(image, size, self.random_of(number, _AUGMENTATION_STREAM))
+        return _tensors(self._processor.process(image, path)[0], label)
+
+
+class MockImageFolderDataset(SyntheticDataset, ImageFolderDataset):
+    """Synthetic, learnable samples: noise over a pattern of the class, from seed and number.
+
+    The pattern of a class is the same in every split.
+    """
+
+    def __getitem__(self, idx: int | None) -> Sample:
+        config, random = self.config, self.random_of(0 if idx is None else int(idx))
+        label = int(random.integers(config.num_classes))
+        pattern = np.random.Generator(np.random.Philox(key=[_ORDER_SEED, label]))
+        shape = (3, config.img_h, config.img_w)
+        pixels = pattern.standard_normal(shape, np.float32)
+        sample = _tensors(pixels + random.standard_normal(shape, np.float32), label)
+        if idx is None:
+            sample["loss_mask"].zero_()
+        return sample
+
+
+def _tensors(pixels: np.ndarray, label: int) -> Sample:
+    return {
+        "images": torch.from_numpy(pixels),
+        "labels": torch.tensor(label),
+        "loss_mask": torch.ones(()),
+    }
+
+
+def _first(names: list[str], fraction: float) -> list[str]:
+    """Return the first ``fraction`` of ``names``, at least one."""
+    return names[: max(1, int(len(names) * fraction))]

@@ -1,0 +1,40 @@
+"""Requirements of the flags of models that read or classify images; see `flag_requirements`."""
+
+from __future__ import annotations
+
+from megatron.core.config.option import dest_of, options_of
+from megatron.training.arguments.requirement import needs
+from megatron.training.config.image_classifier import ImageClassifierConfig
+from megatron.training.config.vision import VisionConfig
+from megatron.training.models.registry import model_kind
+
+_SHARED = ("img_h", "img_w", "patch_dim", "broken_samples")
+
+OF_IMAGES = (
+    needs(
+        "pretrain_vlm.py (--model-kind vlm)",
+        " ".join(
+            name
+            for name in (dest_of(f, opt) for f, opt in options_of(VisionConfig))
+            if name not in _SHARED
+        ),
+        lambda ns: model_kind(ns.model_kind).reads_images,
+    ),
+    needs(
+        "pretrain_vlm.py (--model-kind vlm) or pretrain_vision_classify.py (--model-kind vit)",
+        " ".join(_SHARED),
+        lambda ns: (
+            model_kind(ns.model_kind).reads_images or model_kind(ns.model_kind).classifies_images
+        ),
+    ),
+    needs(
+        "pretrain_vision_classify.py (--model-kind vit)",
+        " ".join(dest_of(f, opt) for f, opt in options_of(ImageClassifierConfig)),
+        lambda ns: model_kind(ns.model_kind).classifies_images,
+    ),
+    needs(
+        "an encoder that is trained (no --freeze-ViT)",
+        "recompute_vision",
+        lambda ns: not ns.freeze_ViT,
+    ),
+)
