@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel import overlapped_linear
@@ -16,6 +15,7 @@ from megatron.core.tensor_parallel.overlapped_linear import overlap_layers
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from tests import tolerances
 from tests.distributed.test_tensor_parallel_model import batch, build
+from tests.host_gpu import symmetric_memory
 from tests.ranks import run_ranks
 from tests.unit.one_process import tiny_config
 
@@ -29,27 +29,10 @@ FLAGS: dict[str, dict[str, bool]] = {
 }
 
 
-class _OnCpu:
-    """torch's fused operations exist for GPUs only; these have their contract."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def fused_all_gather_matmul(self, x: Any, matrices: Any, *rest: Any) -> Any:
-        self.calls.append("gather")
-        assert x.is_contiguous()
-        return symmetric_memory._fused_all_gather_matmul_fallback(x, matrices, *rest)
-
-    def fused_matmul_reduce_scatter(self, x: Any, matrix: Any, *rest: Any) -> Any:
-        self.calls.append("scatter")
-        assert x.is_contiguous()
-        return symmetric_memory._fused_matmul_reduce_scatter_fallback(x, matrix, *rest)
-
-
 def fused_and_separate(rank: int, world_size: int) -> dict[str, list[str]]:
     groups = create_process_groups(*make_grids(world_size, tp=2))
     tokens, labels, positions = batch()
-    ops = _OnCpu()
+    kept = symmetric_memory.register("CPU")
     calls = {}
 
     def gradients(model: Any, *, later: bool) -> dict[str, Any]:
@@ -63,20 +46,18 @@ def fused_and_separate(rank: int, world_size: int) -> dict[str, list[str]]:
             loss.backward()
         return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
 
-    with (
-        mock.patch.object(torch.ops, "symm_mem", ops, create=True),
-        mock.patch.object(overlapped_linear, "_why_no_symmetric_memory", return_value=None),
-    ):
+    with mock.patch.object(overlapped_linear, "_why_no_symmetric_memory", return_value=None):
         for case in ("gpt2", "llama"):
             wanted = gradients(build(case, groups, 128, sequence_parallel=True), later=False)
             for name, flags in FLAGS.items():
                 for later in (False, True):
                     model = build(case, groups, 128, sequence_parallel=True)
                     assert overlap_layers(model, groups.tp, tiny_config(**flags)) is None
-                    ops.calls.clear()
+                    symmetric_memory.calls.clear()
                     found = gradients(model, later=later)
                     torch.testing.assert_close(found, wanted, **tolerances.of(torch.float64))
-                calls[name] = list(ops.calls)
+                calls[name] = list(symmetric_memory.calls)
+    del kept
     return calls
 
 

@@ -49,7 +49,7 @@ def on_the_device(
     base: Sequence[str] = TINY,
     **environ: str,
 ) -> list[float]:
-    """Losses of a run that is started as a user would start it."""
+    """Losses of a run that is started as a user would start it; its log is ``folder``/log."""
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
     start = [sys.executable, "-m"]
@@ -65,6 +65,7 @@ def on_the_device(
         timeout=300,
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+    (folder / "log").write_text(ended.stdout)
     return losses([json.loads(line) for line in metrics.read_text().splitlines()])
 
 
@@ -154,6 +155,21 @@ def test_documents_on_all_ranks_have_the_losses_of_a_mask(tmp_path: Path, compil
     joined = losses(run_gpt(tmp_path / "joined", *flags, world_size=4, base=base))
     for ours, apart, mixed in zip(found, cpu, joined, strict=True):
         assert abs(ours - apart) < abs(mixed - apart) / 4
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--bf16 --fp8-format hybrid"])
+def test_gemms_over_symmetric_memory_have_the_losses_of_separate_collectives(
+    tmp_path: Path, compiled: Path, precision: str
+) -> None:
+    """Symmetric memory is emulated; its operations assert what torch and cuBLAS need."""
+    flags = f"{precision} --train-iters 3 --tensor-model-parallel-size 2 --sequence-parallel"
+    overlap = ["--tp-comm-overlap", "--tp-comm-overlap-rs-dgrad"]
+    separate = on_the_device(tmp_path / "separate", compiled, 2, flags.split())
+    fused = on_the_device(tmp_path / "fused", compiled, 2, [*flags.split(), *overlap])
+    # A bf16 GEMM of the host sums in another order for fewer rows.
+    bound = 0 if "fp8" in precision else tolerances.LAYOUT[torch.bfloat16]["loss"]
+    assert fused == pytest.approx(separate, rel=bound, abs=0)
+    assert "--tp-comm-overlap is without effect" not in (tmp_path / "fused/log").read_text()
 
 
 HYBRID = "--num-layers 4 --hybrid-override-pattern M*-E --mamba-num-groups 2 --mamba-head-dim 32"

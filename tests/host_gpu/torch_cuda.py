@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core import device
 from tests import triton_interpreter
-from tests.host_gpu import attention, gemm, nccl
+from tests.host_gpu import attention, gemm, nccl, symmetric_memory
 
 _threads = threading.local()
 kept: list[Any] = []  # what would unregister itself
@@ -151,7 +151,8 @@ def install(compiled: Any) -> None:
     _let_storages_be_resized()
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.mend()
-    kept.extend([attention.register(), gemm.register()])
+    kept.extend([attention.register(), gemm.register(), symmetric_memory.register("CUDA")])
+    symmetric_memory.let_ranks_share_memory()
     device.records_graphs = lambda: False  # tests.graph_stand_in shows graphs
     device.default_backend = lambda: _LIKE_NCCL if device.is_cuda() else "gloo"
     dist.ProcessGroupNCCL = nccl.ProcessGroupNCCL  # type: ignore[misc, assignment]

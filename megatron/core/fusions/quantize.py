@@ -67,13 +67,14 @@ def product(
     """Compute a b^T: [m, k] and [n, k] -> [m, n], as `low_precision.product` does."""
     takes_blocks = block_scaled_mm.takes(a, b, dtype)
     if takes_blocks or (a.block is None and b.block is None):  # torch's operations of 8 bits
-        a, b = _in_rows(a), _in_rows(b)
+        a, b = in_rows(a), in_rows(b)
     if takes_blocks:
         return block_scaled_mm.product(a, b, dtype, out)
     return low_precision.product(a, b, dtype, fast=fast, out=out)
 
 
-def _in_rows(x: Scaled) -> Scaled:
+def in_rows(x: Scaled) -> Scaled:
+    """Return ``x`` with contiguous codes, if a kernel can transpose them."""
     fused = None if x.codes.is_contiguous() else _kernels(x.codes.t())
     return Scaled(fused.transposed(x.codes.t()), x.scale, x.block) if fused else x
 

@@ -1,9 +1,7 @@
 """Linear layers whose GEMMs overlap with the collective that feeds or follows them.
 
-With --tp-comm-overlap under sequence parallelism, torch divides the GEMM of a layer by ranks: while
-one part is computed, the next is copied through symmetric memory, which the GPUs of a group map
-into each other's address space.  Other collectives of these layers overlap with other GEMMs, as in
-`linear`.
+With --tp-comm-overlap under sequence parallelism, these collectives run inside of the GEMM, as
+`overlap` describes.  Other collectives of these layers overlap with other GEMMs, as in `linear`.
 
     column   all-gather of x [s/tp, b, i], then its GEMM
     row      GEMM of x [s, b, i/tp], then reduce-scatter; backward all-gathers the gradient
@@ -13,7 +11,6 @@ Collectives over the tensor-parallel group, in the order of `linear` and of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -28,7 +25,13 @@ from megatron.core.autograd import Context, Function
 from megatron.core.optional import require
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.linear import LinearCall, linear_backward
-from megatron.core.tensor_parallel.mappings import all_gather_first_dim, reduce_scatter_first_dim
+from megatron.core.tensor_parallel.mappings import reduce_scatter_first_dim
+from megatron.core.tensor_parallel.overlap import Overlap, scattering_backward
+from megatron.core.tensor_parallel.overlapped_quantized_linear import (
+    quantized_column_product,
+    quantized_row_product,
+)
+from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad, is_deferred
 
 
@@ -47,52 +50,19 @@ class OverlapConfig(Protocol):
     def tp_comm_overlap_rs_dgrad(self) -> bool: ...
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Which collectives of a layer over ``group`` run inside of their GEMM."""
-
-    group: ProcessGroup
-    gathers: bool  # all-gathers of inputs (column), and of output gradients (row)
-    scatters: bool  # reduce-scatters of outputs (row)
-    scatters_gradients: bool  # reduce-scatters of input gradients (column)
-
-    def gathered_product(self, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of all ranks, [s, b, i], and their product with ``matrix`` [i, o]."""
-        if not self.gathers:
-            rows = all_gather_first_dim(x, self.group)
-            return rows, rows @ matrix
-        gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            x.contiguous(), [matrix], 0, self.group.group_name
-        )
-        return gathered, y
-
-    def scattered_product(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Return this rank's rows of the sum over ranks of x @ matrix: [s, b, i] -> [s/tp, b, o].
-
-        ``matrix`` is [i, o].
-        """
-        y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            x.contiguous(), matrix, "sum", 0, self.group.group_name
-        )
-        return y
-
-
 def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig) -> str | None:
     """Let the linear layers of ``model`` overlap; return why they cannot, or None.
 
-    Layers in low precision or of Transformer Engine keep their own GEMMs.  Collective over
-    ``group``.
+    Layers of Transformer Engine, and layers in a low precision that `_can_overlap` excludes, keep
+    their own GEMMs.  Collective over ``group``.
     """
     layers = [
         layer
         for layer in model.modules()
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear)
-        and layer.sequence_parallel
-        and layer.quantizer is None
-        and layer.multiply is F.linear
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and _can_overlap(layer)
     ]
     if not layers:
-        return "no layer has sequence parallelism and GEMMs of this program in 16 or 32 bits"
+        return "no layer has sequence parallelism and GEMMs of this program in 8, 16 or 32 bits"
     if reason := _why_no_symmetric_memory(group):
         return reason
     overlap = Overlap(
@@ -102,12 +72,25 @@ def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig)
         scatters_gradients=config.tp_comm_overlap_rs_dgrad,
     )
     for layer in layers:
-        if isinstance(layer, ColumnParallelLinear):
-            if overlap.gathers or overlap.scatters_gradients:
-                layer.overlapped = partial(column_product, overlap)
-        elif overlap.gathers or overlap.scatters:
-            layer.overlapped = partial(row_product, overlap)
+        is_column = isinstance(layer, ColumnParallelLinear)
+        scatters = overlap.scatters_gradients if is_column else overlap.scatters
+        if not (overlap.gathers or scatters):
+            continue
+        if isinstance(layer.quantizer, LinearQuantizer):
+            run = quantized_column_product if is_column else quantized_row_product
+            layer.overlapped = partial(run, overlap, layer.quantizer)
+        else:
+            layer.overlapped = partial(column_product if is_column else row_product, overlap)
     return None
+
+
+def _can_overlap(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
+    """Return whether the layer has a GEMM that torch can fuse: in fp8 only with tensor scales."""
+    if not layer.sequence_parallel or layer.multiply is not F.linear:
+        return False
+    if not isinstance(layer.quantizer, LinearQuantizer):
+        return layer.quantizer is None
+    return layer.quantizer.recipe.block is None and device.multiplies_fp8(device.current())
 
 
 def _why_no_symmetric_memory(group: ProcessGroup) -> str | None:
@@ -166,11 +149,7 @@ class _ColumnProduct(Function[Tensor]):
         if not overlap.scatters_gradients or not needs_grad_x:
             product = (lambda: grad.matmul(weight)) if needs_grad_x else None
             return *linear_backward(item, product, call), None
-        is_later = is_deferred(item)
-        if not is_later:
-            item.start()
-        grad_x = overlap.scattered_product(grad, weight)
-        return grad_x, *((None, None) if is_later else item.compute()), None
+        return *scattering_backward(item, lambda: overlap.scattered_product(grad, weight)), None
 
 
 class _RowProduct(Function[Tensor]):

@@ -43,7 +43,7 @@ from megatron.core.tensor_parallel.weight_gradient import (
     has_been_added,
 )
 
-_INPUT, _GRADIENT = 0, 1  # rows of an amax history
+INPUT, GRADIENT = 0, 1  # rows of an amax history
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class LinearQuantizer(nn.Module):
     ) -> Scaled:
         """Quantise ``x`` [t, w] for a GEMM that sums over w.
 
-        ``which``: _INPUT or _GRADIENT.  ``is_gathered``: ranks all-gather the result, so their
+        ``which``: INPUT or GRADIENT.  ``is_gathered``: ranks all-gather the result, so their
         scales must be equal.  ``turns``: a GEMM of the transposed matrix follows, if the recipe has
         one scale per tensor.  May be collective over ``amax_group``, as described above.
         """
         recipe, to = self.recipe, self._format(which)
         if recipe.block is not None:
-            at_random = recipe.is_fp4 and which == _GRADIENT
+            at_random = recipe.is_fp4 and which == GRADIENT
             return quantize(x, to, (1, recipe.block), at_random=at_random)
         if not recipe.history:
             amax = largest(x)
@@ -162,7 +162,7 @@ class LinearQuantizer(nn.Module):
                 "--seq-length or --micro-batch-size, or use --fp8-recipe tensorwise"
             )
         x = rotated(x) if recipe.is_fp4 else x
-        at_random = recipe.is_fp4 and which == _GRADIENT
+        at_random = recipe.is_fp4 and which == GRADIENT
         return quantize(x, self._format(which), (size, 1), at_random=at_random)
 
     def weight(self, weight: Tensor, *, transposed: bool = False) -> Scaled:
@@ -217,7 +217,7 @@ class LinearQuantizer(nn.Module):
         return scaled.t() if transposed else scaled
 
     def _format(self, which: int) -> FloatFormat:
-        return self.recipe.forward if which == _INPUT else self.recipe.backward
+        return self.recipe.forward if which == INPUT else self.recipe.backward
 
 
 def quantizers_of(models: Sequence[nn.Module]) -> list[LinearQuantizer]:
@@ -277,17 +277,17 @@ class _QuantizedLinear(Function[Tensor]):
         saves_codes = recipe.wgrad and ctx.needs_input_grad[1]
         # An all-gather in backward needs the rows of the tokens, not of their transpose.
         turns = saves_codes and gather is None
-        rows = quantizer.rows(_INPUT, flat, is_gathered=gather is not None, turns=turns)
+        rows = quantizer.rows(INPUT, flat, is_gathered=gather is not None, turns=turns)
         kept: tuple[Tensor, ...] = (flat,)
         block = None
         if saves_codes:
             is_whole = recipe.block is None
-            codes = _turned(rows) if is_whole else quantizer.columns(_INPUT, flat, gather)
+            codes = turned_codes(rows) if is_whole else quantizer.columns(INPUT, flat, gather)
             kept, block = (codes.codes, codes.scale), codes.block
         ctx.save_for_backward(weight, *kept)
         ctx.values = _QuantizedCall(call, quantizer, block)
         if gather is not None:
-            rows = _gathered(rows, gather)
+            rows = gathered_codes(rows, gather)
         y = product(rows, quantizer.weight(weight), x.dtype, fast=True)
         y = y if bias is None else y + bias
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
@@ -298,14 +298,14 @@ class _QuantizedLinear(Function[Tensor]):
         call, quantizer, block = ctx.values
         flat = grad.flatten(0, -2)
         params = call.params(ctx.needs_input_grad)
-        rows = quantizer.rows(_GRADIENT, flat, turns=bool(scales))
+        rows = quantizer.rows(GRADIENT, flat, turns=bool(scales))
         if not scales:
             item = WeightGrad(*params, flat, x, group=call.gather_group, is_own=True)
         else:
             is_whole = quantizer.recipe.block is None
-            codes = _turned(rows) if is_whole else quantizer.columns(_GRADIENT, flat)
+            codes = turned_codes(rows) if is_whole else quantizer.columns(GRADIENT, flat)
             scaled = Scaled(x, scales[0], block)
-            item = _ScaledWeightGrad(*params, flat, codes, scaled, group=call.gather_group)
+            item = ScaledWeightGrad(*params, flat, codes, scaled, group=call.gather_group)
 
         def grad_x() -> Tensor:
             wide = product(rows, quantizer.weight(weight, transposed=True), grad.dtype)
@@ -315,7 +315,7 @@ class _QuantizedLinear(Function[Tensor]):
         return *linear_backward(item, term, call), None, None, None
 
 
-class _ScaledWeightGrad(WeightGrad):
+class ScaledWeightGrad(WeightGrad):
     """`WeightGrad` with quantised operands; the codes of x are all-gathered as bytes."""
 
     def __init__(
@@ -353,12 +353,12 @@ class _ScaledWeightGrad(WeightGrad):
         return product(grad, x.t(), weight.dtype)
 
 
-def _turned(rows: Scaled) -> Scaled:
+def turned_codes(rows: Scaled) -> Scaled:
     """Return the matrix with the memory of its transpose alone, if it has both."""
     return rows if rows.turned is None else Scaled(rows.turned.t(), rows.scale)
 
 
-def _gathered(rows: Scaled, group: ProcessGroup) -> Scaled:
+def gathered_codes(rows: Scaled, group: ProcessGroup) -> Scaled:
     """All-gather the rows: codes as bytes, and scales if they belong to blocks.  Collective."""
     codes = all_gather_first_dim(rows.codes.view(torch.uint8), group).view(rows.codes.dtype)
     scale = rows.scale if rows.block is None else all_gather_first_dim(rows.scale, group)
