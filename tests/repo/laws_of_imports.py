@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "optimizer": _LOWER | {"distributed", "fusions"},
     "transformer": _LOWER | {"fusions", "tensor_parallel", "pipeline_parallel"},  # where stages lie
     "ssm": _LOWER | {"fusions", "tensor_parallel", "transformer"},
+    "peft": _MIDDLE,
     "extensions": _MIDDLE,
     "models": _MIDDLE | {"extensions"},
     "quantization": _UPPER,

@@ -43,17 +43,24 @@ def finalize_model_grads(
 def sum_partial_gradients(
     model: Sequence[DataParallelBase], groups: ProcessGroupCollection
 ) -> None:
-    """Sum gradients over tp that each rank has computed from its part of the sequence.
+    """Sum gradients over tp that are partial on each rank, as of its part of the sequence.
 
     Collective over tp, whose ranks own the same parts of parameters that the distributed optimizer
-    or FSDP shards.
+    or FSDP shards; for adapters of experts also over expt_tp.
     """
-    if groups.tp.size() == 1:
-        return
+    for group, is_expert in ((groups.tp, False), (groups.expt_tp, True)):
+        if group.size() > 1:
+            _sum_partial_gradients(model, group, is_expert)
+
+
+def _sum_partial_gradients(
+    model: Sequence[DataParallelBase], group: dist.ProcessGroup, is_expert: bool
+) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for chunk in model:
         for param, grad in chunk.reduced_gradients():
-            if info_of(param).sequence_parallel:
+            info = info_of(param)
+            if info.sequence_parallel and info.is_expert == is_expert:
                 # Every rank must join the collective, also with a parameter it has not used.
                 if grad is None:
                     param.grad = torch.zeros_like(param)
@@ -61,7 +68,7 @@ def sum_partial_gradients(
                 by_dtype.setdefault(grad.dtype, []).append(grad)
     for grads in by_dtype.values():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=groups.tp)
+        dist.all_reduce(flat, group=group)
         parts = flat.split([grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
 

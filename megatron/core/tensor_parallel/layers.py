@@ -50,6 +50,13 @@ class LayerConfig(Protocol):
     def sequence_parallel(self) -> bool: ...
 
 
+class Adapter(Protocol):
+    """A term that a low-rank adapter adds to a layer's output; see `peft.lora`."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+    def delta(self) -> Tensor: ...
+
+
 def divide_over_group(size: int, group: ProcessGroup, what: str) -> int:
     """Return ``size`` divided by the size of ``group``; ``what`` names it in the error message."""
     if size % group.size():
@@ -63,7 +70,8 @@ class Linear(nn.Module):
     """Base of the linear layers.
 
     A ``quantizer``, if set, runs the GEMMs in low precision.  ``multiply`` runs the GEMM of the
-    forward pass; `make_batch_invariant` sets another one on an instance.
+    forward pass; `make_batch_invariant` sets another one on an instance.  ``lora``, if
+    `peft.lora.attach_adapters` has set it, computes a term of the output on this rank.
     """
 
     weight: nn.Parameter | None
@@ -72,6 +80,7 @@ class Linear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.quantizer: Quantizer | None = None
+        self.lora: Adapter | None = None
 
     def quantize(self, recipe: Recipe, amax_group: ProcessGroup) -> None:
         """Run the layer's GEMMs in the low precision of ``recipe``.
@@ -88,7 +97,18 @@ class Linear(nn.Module):
         """Return x W^T + b on this rank.  No communication."""
         weight = self.weight
         assert weight is not None, "a layer without a weight"
-        return linear(x, weight, bias, quantizer=self.quantizer, multiply=self.multiply)
+        y = linear(x, weight, bias, quantizer=self.quantizer, multiply=self.multiply)
+        return self._adapted(x, y)
+
+    def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add the adapter's term of input ``x`` to ``y``, before a reduction over ranks."""
+        return y if self.lora is None else y + self.lora(x)
+
+    def effective_weight(self) -> Tensor:
+        """Return this rank's weight, an adapter included."""
+        weight = self.weight
+        assert weight is not None, "a layer without a weight"
+        return weight if self.lora is None else weight + self.lora.delta()
 
 
 class _ShardedLinear(Linear):
@@ -153,8 +173,9 @@ class ColumnParallelLinear(_ShardedLinear):
         talks = tp_group.size() > 1 and not is_expert
         self.sequence_parallel = config.sequence_parallel and talks
         reduces = talks and (self.sequence_parallel or not disable_grad_reduce)
-        self._grad_group = tp_group if reduces else None
-        true_size = unpadded_output_size or output_size
+        self.grad_group = tp_group if reduces else None
+        self.true_output_size = true_size = unpadded_output_size or output_size
+        self.dtype = config.params_dtype
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if not skip_weight_param_allocation:
@@ -192,11 +213,12 @@ class ColumnParallelLinear(_ShardedLinear):
                 weight,
                 bias,
                 is_own=is_own,
-                group=self._grad_group,
+                group=self.grad_group,
                 sequence_parallel=self.sequence_parallel,
                 quantizer=self.quantizer if is_own or own is None else None,
                 multiply=self.multiply,
             )
+        y = self._adapted(x, y)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)
@@ -358,6 +380,7 @@ class VocabParallelEmbedding(nn.Module):
         info = param_info_for(shape, init_method, over=tp_group, is_embedding_or_output=True)
         self.weight = new_parameter((self.local_size, embedding_dim), config.params_dtype, info)
         self.is_tied = False  # whether the output layer uses the weight too, by `tied_weight`
+        self.lora: Adapter | None = None  # see `Linear`
         self._table: Tensor | None = None
 
     def tied_weight(self) -> Tensor:
@@ -388,10 +411,11 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tensor_model_parallel_region(y, self.tp_group)
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        if not (self.is_tied and takes_table(self.weight)):
-            return F.embedding(ids, self.weight)
-        y, self._table = look_up(ids, self.weight)
-        return y
+        if self.is_tied and takes_table(self.weight):
+            y, self._table = look_up(ids, self.weight)
+        else:
+            y = F.embedding(ids, self.weight)
+        return y if self.lora is None else y + self.lora(ids)
 
     def extra_repr(self) -> str:
         """Return the global sizes and this rank's position, for the printed model."""

@@ -53,8 +53,8 @@ class OverlapConfig(Protocol):
 def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig) -> str | None:
     """Let the linear layers of ``model`` overlap; return why they cannot, or None.
 
-    Layers of Transformer Engine, and layers in a low precision that `_can_overlap` excludes, keep
-    their own GEMMs.  Collective over ``group``.
+    Layers of Transformer Engine or with adapters, and layers in a low precision that `_can_overlap`
+    excludes, keep their own GEMMs.  Collective over ``group``.
     """
     layers = [
         layer
@@ -86,7 +86,8 @@ def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig)
 
 def _can_overlap(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
     """Return whether the layer has a GEMM that torch can fuse: in fp8 only with tensor scales."""
-    if not layer.sequence_parallel or layer.multiply is not F.linear:
+    is_plain = layer.multiply is F.linear and layer.lora is None
+    if not layer.sequence_parallel or not is_plain:
         return False
     if not isinstance(layer.quantizer, LinearQuantizer):
         return layer.quantizer is None

@@ -75,6 +75,7 @@ class Projection(Protocol):
     weight: Tensor
 
     def __call__(self, x: Tensor, /) -> WithBias: ...
+    def effective_weight(self) -> Tensor: ...
 
 
 Submodules = TypeVar("Submodules", bound=AttentionSubmodules)

@@ -148,7 +148,7 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         ``query`` is the result of `_query`.  Returns [s, b, h] and the bias still to add.
         """
         c = self.config
-        raising = self.linear_kv_up_proj.weight.unflatten(0, (self.local_heads, -1))
+        raising = self.linear_kv_up_proj.effective_weight().unflatten(0, (self.local_heads, -1))
         raises_key, raises_value = raising.split([c.qk_head_dim, c.v_head_dim], 1)
         lowered = self.multiply_heads(query[0], raises_key.transpose(1, 2))
         context = attend(

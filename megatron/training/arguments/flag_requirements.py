@@ -185,6 +185,7 @@ _OF_EXPERTS = (
     needs_flag("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap"),
     needs_flag("moe_enable_deepep", "moe_deepep_num_sms"),
     needs_flag("moe_use_upcycling", "moe_upcycling_granularity"),
+    needs_flag("lora_rank", "lora_alpha lora_dropout lora_target_modules lora_use_rslora"),
     needs_flag("moe_expert_capacity_factor", "moe_token_drop_policy"),
     needs_flag("moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
     needs_flag("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),

@@ -51,6 +51,7 @@ GROUPS = (
     "msc",
     "kitchen",
     "sft",
+    "adapters",
     "device and checks",
     "extensions",
 )

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import Option, dest_of, flag_of, options_of
 from megatron.training.arguments.checks import (
+    adapters,
     batch,
     batch_invariance,
     bert,
@@ -75,6 +76,7 @@ CHECKS: tuple[Check, ...] = tuple(
         checkpoint,
         logging,
         resilience,
+        adapters,
     )
     for name, check in vars(subject).items()
     if isfunction(check) and check.__module__ == subject.__name__ and not name.startswith("_")

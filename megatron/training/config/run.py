@@ -10,6 +10,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.plan import Placement, placement_of
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.adapters import AdaptersConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
@@ -40,6 +41,7 @@ class RunConfig:
     model: TransformerConfig
     language_model: LanguageModelConfig
     vision: VisionConfig
+    adapters: AdaptersConfig
     image_classifier: ImageClassifierConfig
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig

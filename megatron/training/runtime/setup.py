@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
+from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.optimizer import get_megatron_optimizer
@@ -24,6 +25,8 @@ from megatron.core.optimizer.param_groups import (
     no_weight_decay_on_embeddings,
 )
 from megatron.core.params.param_init import initialize_parameters
+from megatron.core.peft.lora import LoraConfig, attach_adapters
+from megatron.core.peft.targets import check_targets
 from megatron.core.tensor_parallel.overlapped_linear import overlap_layers
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
 from megatron.core.transformer.batch_invariant import TRAINING, make_batch_invariant
@@ -99,6 +102,8 @@ def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: boo
     on_meta = wrap and ddp.init_model_with_meta_device and is_fully_sharded(ddp)
     stages = range(len(run.stages))
     chunks = [_build_chunk(run, model_provider, chunk, on_meta=on_meta) for chunk in stages]
+    if run.config.adapters.lora is not None:
+        _attach_adapters(run, chunks, run.config.adapters.lora, on_meta=on_meta)
     for chunk in chunks:
         _initialize(run, chunk)
     _print_number_of_parameters(run, chunks)
@@ -171,6 +176,23 @@ def _build_chunk(
     with torch.device("meta") if on_meta else contextlib.nullcontext():
         model = model_provider(**arguments)
     return model if on_meta or _is_on(model, device.current()) else model.to(device.current())
+
+
+def _attach_adapters(
+    run: Runtime, chunks: Sequence[nn.Module], config: LoraConfig, *, on_meta: bool
+) -> None:
+    """Freeze the model and add adapters.  Collective over all ranks, which have other layers.
+
+    Raises ConfigError on every rank if a target matches no layer of the model.
+    """
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
+        seen = [attach_adapters(chunk, config) for chunk in chunks]
+    mine = [sorted(one.matched) for one in seen], [sorted(one.names) for one in seen]
+    every = all_gather_json(mine, run.groups.world)
+    matched = {target for found, _ in every for some in found for target in some}
+    check_targets(
+        config.targets, matched, {name for _, found in every for some in found for name in some}
+    )
 
 
 def _is_on(model: nn.Module, where: torch.device) -> bool:

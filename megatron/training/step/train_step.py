@@ -271,7 +271,8 @@ def _finalize(
     if check is not None:
         check.check()
     finalize_model_grads(chunks, num_tokens, run.groups)
-    update_expert_biases(chunks, run.groups, run.config.model.moe_router_bias_update_rate)
+    if run.config.adapters.lora is None:  # else the routers are frozen
+        update_expert_biases(chunks, run.groups, run.config.model.moe_router_bias_update_rate)
     update_amax_histories(chunks, run.groups)
 
 

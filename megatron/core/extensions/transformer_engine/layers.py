@@ -112,7 +112,7 @@ class TEColumnParallelLinear(_Computed, ColumnParallelLinear):
         self.use_engine(
             self.kind,
             "column",
-            self._grad_group,
+            self.grad_group,
             sequence_parallel=self.sequence_parallel,
             bias=self.bias is not None and not self.skip_bias_add,
             **self.norm_arguments(),

@@ -133,6 +133,9 @@ class Experts(MegatronModule):
             result = self._products[name](rows, list(groups.counts))
         else:
             result = grouped_linear(rows, groups, [linear.weight for linear in linears])
+        if linears[0].lora is not None:
+            each = zip(linears, rows.split(list(groups.counts)), strict=True)
+            result = result + torch.cat([linear.lora(mine) for linear, mine in each])
         if not self.config.add_bias_linear:
             return result, None
         sized = zip(linears, groups.counts, strict=True)

@@ -283,6 +283,7 @@ class LanguageModule(MegatronModule):
         layer, weight = self.output_layer, self.output_weight()
         is_plain = layer.bias is None and config.final_logit_softcapping is None
         is_usual = type(layer) is ColumnParallelLinear and layer.multiply is F.linear
+        is_usual = is_usual and layer.lora is None
         if not is_usual or not (is_plain or config.loss_chunk_size):
             logits, _ = layer(hidden, weight, runtime_gather_output=False)
             return self.compute_language_model_loss(labels, self.cap(logits))

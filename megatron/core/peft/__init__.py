@@ -1,0 +1,1 @@
+"""Parameter-efficient fine-tuning: low-rank adapters (LoRA) on a frozen model."""

@@ -1,0 +1,359 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + scale * B A x with a frozen W.
+
+``r`` rank, ``i``/``o`` input and output width of the layer, ``x/tp`` this rank's share.
+
+              A            B            collectives besides those of the layer
+    column    [r, i]       [o/tp, r]    A x: all-gather with sequence parallelism (SP); backward
+                                        reduces its gradient (all-reduce, with SP reduce-scatter)
+    row       [r, i/tp]    [o, r]       none: B A x is added before the layer's own reduction
+    embedding [v/tp, r]    [h, r]       none, as in row
+    no shards [r, i]       [o, r]       none
+
+Gradients that are partial sums on each tensor-parallel rank are all-reduced with those of
+sequence-parallel parameters: of A in a column layer with SP, of B in row layers and embeddings.
+Layers of experts do not communicate: the gradient of A (column) or B (row) is partial over the
+expert tensor-parallel ranks.
+
+Hugging Face's models have separate matrices for queries, keys and values, and for gate and up
+projection, each with an adapter of its own in the files of PEFT; here one layer stacks them.  Its
+adapter therefore has an A and a B for each of these parts (``a_q``, ``b_q``, ...), of which any
+subset may be trained; the outputs are stacked in the order of the layer's rows, which for q, k and
+v is interleaved by query group.  Another layer has one ``a`` and one ``b``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.params.param_info import ParamInfo, info_of
+from megatron.core.params.param_init import Init, new_parameter
+from megatron.core.peft.targets import WHOLE, names_of, targeted_parts
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Linear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import fork_for_tokens, fork_if
+
+_INSIDE = ".lora."  # in the name of every parameter of an adapter
+START = Init("zeros")  # of the matrix that makes an untrained adapter's output zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Settings of all adapters of a model."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...]
+    use_rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapter's output: alpha / rank, or alpha / sqrt(rank) (rsLoRA)."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+@dataclass
+class Attached:
+    """Names seen by `attach_adapters`: targets that matched, and names that would match."""
+
+    matched: set[str]
+    names: set[str]
+
+
+def attach_adapters(model: nn.Module, config: LoraConfig) -> Attached:
+    """Freeze ``model`` and add adapters to the layers that ``config.targets`` selects.
+
+    Their parameters are new, with the device and dtype of the layer, and are initialised by
+    `initialize_parameters`.  No communication.
+    """
+    for param in model.parameters():
+        param.requires_grad_(False)
+    seen = Attached(set(), set())
+    for local_name, module in list(model.named_modules()):
+        if not isinstance(module, Linear | VocabParallelEmbedding):
+            continue
+        name, rows = _global_name(module, local_name), rows_of_parts(module)
+        selected = {t: targeted_parts(t, name, tuple(rows)) for t in config.targets}
+        seen.names |= names_of(name, tuple(rows))
+        seen.matched |= {target for target, parts in selected.items() if parts}
+        chosen = [part for part in rows if any(part in parts for parts in selected.values())]
+        if chosen and isinstance(module, Linear):
+            module.lora = LinearAdapter(module, name, chosen, config)
+        elif chosen:
+            assert isinstance(module, VocabParallelEmbedding)
+            module.lora = EmbeddingAdapter(module, name, config)
+    return seen
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether the parameter of this global name belongs to an adapter."""
+    return _INSIDE in name
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """Split an adapter's parameter name into layer, matrix ("a" or "b") and part.
+
+    >>> split_name("decoder.layers.0.mlp.linear_fc1.lora.b_up")
+    ('decoder.layers.0.mlp.linear_fc1', 'b', 'up')
+    """
+    module, _, own = name.partition(_INSIDE)
+    matrix, _, part = own.partition("_")
+    return module, matrix, part
+
+
+def rows_of_parts(layer: nn.Module) -> dict[str, int]:
+    """Return the parts of a layer, each with its rows in one group of interleaved rows.
+
+    Of a layer that is no stack of parts: one part, with all rows of this rank.
+    """
+    if not isinstance(layer, Linear) or layer.weight is None:
+        return {WHOLE: 0}
+    info, rows = info_of(layer.weight), layer.weight.shape[0]
+    if info.interleaved:
+        return dict(zip("qkv"[-len(info.interleaved) :], info.interleaved, strict=True))
+    if info.blocks == (1, 1):
+        return {"gate": rows // 2, "up": rows // 2}
+    return {WHOLE: rows}
+
+
+def stack_rows(
+    parts: Sequence[Tensor | None], rows: Sequence[int], like: Tensor, groups: int
+) -> Tensor:
+    """Stack outputs of parts along the last dimension as a layer orders its rows.
+
+    ``parts``: [.., groups * rows[p]] each, or None for zeros; the rows of a group are adjacent in
+    the result [.., groups * sum(rows)].  ``like`` gives dtype, device and leading dimensions.
+    """
+    split = [
+        like.new_zeros((*like.shape[:-1], groups, count))
+        if part is None
+        else part.unflatten(-1, (groups, count))
+        for part, count in zip(parts, rows, strict=True)
+    ]
+    return torch.cat(split, -1).flatten(-2)
+
+
+class LinearAdapter(nn.Module):
+    """Adapter of a linear layer; maps the layer's input on this rank to a term of its output.
+
+    A's initial values are those of PEFT, uniform between +-1/sqrt(i); B is zero.
+    """
+
+    def __init__(self, layer: Linear, name: str, parts: Sequence[str], config: LoraConfig) -> None:
+        super().__init__()
+        if getattr(layer, "engine", None) is not None:
+            raise ConfigError(
+                "--lora-rank: layers of Transformer Engine take no adapters; use "
+                "--transformer-impl local"
+            )
+        self.config = config
+        self.rows = rows_of_parts(layer)
+        self.parts = tuple(parts)
+        shape = _shape_of(layer)
+        self.num_groups = shape.local_rows // max(1, sum(self.rows.values()))
+        self.group, self.is_sequence_sharded = shape.group, shape.is_sequence_sharded
+        self.is_row = shape.info.shard_dim == 1
+        self.forks_for_tokens = shape.forks_for_tokens
+        self.dtype = shape.dtype
+        columns = shape.info.global_shape[1]
+        for part in self.parts:
+            a = replace(
+                shape.info_of_a,
+                global_shape=(config.rank, columns),
+                init="uniform",
+                init_std=columns**-0.5,
+            )
+            self._add("a", part, name, (config.rank, shape.local_columns), a)
+            rows, b = shape.local_rows, shape.info_of_b
+            if part != WHOLE:
+                rows = self.rows[part] * self.num_groups
+                b = replace(b, blocks=(1,), global_shape=(rows * b.shard_count, config.rank))
+            whole = b.global_shape[0], config.rank
+            b = replace(b, global_shape=whole, init=START.kind, init_std=START.std)
+            self._add("b", part, name, (rows, config.rank), b)
+
+    def _add(
+        self, matrix: str, part: str, layer: str, shape: tuple[int, int], info: ParamInfo
+    ) -> None:
+        own = f"{matrix}_{part}" if part else matrix
+        info = replace(info, name=f"{layer}{_INSIDE}{own}")
+        self.register_parameter(own, new_parameter(shape, self.dtype, info))
+
+    def matrices(self, matrix: str) -> list[nn.Parameter]:
+        """Return ``matrix`` ("a" or "b") of each part."""
+        return [self.get_parameter(f"{matrix}_{part}" if part else matrix) for part in self.parts]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute scale * B A x: [.., i] -> [.., o] of this rank; collectives as in the module."""
+        a = self.matrices("a")
+        x = self._with_dropout(x)
+        narrow = linear(x, a[0] if len(a) == 1 else torch.cat(a), None, is_own=len(a) == 1)
+        if self.group is not None and self.is_sequence_sharded:
+            narrow = gather_from_sequence_parallel_region(narrow, group=self.group)
+        elif self.group is not None:
+            narrow = copy_to_tensor_model_parallel_region(narrow, self.group)
+        inputs = (narrow * self.config.scale).split(self.config.rank, -1)
+        return self._stacked(
+            [linear(z, b, None) for z, b in zip(inputs, self.matrices("b"), strict=True)]
+        )
+
+    def delta(self) -> Tensor:
+        """Return scale * B A, in the shape of this rank's weight: [o, i]."""
+        pairs = zip(self.matrices("b"), self.matrices("a"), strict=True)
+        return self._stacked([(b @ a).t() * self.config.scale for b, a in pairs]).t()
+
+    def _stacked(self, results: Sequence[Tensor]) -> Tensor:
+        if self.parts == (WHOLE,):
+            return results[0]
+        by_part = dict(zip(self.parts, results, strict=True))
+        every = [by_part.get(part) for part in self.rows]
+        return stack_rows(every, tuple(self.rows.values()), results[0], self.num_groups)
+
+    def _with_dropout(self, x: Tensor) -> Tensor:
+        p = self.config.dropout
+        if not self.training or p == 0:
+            return x
+        # Ranks with the same values drop the same of them, other ranks others.
+        stream = (
+            fork_if(True)
+            if self.is_row
+            else fork_for_tokens(True, is_sequence_sharded=self.forks_for_tokens)
+        )
+        with stream:
+            return F.dropout(x, p)
+
+
+class EmbeddingAdapter(nn.Module):
+    """Adapter of a word embedding: rows of A are looked up, B maps them to the hidden size.
+
+    The initial values are those of PEFT: A zero, B normal.
+    """
+
+    def __init__(self, layer: VocabParallelEmbedding, name: str, config: LoraConfig) -> None:
+        super().__init__()
+        self.config = config
+        info, width = info_of(layer.weight), layer.weight.shape[1]
+        a = replace(
+            _plain(info),
+            global_shape=(info.global_shape[0], config.rank),
+            init=START.kind,
+            init_std=START.std,
+            name=f"{name}{_INSIDE}a",
+        )
+        b = replace(
+            _unsharded(info, is_partial=info.shard_count > 1),
+            global_shape=(width, config.rank),
+            init="normal",
+            init_std=1.0,
+            name=f"{name}{_INSIDE}b",
+        )
+        self.a = new_parameter((layer.local_size, config.rank), layer.weight.dtype, a)
+        self.b = new_parameter((width, config.rank), layer.weight.dtype, b)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids of this rank's rows: [b, s] -> [b, s, h], without reduction over ranks."""
+        return linear(F.embedding(ids, self.a) * self.config.scale, self.b, None)
+
+    def delta(self) -> Tensor:
+        """Return scale * A B^T, in the shape of this rank's weight: [v/tp, h]."""
+        return self.a @ self.b.t() * self.config.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """What an adapter needs to know of its layer."""
+
+    info: ParamInfo  # of the weight
+    info_of_a: ParamInfo
+    info_of_b: ParamInfo
+    local_rows: int
+    local_columns: int
+    dtype: torch.dtype
+    group: ProcessGroup | None = None  # over which the gradient of A x is summed
+    is_sequence_sharded: bool = False  # A x is all-gathered over the group
+    forks_for_tokens: bool = False  # tensor-parallel ranks have different tokens, for dropout
+
+
+def _shape_of(layer: Linear) -> _Shape:
+    weight = layer.weight
+    if weight is None:  # the output layer of a tied embedding
+        assert isinstance(layer, ColumnParallelLinear)
+        tp = layer.tp_group
+        info = ParamInfo(
+            global_shape=(layer.true_output_size, layer.input_size),
+            shard_dim=0,
+            shard_index=tp.rank(),
+            shard_count=tp.size(),
+        )
+        local, dtype = (layer.output_size // tp.size(), layer.input_size), layer.dtype
+    else:
+        info, local, dtype = info_of(weight), tuple(weight.shape), weight.dtype
+    plain = _plain(info)
+    common = {"info": info, "local_rows": local[0], "local_columns": local[1], "dtype": dtype}
+    if isinstance(layer, ColumnParallelLinear):
+        group = layer.grad_group
+        is_partial = info.shard_count > 1 and (layer.sequence_parallel or group is None)
+        return _Shape(
+            info_of_a=_unsharded(info, is_partial=is_partial),
+            info_of_b=plain,
+            group=group,
+            is_sequence_sharded=layer.sequence_parallel,
+            forks_for_tokens=layer.sequence_parallel or (info.is_expert and info.shard_count == 1),
+            **common,
+        )
+    if isinstance(layer, RowParallelLinear):
+        is_partial = info.shard_count > 1
+        return _Shape(info_of_a=plain, info_of_b=_unsharded(info, is_partial=is_partial), **common)
+    return _Shape(
+        info_of_a=plain, info_of_b=plain, forks_for_tokens=info.sequence_parallel, **common
+    )
+
+
+def _plain(info: ParamInfo) -> ParamInfo:
+    """Return the sharding of ``info`` without what is true of the layer's weight alone."""
+    return replace(
+        info,
+        interleaved=(),
+        is_embedding_or_output=False,
+        shared_over=None,
+        is_duplicate=False,
+        gathered_as_codes=False,
+        part=None,
+        dtype=None,
+    )
+
+
+def _unsharded(info: ParamInfo, *, is_partial: bool) -> ParamInfo:
+    return replace(
+        _plain(info),
+        shard_dim=None,
+        shard_index=0,
+        shard_count=1,
+        blocks=(1,),
+        sequence_parallel=is_partial,
+    )
+
+
+def _global_name(layer: nn.Module, local_name: str) -> str:
+    weight = getattr(layer, "weight", None)
+    name = info_of(weight).name if isinstance(weight, Tensor) else ""
+    tied = "embedding.word_embeddings" if isinstance(layer, ColumnParallelLinear) else None
+    own = name.removesuffix(".weight")
+    return local_name if not own or own == tied else own

@@ -1,0 +1,47 @@
+"""Checks of low-rank adapters (LoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.run import RunConfig
+
+_KINDS = ("gpt", "mamba")
+_FORMATS = ("safetensors_dist", "torch_dist")
+
+
+def adapters_fit_the_model(run: RunConfig) -> Iterator[str]:
+    """Require a model kind with adapters, and a dropout probability."""
+    a, kind = run.adapters, run.language_model.model_kind
+    if a.lora is None:
+        return
+    if a.lora_dropout >= 1:
+        yield f"--lora-dropout {a.lora_dropout}: use a probability of at least 0 and less than 1"
+    if kind not in _KINDS:
+        yield (
+            f"--lora-rank is not available for --model-kind {kind}, only for "
+            f"{' and '.join(_KINDS)}: train the complete model"
+        )
+
+
+def adapters_are_saved_in_formats_of_their_own(run: RunConfig) -> Iterator[str]:
+    """Refuse checkpoints that cannot hold adapters without the model."""
+    if run.adapters.lora is None:
+        return
+    c = run.checkpoint
+    if c.save is not None and c.ckpt_format not in _FORMATS:
+        yield (
+            f"--lora-rank and --ckpt-format {c.ckpt_format} exclude each other: a checkpoint of "
+            f"adapters has --ckpt-format {' or '.join(_FORMATS)}"
+        )
+    if c.non_persistent_ckpt_type in ("local", "in_memory"):
+        yield (
+            f"--lora-rank and --non-persistent-ckpt-type {c.non_persistent_ckpt_type} exclude each "
+            "other: adapters are small, save them with --save-interval, or use "
+            "--non-persistent-ckpt-type global"
+        )
+    if c.moe_use_upcycling:
+        yield (
+            "--lora-rank and --moe-use-upcycling exclude each other: adapters are trained on a "
+            "model as it was saved; save the model with experts first"
+        )

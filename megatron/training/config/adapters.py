@@ -1,0 +1,53 @@
+"""Flags of low-rank adapters (LoRA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from megatron.core.config.option import option
+from megatron.core.peft.lora import LoraConfig
+from megatron.core.peft.targets import ALL_LINEAR
+
+_adapters = partial(option, group="adapters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptersConfig:
+    lora_rank: int | None = _adapters(
+        None,
+        "Train low-rank adapters (LoRA) of this rank and freeze the model. Checkpoints then hold "
+        "the adapters alone.",
+        at_least=1,
+    )
+    lora_alpha: float | None = _adapters(
+        None,
+        "Scale of the adapters: their output is multiplied by alpha / rank; --lora-rank if not "
+        "given.",
+    )
+    lora_dropout: float = _adapters(
+        0.0, "Dropout probability of the adapters' inputs.", at_least=0, at_most=1
+    )
+    lora_target_modules: tuple[str, ...] = _adapters(
+        (ALL_LINEAR,),
+        "Layers with adapters: names of this program (linear_qkv linear_proj linear_fc1 linear_fc2 "
+        "word_embeddings output_layer ...), names of PEFT (q_proj down_proj lm_head ...), or "
+        "all-linear, which is every linear layer but the output layer.",
+        nargs="+",
+    )
+    lora_use_rslora: bool = _adapters(
+        False, "Multiply the adapters' output by alpha / sqrt(rank) instead of alpha / rank."
+    )
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """Settings of the adapters; None without --lora-rank."""
+        if self.lora_rank is None:
+            return None
+        return LoraConfig(
+            rank=self.lora_rank,
+            alpha=self.lora_rank if self.lora_alpha is None else self.lora_alpha,
+            dropout=self.lora_dropout,
+            targets=self.lora_target_modules,
+            use_rslora=self.lora_use_rslora,
+        )

@@ -1,0 +1,59 @@
+"""Adapters in every layout: the losses, gradients and weights of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+
+from megatron.core.params.param_init import Init
+from megatron.core.peft import lora
+from tests.distributed import layouts
+from tests.distributed.layouts import Trace, must_agree
+from tools.layout_axes import Case, Sizes, case_of
+
+_EVERYWHERE = "--lora-target-modules all-linear word_embeddings output_layer"
+CASES = {
+    "tensor-parallel": ("tp swiglu gqa untied", _EVERYWHERE),
+    "sequence-parallel": ("tp sp swiglu gqa untied", _EVERYWHERE),
+    "tied-stages": ("tp sp pp tied", _EVERYWHERE),
+    "zero-bubble": ("pp zb-h1 gqa", "--lora-target-modules q_proj v_proj down_proj"),
+    "zero-1": ("tp sp dp zero-1 swiglu", ""),
+    "fsdp2": ("tp dp fsdp2 untied", _EVERYWHERE),
+    "expert-parallel": ("ep experts swiglu", ""),
+    "expert-tensor-parallel": ("tp sp ep etp experts swiglu", ""),
+    "latent-attention": ("tp sp mla", ""),
+    "hybrid": ("tp sp hybrid", ""),
+    "recomputed": ("tp recompute-full", ""),
+}
+
+
+class _WithAdapters(Case):
+    """A case with adapters in both runs."""
+
+    flags = ""
+
+    def command(self) -> list[str]:
+        return [*super().command(), *self.flags.split()]
+
+    def command_alone(self) -> list[str]:
+        return [*super().command_alone(), *self.flags.split()]
+
+
+def trace(
+    rank: int, world_size: int, argv: Sequence[str], padded: bool, in_double: bool
+) -> list[Trace]:
+    """As `layouts.trace`, but no matrix of an adapter begins with zeros: all have gradients."""
+    with mock.patch.object(lora, "START", Init("normal", 0.2)):
+        return layouts.trace(rank, world_size, argv, padded, in_double)
+
+
+@pytest.mark.feature("LoRA: every layout trains adapters like one process")
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_trains_adapters_like_one_process(name: str) -> None:
+    features, flags = CASES[name]
+    case = _WithAdapters(**vars(case_of([*features.split(), "adam"], Sizes())))
+    object.__setattr__(case, "flags", f"--lora-rank 3 --lora-alpha 6 {flags}")
+    with mock.patch.object(layouts, "trace", trace):
+        must_agree(case)
