@@ -40,7 +40,6 @@ def add_front_end_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--api-key-file", help="file with the keys that clients may send, one a line"
     )
-    group.add_argument("--chat-template", help="file with a jinja template of chat messages")
     group.add_argument(
         "--allowed-local-media-path",
         help="folder with images that clients may name as file:///...; default: none",

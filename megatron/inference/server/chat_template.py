@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import os
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron.core.config.errors import ConfigError
 from megatron.inference.server import template_worker
 from megatron.inference.server.errors import ApiError
 
@@ -77,56 +75,3 @@ class ChatTemplate:
             return "its process does not start"
         is_compiled, problem = json.loads(self._connection.recv_bytes())
         return "" if is_compiled else str(problem)
-
-
-def read_chat_template(
-    file: str | None, tokenizer_path: str | None
-) -> tuple[str | None, dict[str, str]]:
-    """Return the template's source, or None, and the texts of special tokens.
-
-    ``file``: --chat-template.  Else the folder of the tokenizer has it: chat_template.jinja or
-    ``chat_template`` in tokenizer_config.json.  Raises ConfigError for a file that cannot be read.
-    """
-    folder = tokenizer_path or ""
-    if folder and not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    config = _tokenizer_config(folder) if folder else {}
-    tokens = {
-        name: text
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        if (text := _content_of(config.get(name))) is not None
-    }
-    if file is not None:
-        return _read(file, f"--chat-template {file}"), tokens
-    jinja = os.path.join(folder, "chat_template.jinja")
-    if folder and os.path.isfile(jinja):
-        return _read(jinja, jinja), tokens
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several, with names
-        named = {t["name"]: t["template"] for t in found if isinstance(t, dict) and len(t) == 2}
-        found = named.get("default")
-    return (found if isinstance(found, str) else None), tokens
-
-
-def _tokenizer_config(folder: str) -> dict[str, Any]:
-    path = os.path.join(folder, "tokenizer_config.json")
-    if not os.path.isfile(path):
-        return {}
-    try:
-        found = json.loads(_read(path, path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {error}; fetch it again") from None
-    return found if isinstance(found, dict) else {}
-
-
-def _content_of(token: object) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
-
-
-def _read(path: str, flag: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} cannot be read: {error}; give a file of jinja text") from None

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.chat_templates import read_chat_template
 from megatron.core.config.errors import ConfigError, MegatronError
 from megatron.core.optional import require
 from megatron.inference.server.app import FrontEnd
 from megatron.inference.server.chat_images import ImageFiles
-from megatron.inference.server.chat_template import ChatTemplate, read_chat_template
+from megatron.inference.server.chat_template import ChatTemplate
 from megatron.inference.server.endpoint import Service
 from megatron.inference.server.engine_client import EngineClient, EngineDied
 from megatron.inference.server.messages import MAX_BYTES
@@ -29,6 +30,7 @@ from megatron.inference.server.metrics import Metrics
 from megatron.inference.server.model import Model
 from megatron.training.process.user_code import problems_of_imports
 from megatron.training.tokenizer.multimodal_tokenizer import MultimodalTokenizer
+from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
 
 uvicorn = require("uvicorn", "the server")
 _UvicornServer: Any = uvicorn.Server
@@ -114,6 +116,8 @@ async def _follow_engine(
     if isinstance(model.tokenizer, MultimodalTokenizer):
         of_format, tokens = model.tokenizer.chat_template()
         source = of_format if options.chat_template is None else source
+    elif isinstance(model.tokenizer, SFTTokenizer) and options.chat_template is None:
+        source = model.tokenizer.chat.source
     template = None if source is None else ChatTemplate(source, tokens)
     front_end.service = Service(client, model, Metrics(), template, image_files=files)
     front_end.service.max_api_tokens = options.max_api_tokens

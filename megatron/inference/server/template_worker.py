@@ -1,23 +1,22 @@
 """The process that renders chat templates.  A template comes from a tokenizer's folder: no trust.
 
 It runs in jinja2's sandbox, in a process with limited memory that a timer ends.  This module
-imports nothing of this project but `optional`, so that the process starts at once.
+imports of this project only what imports little, so that the process starts at once.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import resource
 import signal
 from multiprocessing.connection import Connection
-from typing import Any
 
-from megatron.core.optional import require
+from megatron.core.chat_templates import compile_template, template_errors
 
 TIME_LIMIT_S = 2.0  # of one rendering
 _MEMORY_LIMIT_BYTES = 256 << 20  # above what the process needs to start
 _MAX_TEXT = 16 << 20  # characters of a rendered prompt
+_WANTED_BY = "the server"
 
 
 def serve(connection: Connection, source: str) -> None:
@@ -27,13 +26,13 @@ def serve(connection: Connection, source: str) -> None:
     """
     template = None
     problem = ""
-    errors = _errors_of_templates()
+    errors = template_errors(_WANTED_BY)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end ends this process
     _limit_memory()
     # The default action of SIGALRM ends the process, also in code that runs for long in C.
     signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)  # jinja2 computes constants here
     try:
-        template = compile_template(source)
+        template = compile_template(source, _WANTED_BY)
     except errors as error:
         problem = _reason(error)
     connection.send_bytes(json.dumps([not problem, problem]).encode())
@@ -51,46 +50,6 @@ def serve(connection: Connection, source: str) -> None:
             found = (False, _reason(error))
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send_bytes(json.dumps(found).encode())
-
-
-def compile_template(source: str) -> Any:
-    """Return a template with the functions that Hugging Face's chat templates call."""
-    jinja2 = require("jinja2", "the server")
-    sandbox = require("jinja2.sandbox", "the server")
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(str(message))
-
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _errors_of_templates() -> tuple[type[BaseException], ...]:
-    """Return what expressions of a template can raise."""
-    jinja2 = require("jinja2", "the server")
-    return (
-        jinja2.TemplateError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    )
 
 
 def _reason(error: BaseException) -> str:

@@ -121,8 +121,3 @@ class DataConfig:
         ignored="only names that begin with msc:// are treated as such, by an extra package",
     )
     sft: bool = _sft(False, "Train on conversations.", refused=flag_messages.SFT)
-    sft_tokenizer_prompt_format: str = _sft(
-        "nemotron-h-aligned",
-        "How a conversation becomes one text.",
-        ignored=flag_messages.only_with("--sft"),
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.registry import Registry
 
@@ -25,6 +24,8 @@ TOKENIZER_TYPES = Registry[object](
 PROMPT_FORMATS = (
     "mistral llama3 chatml nvlm-yi-34b qwen2p0 qwen2p5 llama3p1 nemotron5 nemotron5-aligned"
 ).split()
+# Of the conversations of SFTTokenizer; see megatron.training.tokenizer.
+SFT_PROMPT_FORMATS = ("nemotron-nano-v2", "nemotron-h-aligned", "identity", "default")
 IMAGE_TAG_TYPES = ("nvlm", "internvl", "")
 _tokenizer = partial(option, group="tokenizer")
 
@@ -44,7 +45,6 @@ class TokenizerConfig:
         None,
         "Tokenizer type.",
         choices=TOKENIZER_TYPES,
-        refused_values={"SFTTokenizer": flag_messages.SFT},
     )
     tokenizer_model: str | None = _tokenizer(
         None, "File, directory or Hugging Face name of the tokenizer model."
@@ -76,4 +76,15 @@ class TokenizerConfig:
     force_system_message: bool = _tokenizer(
         False,
         "Replace the system message of each conversation by a fixed one (MultimodalTokenizer).",
+    )
+    sft_tokenizer_prompt_format: str = option(
+        "nemotron-h-aligned",
+        "Chat template of SFTTokenizer: nemotron-nano-v2, nemotron-h-aligned, identity (the "
+        "contents alone) or default (the one in the tokenizer's files).",
+        group="sft",
+    )
+    chat_template: str | None = _tokenizer(
+        None,
+        "File with the jinja2 chat template of conversations; that of the tokenizer's files if "
+        "not given.",
     )

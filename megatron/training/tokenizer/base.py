@@ -84,6 +84,16 @@ class MegatronTokenizer(ABC):
         """Return the index in ``text`` of the character at which each of ``ids`` starts."""
         raise MissingToken(f"{self.name} keeps no offsets of its tokens into the text")
 
+    def tokenize_with_ends(
+        self, text: str, *, adds_special: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids of ``text``, and the index after the last character of each.
+
+        Tokens that the tokenizer puts around a text are included with ``adds_special``; they end
+        at 0.  Raises MissingToken if the tokenizer keeps no offsets.
+        """
+        raise MissingToken(f"{self.name} keeps no offsets of its tokens into the text")
+
     def bpe_rules(self) -> BpeRules | None:
         """Return byte-level BPE rules for a faster library; None if it cannot be used."""
         return None

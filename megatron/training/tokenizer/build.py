@@ -17,6 +17,7 @@ from megatron.training.tokenizer.sentencepiece import (
     _Llama2Tokenizer,
     _SentencePieceTokenizer,
 )
+from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
 from megatron.training.tokenizer.spec import TokenizerSpec
 from megatron.training.tokenizer.tiktoken import CustomTikTokenizer
 
@@ -44,11 +45,9 @@ TOKENIZERS: dict[str, BuildTokenizer] = {
     "Llama2Tokenizer": lambda spec: _Llama2Tokenizer(spec.need("tokenizer_model")),
     "TikTokenizer": CustomTikTokenizer.build,
     "MultimodalTokenizer": MultimodalTokenizer.build,
+    "SFTTokenizer": SFTTokenizer.build,
     "NullTokenizer": lambda spec: _NullTokenizer(spec.need("vocab_size")),
     "NullMultimodalTokenizer": lambda spec: _NullMultimodalTokenizer(spec.need("vocab_size")),
-}
-REFUSED = {
-    "SFTTokenizer": "chat templates come with supervised fine-tuning",
 }
 
 
@@ -65,14 +64,9 @@ def register_tokenizer(name: str, build: BuildTokenizer) -> None:
 def create_tokenizer(spec: TokenizerSpec) -> MegatronTokenizer:
     """Build the tokenizer of ``spec``.  Raises ConfigError for missing or wrong options."""
     kind = spec.tokenizer_type
-    if kind in REFUSED:
-        raise ConfigError(
-            f"--tokenizer-type {kind} is not available: {REFUSED[kind]}; "
-            "use one of " + ", ".join(TOKENIZERS)
-        )
     if kind is None or kind not in TOKENIZER_TYPES:
         found = "is missing" if kind is None else f"{kind} is unknown"
-        names = ", ".join(name for name in TOKENIZER_TYPES if name not in REFUSED)
+        names = ", ".join(TOKENIZER_TYPES)
         raise ConfigError(
             f"--tokenizer-type {found}; give one of {names}, or --import-module with the module "
             "that registers it"

@@ -92,6 +92,14 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
             raise MissingToken(f"{self.name}: offsets are known for the ids of the whole text only")
         return [start for start, _ in encoded.offsets]
 
+    def tokenize_with_ends(
+        self, text: str, *, adds_special: bool = False
+    ) -> tuple[list[int], list[int]]:
+        if self._library is None:
+            return super().tokenize_with_ends(text, adds_special=adds_special)
+        encoded = self._library.encode(text, add_special_tokens=adds_special)
+        return encoded.ids, [end for _, end in encoded.offsets]
+
     def bpe_rules(self) -> BpeRules | None:
         if self._library is None or self._library.model.__class__.__name__ != "BPE":
             return None

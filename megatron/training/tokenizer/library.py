@@ -60,6 +60,12 @@ class LibraryTokenizer(MegatronTokenizer):
             raise MissingToken(f"{self.name}: offsets are known for the ids of the whole text only")
         return [start for start, _ in encoded.offsets]
 
+    def tokenize_with_ends(
+        self, text: str, *, adds_special: bool = False
+    ) -> tuple[list[int], list[int]]:
+        encoded = self._library.encode(text, add_special_tokens=False)  # it has none
+        return encoded.ids, [end for _, end in encoded.offsets]
+
     @cached_property
     def vocab(self) -> Mapping[str, int]:
         return self._library.get_vocab()

@@ -27,6 +27,8 @@ class TokenizerSpec:
     special_tokens: Sequence[str] = ("<image>",)
     image_tag_type: str = ""
     force_system_message: bool = False
+    sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
+    chat_template: str | None = None
 
     @classmethod
     def of(cls, source: object) -> TokenizerSpec:

@@ -163,6 +163,9 @@ def test_tokenizer_flags_can_be_had_alone() -> None:
     parser.add_argument_group = lambda title: group
     facade._add_tokenizer_args(parser)
     assert "--tokenizer-type" in parser.added
-    own = "--tokenizer-prompt-format --special-tokens --image-tag-type --force-system-message"
+    own = (
+        "--tokenizer-prompt-format --special-tokens --image-tag-type --force-system-message "
+        "--sft-tokenizer-prompt-format --chat-template"
+    )
     assert set(own.split()) < set(parser.added)
     assert len(parser.added) - len(own.split()) == 10  # those of Megatron-LM

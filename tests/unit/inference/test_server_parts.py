@@ -212,7 +212,7 @@ def test_a_body_that_does_not_arrive_is_given_up(monkeypatch):
 
 
 def test_a_template_is_found_in_the_folder_of_the_tokenizer(tmp_path: Path):
-    from megatron.inference.server.chat_template import read_chat_template
+    from megatron.core.chat_templates import read_chat_template
 
     folder = str(tmp_path)
     assert read_chat_template(None, None) == (None, {})

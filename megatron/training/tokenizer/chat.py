@@ -1,0 +1,313 @@
+"""Conversations as token ids [n], and the mask [n] of those that training learns to write.
+
+The complete text is tokenized at once; the mask follows from the characters of each token.  A token
+is trained if it ends inside of a trained part of the text.  Trained parts are the
+``{% generation %}`` blocks of a template that has them.  Otherwise they follow from renderings of
+the first messages: an assistant's turn begins after the rendering of the messages before it with
+the generation prompt, and ends with the rendering that it completes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.core.chat_templates import compile_template, read_chat_template, template_errors
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken
+
+Message = Mapping[str, Any]  # role, content, and tool_calls or reasoning_content of an assistant
+
+_WANTED_BY = "a chat template"
+_MARKS = ("\ufdd0", "\ufdd1")  # code points that Unicode reserves for use inside of a program
+_PROBE = "\u2603"  # content of a turn that no template compares with anything
+_SHOWN = 600  # characters of a sample in an error message
+_TAIL = 16  # characters at the end of a content that identify it
+
+
+class EncodedChat(NamedTuple):
+    """Token ids of a conversation, and which of them carry loss as labels."""
+
+    tokens: np.ndarray  # int32 [n]
+    is_trained: np.ndarray  # bool [n]
+
+
+class Span(NamedTuple):
+    """Characters ``start`` to ``end`` of a text."""
+
+    start: int
+    end: int
+
+
+class ChatTemplate:
+    """A chat template and the tokenizer of its text.
+
+    ``origin`` is the flag or file of the template, for error messages.
+    """
+
+    def __init__(
+        self,
+        tokenizer: MegatronTokenizer,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: str,
+    ) -> None:
+        self.source = source
+        self.origin = origin
+        self._tokenizer = tokenizer
+        self._has_blocks = re.search(r"{%[-+]?\s*generation\b", source) is not None
+        self._errors = template_errors(_WANTED_BY)
+        self._special_tokens = _named_tokens(tokenizer) | dict(special_tokens)
+        try:
+            self._template = compile_template(source, _WANTED_BY, _MARKS)
+        except self._errors as error:
+            raise ConfigError(f"{origin}: {error}; give a template that jinja2 compiles") from error
+        for name in ("bos_token", "eos_token"):
+            self._require_one_id(name)
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        first_trained: int = 0,
+    ) -> EncodedChat:
+        """Return the tokens of a conversation; assistant turns from ``first_trained`` are trained.
+
+        Raises DataError if the template refuses the messages, or the mask cannot be derived.
+        """
+        text, spans = self.trained_text(messages, tools, first_trained=first_trained)
+        return encode_text(self._tokenizer, text, spans)
+
+    def encode_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> np.ndarray:
+        """Return the tokens int32 [n] of a conversation and the header of the next answer."""
+        text, _ = self._render(messages, tools, add_generation_prompt=True)
+        return np.array(self._tokenizer.tokenize_plain(text), np.int32)
+
+    def trained_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        first_trained: int = 0,
+    ) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and the parts of it that are trained."""
+        text, blocks = self._render(messages, tools)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not blocks:
+            spans = [self._turn(messages, tools, i, text) for i in turns if i >= first_trained]
+            return text, spans
+        if first_trained and any(turn < first_trained for turn in turns):
+            prompt, _ = self._render(messages[:first_trained], tools)
+            if not text.startswith(prompt):
+                raise self._underivable("the messages change the rendering of the prompt", text)
+            blocks = [block for block in blocks if block.start >= len(prompt)]
+        return text, blocks
+
+    def _turn(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, i: int, text: str
+    ) -> Span:
+        """Return the characters of ``text`` that the assistant writes as message ``i``."""
+        prompt, _ = self._render(messages[:i], tools, add_generation_prompt=True)
+        start = len(prompt)
+        if not text.startswith(prompt):
+            start = self._start_without_prompt(messages, tools, i, text, prompt)
+        until, _ = self._render(messages[: i + 1], tools)
+        if text.startswith(until) and len(until) > start:
+            return Span(start, len(until))
+        # The template renders the last message in another way than the others: it drops the
+        # reasoning of earlier answers, or ends the conversation.
+        rest = text[start:]
+        tail = _tail(messages[i])
+        if not until.startswith(text[:start]):
+            raise self._underivable(f"message {i} changes the rendering of those before it", text)
+        length = _overlap(until[start:], rest)
+        if not length or tail not in rest[:length]:
+            common = len(os.path.commonprefix((until, text)))
+            length = max(0, self._before_token(text, common) - start)
+            if tail not in rest[:length] or rest[:length].rstrip().endswith(tail):
+                raise self._underivable(f"the end of message {i} is not found", text)
+        return Span(start, start + length)
+
+    def _before_token(self, text: str, at: int) -> int:
+        """Return ``at``, or the start of the added token of the tokenizer that ``at`` is inside."""
+        for token in self._tokenizer.appended_tokens():
+            start = text.rfind(token, 0, at + len(token) - 1)
+            if start != -1 and start < at < start + len(token):
+                return start
+        return at
+
+    def _start_without_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        i: int,
+        text: str,
+        prompt: str,
+    ) -> int:
+        """Return where message ``i`` starts if its generation prompt is not in ``text``.
+
+        A prompt may begin the reasoning, which the rendering of a complete answer omits: the
+        answer then starts after the part of the prompt that precedes any content.
+        """
+        turns = [*messages[:i], {"role": "assistant", "content": _PROBE}, *messages[i + 1 :]]
+        probe, _ = self._render(turns, tools)
+        asked, _ = self._render(messages[:i], tools)
+        header = os.path.commonprefix((prompt, probe))
+        shortest = len(os.path.commonprefix((prompt, asked)))
+        if not text.startswith(header) or len(header) < shortest or prompt == asked:
+            raise self._underivable(
+                f"the rendering of the messages before message {i} does not begin the complete one",
+                text,
+            )
+        return len(header)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> tuple[str, list[Span]]:
+        """Return the rendering, and the parts of it from generation blocks."""
+        if self._has_blocks and _has_marks(messages):
+            raise DataError("a message contains U+FDD0 or U+FDD1, which are no characters")
+        try:
+            marked = self._template.render(
+                messages=list(messages),
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except self._errors as error:
+            reason = f"{self.origin}: the template refuses a conversation: {error}"
+            raise DataError(reason) from None
+        return _without_marks(marked) if self._has_blocks else (marked, [])
+
+    def _underivable(self, reason: str, text: str) -> DataError:
+        return DataError(
+            f"{self.origin}: the tokens to train cannot be derived from this template: {reason}; "
+            "mark what the assistant writes with {% generation %} and {% endgeneration %} in a "
+            f"copy of the template, and give it as --chat-template.  A sample:\n{text[:_SHOWN]}"
+        )
+
+    def _require_one_id(self, name: str) -> None:
+        token = self._special_tokens.get(name)
+        if token and name in self.source:
+            ids = self._tokenizer.tokenize_plain(token)
+            if len(ids) != 1:
+                raise ConfigError(
+                    f"{self.origin} writes the {name} {token!r}, which the tokenizer splits into "
+                    f"{len(ids)} ids; give the tokenizer's files of Hugging Face with "
+                    "--tokenizer-type HuggingFaceTokenizer"
+                )
+
+
+def load_chat_template(
+    tokenizer: MegatronTokenizer, file: str | None, tokenizer_path: str | None
+) -> ChatTemplate:
+    """Return the template in ``file`` (--chat-template), or else that of the tokenizer's files.
+
+    Raises ConfigError if there is none.
+    """
+    source, special_tokens = read_chat_template(file, tokenizer_path)
+    if source is None:
+        raise ConfigError(
+            f"--tokenizer-model {tokenizer_path} has no chat template, which conversations need; "
+            "give --chat-template with a file of jinja text"
+        )
+    origin = f"--chat-template {file}" if file else f"the chat template of {tokenizer_path}"
+    return ChatTemplate(tokenizer, source, special_tokens, origin)
+
+
+def encode_text(
+    tokenizer: MegatronTokenizer, text: str, spans: Sequence[Span], *, adds_special: bool = False
+) -> EncodedChat:
+    """Return the tokens of ``text``; those that end inside of one of ``spans`` are trained.
+
+    ``adds_special`` also returns the tokens that the tokenizer puts around a text.
+    """
+    try:
+        ids, ends = tokenizer.tokenize_with_ends(text, adds_special=adds_special)
+    except MissingToken:
+        tokenize = tokenizer.tokenize if adds_special else tokenizer.tokenize_plain
+        return _encode_by_prefixes(tokenize, text, spans)
+    last = np.array(ends, np.int64)
+    is_trained = np.zeros(len(ids), bool)
+    for start, end in spans:
+        is_trained |= (last > start) & (last <= end)
+    return EncodedChat(np.array(ids, np.int32), is_trained)
+
+
+def _encode_by_prefixes(tokenize: Any, text: str, spans: Sequence[Span]) -> EncodedChat:
+    """Encode with a tokenizer that keeps no offsets: the ids of each prefix begin the ids."""
+    tokens = np.array(tokenize(text), np.int32)
+    is_trained = np.zeros(len(tokens), bool)
+    for start, end in spans:
+        counts = [_count_of_prefix(tokenize, text, at, tokens) for at in (start, end)]
+        is_trained[counts[0] : counts[1]] = True
+    return EncodedChat(tokens, is_trained)
+
+
+def _count_of_prefix(tokenize: Any, text: str, at: int, tokens: np.ndarray) -> int:
+    prefix = tokenize(text[:at])
+    if not np.array_equal(tokens[: len(prefix)], prefix):
+        raise DataError(
+            "the tokenizer keeps no offsets into the text, and it joins the end of a turn with "
+            f"the text after it: {text[max(0, at - 20) : at + 20]!r}; give a tokenizer.json"
+        )
+    return len(prefix)
+
+
+def _named_tokens(tokenizer: MegatronTokenizer) -> dict[str, str]:
+    """Return the texts of bos_token and eos_token, as far as the tokenizer has them."""
+    found = {}
+    for role in ("bos", "eos"):
+        index = tokenizer.id_of(role)
+        if index is not None and index in tokenizer.inv_vocab:
+            found[f"{role}_token"] = tokenizer.inv_vocab[index]
+    return found
+
+
+def _has_marks(value: object) -> bool:
+    if isinstance(value, str):
+        return any(mark in value for mark in _MARKS)
+    inner = value.values() if isinstance(value, Mapping) else value
+    return isinstance(inner, Iterable) and any(map(_has_marks, inner))
+
+
+def _without_marks(marked: str) -> tuple[str, list[Span]]:
+    """Return the text without marks, and the parts that were between two marks."""
+    pieces = re.split("[" + "".join(_MARKS) + "]", marked)
+    stops = np.cumsum([len(piece) for piece in pieces]).tolist()
+    spans = [Span(*stops[i : i + 2]) for i in range(0, len(stops) - 1, 2)]
+    return "".join(pieces), [span for span in spans if span.end > span.start]
+
+
+def _overlap(left: str, right: str) -> int:
+    """Return the length of the longest prefix of ``right`` that ends ``left``."""
+    at = left.find(right[0]) if right else -1
+    while at != -1:
+        begin = left[at : at + _TAIL]  # compared first: most places differ at once
+        if right.startswith(begin) and right.startswith(left[at:]):
+            return len(left) - at
+        at = left.find(right[0], at + 1)
+    return 0
+
+
+def _tail(message: Message) -> str:
+    """Return the end of the text that renderings of an assistant's message contain."""
+    calls = message.get("tool_calls") or ()
+    if calls:
+        call = calls[-1]
+        return str(call.get("function", call).get("name", ""))
+    content = message.get("content")
+    words = content.split() if isinstance(content, str) else ()
+    return words[-1][-_TAIL:] if words else ""

@@ -1,0 +1,158 @@
+"""Rows of fine-tuning files, and the conversations in them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.core.config.errors import DataError
+from megatron.training.datasets.conversation import (
+    Conversation,
+    encode_conversation,
+    open_rows,
+    read_conversation,
+)
+from megatron.training.tokenizer.build import create_tokenizer
+from megatron.training.tokenizer.chat import load_chat_template
+from megatron.training.tokenizer.spec import TokenizerSpec
+from tests.chat_templates import write_chat_tokenizer
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello."}
+CHAT = {"messages": [USER, ASSISTANT]}
+
+
+def write_lines(path, *rows):
+    path.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def test_rows_of_a_jsonl_file_are_read_by_number(tmp_path):
+    path = write_lines(tmp_path / "chats.jsonl", CHAT, "\n", {"prompt": "a", "completion": "b"})
+    rows = open_rows(path)
+    assert len(rows) == 2
+    assert read_conversation(rows, 0) == Conversation((USER, ASSISTANT))
+    text = read_conversation(rows, 1)
+    assert text.is_text
+    assert [message["content"] for message in text.messages] == ["a", "b"]
+    assert rows.where(1) == f"{path}, line 3"
+    last = write_lines(tmp_path / "last.jsonl", CHAT, json.dumps(CHAT))  # no newline at the end
+    assert len(open_rows(last)) == 2
+    assert len(open_rows(write_lines(tmp_path / "empty.jsonl"))) == 0
+
+
+def test_files_of_a_folder_are_joined_in_order(tmp_path):
+    write_lines(tmp_path / "b.jsonl", {"prompt": "b", "completion": "b"})
+    write_lines(tmp_path / "a.jsonl", CHAT, CHAT)
+    (tmp_path / "README.md").write_text("no rows")
+    rows = open_rows(str(tmp_path))
+    assert [read_conversation(rows, i).is_text for i in range(3)] == [False, False, True]
+    assert rows.where(2).endswith("b.jsonl, line 1")
+
+
+def test_lists_of_messages_as_prompt_and_completion_train_the_completion(tmp_path):
+    row = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT], "tools": '[{"a": 1}]'}
+    found = read_conversation(open_rows(write_lines(tmp_path / "c.jsonl", row)), 0)
+    assert found == Conversation(
+        (USER, ASSISTANT, USER, ASSISTANT), tools=({"a": 1},), first_trained=3
+    )
+
+
+def _turn(role, content="x", **more):
+    return {"role": role, "content": content, **more}
+
+
+WRONG = [
+    ('{"messages": \n', "it is no JSON: Expecting value at character 15"),
+    ("[1]\n", "it is a list, not an object"),
+    ({"text": "a"}, "a row needs messages, or prompt and completion; this one has text"),
+    ({"messages": "a"}, "messages is 'a'; it must be a list of messages"),
+    ({"messages": []}, "it must be a list of messages"),
+    ({"messages": [_turn("human")]}, "it needs a role of system, developer, user"),
+    ({"messages": [_turn("user", 3)]}, "the content of message 0 is 3; it must be a text"),
+    ({"messages": [_turn("user", None)]}, r"message 0 \(user\) has no content"),
+    ({"messages": [USER]}, "the last message is of the user"),
+    ({"messages": [ASSISTANT]}, r"message 0 \(assistant\) follows nothing; roles are in the order"),
+    ({"messages": [USER, ASSISTANT, ASSISTANT]}, r"message 2 \(assistant\) follows assistant"),
+    ({"messages": [USER, _turn("system"), ASSISTANT]}, r"message 1 \(system\) follows user"),
+    ({"messages": [_turn("tool"), ASSISTANT]}, r"message 0 \(tool\) follows nothing"),
+    ({"messages": [USER, _turn("assistant", " \n")]}, r"message 1 \(assistant\) is empty; remove"),
+    ({"prompt": "a", "completion": ""}, "completion is empty"),
+    ({"prompt": "a", "completion": [ASSISTANT]}, "prompt is 'a'; it must be a list of messages"),
+    ({**CHAT, "tools": "{"}, "tools is no JSON"),
+    ({**CHAT, "tools": {"a": 1}}, "tools is .*; it must be a list of functions"),
+]
+
+
+@pytest.mark.feature("Fine-tuning: a wrong conversation is reported with file and line")
+@pytest.mark.parametrize(("row", "message"), WRONG)
+def test_a_wrong_row_is_reported_with_file_and_line(tmp_path, row, message):
+    path = write_lines(tmp_path / "wrong.jsonl", CHAT, row)
+    rows = open_rows(path)
+    read_conversation(rows, 0)
+    with pytest.raises(DataError, match=message) as error:
+        read_conversation(rows, 1)
+    assert str(error.value).startswith(f"{path}, line 2: ")
+    assert str(error.value).count("line 2") == 1
+
+
+def test_missing_and_unknown_files_are_reported(tmp_path):
+    with pytest.raises(DataError, match="none.jsonl does not exist; give a jsonl or parquet file"):
+        open_rows(str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match=r"notes.txt is no .jsonl, .json, .parquet, .arrow file"):
+        open_rows(write_lines(tmp_path / "notes.txt", "x"))
+    empty = tmp_path / "folder"
+    empty.mkdir()
+    with pytest.raises(DataError, match="folder has no .* file; give a file, or the folder of one"):
+        open_rows(str(empty))
+
+
+def test_calls_of_functions_need_no_content(tmp_path):
+    call = {"function": {"name": "f", "arguments": {}}}
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, _turn("tool")]
+    path = write_lines(tmp_path / "t.jsonl", {"messages": [*turns, ASSISTANT], "tools": [call]})
+    found = read_conversation(open_rows(path), 0)
+    assert found.messages[1] == {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert found.tools == (call,)
+
+
+def test_tables_of_parquet_and_arrow_have_the_same_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    messages = [[USER, {**ASSISTANT, "name": "x"}], [USER, ASSISTANT]]
+    table = pyarrow.table({"messages": messages, "tools": [None, '[{"a": 1}]']})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    with (
+        pyarrow.OSFile(str(saved / "data-0.arrow"), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+    for path in (tmp_path / "a.parquet", saved):
+        rows = open_rows(str(path))
+        assert len(rows) == 2
+        assert read_conversation(rows, 0).messages == (USER, {**ASSISTANT, "name": "x"})
+        assert read_conversation(rows, 1) == Conversation((USER, ASSISTANT), ({"a": 1},))
+        assert rows.where(1).endswith(", row 2")
+    (tmp_path / "b.parquet").write_text("no table")
+    with pytest.raises(DataError, match="b.parquet cannot be read"):
+        len(open_rows(str(tmp_path / "b.parquet")))
+
+
+def test_conversations_and_plain_texts_are_encoded(tmp_path):
+    pytest.importorskip("jinja2")
+    folder = str(write_chat_tokenizer(tmp_path))
+    spec = TokenizerSpec(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder)
+    tokenizer = create_tokenizer(spec)
+    chat = load_chat_template(tokenizer, None, folder)
+    encoded = encode_conversation(Conversation((USER, ASSISTANT)), tokenizer, chat)
+    written = tokenizer.detokenize(encoded.tokens[encoded.is_trained].tolist())
+    assert written == "Hello.<|im_end|>\n"
+    text = Conversation((_turn("user", "One,"), _turn("assistant", " two.")), is_text=True)
+    encoded = encode_conversation(text, tokenizer, None)
+    assert encoded.tokens[-1] == tokenizer.eod
+    assert tokenizer.detokenize(encoded.tokens.tolist()) == "One, two.</s>"
+    assert tokenizer.detokenize(encoded.tokens[encoded.is_trained].tolist()) == " two.</s>"
