@@ -239,7 +239,6 @@ _FEATURES = (
     _layout("halves", "encoder-stages",
             "--encoder-pipeline-model-parallel-size {encoder_ranks}", "t5", "pp"),
     _drawn("layers", "images",
-           # 16 embeddings of an image: no layout pads a row, whose padding experts would count.
            "--model-kind vlm --img-h 8 --img-w 32 --patch-dim 4 --disable-vision-class-token "
            "--vision-num-layers 1 --vision-hidden-size 64 --vision-num-attention-heads 8"),
     _drawn("trained", "frozen-encoder", "--freeze-ViT", "images"),

@@ -34,7 +34,12 @@ class AuxLosses:
         self.weight, self.counted, self.num_counted = weight, None, 0
 
     def attach(
-        self, x: Tensor, name: str, loss: Tensor, coefficient: float, reported: Tensor | None = None
+        self,
+        x: Tensor,
+        name: str,
+        loss: Tensor,
+        coefficient: float | Tensor,
+        reported: Tensor | None = None,
     ) -> Tensor:
         """Return ``x``; its backward pass also computes gradients of ``coefficient * loss``.
 

@@ -18,6 +18,11 @@ FLAGS = (
     "--train-iters 4 --vision-hidden-size 48 --vision-num-attention-heads 6 --seed 5"
 ).split()
 
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.1 --disable-bias-linear"
+).split()
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
@@ -44,6 +49,30 @@ def test_every_layout_has_the_losses_of_one_process(
 ) -> None:
     found, _ = run_gpt_in_virtual_ranks(tmp_path, *FLAGS, *layout.split(), ranks=ranks)
     same(losses(found), whole)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """Metrics of a run with experts in one process, where no row has padding."""
+    return run_gpt(tmp_path_factory.mktemp("experts"), *FLAGS, *EXPERTS)
+
+
+@pytest.mark.feature("Vision: padding visits no expert of a vision-language model")
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, "--decoder-seq-length 64"),
+        (2, "--pipeline-model-parallel-size 2 --decoder-seq-length 64"),
+        (2, "--expert-model-parallel-size 2 --decoder-seq-length 50 --micro-batch-size 1"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+    ],
+)
+def test_padding_does_not_change_experts(
+    tmp_path: Path, experts: list[dict[str, float]], ranks: int, layout: str
+) -> None:
+    found = run_gpt(tmp_path, *FLAGS, *EXPERTS, *layout.split(), world_size=ranks)
+    for key in ("lm loss", "seq_load_balancing_loss"):
+        same(losses(found, key), losses(experts, key))
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, whole: list[float]) -> None:

@@ -68,7 +68,8 @@ class ImageTextDataset(ReplacedSamples):
 
     Keys: tokens, labels, position_ids, num_tiles i64 [s]; loss_mask f32 [s]; images
     f32 [t, 3, H, W].  An image is the token ``image_token_index``; num_tiles has its tiles at this
-    token and 0 elsewhere.  labels[i] is what token i predicts, the padding id without loss.
+    token, 0 at text and -1 at padding behind it.  labels[i] is what token i predicts, the padding
+    id without loss.
 
     A sample cannot be used if an image is damaged, the number of images differs from the text, or
     no answer is within s tokens.
@@ -198,7 +199,7 @@ class ImageTextDataset(ReplacedSamples):
         tokens[:end] = ids[:end]
         labels[: len(following)] = np.where(has_loss, following, pad)
         loss_mask = np.zeros(s, np.float32)
-        num_tiles = np.zeros(s, np.int64)
+        num_tiles = np.full(s, -1, np.int64)
         loss_mask[: len(following)] = has_loss
         num_tiles[:end] = tiles[:end]
         h = self._processor.settings.img_h
@@ -210,5 +211,5 @@ class ImageTextDataset(ReplacedSamples):
             "loss_mask": torch.from_numpy(loss_mask),
             "position_ids": torch.arange(s),
             "num_tiles": torch.from_numpy(num_tiles),
-            "images": torch.from_numpy(all_pixels[: int(num_tiles.sum())]),
+            "images": torch.from_numpy(all_pixels[: int(tiles[:end].sum())]),
         }

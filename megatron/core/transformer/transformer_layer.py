@@ -171,13 +171,15 @@ class TransformerLayer(ResidualLayer):
         *,
         inference_context: KVCache | None = None,
         defers_sum: bool = False,
+        padding_mask: Tensor | None = None,
         **more: object,
     ) -> tuple[Stream, Tensor | None]:
         """Run the layer: [s, b, h] -> [s, b, h], and ``context`` unchanged.
 
-        ``context`` [k, b, h]: the sequence that cross attention attends to.  ``more``: further
-        keyword arguments of self attention (`SelfAttentionBase.forward`).  With ``defers_sum`` the
-        caller takes a `PendingSum` too.
+        ``context`` [k, b, h]: the sequence that cross attention attends to.  ``padding_mask``
+        [b, s]: True for this rank's tokens that no expert computes.  ``more``: further keyword
+        arguments of self attention (`SelfAttentionBase.forward`).  With ``defers_sum`` the caller
+        takes a `PendingSum` too.
         """
         attended = self.add_attention(
             hidden_states,
@@ -187,7 +189,7 @@ class TransformerLayer(ResidualLayer):
             inference_context=inference_context,
             **more,
         )
-        output = self.add_mlp(attended)
+        output = self.add_mlp(attended, padding_mask)
         return output if defers_sum else summed(output), context
 
     def add_attention(
@@ -222,10 +224,14 @@ class TransformerLayer(ResidualLayer):
             )
         return hidden_states
 
-    def add_mlp(self, hidden_states: Stream) -> Stream:
+    def add_mlp(self, hidden_states: Stream, padding_mask: Tensor | None = None) -> Stream:
         """Run the MLP or MoE, the last sublayer of `forward`."""
         norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
-        return self.add_part(self._run_mlp, hidden_states, norms, self.mlp_bda)
+        has_padding = padding_mask is not None and isinstance(self.mlp, MoELayer)
+        masks = (padding_mask,) if has_padding else ()
+        return self.add_part(
+            lambda normed: self._run_mlp(normed, *masks), hidden_states, norms, self.mlp_bda
+        )
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
         """See `ResidualLayer`.  MoE is not captured: the host must read token counts."""
@@ -235,11 +241,11 @@ class TransformerLayer(ResidualLayer):
             return super().capture_parts(whole=False)
         return partial(_attention_output_of, self), partial(_mlp_output_of, self)
 
-    def _run_mlp(self, normed: Tensor) -> WithBias:
-        mlp: Callable[[Tensor], WithBias] = self.mlp
+    def _run_mlp(self, normed: Tensor, *padding_mask: Tensor) -> WithBias:
+        mlp: Callable[..., WithBias] = self.mlp
         if self.recomputes_mlp and self.training:
-            return checkpoint(mlp, False, normed)
-        return mlp(normed)
+            return checkpoint(mlp, False, normed, *padding_mask)
+        return mlp(normed, *padding_mask)
 
 
 def _hidden_states_of(layer: ResidualLayer, hidden_states: Tensor, **shared: object) -> Tensor:
@@ -247,12 +253,24 @@ def _hidden_states_of(layer: ResidualLayer, hidden_states: Tensor, **shared: obj
     return output
 
 
-def _attention_output_of(layer: TransformerLayer, hidden_states: Tensor, **shared: Any) -> Tensor:
+def _attention_output_of(
+    layer: TransformerLayer,
+    hidden_states: Tensor,
+    *,
+    padding_mask: Tensor | None = None,
+    **shared: Any,
+) -> Tensor:
     return summed(layer.add_attention(hidden_states, **shared))
 
 
-def _mlp_output_of(layer: TransformerLayer, hidden_states: Tensor, **_: object) -> Tensor:
-    return summed(layer.add_mlp(hidden_states))
+def _mlp_output_of(
+    layer: TransformerLayer,
+    hidden_states: Tensor,
+    *,
+    padding_mask: Tensor | None = None,
+    **_: object,
+) -> Tensor:
+    return summed(layer.add_mlp(hidden_states, padding_mask))
 
 
 def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodules) -> None:

@@ -162,7 +162,7 @@ class TestTensors:
         sample, tokenizer = one(tmp_path, ("a.json", talk("what?", "that")))
         assert tokenizer.text(sample["tokens"])[:5] == "what ? </s> that </s>".split()
         assert sample["images"].shape == (0, 3, 4, 4)
-        assert not sample["num_tiles"].any()
+        assert (sample["num_tiles"] <= 0).all()
         plain, _ = one(tmp_path, ("a.txt", b"only text"))
         assert plain["loss_mask"].sum() == 2
 
@@ -192,7 +192,7 @@ class TestTensors:
             "and<tile_global_thumbnail>IMAGE</s>yes</s>"
         )
         is_image = sample["tokens"] == -200
-        assert (sample["num_tiles"] == is_image.long()).all()
+        assert (sample["num_tiles"].clamp(min=0) == is_image.long()).all()
         assert len(sample["images"]) == 4
         has_loss = sample["loss_mask"].bool()
         assert tokenizer.text(sample["labels"][has_loss]) == ["yes", "</s>"]
@@ -211,7 +211,7 @@ class TestTensors:
         text = talk("<image>", "a cat", "<image>", "a dog")
         sample, _ = one(tmp_path, *files, ("a.json", text), sequence_length=length)
         assert (sample["tokens"] == -200).sum() == num_images == len(sample["images"])
-        assert sample["num_tiles"].sum() == num_images
+        assert sample["num_tiles"].clamp(min=0).sum() == num_images
 
     def test_the_row_of_the_language_model_limits_images(self, tmp_path: Path) -> None:
         files = ("a.0.png", png(seed=1)), ("a.1.png", png(seed=2))
@@ -306,7 +306,7 @@ class TestOrder:
         for batch in build_data_loader(built, 0, wanted):
             assert batch["tokens"].shape == (3, 12)
             assert batch["images"].shape == (3, 3, 4, 4)
-            assert batch["num_tiles"].sum() == 3
+            assert batch["num_tiles"].clamp(min=0).sum() == 3
 
     def test_none_is_a_sample_without_loss(self, tmp_path: Path) -> None:
         built = dataset(numbered(tmp_path / "s.tar", 0, 3))

@@ -79,9 +79,9 @@ def held_positions(rows: Tensor, cp_group: ProcessGroup) -> Tensor:
 def split_over_ranks(
     rows: Tensor, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> Tensor:
-    """Return the part of embeddings [b, L, h] that this rank's layers read.
+    """Return the part of values [b, L, ...] of each position that this rank's layers read.
 
-    [L/cp, b, h], or [L/(cp tp), b, h] with sequence parallelism.
+    [L/cp, b, ...], or [L/(cp tp), b, ...] with sequence parallelism.
     """
     mine = held_positions(rows, groups.cp).transpose(0, 1).contiguous()
     if config.sequence_parallel and groups.tp.size() > 1:

@@ -189,13 +189,13 @@ class LLaVAModel(MegatronModule):
         """Map tiles [t, 3, H, W] and ids [b, s] to losses [b, L] and the loss mask [b, L].
 
         An id ``image_token_index`` stands for the next image, which has the next number of
-        ``num_image_tiles``; these are [b, s] with 0 at text, or one number per image (default: one
-        tile each).  ``arrangements``, one per image, order the embeddings of its tiles instead, and
-        give their numbers.  Without labels the first result are logits; stages before the last
-        return hidden states.  Rows may have no image; every rank runs the encoder all the same,
-        because its collectives need all ranks.  With context parallelism the arguments are complete
-        rows, of which every rank encodes the images, and the results have this rank's L/cp
-        positions.
+        ``num_image_tiles``; these are [b, s] with 0 at text and -1 at padding behind it, which no
+        expert computes, or one number per image (default: one tile each).  ``arrangements``, one
+        per image, order the embeddings of its tiles instead, and give their numbers.  Without
+        labels the first result are logits; stages before the last return hidden states.  Rows may
+        have no image; every rank runs the encoder all the same, because its collectives need all
+        ranks.  With context parallelism the arguments are complete rows, of which every rank
+        encodes the images, and the results have this rank's L/cp positions.
 
         Raises DataError if the ids ask for another number of tiles (on a CPU; on a GPU the
         comparison would wait for the device).
@@ -217,6 +217,7 @@ class LLaVAModel(MegatronModule):
             labels=None if labels is None else held_positions(where.labels(labels), cp),
             packed_seq_params=packed_seq_params,
             runtime_gather_output=runtime_gather_output,
+            extra_block_kwargs=self._for_experts(where, num_image_tiles),
         )
         if loss_mask is None:
             return output, None
@@ -256,6 +257,18 @@ class LLaVAModel(MegatronModule):
                 found = found[self._order(arrangements, found)]
             text = where.embeddings(text, found)
         return split_over_ranks(text, self.config, self.pg_collection)
+
+    def _for_experts(
+        self, where: Splice, num_image_tiles: Tensor | None
+    ) -> dict[str, object] | None:
+        """Return the mask of this rank's positions that experts leave out; None without experts."""
+        if self.config.num_moe_experts is None:
+            return None
+        is_padding = ~(where.is_image | where.is_text)
+        if num_image_tiles is not None and num_image_tiles.shape == where.is_before_image.shape:
+            is_padding = is_padding | (num_image_tiles < 0).gather(1, where.token)
+        mask = split_over_ranks(is_padding, self.config, self.pg_collection)
+        return {"padding_mask": mask.transpose(0, 1)}
 
     def _text(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         """Return the embeddings [b, s, h] of ids, of which those of images count as 0."""

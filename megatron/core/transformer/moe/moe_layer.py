@@ -59,12 +59,13 @@ class MoELayer(MegatronModule):
                 submodules.shared_experts, config=config, offered={"tp_group": pg_collection.tp}
             )
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
         """Compute [s, b, h] -> ([s, b, h], None); None stands for the unadded bias of an MLP.
 
-        Collective over tp_ep (the dispatcher), and over tp_cp where the router counts tokens.
+        ``padding_mask`` [b, s]: True for tokens that visit no expert; see `TopKRouter`.  Collective
+        over tp_ep (the dispatcher), and over tp_cp where the router counts tokens.
         """
-        routing = self.router(hidden)
+        routing = self.router(hidden) if padding_mask is None else self.router(hidden, padding_mask)
         # Output of the shared experts.  With overlap the dispatcher computes it during its
         # all-to-all, otherwise it is computed after the routed experts.
         shared: list[Tensor] = []

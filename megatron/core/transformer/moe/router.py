@@ -81,24 +81,29 @@ class TopKRouter(MegatronModule):
             "tokens_per_expert", None if zeros is None else zeros.clone(), persistent=False
         )
 
-    def forward(self, hidden: Tensor) -> Routing:
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Routing:
         """Route the s*b tokens of this rank, hidden states [s, b, h].
 
-        Collective as described at the top of this file.
+        ``padding_mask`` [b, s] is True for padding, which visits no expert and is not counted by
+        capacity, Sinkhorn and auxiliary losses.  Collective as described at the top of this file.
         """
         logits, marker = self._without_nan(self.logits(self._jittered(hidden)).flatten(0, 1))
-        logits = self._with_z_loss(logits)
+        padding = None if padding_mask is None else padding_mask.transpose(0, 1).flatten()
+        num_tokens = self._count_tokens(logits, padding)
+        logits = self._with_z_loss(logits, padding, num_tokens)
         if self.config.moe_router_load_balancing_type == ("sinkhorn",):
-            routing = self._sinkhorn(logits, hidden)
+            routing = self._sinkhorn(logits, hidden, padding)
         elif self.config.moe_router_force_load_balancing:
             routing = self._round_robin(logits, hidden)
         else:
             route = fused_routing.route if self.config.moe_router_fusion else arithmetic.route
             routing = route(logits, self.choice, self.expert_bias)
+        if padding is not None:
+            routing = arithmetic.without_padding(routing, padding)
         if self.training:
-            routing = self._with_balance_losses(routing, logits, hidden)
+            routing = self._with_balance_losses(routing, logits, hidden, (padding, num_tokens))
         if self.config.moe_expert_capacity_factor is not None:
-            routing = self._within_capacity(routing, hidden)
+            routing = self._within_capacity(routing, hidden, num_tokens)
         if self.tokens_per_expert is not None and self.training and torch.is_grad_enabled():
             self.tokens_per_expert += routing.counts()
         return routing if marker is None else replace(routing, weights=routing.weights * marker)
@@ -184,12 +189,28 @@ class TopKRouter(MegatronModule):
             dist.all_reduce(counts, group=self.sharers)
         return counts
 
-    def _within_capacity(self, routing: Routing, hidden: Tensor) -> Routing:
+    def _count_tokens(self, logits: Tensor, padding: Tensor | None) -> int | Tensor:
+        """Return the number of tokens of all ranks without padding; on the device if there is any.
+
+        At least 1, because it divides.  Collective over the sharers with ``padding``.
+        """
+        if padding is None:
+            return len(logits) * self.sharers.size()
+        return self._without_empty((~padding).sum(), logits)
+
+    def _without_empty(self, counts: Tensor, like: Tensor) -> Tensor:
+        """Return the sums over all ranks, at least 1, in the dtype of losses."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return self._sum_over_sharers(counts).clamp(min=1).to(dtype)
+
+    def _within_capacity(
+        self, routing: Routing, hidden: Tensor, num_tokens: int | Tensor
+    ) -> Routing:
+        """Drop visits beyond the capacity; with padding the host waits for the number of tokens."""
         config, k = self.config, self.choice.k
         assert config.moe_expert_capacity_factor is not None
-        num_tokens = len(routing.experts) * self.sharers.size()
         capacity = arithmetic.capacity_of(
-            num_tokens, self.num_experts, k, config.moe_expert_capacity_factor
+            int(num_tokens), self.num_experts, k, config.moe_expert_capacity_factor
         )
         policy = config.moe_token_drop_policy
         kept = self._of_all_tokens(
@@ -199,12 +220,24 @@ class TopKRouter(MegatronModule):
         )
         return arithmetic.drop(routing, kept, capacity)
 
-    def _sinkhorn(self, logits: Tensor, hidden: Tensor) -> Routing:
+    def _sinkhorn(self, logits: Tensor, hidden: Tensor, padding: Tensor | None) -> Routing:
         """Choose experts by Sinkhorn's balanced assignment of all tokens; weigh by plain scores."""
         k = self.choice.k
-        experts = self._of_all_tokens(
-            logits, hidden, lambda every: arithmetic.best(arithmetic.sinkhorn(every), k)
-        )
+
+        def assign(every: Tensor) -> Tensor:
+            return arithmetic.best(arithmetic.sinkhorn(every), k)
+
+        def assign_tokens(every: Tensor) -> Tensor:
+            is_token = every[:, -1] == 0
+            experts = torch.zeros(len(every), k, dtype=torch.int64, device=every.device)
+            experts[is_token] = assign(every[is_token, :-1])
+            return experts
+
+        if padding is None:
+            experts = self._of_all_tokens(logits, hidden, assign)
+        else:
+            marked = torch.cat([logits, padding.unsqueeze(1).to(logits.dtype)], 1)
+            experts = self._of_all_tokens(marked, hidden, assign_tokens)
         scores = torch.sigmoid(logits) if k == 1 else arithmetic.scores_of(logits, Choice(k=k))
         return Routing(experts, scores.gather(1, experts), self.num_experts)
 
@@ -235,31 +268,41 @@ class TopKRouter(MegatronModule):
         losses.num_counted += dp.size()
         return mean
 
-    def _loss_weight(self, num_tokens: int) -> float:
+    def _loss_weight(self, num_tokens: int | Tensor) -> int | Tensor:
         """Return the loss factor: with per-token loss, sums over tokens are divided later."""
-        return float(num_tokens) if self.config.calculate_per_token_loss else 1.0
+        return num_tokens if self.config.calculate_per_token_loss else 1
 
-    def _with_z_loss(self, logits: Tensor) -> Tensor:
+    def _with_z_loss(
+        self, logits: Tensor, padding: Tensor | None, num_tokens: int | Tensor
+    ) -> Tensor:
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not self.training:
             return logits
-        num_tokens = len(logits) * self.sharers.size()
-        loss = arithmetic.z_loss(logits, num_tokens=num_tokens)
+        loss = arithmetic.z_loss(logits, num_tokens=num_tokens, padding=padding)
         factor = coefficient * self._loss_weight(num_tokens)
         return self.aux_losses.attach(logits, "z_loss", loss, factor)
 
-    def _with_balance_losses(self, routing: Routing, logits: Tensor, hidden: Tensor) -> Routing:
+    def _with_balance_losses(
+        self,
+        routing: Routing,
+        logits: Tensor,
+        hidden: Tensor,
+        tokens: tuple[Tensor | None, int | Tensor],
+    ) -> Routing:
+        """Attach the balance losses to the weights.  ``tokens``: padding, number of tokens."""
         config, k = self.config, self.choice.k
         weights = routing.weights
-        num_tokens = len(logits) * self.sharers.size()
+        padding, num_tokens = tokens
         terms = balance_terms(config)
         if not terms:
             return routing
         scores = arithmetic.balance_scores(logits, self.choice)
         plain = arithmetic.best(scores.detach(), k)
+        if padding is not None:
+            scores = scores.masked_fill(padding.unsqueeze(1), 0.0)
         for kind, coefficient in terms:
             if kind in ("aux_loss", "global_aux_loss"):
-                counts = arithmetic.tally(plain, self.num_experts)
+                counts = arithmetic.tally(plain, self.num_experts, padding)
                 counts = self._sum_over_sharers(counts)
                 if kind == "global_aux_loss":
                     counts = self._mean_so_far(counts)
@@ -268,14 +311,18 @@ class TopKRouter(MegatronModule):
                 s, b = hidden.shape[:2]
                 per_sequence = torch.arange(b, device=plain.device).repeat(s).unsqueeze(1)
                 flat = per_sequence * self.num_experts + plain
-                counts = arithmetic.tally(flat, b * self.num_experts)
+                counts = arithmetic.tally(flat, b * self.num_experts, padding)
                 counts = self._sum_over_sharers(counts).view(b, self.num_experts)
+                length: int | Tensor = s * self.sharers.size()
+                if padding is not None:
+                    lengths = (~padding).view(s, b).sum(0)
+                    length = self._without_empty(lengths, scores)
                 loss = arithmetic.sequence_balance_loss(
-                    scores.view(s, b, -1), counts, k=k, seq_length=num_tokens // b
+                    scores.view(s, b, -1), counts, k=k, seq_length=length
                 )
             factor = coefficient * self._loss_weight(num_tokens)
             weights = self.aux_losses.attach(weights, loss_name(kind), loss, factor)
-        return Routing(routing.experts, weights, self.num_experts)
+        return replace(routing, weights=weights)
 
 
 def loss_name(kind: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.fusions import kernels
@@ -27,13 +28,14 @@ class Routing:
 
     ``experts`` [n, k]: expert numbers, E for a dropped visit.  ``weights`` [n, k]: factor of each
     expert's output.  ``capacity``: maximum number of tokens of a micro-batch per expert, None
-    without a limit.
+    without a limit.  ``may_have_dropped``: whether there may be dropped visits.
     """
 
     experts: Tensor
     weights: Tensor
     num_experts: int
     capacity: int | None = None
+    may_have_dropped: bool = False
 
     def counts(self) -> Tensor:
         """Count the tokens of each expert: [E]."""
@@ -54,11 +56,13 @@ class Choice:
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
 
 
-def tally(numbers: Tensor, size: int) -> Tensor:
-    """Count each number below ``size``: [size].
+def tally(numbers: Tensor, size: int, padding: Tensor | None = None) -> Tensor:
+    """Count each number below ``size``: [size], without those in rows where ``padding`` is True.
 
     Unlike torch.bincount it does not synchronise with the device.
     """
+    if padding is not None:
+        return tally(numbers.masked_fill(padding.unsqueeze(1), size), size + 1)[:-1]
     flat = numbers.flatten()
     return torch.zeros(size, dtype=flat.dtype, device=flat.device).scatter_add_(
         0, flat, torch.ones_like(flat)
@@ -135,7 +139,7 @@ def balance_scores(logits: Tensor, choice: Choice) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
-def balance_loss(scores: Tensor, counts: Tensor, *, k: int, num_tokens: int) -> Tensor:
+def balance_loss(scores: Tensor, counts: Tensor, *, k: int, num_tokens: int | Tensor) -> Tensor:
     """Return E times the sum over experts of (fraction of visits) times (mean score).
 
     ``scores`` [n, E] of local tokens, ``counts`` [E] of all ``num_tokens``: the results of all
@@ -145,19 +149,27 @@ def balance_loss(scores: Tensor, counts: Tensor, *, k: int, num_tokens: int) -> 
     return scores.shape[-1] * (scores.sum(0) * share).sum() / num_tokens
 
 
-def sequence_balance_loss(scores: Tensor, counts: Tensor, *, k: int, seq_length: int) -> Tensor:
+def sequence_balance_loss(
+    scores: Tensor, counts: Tensor, *, k: int, seq_length: int | Tensor
+) -> Tensor:
     """Return the mean over sequences of their balance losses.
 
-    ``scores`` [s, b, E] of local tokens, ``counts`` [b, E] of complete sequences.
+    ``scores`` [s, b, E] of local tokens, ``counts`` [b, E] of complete sequences, whose length is
+    ``seq_length``, one number or [b].
     """
-    share = counts.to(scores.dtype) / (k * seq_length)
+    visits = k * seq_length
+    of_row = visits.unsqueeze(1) if isinstance(visits, Tensor) else visits
+    share = counts.to(scores.dtype) / of_row
     per_sequence = (scores.sum(0) * share).sum(-1) * (scores.shape[-1] / seq_length)
     return per_sequence.mean()
 
 
-def z_loss(logits: Tensor, *, num_tokens: int) -> Tensor:
+def z_loss(logits: Tensor, *, num_tokens: int | Tensor, padding: Tensor | None = None) -> Tensor:
     """Return the mean over ``num_tokens`` of the squared log-sum-exp of the logits."""
-    return torch.logsumexp(_at_least_fp32(logits), dim=-1).square().sum() / num_tokens
+    squares = torch.logsumexp(_at_least_fp32(logits), dim=-1).square()
+    if padding is not None:
+        squares = squares.masked_fill(padding, 0.0)
+    return squares.sum() / num_tokens
 
 
 @torch.no_grad()
@@ -212,22 +224,31 @@ def fits(visits: Tensor, capacity: int, policy: str) -> Tensor:
 def dense_visits(routing: Routing) -> Tensor:
     """Return the weight of each visit, -inf for experts that are not visited: [n, E]."""
     table = torch.full(
-        (len(routing.experts), routing.num_experts),
+        (len(routing.experts), routing.num_experts + 1),
         float("-inf"),
         dtype=routing.weights.dtype,
         device=routing.weights.device,
     )
-    return table.scatter_(1, routing.experts, routing.weights.detach())
+    return table.scatter_(1, routing.experts, routing.weights.detach())[:, :-1]
 
 
 def drop(routing: Routing, kept: Tensor, capacity: int) -> Routing:
     """Return ``routing`` with visits dropped where ``kept`` [n, E] is False."""
-    is_kept = kept.gather(1, routing.experts)
+    is_kept = F.pad(kept, (0, 1)).gather(1, routing.experts)
+    return replace(_keeping(routing, is_kept), capacity=capacity)
+
+
+def without_padding(routing: Routing, padding: Tensor) -> Routing:
+    """Return ``routing`` without visits of the tokens where ``padding`` [n] is True."""
+    return _keeping(routing, ~padding.unsqueeze(1))
+
+
+def _keeping(routing: Routing, is_kept: Tensor) -> Routing:
     return replace(
         routing,
         experts=routing.experts.masked_fill(~is_kept, routing.num_experts),
         weights=routing.weights.masked_fill(~is_kept, 0.0),
-        capacity=capacity,
+        may_have_dropped=True,
     )
 
 

@@ -102,12 +102,13 @@ class TokenDispatcher(ABC):
 
 
 class LocalDispatcher(TokenDispatcher):
-    """All experts are on this rank; on a GPU without capacity the host does not read the counts."""
+    """All experts are on this rank; on a GPU without dropped visits the host does not read
+    the counts."""
 
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        if routing.capacity is None and is_in_a_gpu(x):
+        if not routing.may_have_dropped and is_in_a_gpu(x):
             return sorted_here(x, routing, LazyTokenCounts(routing.counts()))
         return sorted_here(x, routing, self.count_rows(routing, None)[0])
 
