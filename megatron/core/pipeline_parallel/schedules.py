@@ -18,7 +18,6 @@ from torch import nn
 
 from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
-from megatron.core.config.errors import ConfigError
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.communication_plan import instructions
@@ -31,6 +30,8 @@ from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.utils import get_model_config
 
 T = TypeVar("T")
+Shape = tuple[int, int, int]
+AdjustShapes = Callable[[list[Shape], list[Shape]], tuple[list[Shape], list[Shape]]]
 _NO_HOOKS = StepHooks()
 
 
@@ -93,7 +94,7 @@ def forward_backward(
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: object = None,
+    adjust_tensor_shapes_fn: AdjustShapes | None = None,
     config: StepConfig | None = None,
     groups: ProcessGroupCollection | None = None,
     hooks: StepHooks = _NO_HOOKS,
@@ -105,9 +106,8 @@ def forward_backward(
     values that the loss function reported, one per micro-batch, on the ranks that compute the loss,
     and an empty list on the others.  ``first_val_step=False``: weights have not changed since the
     last call, so ``hooks.first_microbatch_func`` need not run in an evaluation step.
+    ``adjust_tensor_shapes_fn``: see `messages_of`.
     """
-    if adjust_tensor_shapes_fn is not None:
-        raise ConfigError("adjust_tensor_shapes_fn: stages send hidden states alone; leave it out")
     groups, chunks = groups or parallel_state.current(), _listed(model)
     config = get_model_config(chunks[0]) if config is None else config
     rank, num_ranks = groups.pp.rank(), groups.pp.size()
@@ -129,7 +129,7 @@ def forward_backward(
         delays_weights=config.delay_wgrad_compute,
     )
     tokens = seq_length, decoder_seq_length or 0, micro_batch_size
-    mailbox = _mailbox(config, groups, placement, hooks, tokens)
+    mailbox = _mailbox(config, groups, placement, hooks, tokens, adjust_tensor_shapes_fn)
     data = _listed(data_iterator)
     executor = Executor(chunks, data, placement, rank, task, mailbox)
     if hooks.first_microbatch_func is not None and not (forward_only and first_val_step is False):
@@ -192,11 +192,15 @@ def _mailbox(
     placement: Placement,
     hooks: StepHooks,
     tokens: tuple[int, int, int],
+    adjust: AdjustShapes | None,
 ) -> Mailbox | None:
-    """Return the mailbox of a step, or None for a single stage; ``tokens``: see `messages_of`."""
+    """Return the mailbox of a step, or None for a single stage.
+
+    ``tokens``, ``adjust``: see `messages_of`.
+    """
     if placement.num_stages == 1:
         return None
-    shapes, dtype = messages_of(config, groups, tokens, placement.num_stages)
+    shapes, dtype = messages_of(config, groups, tokens, placement.num_stages, adjust)
     return Mailbox(
         placement,
         groups.pp,
@@ -212,29 +216,31 @@ def messages_of(
     groups: ProcessGroupCollection,
     tokens: tuple[int, int, int],
     num_stages: int,
-) -> tuple[list[tuple[int, int, int]], torch.dtype]:
+    adjust: AdjustShapes | None = None,
+) -> tuple[list[Shape], torch.dtype]:
     """Return the shapes and the dtype of the tensors that each stage but the last sends.
 
     ``tokens``: sequence length, decoder sequence length, sequences in a micro-batch.  Each shape is
     [tokens of one rank, micro-batch size, hidden size].  In an encoder-decoder model the stages of
     the decoder send the encoder's output and the decoder's hidden states, concatenated in this
-    order along the sequence.
+    order along the sequence.  ``adjust`` maps the shapes that stages receive and those that they
+    send to other shapes, for a model that sends more than hidden states.
     """
     seq_length, decoder_seq_length, micro_batch_size = tokens
     cut = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     encoder_stages = config.encoder_pipeline_model_parallel_size or num_stages
+    shapes = [
+        (
+            (seq_length + (decoder_seq_length if stage >= encoder_stages else 0)) // cut,
+            micro_batch_size,
+            config.hidden_size,
+        )
+        for stage in range(num_stages - 1)
+    ]
+    if adjust is not None:
+        _, shapes = adjust(shapes, shapes)
     in_fp32 = config.fp32_residual_connection
-    return (
-        [
-            (
-                (seq_length + (decoder_seq_length if stage >= encoder_stages else 0)) // cut,
-                micro_batch_size,
-                config.hidden_size,
-            )
-            for stage in range(num_stages - 1)
-        ],
-        torch.float32 if in_fp32 else config.pipeline_dtype or config.params_dtype,
-    )
+    return shapes, torch.float32 if in_fp32 else config.pipeline_dtype or config.params_dtype
 
 
 def _listed(value: T | Sequence[T]) -> list[T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -69,6 +69,16 @@ def before_reading(module: nn.Module) -> None:
     """
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
+
+
+def frozen_models(chunks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the models that run beside those of ``chunks`` and are not trained.
+
+    They are in a tuple ``frozen`` of a module, and are not its submodules.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            yield from vars(module).get("frozen", ())
 
 
 def _convert(value: T, convert: Callable[[Tensor], Tensor]) -> T:

@@ -52,6 +52,7 @@ GROUPS = (
     "kitchen",
     "sft",
     "adapters",
+    "distillation",
     "device and checks",
     "extensions",
 )

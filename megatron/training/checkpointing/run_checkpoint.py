@@ -36,6 +36,7 @@ from megatron.training.checkpointing.save import (
 )
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.estimates.model_layers import layers_of_stages
+from megatron.training.models.registry import implementation_of
 from megatron.training.process import exit_report
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.flat_namespace import legacy_namespace
@@ -47,9 +48,12 @@ from megatron.training.runtime.runtime import CheckpointEvent, Runtime
 def load(run: Runtime) -> None:
     """Load model, optimizer, scheduler, random states and counters.  Collective over all ranks.
 
-    Does nothing without --load and --pretrained-checkpoint.
+    Without --load and --pretrained-checkpoint it loads only weights that the run does not train.
     """
     fault_point("load.before")
+    load_frozen = implementation_of(run.config).load_frozen
+    if load_frozen is not None:
+        load_frozen(run)
     run.timers("load-checkpoint", log_level=0).start(barrier=True)
     loaded = load_run(run.config.checkpoint, _parts(run))
     if run.config.checkpoint.non_persistent_ckpt_type == "in_memory":

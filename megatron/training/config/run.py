@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.adapters import AdaptersConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
+from megatron.training.config.distillation import DistillationConfig
 from megatron.training.config.distributed import DistributedConfig
 from megatron.training.config.extensions import ExtensionsConfig
 from megatron.training.config.image_classifier import ImageClassifierConfig
@@ -57,6 +58,7 @@ class RunConfig:
     resilience: ResilienceConfig
     inference: InferenceConfig
     extensions: ExtensionsConfig
+    distillation: DistillationConfig
     world_size: int
     extra: Mapping[str, Any] = field(default_factory=dict)  # values of extra_args_provider flags
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parsed namespace, dest -> value

@@ -91,7 +91,8 @@ class ModelImplementation:
     ``splits_sequences``: the model takes complete sequences under context parallelism, and splits
     them itself.  ``loss(config, groups, batch, output)`` returns the loss of a micro-batch from
     what its last stage returns: the sum, what it is divided by, and what is logged.  None: the
-    entry script's loss.
+    entry script's loss.  ``load_frozen(run)`` loads weights that are not trained and that no
+    checkpoint of the run contains.
     """
 
     build: Callable[..., nn.Module]
@@ -101,6 +102,7 @@ class ModelImplementation:
     apply: Callable[[nn.Module, Batch], Any]
     splits_sequences: bool = False
     loss: Loss | None = None
+    load_frozen: Callable[[Any], None] | None = None
 
 
 def _no_problems(_run: RunConfig) -> Iterable[str]:

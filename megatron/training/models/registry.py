@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -10,6 +12,8 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.config.language_model import MODEL_KINDS, LanguageModelConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import ModelImplementation, ModelKind
+
+_DISTILLED = "megatron.post_training.distillation:distilled"  # imported if a run needs it
 
 
 def register_model_kind(name: str, kind: ModelKind) -> None:
@@ -35,8 +39,17 @@ def model_kind_of(config: RunConfig) -> ModelKind:
 
 
 def implementation_of(config: RunConfig) -> ModelImplementation:
-    """Return the implementation of the model kind and objective that ``config`` selects."""
-    return model_kind_of(config).load(config.objective)
+    """Return the implementation of the model kind and objective that ``config`` selects.
+
+    Distillation changes that of any objective.
+    """
+    found = model_kind_of(config).load(config.objective)
+    if not config.distillation.is_on:
+        return found
+    distilled: Callable[[ModelImplementation], ModelImplementation] = pkgutil.resolve_name(
+        _DISTILLED
+    )
+    return distilled(found)
 
 
 def build_model_stage(

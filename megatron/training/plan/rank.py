@@ -45,6 +45,7 @@ from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import frozen_models
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import TokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -175,8 +176,9 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
     )
     sizes = {"vocab_size": padded_vocab_size, "padded_vocab_size": padded_vocab_size}
     build_model_chunks(run, partial(registry.build_model_stage, config, groups=groups, **sizes))
+    for model in (*run.model_chunks, *frozen_models(run.model_chunks)):
+        _run_without_values(config.model, model)
     for chunk in run.model_chunks:
-        _run_without_values(config.model, chunk)
         for root in getattr(chunk, "units", ())[-1:]:
             # The first pass would do it: the optimizer must see the shards that FSDP2 pads then.
             root._get_fsdp_state()._lazy_init()
@@ -189,13 +191,15 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
 def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
     """Measure every pass, then the optimizer step."""
     tracker = Tracker(
-        [*_parameters(run), *_buffers(run), *_optimizer_tensors(run)],
+        [*_parameters(run), *_frozen(run), *_buffers(run), *_optimizer_tensors(run)],
         share_of_true=run.config.data.mask_prob,  # of BERT's tokens: those with a label
         shapes=shapes,
     )
     data, num_stages = run.config.data, run.placement.num_stages
     tokens = data.seq_length, data.decoder_seq_length or 0, run.config.training.micro_batch_size
-    messages, dtype = messages_of(run.config.model, run.groups, tokens, num_stages)
+    messages, dtype = messages_of(
+        run.config.model, run.groups, tokens, num_stages, run.adjust_tensor_shapes
+    )
     repeats = Repeats(tracker, run.model_chunks if _may_skip(run) else ())
     trial = _Trial(run, tracker, repeats, messages, dtype)
     with tracker:
@@ -215,7 +219,7 @@ def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
         step = tracker.measure(partial(_finish_step, run))
     return RankCost(
         state=State(
-            parameters=storage_bytes(_parameters(run)),
+            parameters=storage_bytes([*_parameters(run), *_frozen(run)]),
             gradients=gradients,
             optimizer=_bytes_besides(_parameters(run), _optimizer_tensors(run)),
             host=storage_bytes(_optimizer_of(run).state_tensors(on_host=True)),
@@ -366,6 +370,12 @@ def _finish_step(run: Runtime) -> None:
 def _parameters(run: Runtime) -> Iterator[Tensor]:
     for chunk in run.model_chunks:
         yield from chunk.parameters()
+
+
+def _frozen(run: Runtime) -> Iterator[Tensor]:
+    """Yield the weights of models that are not trained."""
+    for model in frozen_models(run.model_chunks):
+        yield from model.parameters()
 
 
 def _buffers(run: Runtime) -> list[Tensor]:

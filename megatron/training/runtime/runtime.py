@@ -43,6 +43,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.plan import Placement
+from megatron.core.pipeline_parallel.schedules import AdjustShapes
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training.config.run import RunConfig
 from megatron.training.runtime.sink_failure import call_each
@@ -204,6 +205,8 @@ class Runtime:
     model_chunks: list[nn.Module] = field(default_factory=list)  # wrapped in DDP
     optimizer: MegatronOptimizer | None = None
     scheduler: OptimizerParamScheduler | None = None
+    # Shapes of what stages send, of a model that sends more than hidden states.
+    adjust_tensor_shapes: AdjustShapes | None = None
     forward_step_func: Callable[..., Any] | None = None
     process_non_loss_data_func: Callable[..., Any] | None = None
     non_loss_data_func: Callable[..., Any] | None = None

@@ -104,6 +104,7 @@ def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: boo
     chunks = [_build_chunk(run, model_provider, chunk, on_meta=on_meta) for chunk in stages]
     if run.config.adapters.lora is not None:
         _attach_adapters(run, chunks, run.config.adapters.lora, on_meta=on_meta)
+    run.adjust_tensor_shapes = getattr(chunks[0], "adjust_tensor_shapes", None)
     for chunk in chunks:
         _initialize(run, chunk)
     _print_number_of_parameters(run, chunks)

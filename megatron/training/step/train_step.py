@@ -239,6 +239,7 @@ def forward_backward(
         decoder_seq_length=run.config.data.decoder_seq_length,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
+        adjust_tensor_shapes_fn=run.adjust_tensor_shapes,
         config=run.config.model,
         groups=run.groups,
         hooks=hooks,

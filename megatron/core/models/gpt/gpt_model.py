@@ -172,7 +172,7 @@ class GPTModel(LanguageModule):
                 hidden = self._with_predictions(
                     hidden, rows, attention_mask, shared, packed_seq_params
                 )
-            return self.token_losses(hidden, labels)
+            return (self.loss_runner or self.token_losses)(hidden, labels)
         if inference_context is not None:
             hidden = inference_context.output_rows(hidden)
             runtime_gather_output = True

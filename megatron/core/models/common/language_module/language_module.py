@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -42,6 +43,8 @@ class LanguageModule(MegatronModule):
     embedding: LanguageModelEmbedding
     output_layer: ColumnParallelLinear
     has_embedding: bool  # also where it is a copy of the first stage's
+    # Replaces `token_losses` (same arguments) at the end of the model's forward pass.
+    loss_runner: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(
         self,
@@ -279,14 +282,13 @@ class LanguageModule(MegatronModule):
         followed by `compute_language_model_loss`, which are used if the output layer is of another
         class or has another matmul.
         """
-        hidden, config = self._scaled(hidden), self.config
+        hidden, config = self.scaled(hidden), self.config
         layer, weight = self.output_layer, self.output_weight()
         is_plain = layer.bias is None and config.final_logit_softcapping is None
         is_usual = type(layer) is ColumnParallelLinear and layer.multiply is F.linear
         is_usual = is_usual and layer.lora is None
         if not is_usual or not (is_plain or config.loss_chunk_size):
-            logits, _ = layer(hidden, weight, runtime_gather_output=False)
-            return self.compute_language_model_loss(labels, self.cap(logits))
+            return self.compute_language_model_loss(labels, self.sharded_logits(hidden, weight))
         before_reading(layer)
         weight = layer.weight if weight is None else weight
         assert weight is not None, "a layer without a weight needs that of the embedding"
@@ -312,7 +314,7 @@ class LanguageModule(MegatronModule):
 
         Gathered logits have the unpadded vocabulary; in sharded logits padding is -inf.
         """
-        hidden, weight = self._scaled(hidden), self.output_weight()
+        hidden, weight = self.scaled(hidden), self.output_weight()
         logits, _ = self.output_layer(hidden, weight, runtime_gather_output=gather)
         logits = self.cap(logits).transpose(0, 1)
         if self.num_tokens is None:
@@ -323,7 +325,15 @@ class LanguageModule(MegatronModule):
         is_padding = torch.arange(logits.shape[-1], device=logits.device) >= columns
         return logits.masked_fill(is_padding, float("-inf"))
 
-    def _scaled(self, hidden: Tensor) -> Tensor:
+    def sharded_logits(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
+        """Map `scaled` hidden states [s, b, h] to logits [s, b, v/tp] with soft capping.
+
+        ``weight``: `output_weight`.  Padding columns are not masked.
+        """
+        logits, _ = self.output_layer(hidden, weight, runtime_gather_output=False)
+        return self.cap(logits)
+
+    def scaled(self, hidden: Tensor) -> Tensor:
         """Scale the hidden states for the output layer."""
         scale = self.config.output_scale
         if scale is None:

@@ -1,0 +1,1 @@
+"""What changes a trained model afterwards: distillation from a teacher, and pruning."""

@@ -1,0 +1,277 @@
+"""Distillation: the implementation of any objective, with a teacher beside the model.
+
+``s`` tokens, ``b`` sequences, ``h`` hidden size, ``v`` vocabulary, ``x/tp`` this rank's part.
+
+Each pipeline stage runs the teacher's layers, without gradient, and then the student's.  Stages
+send the hidden states of both, concatenated: [s, b, h of the student + h of the teacher].  The last
+stage compares both models and returns the losses of each token, stacked: [n, b, s].  Row 0 is the
+language-modelling loss, row 1 the divergence of the logits, row 2 (with intermediate layers) the
+mean distance of hidden states.
+
+Collective, on the last stage: those of the two output layers, then those of the losses over tp,
+for each chunk of tokens; the sums of the losses over cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.pipeline_parallel.schedules import Shape
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule, frozen_models
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.post_training.kd_config import KDConfig, LayerPair, read_kd_config
+from megatron.post_training.losses import HIDDEN_LOSSES, balanced, kl_divergence
+from megatron.post_training.teacher import build_teacher, load_teacher, teacher_config
+from megatron.training.config.run import RunConfig
+from megatron.training.estimates.model_layers import layers_of_stages
+from megatron.training.models.kind import Batch, ModelImplementation
+
+_NAMES = ("lm loss", "logits distillation loss", "intermediate distillation loss")
+
+
+@cache
+def distilled(inner: ModelImplementation) -> ModelImplementation:
+    """Return the implementation that trains as ``inner`` does, but towards the teacher."""
+    return replace(
+        inner,
+        build=partial(_build, inner),
+        loss=partial(_loss, inner),
+        load_frozen=partial(_load_frozen, inner),
+    )
+
+
+class DistillationModel(MegatronModule):
+    """One pipeline stage of the student, ``module``, and the teacher's stage of the same rank."""
+
+    def __init__(self, student: LanguageModule, teacher: LanguageModule, kd: KDConfig) -> None:
+        """Both models have the intermediate layers of ``kd`` on the last stage (`check_pairs`)."""
+        super().__init__(student.config)
+        self.module = student
+        # In a tuple it is no submodule: neither optimizer nor checkpoint nor wrapper finds it.
+        self.frozen = (teacher,)
+        self.kd = kd
+        self.pre_process, self.post_process = student.pre_process, student.post_process
+        self.vp_stage = student.vp_stage
+        self._outputs: dict[tuple[int, int], Tensor] = {}  # (model, layer) -> its output
+        self._target: Tensor | None = None  # the teacher's output in this pass
+        if self.post_process:
+            student.loss_runner = self._losses
+            teacher.loss_runner = _hidden_states
+            for pair in kd.intermediate_layer_pairs:
+                for which, (model, index) in enumerate(zip((student, teacher), pair, strict=False)):
+                    self._keep_output(which, model, index)
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Set the hidden states of both models that the previous stage sent."""
+        received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        (teacher,) = self.frozen
+        widths = [self.config.hidden_size, teacher.config.hidden_size]
+        for model, part in zip((self.module, teacher), received.split(widths, -1), strict=True):
+            model.set_input_tensor([part.contiguous()])  # type: ignore[operator]
+
+    def adjust_tensor_shapes(
+        self, received: list[Shape], sent: list[Shape]
+    ) -> tuple[list[Shape], list[Shape]]:
+        """Add the width of the teacher's hidden states to the shapes of what stages exchange."""
+        more = self.frozen[0].config.hidden_size
+        both = ([(s, b, h + more) for s, b, h in shapes] for shapes in (received, sent))
+        return next(both), next(both)
+
+    def forward(self, *inputs: object, **kwargs: object) -> Tensor:
+        """Run both models; return the losses [n, b, s], or both hidden states on other stages."""
+        with torch.no_grad():
+            self._target = self.frozen[0](*inputs, **kwargs)
+        output: Tensor = self.module(*inputs, **kwargs)
+        target, self._target = self._target, None
+        self._outputs.clear()
+        if self.post_process:
+            return output
+        assert target is not None
+        return torch.cat([output, target], -1)
+
+    def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Map the student's final hidden states [s, b, h] and labels [b, s] to [n, b, s]."""
+        student, (teacher,), target = self.module, self.frozen, self._target
+        assert isinstance(student, LanguageModule)
+        assert target is not None, "forward() runs the teacher first"
+        tp = student.tp_group
+        num_parts = tp.size() if self.config.sequence_parallel else 1
+        held = labels.transpose(0, 1).reshape(num_parts, -1, labels.shape[0])
+        x, weight = student.scaled(hidden), student.output_weight()
+        y, its_weight = teacher.scaled(target), teacher.output_weight()
+
+        def losses_of(x: Tensor, y: Tensor, held: Tensor) -> Tensor:
+            """Map [c, b, h] of both models and labels [parts, c, b] to [2, parts, c, b]."""
+            logits = student.sharded_logits(x, weight)
+            with torch.no_grad():
+                teaching = teacher.sharded_logits(y, its_weight)
+            read = logits.detach() if self.kd.skip_lm_loss else logits
+            lm = student.compute_language_model_loss(held.flatten(0, 1).transpose(0, 1), read)
+            kl = kl_divergence(
+                logits,
+                teaching,
+                self.kd.logit_kl_temperature,
+                tp_group=tp,
+                vocab_size=student.num_tokens,
+            )
+            return torch.stack([lm.transpose(0, 1), kl]).unflatten(1, (num_parts, -1))
+
+        # A sequence-parallel rank has a part of each chunk, so a chunk has tokens of all parts.
+        rows = self._rows_of_chunk(num_parts, labels.shape[0], len(x))
+        each = zip(x.split(rows), y.split(rows), held.split(rows, 1), strict=True)
+        if rows >= len(x):
+            chunks = [losses_of(x, y, held)]
+        else:  # keeps the logits of one chunk at a time
+            chunks = [
+                checkpoint(losses_of, *chunk, use_reentrant=False, preserve_rng_state=False)
+                for chunk in each
+            ]
+        losses = torch.cat(chunks, 2).flatten(1, 2).transpose(1, 2)
+        if not self.kd.intermediate_layer_pairs:
+            return losses
+        distances = self._distances(hidden, target)
+        if self.config.sequence_parallel:  # each rank computes the same from the gathered losses
+            distances = gather_from_sequence_parallel_region(distances, False, group=tp)
+        return torch.cat([losses, distances.transpose(0, 1).unsqueeze(0)])
+
+    def _rows_of_chunk(self, num_parts: int, batch_size: int, num_rows: int) -> int:
+        """Return the positions of a chunk, of which each part of the sequence has one."""
+        size = self.config.loss_chunk_size
+        return max(1, size // (num_parts * batch_size)) if size else num_rows
+
+    def _distances(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """Return the mean distance of the intermediate layers: [s, b], or [s/tp, b]."""
+        final = (hidden, target)
+        distances = []
+        for pair in self.kd.intermediate_layer_pairs:
+            outputs = (
+                final[which] if index is None else self._outputs[which, index]
+                for which, index in enumerate((pair.student, pair.teacher))
+            )
+            distances.append(HIDDEN_LOSSES[pair.loss](*outputs))
+        return torch.stack(distances).mean(0)
+
+    def _keep_output(self, which: int, model: LanguageModule, index: int | None) -> None:
+        """Keep the output of layer ``index`` of each pass; None: that of the final norm."""
+        if index is None:
+            return
+        decoder = model.decoder
+        assert isinstance(decoder, TransformerBlock), "the checks admit GPT only"
+
+        def keep(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+            self._outputs[which, index] = output[0]
+
+        decoder.layers[index - decoder.layer_range.start].register_forward_hook(keep)
+
+
+def check_pairs(pairs: Sequence[LayerPair], student: RunConfig, teacher: RunConfig) -> None:
+    """Raise ConfigError unless the last stages of both models have the layers of ``pairs``."""
+    what = "intermediate_layer_pairs of --export-kd-cfg"
+    mine, its = student.model.hidden_size, teacher.model.hidden_size
+    if pairs and mine != its:
+        raise ConfigError(
+            f"{what}: hidden size {mine} of the student and {its} of the teacher: only states of "
+            "one size can be compared; leave the pairs out"
+        )
+    granularity = student.model.recompute_granularity
+    if granularity in ("full", "adaptive") and any(pair.student is not None for pair in pairs):
+        raise ConfigError(
+            f"{what}: --recompute-granularity {granularity} does not keep the outputs of layers: "
+            "use selective, or compare decoder.final_layernorm"
+        )
+    for name, config, indices in (
+        ("student", student, [pair.student for pair in pairs]),
+        ("teacher", teacher, [pair.teacher for pair in pairs]),
+    ):
+        held = layers_of_stages(config)[-1]
+        for index in indices:
+            if index is not None and index not in held:
+                raise ConfigError(
+                    f"{what}: decoder.layers.{index} of the {name} is not on the last pipeline "
+                    f"stage, which has layers {held.start} to {held.stop - 1}: choose one of these"
+                )
+
+
+def _hidden_states(hidden: Tensor, labels: Tensor) -> Tensor:
+    del labels
+    return hidden
+
+
+def _build(
+    inner: ModelImplementation,
+    config: RunConfig,
+    *,
+    groups: ProcessGroupCollection,
+    vp_stage: int | None = None,
+    **stage: Any,
+) -> DistillationModel:
+    kd = settings_of(config)
+    its_config = teacher_config(config)
+    check_pairs(kd.intermediate_layer_pairs, config, its_config)
+    student = inner.build(config, groups=groups, vp_stage=vp_stage, **stage)
+    teacher = build_teacher(its_config, groups=groups, vp_stage=vp_stage, **stage)
+    assert isinstance(student, LanguageModule)
+    return DistillationModel(student, teacher, kd)
+
+
+def _load_frozen(inner: ModelImplementation, run: Any) -> None:
+    if inner.load_frozen is not None:
+        inner.load_frozen(run)
+    load_teacher(run.config, list(frozen_models(run.model_chunks)), run.groups)
+
+
+@cache
+def _read_once(path: str | None) -> KDConfig:
+    return read_kd_config(path)
+
+
+def settings_of(config: RunConfig) -> KDConfig:
+    """Return the settings of --export-kd-cfg, which is read once.  Raises ConfigError."""
+    return _read_once(config.distillation.export_kd_cfg)
+
+
+def _loss(
+    inner: ModelImplementation,
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    batch: Batch,
+    output: Tensor,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the loss of a micro-batch, from the losses of its tokens [n, b, s].
+
+    The objective's own loss function sums each of them, so that it also decides which tokens count.
+    Collective over cp.
+    """
+    count = inner.loss or _sum_of_masked
+    lm, num_tokens, reported = count(config, groups, batch, output[0])
+    sums = torch.stack([lm, *(count(config, groups, batch, row)[0] for row in output[1:])])
+    kd = settings_of(config)
+    total = balanced(
+        sums,
+        skip_lm_loss=kd.skip_lm_loss,
+        kd_loss_scale=kd.kd_loss_scale,
+        cp_group=groups.cp,
+    )
+    named = {"total loss": total, **dict(zip(_NAMES[1:], sums[1:], strict=False))}
+    pairs = {name: torch.stack([x.detach(), num_tokens.to(x)]) for name, x in named.items()}
+    return total, num_tokens, reported | pairs
+
+
+def _sum_of_masked(
+    _config: RunConfig, _groups: ProcessGroupCollection, batch: Batch, losses: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the loss of pretraining: the sum over tokens, their number, and what is logged."""
+    mask = batch["loss_mask"].float()
+    total, num_tokens = (losses.float() * mask).sum(), mask.sum()
+    return total, num_tokens.int(), {_NAMES[0]: torch.stack([total.detach(), num_tokens])}

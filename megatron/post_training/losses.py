@@ -1,0 +1,124 @@
+"""Losses of distillation per token, and how they are combined.
+
+``v`` true vocabulary size, ``p`` padded size; a tensor-parallel rank holds p/tp columns of logits.
+All losses are computed in fp32.  `kl_divergence` communicates over tp in forward only: one max
+all-reduce and two sum all-reduces.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.autograd import Context, Function
+from megatron.core.tensor_parallel.cross_entropy import at_least_float32, true_columns
+
+
+def kl_divergence(
+    student: Tensor,
+    teacher: Tensor,
+    temperature: float = 1.0,
+    *,
+    tp_group: ProcessGroup,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Return KL(teacher || student) of each token: two logits [..., p/tp] -> [...].
+
+    Both softmaxes have ``temperature``; the result is not multiplied by its square.  Only the
+    student's logits have a gradient.  ``vocab_size``: true size if the logits have padding columns,
+    which take no part.  Collective over ``tp_group`` in forward.
+    """
+    return _KLDivergence.apply(student, teacher.detach(), temperature, tp_group, vocab_size)
+
+
+class _KLDivergence(Function[Tensor]):
+    """Saves the gradient of the logits: nothing else is needed in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Context[int],
+        student: Tensor,
+        teacher: Tensor,
+        temperature: float,
+        group: ProcessGroup,
+        vocab_size: int | None,
+    ) -> Tensor:
+        columns = true_columns(student.shape[-1], vocab_size, group)
+        both = torch.stack([at_least_float32(x[..., :columns]) for x in (student, teacher)])
+        both /= temperature
+        log_q, log_p = both - log_sum_exp(both, group).unsqueeze(-1)
+        p = log_p.exp()
+        loss = _sum_over(group, (p * (log_p - log_q)).sum(-1))
+        gradient = torch.zeros_like(student)
+        gradient[..., :columns] = (log_q.exp_() - p) / temperature
+        ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Context[int], grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (grad.unsqueeze(-1) * gradient).to(gradient.dtype), None, None, None, None
+
+
+def log_sum_exp(logits: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the logarithm of the sum of exponentials over the vocabulary: [..., c] -> [...].
+
+    ``c`` true columns of this rank, perhaps 0.  No gradient.  Collective over ``group``.
+    """
+    shape = logits.shape[:-1]
+    highest = logits.amax(-1) if logits.shape[-1] else logits.new_full(shape, float("-inf"))
+    if group.size() > 1:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    total = (logits - highest.unsqueeze(-1)).exp().sum(-1)
+    return highest + _sum_over(group, total).log()
+
+
+def _sum_over(group: ProcessGroup, values: Tensor) -> Tensor:
+    """Sum ``values``, which the caller owns, over ``group`` in place."""
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return 1 - cosine of the two hidden states of each token: [..., h] -> [...]."""
+    return 1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)
+
+
+def mse_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean squared difference of the two hidden states of each token."""
+    return (student.float() - teacher.float()).square().mean(-1)
+
+
+HIDDEN_LOSSES = {"cosine": cosine_loss, "mse": mse_loss}
+
+
+def balanced(
+    sums: Tensor, *, skip_lm_loss: bool, kd_loss_scale: float, cp_group: ProcessGroup
+) -> Tensor:
+    """Return the loss of a micro-batch from its sums [lm, logits] or [lm, logits, intermediate].
+
+    The intermediate loss is scaled to the size of the logits' loss.  The sum of both is the loss
+    under ``skip_lm_loss``; else it is scaled to ``kd_loss_scale`` times the language-modelling
+    loss and added to that.  The scales have no gradient; they are those of the complete
+    micro-batch, so they do not depend on the layout.  Collective over ``cp_group``.
+    """
+    sizes = sums.detach().clone()
+    if cp_group.size() > 1:
+        dist.all_reduce(sizes, group=cp_group)
+    lm, logits = sums[0], sums[1]
+    total, size = logits, sizes[1]
+    if len(sums) > 2:
+        scale = _ratio(sizes[1], sizes[2])
+        total, size = total + scale * sums[2], size + scale * sizes[2]
+    if skip_lm_loss:
+        return total
+    return lm + kd_loss_scale * _ratio(sizes[0], size) * total
+
+
+def _ratio(wanted: Tensor, size: Tensor) -> Tensor:
+    """Return ``wanted / size``; 0 where a loss is 0 already."""
+    return torch.where(size > 0, wanted / size, 0.0)

@@ -1,0 +1,180 @@
+"""The teacher of a distillation: its configuration, its stages, its weights.
+
+The teacher is the model of another checkpoint, of any size, split over the same ranks as the
+student.  It is frozen, and no module of the student contains it: so it has no optimizer state, no
+gradient buffer and no place in the checkpoints of the run.
+
+Order of collectives: `load_teacher` those of `serialization.load`.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core import device
+from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.config.option import dest_of, options_of
+from megatron.core.dist_checkpointing.collectives import all_or_none
+from megatron.core.dist_checkpointing.formats import format_of
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.serialization import load
+from megatron.core.dist_checkpointing.value_types import Arguments
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.training.arguments.resolve import resolve
+from megatron.training.checkpointing.checkpoint_args import (
+    FORCED,
+    FORCED_PREFIXES,
+    IF_UNSET,
+    saved_namespace,
+    without_code_and_paths,
+)
+from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
+from megatron.training.checkpointing.paths import read_content, resolve_folder
+from megatron.training.config.run import RunConfig
+from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.estimates.pipeline_split import balanced_sizes
+from megatron.training.models.registry import build_model_stage
+from megatron.training.process.rank_print import print_rank_0
+
+_MTP = "mtp."  # prefix of tensors for multi-token prediction, which a teacher does not need
+# Flags (dests) of the run that hold for the teacher too: layout, batch, data, precision, kernels.
+_SHARED = frozenset(
+    (
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "cp_comm_type hierarchical_context_parallel_sizes sequence_parallel "
+        "pipeline_schedule microbatch_group_size_per_vp_stage micro_batch_size "
+        "global_batch_size seq_length encoder_seq_length bf16 fp16 fp32_residual_connection "
+        "reset_attention_mask reset_position_ids transformer_impl attention_backend "
+        "use_flash_attn deterministic_mode make_vocab_size_divisible_by device mock_data"
+    ).split()
+) | {dest_of(f, opt) for f, opt in options_of(TokenizerConfig)}
+_OF_EXPERTS = frozenset({"expert_model_parallel_size", "expert_tensor_parallel_size"})
+
+
+def teacher_config(config: RunConfig) -> RunConfig:
+    """Return the configuration of the teacher of ``config`` in the layout of this run.
+
+    Reads the checkpoint's arguments; local.  Raises CheckpointError for a checkpoint that cannot be
+    read, ConfigError for a model that cannot be a teacher in this run.
+    """
+    directory = config.distillation.export_kd_teacher_load
+    assert directory is not None, "the run has a teacher"
+    what = f"--export-kd-teacher-load {directory}"
+    try:
+        folder = teacher_folder(config)
+        stored = without_code_and_paths(read_content(folder).asked, {})
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{what}: {error}") from None
+    kind = config.language_model.model_kind
+    if stored.get("model_kind") not in (None, kind):
+        raise ConfigError(
+            f"{what}: the teacher is of kind {stored['model_kind']}, this program trains {kind}: "
+            "both models must be of one kind"
+        )
+    _check_tokens(config, stored, what)
+    namespace = _namespace(config, stored)
+    try:
+        resolved = resolve(namespace, config.world_size)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{what}: the teacher does not fit the layout of this run: {error}"
+        ) from None
+    model = replace(resolved.model, perform_initialization=False)
+    return replace(resolved, model=model)
+
+
+def teacher_folder(config: RunConfig) -> Path:
+    """Return the folder of the teacher's checkpoint.  Raises CheckpointError."""
+    asked = config.distillation
+    folder = resolve_folder(asked.export_kd_teacher_load or "")
+    wanted = asked.export_kd_teacher_ckpt_format
+    found = format_of(folder)
+    if wanted is not None and wanted != found:
+        raise CheckpointError(
+            f"{folder} is of format {found}, --export-kd-teacher-ckpt-format is {wanted}: leave "
+            "the flag out, the format is recognised"
+        )
+    return folder
+
+
+def _check_tokens(config: RunConfig, stored: Arguments, what: str) -> None:
+    """Raise ConfigError if the checkpoint was trained with another kind of tokenizer.
+
+    Other vocabularies of one kind have other sizes, which the loader compares.
+    """
+    theirs, mine = stored.get("tokenizer_type"), config.tokenizer.tokenizer_type
+    if theirs not in (None, mine):
+        raise ConfigError(
+            f"{what}: the teacher was trained with --tokenizer-type {theirs}, this run has {mine}: "
+            "both models must have one vocabulary"
+        )
+
+
+def _namespace(config: RunConfig, stored: Arguments) -> Namespace:
+    """Return the command line that builds the teacher: its model, the layout of this run."""
+    is_of_model = {*FORCED, *IF_UNSET}
+    described = {
+        name: value
+        for name, value in stored.items()
+        if name in is_of_model or name.startswith(FORCED_PREFIXES)
+    }
+    values = vars(saved_namespace(described))
+    shared = _SHARED | _OF_EXPERTS if values["num_experts"] else _SHARED
+    values |= {name: config.asked[name] for name in shared if name in config.asked}
+    values |= {
+        "model_kind": config.language_model.model_kind,
+        "skip_train": True,
+        "mtp_num_layers": None,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    num_layers, num_stages = values["num_layers"] or 0, config.placement.num_stages
+    if num_layers % num_stages == 0:
+        values["num_virtual_stages_per_pipeline_rank"] = config.placement.num_chunks
+    else:
+        sizes = balanced_sizes([1.0] * num_layers, num_stages)
+        values["pipeline_model_parallel_layout"] = f"E{'|'.join('t' * size for size in sizes)}L"
+    return Namespace(**values)
+
+
+def build_teacher(
+    config: RunConfig, *, groups: ProcessGroupCollection, vp_stage: int | None, **stage: Any
+) -> LanguageModule:
+    """Build one frozen stage of the teacher, whose configuration is ``config``, without weights."""
+    with torch.device(device.current()):  # also where the student is built on meta
+        model = build_model_stage(config, groups=groups, vp_stage=vp_stage, **stage)
+    assert isinstance(model, LanguageModule), "the checks admit language models only"
+    for param in model.parameters():
+        param.data = param.data.to(config.model.params_dtype)
+    return model.eval().requires_grad_(False)
+
+
+def load_teacher(
+    config: RunConfig, stages: Sequence[nn.Module], groups: ProcessGroupCollection
+) -> None:
+    """Load the weights of this rank's ``stages`` of the teacher.  Collective over all ranks.
+
+    The checkpoint may have any layout.  Raises CheckpointError, the same on every rank.
+    """
+    directory = config.distillation.export_kd_teacher_load
+    folder = all_or_none(partial(teacher_folder, config), directory or "", groups.world)
+    try:
+        load(
+            folder,
+            model_tensors(RunParts(model_chunks=stages, groups=groups)),
+            groups.world,
+            leave_out=(OPTIMIZER_PREFIX, _MTP),
+            cast=True,
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"--export-kd-teacher-load {directory}: {error}") from None
+    print_rank_0(f"  successfully loaded the teacher from {folder}")

@@ -1,0 +1,106 @@
+"""The losses of distillation against torch's, on one rank and sharded over the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.post_training.losses import balanced, cosine_loss, kl_divergence, mse_loss
+from tests import tolerances
+from tests.ranks import run_ranks
+from tests.unit.one_process import one_rank
+
+SIZE, PADDED = 37, 40
+EXACT: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def expected(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    q = F.log_softmax(student / temperature, -1)
+    p = F.log_softmax(teacher / temperature, -1)
+    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_the_divergence_of_logits_is_torchs(temperature: float) -> None:
+    student, teacher = draw(4, 3, SIZE, seed=0).requires_grad_(), draw(4, 3, SIZE, seed=1)
+    scale = draw(4, 3, seed=2)
+    found = kl_divergence(student, teacher, temperature, tp_group=one_rank())
+    (gradient,) = torch.autograd.grad((found * scale).sum(), student)
+    wanted = expected(student, teacher, temperature)
+    (wanted_gradient,) = torch.autograd.grad((wanted * scale).sum(), student)
+    torch.testing.assert_close(found, wanted, **EXACT)
+    torch.testing.assert_close(gradient, wanted_gradient, **EXACT)
+
+
+def sharded(rank: int, world_size: int, temperature: float) -> tuple[Tensor, Tensor]:
+    group = dist.group.WORLD
+    assert group is not None
+    both = [F.pad(draw(4, 3, SIZE, seed=seed), (0, PADDED - SIZE), value=5.0) for seed in (0, 1)]
+    student, teacher = (x.chunk(world_size, -1)[rank].contiguous() for x in both)
+    student.requires_grad_()
+    loss = kl_divergence(student, teacher, temperature, tp_group=group, vocab_size=SIZE)
+    (gradient,) = torch.autograd.grad((loss * draw(4, 3, seed=2)).sum(), student)
+    return loss.detach(), gradient
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_sharded_vocabulary_with_padding_gives_the_same(world_size: int) -> None:
+    student, teacher = draw(4, 3, SIZE, seed=0).requires_grad_(), draw(4, 3, SIZE, seed=1)
+    wanted = expected(student, teacher, 2.0)
+    (gradient,) = torch.autograd.grad((wanted * draw(4, 3, seed=2)).sum(), student)
+    parts = run_ranks(sharded, world_size, 2.0)
+    for loss, _ in parts:
+        torch.testing.assert_close(loss, wanted.detach(), **EXACT)
+    found = torch.cat([part for _, part in parts], -1)
+    torch.testing.assert_close(found[..., :SIZE], gradient, **EXACT)
+    assert not found[..., SIZE:].any()
+
+
+def test_16_bit_logits_are_compared_in_float32() -> None:
+    student, teacher = (draw(5, SIZE, seed=seed).bfloat16() for seed in (0, 1))
+    student.requires_grad_()
+    found = kl_divergence(student, teacher, tp_group=one_rank())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected(student.float(), teacher.float(), 1.0), **EXACT)
+    found.sum().backward()
+    assert student.grad is not None
+    assert student.grad.dtype == torch.bfloat16
+
+
+def test_distances_of_hidden_states_are_those_of_torch() -> None:
+    x, y = draw(6, 2, 8, seed=0), draw(6, 2, 8, seed=1)
+    ones = torch.ones(12)
+    wanted = F.cosine_embedding_loss(x.flatten(0, 1), y.flatten(0, 1), ones, reduction="none")
+    torch.testing.assert_close(cosine_loss(x, y).flatten(), wanted, **tolerances.of(torch.float32))
+    torch.testing.assert_close(mse_loss(x, y), F.mse_loss(x, y, reduction="none").mean(-1))
+
+
+def total(sums: Tensor, *, skip: bool, scale: float = 1.0) -> float:
+    found = balanced(sums, skip_lm_loss=skip, kd_loss_scale=scale, cp_group=one_rank())
+    return float(found)
+
+
+def test_the_balance_makes_losses_equally_large() -> None:
+    sums = torch.tensor([12.0, 3.0, 0.5])
+    assert total(sums[:2], skip=True) == 3.0
+    assert total(sums, skip=True) == 6.0, "the intermediate loss is as large as that of logits"
+    assert total(sums[:2], skip=False, scale=0.5) == 18.0, "half of the language model's is added"
+    assert math.isclose(total(sums, skip=False, scale=2.0), 36.0)
+    assert total(torch.tensor([12.0, 0.0, 0.0]), skip=False) == 12.0, "nothing left to learn"
+
+
+def test_the_balance_has_no_gradient() -> None:
+    sums = torch.tensor([12.0, 3.0, 0.5], requires_grad=True)
+    balanced(sums, skip_lm_loss=False, kd_loss_scale=1.0, cp_group=one_rank()).backward()
+    assert sums.grad is not None
+    torch.testing.assert_close(sums.grad, torch.tensor([1.0, 2.0, 12.0]))
