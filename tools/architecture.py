@@ -241,7 +241,11 @@ CHECKPOINT_TO_PARAMETER = _in(
             f"{_CORE}/dist_checkpointing/serialization.py",
             "load",
         ),
-        _in(f"{_TRAINING}/checkpointing/rng_state.py", "set_rng_state"),
+        _in(
+            f"{_TRAINING}/checkpointing/restore.py",
+            "restore_rank_state",
+            _in(f"{_TRAINING}/checkpointing/rng_state.py", "set_rng_state"),
+        ),
     ),
     _in(f"{_TRAINING}/runtime/state.py", "TrainState.load"),
 )

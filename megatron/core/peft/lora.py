@@ -16,7 +16,7 @@ expert tensor-parallel ranks.
 
 Hugging Face's models have separate matrices for queries, keys and values, and for gate and up
 projection, each with an adapter of its own in the files of PEFT; here one layer stacks them.  Its
-adapter therefore has an A and a B for each of these parts (``a_q``, ``b_q``, ...), of which any
+adapter therefore has an A and a B for each of these parts (``q_a``, ``q_b``, ...), of which any
 subset may be trained; the outputs are stacked in the order of the layer's rows, which for q, k and
 v is interleaved by query group.  Another layer has one ``a`` and one ``b``.
 """
@@ -110,11 +110,11 @@ def is_of_adapter(name: str) -> bool:
 def split_name(name: str) -> tuple[str, str, str]:
     """Split an adapter's parameter name into layer, matrix ("a" or "b") and part.
 
-    >>> split_name("decoder.layers.0.mlp.linear_fc1.lora.b_up")
+    >>> split_name("decoder.layers.0.mlp.linear_fc1.lora.up_b")
     ('decoder.layers.0.mlp.linear_fc1', 'b', 'up')
     """
     module, _, own = name.partition(_INSIDE)
-    matrix, _, part = own.partition("_")
+    part, _, matrix = own.rpartition("_")
     return module, matrix, part
 
 
@@ -192,13 +192,13 @@ class LinearAdapter(nn.Module):
     def _add(
         self, matrix: str, part: str, layer: str, shape: tuple[int, int], info: ParamInfo
     ) -> None:
-        own = f"{matrix}_{part}" if part else matrix
+        own = f"{part}_{matrix}" if part else matrix
         info = replace(info, name=f"{layer}{_INSIDE}{own}")
         self.register_parameter(own, new_parameter(shape, self.dtype, info))
 
     def matrices(self, matrix: str) -> list[nn.Parameter]:
         """Return ``matrix`` ("a" or "b") of each part."""
-        return [self.get_parameter(f"{matrix}_{part}" if part else matrix) for part in self.parts]
+        return [self.get_parameter(f"{part}_{matrix}" if part else matrix) for part in self.parts]
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute scale * B A x: [.., i] -> [.., o] of this rank; collectives as in the module."""

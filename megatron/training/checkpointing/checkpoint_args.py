@@ -56,6 +56,7 @@ _WHOLE = (
     "final_logit_softcapping untie_embeddings_and_output_weights bert_binary_head mtp_num_layers "
     "is_hybrid_model spec"
 )
+ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora")
 _TOKENS = "pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids"
 IMAGES = tuple(
     "img_h img_w patch_dim vision_model_type vision_num_layers vision_hidden_size "
@@ -72,6 +73,7 @@ FORCED = (
     *LATENT,
     *YARN,
     *IMAGES,
+    *ADAPTERS,
     "num_classes",
 )
 FORCED_PREFIXES = (
@@ -121,7 +123,8 @@ LOGGED = (
     *(
         "seq_length decoder_seq_length dataloader_seq_length "
         "max_position_embeddings attention_dropout hidden_dropout "
-        "bias_gelu_fusion spec pad_vocab_in_loss tokenizer_type tokenizer_model tiktoken_pattern "
+        "lora_dropout bias_gelu_fusion spec pad_vocab_in_loss tokenizer_type tokenizer_model "
+        "tiktoken_pattern "
         "vocab_extra_ids vocab_file merge_file data_path train_data_path valid_data_path "
         "test_data_path data_args_path per_split_data_args_path split seed adam_beta1 "
         "adam_beta2"

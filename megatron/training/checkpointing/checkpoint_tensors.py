@@ -42,6 +42,7 @@ class RunParts:
     asked: Arguments | None = None  # this run's command line; None: not compared
     rerun: RerunStateMachine | None = None  # whose state is saved and restored
     unused: tuple[str, ...] = ()  # prefixes of tensors that only the checkpoint needs to have
+    base: Arguments | None = None  # what names the frozen model: only adapters are saved
 
 
 def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:

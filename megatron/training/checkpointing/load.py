@@ -7,11 +7,11 @@ with the same result or the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.collectives import (
     broadcast_json,
     is_so_everywhere,
 )
-from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, CheckpointChoice
+from megatron.core.dist_checkpointing.folders import RELEASE
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local_load import LocalContent, find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
@@ -33,8 +33,20 @@ from megatron.core.dist_checkpointing.mapping import (
     replica_groups,
 )
 from megatron.core.dist_checkpointing.serialization import load
-from megatron.core.dist_checkpointing.value_types import RERUN_STATE, RNG_STATE, JsonObject
+from megatron.core.dist_checkpointing.value_types import RNG_STATE
 from megatron.core.utils import get_model_config
+from megatron.training.checkpointing.base_model import (
+    BaseModel,
+    base_named_in,
+    check_base,
+    check_not_overwritten,
+    folder_of_base,
+    has_adapters,
+    identify,
+    of_adapters,
+    of_base,
+    refuse_adapters,
+)
 from megatron.training.checkpointing.checkpoint_args import check_kind
 from megatron.training.checkpointing.checkpoint_tensors import (
     RunParts,
@@ -52,13 +64,17 @@ from megatron.training.checkpointing.non_persistent import (
     decided_at_ns,
     keeps_parts,
     may_go_on,
-    newer_transient,
     parts_root,
 )
-from megatron.training.checkpointing.paths import find, is_same_directory
-from megatron.training.checkpointing.rng_state import set_rng_state
+from megatron.training.checkpointing.paths import find, read_content
+from megatron.training.checkpointing.restore import (
+    read_rank_state,
+    restore_rank_state,
+    restore_scalars,
+)
 from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.checkpointing.save import layout_of
+from megatron.training.checkpointing.source import Source, choose_source
 from megatron.training.checkpointing.upcycling import as_dense, finish_upcycling
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.fault_tolerance import sections
@@ -73,17 +89,7 @@ class Loaded:
     iteration: int  # to resume from; 0 if only weights were loaded
     counters: Mapping[str, float] = field(default_factory=dict)  # as saved; empty with iteration 0
     has_schedule: bool = False  # the state of the scheduler was restored
-
-
-class _Source(TypedDict):
-    """The checkpoint that rank 0 chose; the other ranks receive it as JSON."""
-
-    root: str
-    folders: list[str]  # to try, in order
-    num_transient: int  # how many of the first are non-persistent checkpoints
-    note: str | None
-    is_finetuning: bool
-    weights_only: bool  # neither optimizer nor counters: --finetune, or a release
+    base: BaseModel | None = None  # of adapters
 
 
 T = TypeVar("T")
@@ -108,7 +114,7 @@ def load_run(
     if loaded is not None:
         return loaded
     where = f"--load {config.load} cannot be read"
-    source = _on_rank_0(partial(_choose, config), where, world)
+    source = _on_rank_0(partial(choose_source, config), where, world)
     if source is None:
         return None
     if source["note"]:
@@ -155,8 +161,8 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     content = load_local(found, _wanted_tensors(config, parts), world)
     common = all_or_none(partial(_check_local, content, root), root, world)
     _check_model(parts, common, root, is_finetuning=False)
-    has_schedule = _restore_scalars(config, parts, common)
-    _restore_rank_state(config, parts, content.rank_state or {})
+    has_schedule = restore_scalars(config, parts, common)
+    restore_rank_state(config, parts, content.rank_state or {})
     _log_loaded(parts, str(root), found.iteration)
     exit_report.note(loaded_from=str(root))
     return Loaded(iteration=found.iteration, counters=common["counters"], has_schedule=has_schedule)
@@ -169,7 +175,7 @@ def _check_local(content: LocalContent, root: Path) -> RunContent:
 
 
 def _decided_ns(config: CheckpointConfig) -> int:
-    """Return `decided_at_ns` for ``--load``; errors of ``--load`` are reported by `_choose`."""
+    """Return `decided_at_ns` for ``--load``; `choose_source` reports its errors."""
     try:
         return decided_at_ns(config, find(config.load, None, lenient=config.load_newest_valid))
     except (CheckpointError, OSError):
@@ -204,81 +210,35 @@ def _log_loaded(parts: RunParts, root: str, iteration: int) -> None:
     )
 
 
-def _choose(config: CheckpointConfig) -> _Source | None:
-    """Choose the checkpoint to load; None if the run starts from random weights.  Local.
-
-    Raises CheckpointError, OSError.
-    """
-    if config.moe_use_upcycling and config.save and find(config.save, None) is not None:
-        raise CheckpointError(
-            f"--moe-use-upcycling: --save {config.save} holds a checkpoint already; go on from "
-            "it with --load and without the flag, or save elsewhere"
-        )
-    choice = find(config.load, config.ckpt_step, lenient=config.load_newest_valid)
-    newer = newer_transient(config, choice)
-    if newer is not None:
-        kept = () if choice is None else (choice.found, *choice.older)
-        note = f"loading the non-persistent checkpoint {newer.folder}, the newest one"
-        choice = CheckpointChoice(newer, kept, note)
-    if choice is not None:
-        assert config.load is not None
-        num_transient = int(newer is not None)
-        return _source(config.load, choice, config.finetune, num_transient)
-    if config.pretrained_checkpoint is not None:
-        choice = find(config.pretrained_checkpoint, None)
-        if choice is None:
-            raise CheckpointError(
-                f"--pretrained-checkpoint {config.pretrained_checkpoint} holds no checkpoint"
-            )
-        return _source(config.pretrained_checkpoint, choice, is_finetuning=True)
-    if config.exit_on_missing_checkpoint:
-        lack = (
-            "--load is not given" if config.load is None else f"{config.load} holds no checkpoint"
-        )
-        raise CheckpointError(f"--exit-on-missing-checkpoint: {lack}")
-    if config.load is None:
-        return None
-    if not is_same_directory(config.load, config.save):
-        raise CheckpointError(
-            f"--load {config.load} holds no checkpoint: correct the path; to start from "
-            "random weights and resume later, give --load and --save the same directory"
-        )
-    print(
-        f"WARNING: could not find the metadata file {Path(config.load) / TRACKER}\n"
-        "    will not load any checkpoints and will start from random",
-        flush=True,
-    )
-    return None
-
-
-def _source(
-    root: str, choice: CheckpointChoice, is_finetuning: bool, num_transient: int = 0
-) -> _Source:
-    return {
-        "root": root,
-        "folders": [str(found.folder) for found in (choice.found, *choice.older)],
-        "num_transient": num_transient,
-        "note": choice.note,
-        "is_finetuning": is_finetuning,
-        "weights_only": is_finetuning or choice.found.folder.name == RELEASE,
-    }
-
-
 def _load_folder(
-    config: CheckpointConfig, parts: RunParts, source: _Source, folder: Path, verify_first: bool
+    config: CheckpointConfig, parts: RunParts, source: Source, folder: Path, verify_first: bool
 ) -> Loaded:
     """Load one folder completely, or raise the same error on all ranks.  Collective."""
     world = parts.groups.world
+    with_adapters = not is_so_everywhere(not has_adapters(parts), world)
+    if with_adapters and not _on_rank_0(partial(_holds_adapters, folder), folder, world):
+        # The folder is the base: its optimizer state and its counters belong to another run.
+        check_not_overwritten(source["root"], config.save)
+        config = replace(config, no_load_optim=True, no_load_rng=True)
+        source = {**source, "weights_only": True}
     common = _on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
     explanation = _check_model(parts, common, folder, is_finetuning=source["is_finetuning"])
     at = "" if source["weights_only"] else f" at iteration {common['iteration']}"
     kind = f" {RELEASE}" if folder.name == RELEASE else ""
     print_rank_0(f" loading{kind} distributed checkpoint from {source['root']}{at}")
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
+    wanted, named, base = _wanted_tensors(config, parts), base_named_in(common["args"]), None
+    if with_adapters and named is not None:
+        base = _load_base(config, parts, folder, named, explanation)
+        wanted = of_adapters(wanted)
+    elif with_adapters:
+        wanted = of_base(wanted)
+    elif named is not None:
+        refuse_adapters(folder)
     if verify_first:
-        _load_tensors(config, parts, folder, explanation, is_trial=True)
+        _load_tensors(config, parts, folder, explanation, [_into_nothing(t) for t in wanted])
     try:
-        _load_tensors(config, parts, folder, explanation)
+        _load_tensors(config, parts, folder, explanation, wanted)
     except CheckpointError as error:
         if verify_first:
             raise RuntimeError(
@@ -291,10 +251,12 @@ def _load_folder(
             get_model_config(parts.model_chunks[0]),
             config.moe_upcycling_granularity,
         )
+    if with_adapters and named is None:
+        base = identify(parts, str(folder.resolve()))
     sections.monitor.has_loaded = True
-    state = {} if source["weights_only"] else _read_rank_state(config, folder, parts)
-    has_schedule = _restore_scalars(config, parts, common)
-    _restore_rank_state(config, parts, state)
+    state = {} if source["weights_only"] else read_rank_state(config, folder, parts)
+    has_schedule = restore_scalars(config, parts, common)
+    restore_rank_state(config, parts, state)
     iteration = 0 if source["weights_only"] else common["iteration"]
     # A program that does not train has no iteration of its own: report the checkpoint's.
     is_training = parts.optimizer is not None
@@ -303,7 +265,31 @@ def _load_folder(
         iteration=iteration,
         counters={} if source["weights_only"] else common["counters"],
         has_schedule=has_schedule,
+        base=base,
     )
+
+
+def _holds_adapters(folder: Path) -> bool:
+    return base_named_in(read_content(folder).asked) is not None
+
+
+def _load_base(
+    config: CheckpointConfig, parts: RunParts, folder: Path, named: BaseModel, explanation: str
+) -> BaseModel:
+    """Load the frozen model that the adapters in ``folder`` name.
+
+    Collective over all ranks.  Raises CheckpointError if it is not that base.
+    """
+    given = config.pretrained_checkpoint
+    where = _on_rank_0(partial(folder_of_base, named, given, folder), folder, parts.groups.world)
+    if where is not None:
+        config = replace(config, no_load_optim=True, load_main_params_from_ckpt=False)
+        wanted = of_base(_wanted_tensors(config, parts))
+        _load_tensors(config, parts, Path(where), explanation, wanted)
+    found = identify(parts, where)
+    check_base(named, found, folder)
+    print_rank_0(f" loaded the base of the adapters from {where or 'the seed'}")
+    return found
 
 
 def _load_tensors(
@@ -311,18 +297,13 @@ def _load_tensors(
     parts: RunParts,
     folder: Path,
     explanation: str,
-    *,
-    is_trial: bool = False,
+    wanted: Sequence[ShardedTensor],
 ) -> None:
-    """Load the tensors; the error that they do not fit ends with ``explanation``.  Collective.
-
-    A trial reads and verifies the same bytes and changes no tensor.
-    """
-    wanted = _wanted_tensors(config, parts)
+    """Load ``wanted``; the error that they do not fit ends with ``explanation``.  Collective."""
     try:
         load(
             folder,
-            [_into_nothing(tensor) for tensor in wanted] if is_trial else wanted,
+            wanted,
             parts.groups.world,
             strictness=config.dist_ckpt_strictness,
             leave_out=parts.unused
@@ -339,7 +320,10 @@ def _load_tensors(
 
 
 def _into_nothing(tensor: ShardedTensor) -> ShardedTensor:
-    """Return a record of the same pieces whose values are dropped once they are read."""
+    """Return a record of the same pieces whose values are dropped once they are read.
+
+    To load it verifies the same bytes and changes no tensor.
+    """
     pieces = [
         LazyPiece(
             piece.offset,
@@ -392,52 +376,3 @@ def _check_folder(folder: Path, config: CheckpointConfig, parts: RunParts) -> Ru
                 "use --no-load-rng or --finetune"
             )
     return common
-
-
-def _read_rank_state(config: CheckpointConfig, folder: Path, parts: RunParts) -> JsonObject:
-    """Return this rank's state, empty if the layout of the checkpoint differs.
-
-    Collective over all ranks.
-    """
-
-    def read() -> JsonObject | None:
-        with open_reader(folder) as reader:
-            is_same = reader.manifest.layout == layout_of(parts.groups)
-            state = reader.rank_state(parts.groups.world.rank()) if is_same else None
-            return None if state is None else check_rank_state(state, folder)
-
-    state = all_or_none(read, folder, parts.groups.world)
-    if not is_so_everywhere(state is not None, parts.groups.world) or state is None:
-        if not config.no_load_rng:
-            print_rank_0(
-                "NOTE: random states, and the state of a step that would be computed again, are "
-                "not restored: the checkpoint was written in another layout"
-            )
-        return {}
-    return state
-
-
-def _restore_rank_state(config: CheckpointConfig, parts: RunParts, state: JsonObject) -> None:
-    if RNG_STATE in state and not config.no_load_rng:
-        set_rng_state(state[RNG_STATE])
-    if RERUN_STATE in state and parts.rerun is not None:
-        parts.rerun.load_saved_state(state[RERUN_STATE])
-
-
-def _restore_scalars(config: CheckpointConfig, parts: RunParts, common: RunContent) -> bool:
-    """Restore the state of optimizer and scheduler besides tensors.
-
-    Returns whether the checkpoint had the state of the scheduler.
-    """
-    if parts.optimizer is None:
-        return False
-    if config.no_load_optim:
-        if not config.load_main_params_from_ckpt:
-            parts.optimizer.reload_model_params()
-        return False
-    assert common["optimizer"] is not None, "the checkpoint holds an optimizer, as was checked"
-    parts.optimizer.load_scalar_state(common["optimizer"])
-    if parts.scheduler is None or common["opt_param_scheduler"] is None:
-        return False
-    parts.scheduler.load_state_dict(common["opt_param_scheduler"])
-    return True

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.serialization import SaveFailed, SaveResul
 from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.parallel.run_store import RunStore
 from megatron.training.arguments.config_file import write_config
+from megatron.training.checkpointing.base_model import identify
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.loader_state import save_loader_state
@@ -59,6 +60,9 @@ def load(run: Runtime) -> None:
     if run.config.checkpoint.non_persistent_ckpt_type == "in_memory":
         announce_memory(run.config.checkpoint, _parts(run))
     run.timers("load-checkpoint").stop(barrier=True)
+    if run.config.adapters.lora is not None:
+        base = loaded.base if loaded is not None else identify(_parts(run), None)
+        run.adapter_base = None if base is None else base.arguments
     if loaded is None:
         return
     run.timers.log(["load-checkpoint"])
@@ -285,4 +289,5 @@ def _parts(run: Runtime) -> RunParts:
         kind=run.config.language_model.model_kind,
         asked=run.config.asked,
         rerun=run.rerun,
+        base=run.adapter_base,
     )

@@ -163,6 +163,7 @@ def _is_read(name: str, values: Arguments) -> bool:
         ((*TILES, "dataloader_seq_length"), kind.reads_images),
         (("num_classes",), kind.classifies_images),
         (("bert_binary_head",), kind.has_masked_lm_head),
+        (("lora_",), values["lora_rank"] is not None),
     )
     return all(is_so for names, is_so in conditions if name.startswith(names))
 
@@ -190,6 +191,8 @@ def _resolved(asked: Arguments, kind: str) -> JsonObject:
         values["rope_type"] = "yarn" if values["multi_latent_attention"] else "rope"
     if values["softmax_scale"] is None and values["kv_channels"]:
         values["softmax_scale"] = values["kv_channels"] ** -0.5
+    if values["lora_alpha"] is None:
+        values["lora_alpha"] = values["lora_rank"]
     if model_kind(kind).is_hybrid and values["num_layers"]:
         if values["mamba_num_heads"] is None:
             values["mamba_num_heads"] = 2 * values["hidden_size"] // values["mamba_head_dim"]

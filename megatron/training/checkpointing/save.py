@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.value_types import (
     JsonObject,
 )
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.training.checkpointing.base_model import of_adapters
 from megatron.training.checkpointing.checkpoint_tensors import (
     RunParts,
     model_tensors,
@@ -95,6 +96,8 @@ def contents_of(
 
 def _tensors(config: CheckpointConfig, parts: RunParts, *, padded: bool) -> list[ShardedTensor]:
     tensors = model_tensors(parts, padded=padded)
+    if parts.base is not None:
+        tensors = of_adapters(tensors)
     if not config.no_save_optim:
         tensors += optimizer_tensors(parts, padded=padded)
     return tensors
@@ -209,7 +212,7 @@ def _common(
         "stages": [list(layers) for layers in parts.stages],
         "iteration": int(counters["iteration"]),
         "counters": dict(counters),
-        "args": {name: plain(value) for name, value in asked.items()},
+        "args": {name: plain(value) for name, value in {**asked, **(parts.base or {})}.items()},
         "optimizer": None if optimizer is None else optimizer.scalar_state(),
         "opt_param_scheduler": None if scheduler is None else scheduler.state_dict(),
         "torch_version": torch.__version__,

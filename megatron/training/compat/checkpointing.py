@@ -90,6 +90,7 @@ def load_checkpoint(
     loaded = load_run(config, _parts(ddp_model, optimizer, opt_param_scheduler))
     if loaded is None:
         return 0, 0
+    run.adapter_base = None if loaded.base is None else loaded.base.arguments
     run.state.load(dict(loaded.counters))
     return loaded.iteration, run.state.num_floating_point_operations_so_far
 
@@ -144,4 +145,5 @@ def _parts(
         scheduler=scheduler,
         stages=layers_of_stages(run.config) if is_per_rank else (),
         asked=run.config.asked,
+        base=run.adapter_base,
     )

@@ -38,6 +38,7 @@ from megatron.core.diagnostics.timers import Timers
 from megatron.core.dist_checkpointing.background import BackgroundSave, Worker
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
+from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -220,6 +221,7 @@ class Runtime:
     callbacks: CallbackList = field(default_factory=CallbackList)
     last_step: StepResult | None = None  # for scripts that write their own log
     saved_at: int | None = None  # iteration of the newest checkpoint of this run
+    adapter_base: Arguments | None = None  # what checkpoints of adapters say about their base
     pending_save: BackgroundSave | None = None  # with --async-save
     snapshot_memory: HostBuffer = field(default_factory=HostBuffer)
     checkpoint_worker: Worker | None = None  # with --use-persistent-ckpt-worker

@@ -46,7 +46,7 @@ def test_only_adapters_are_trained() -> None:
     names = trained(adapted("q_proj", "v_proj", "linear_fc2"))
     layer = "decoder.layers.0."
     assert [name.removeprefix(layer) for name in names if name.startswith(layer)] == [
-        *(f"self_attention.linear_qkv.lora.{own}" for own in ("a_q", "b_q", "a_v", "b_v")),
+        *(f"self_attention.linear_qkv.lora.{own}" for own in ("q_a", "q_b", "v_a", "v_b")),
         *(f"mlp.linear_fc2.lora.{own}" for own in "ab"),
     ]
     assert len(names) == 12
@@ -127,8 +127,8 @@ def test_experts_have_adapters_of_their_own() -> None:
     attach_adapters(model, LoraConfig(rank=2, alpha=2.0, targets=("up_proj", "w2")))
     names = {name.split("layers.1.mlp.")[-1] for name in trained(model) if "layers.1." in name}
     each = (
-        "linear_fc1.lora.a_up",
-        "linear_fc1.lora.b_up",
+        "linear_fc1.lora.up_a",
+        "linear_fc1.lora.up_b",
         "linear_fc2.lora.a",
         "linear_fc2.lora.b",
     )

@@ -78,16 +78,26 @@ _SHARDED_DIMS = (
     (re.compile(r"\.core_attention\.softmax_offset$"), 0),
     (re.compile(r"\.mixer\.(A_log|D|dt_bias|norm\.weight)$"), 0),
     (re.compile(r"\.(linear_proj|linear_fc2|mixer\.out_proj)\.weight$"), 1),
+    # Adapters: B of a layer that shards its outputs, A of one that shards its inputs.
+    (re.compile(r"(^|\.)(word_embeddings\.lora\.a|output_layer\.lora\.b)$"), 0),
+    (re.compile(r"\.(linear_qkv|linear_q|linear_kv|linear_fc1)\.lora\.(\w+_)?b$"), 0),
+    (re.compile(r"\.linear_(q|q_up|kv_up)_proj\.lora\.b$"), 0),
+    (re.compile(r"\.(linear_proj|linear_fc2|mixer\.out_proj)\.lora\.a$"), 1),
 )
-_VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$")
+_VOCABULARY = re.compile(
+    r"(^|\.)((word_embeddings|output_layer)\.(weight|bias)|word_embeddings\.lora\.a|"
+    r"output_layer\.lora\.b)$"
+)
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _GATED_FLAGS = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 # End of a name -> blocks concatenated in it: gate, input, two projections, time steps.
 _BLOCKS = {
-    ".mixer.in_proj.weight": ("z", "x", "B", "C", "dt"),
+    **dict.fromkeys(
+        (".mixer.in_proj.weight", ".mixer.in_proj.lora.b"), ("z", "x", "B", "C", "dt")
+    ),
     **dict.fromkeys((".mixer.conv1d.weight", ".mixer.conv1d.bias"), ("x", "B", "C")),
 }
-_NARROW = re.compile(r"\.linear_(q|kv)_down_proj\.")
+_NARROW = re.compile(r"\.linear_(q|kv)_down_proj\.(?!lora\.)")
 _EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.*)$")
 _BUFFER = re.compile(r"\.(expert_bias|quantizer\.amax_history)$")
 _LAYER = re.compile(r"^(?!mtp\.)(.*\blayers)\.(\d+)\.(.*)$")

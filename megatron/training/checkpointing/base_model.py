@@ -1,0 +1,114 @@
+"""Checkpoints of adapters: they name the frozen model that they belong to, and do not hold it.
+
+The base is named by its folder and by a hash of its weights, which is the same in every layout.
+Both are stored beside the command line, as ``lora_base_folder`` and ``lora_base_hash``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.formats import format_of
+from megatron.core.dist_checkpointing.hashing import hash_of_all
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
+from megatron.core.dist_checkpointing.value_types import Arguments
+from megatron.core.params.param_info import info_of
+from megatron.core.peft.lora import is_of_adapter
+from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
+from megatron.training.checkpointing.paths import is_same_directory, resolve_folder
+
+_FOLDER, _HASH = "lora_base_folder", "lora_base_hash"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The frozen model of adapters; ``folder`` is None for random weights."""
+
+    folder: str | None
+    hash: str
+
+    @property
+    def arguments(self) -> dict[str, str | None]:
+        """Entries of a checkpoint's command line that name the base."""
+        return {_FOLDER: self.folder, _HASH: self.hash}
+
+
+def base_named_in(arguments: Arguments) -> BaseModel | None:
+    """Return the base that a checkpoint of adapters names; None for a complete checkpoint."""
+    if arguments.get(_HASH) is None:
+        return None
+    folder = arguments.get(_FOLDER)
+    return BaseModel(None if folder is None else str(folder), str(arguments[_HASH]))
+
+
+def has_adapters(parts: RunParts) -> bool:
+    """Return whether the model has adapters; a stage without any counts as one of a model."""
+    return any(
+        is_of_adapter(info_of(param).name)
+        for chunk in parts.model_chunks
+        for param in chunk.parameters()
+    )
+
+
+def of_base(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+    """Return the tensors that a checkpoint of the base holds: frozen weights, and buffers."""
+    return [tensor for tensor in tensors if tensor.is_constant or tensor.is_buffer]
+
+
+def of_adapters(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+    """Return the tensors that a checkpoint of adapters holds: all but frozen weights."""
+    return [tensor for tensor in tensors if not tensor.is_constant]
+
+
+def identify(parts: RunParts, folder: str | None) -> BaseModel:
+    """Return the name of the frozen model that was loaded from ``folder``.
+
+    Collective over all ranks.
+    """
+    frozen = [tensor for tensor in model_tensors(parts) if tensor.is_constant]
+    number = hash_of_all(to_write(frozen, share_work=False), parts.groups.world)
+    return BaseModel(folder, f"{number:016x}")
+
+
+def folder_of_base(named: BaseModel, given: str | None, adapters: Path) -> str | None:
+    """Return the folder of the base: ``given`` (--pretrained-checkpoint), or where it was.
+
+    None if the base was random.  Raises CheckpointError if there is none.
+    """
+    if given is not None:
+        return str(resolve_folder(given).resolve())
+    if named.folder is not None and format_of(Path(named.folder)) is None:
+        raise CheckpointError(
+            f"{adapters} holds adapters alone; their base {named.folder} is not there: give its "
+            "directory with --pretrained-checkpoint"
+        )
+    return named.folder
+
+
+def check_base(named: BaseModel, found: BaseModel, adapters: Path) -> None:
+    """Raise CheckpointError unless the loaded base is the one that the adapters name."""
+    if named.hash != found.hash:
+        raise CheckpointError(
+            f"{adapters} holds adapters of another base: of {named.folder or 'random weights'} "
+            f"with hash {named.hash}, but {found.folder or 'these random weights'} has "
+            f"{found.hash}; give their base with --pretrained-checkpoint"
+        )
+
+
+def check_not_overwritten(base: str, save: str | None) -> None:
+    """Raise CheckpointError if adapters would be saved into the directory of their base."""
+    if is_same_directory(base, save):
+        raise CheckpointError(
+            f"--save {save} holds the base of the adapters: save them in another directory"
+        )
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Raise CheckpointError: the run has no adapters and ``folder`` holds them alone."""
+    raise CheckpointError(
+        f"{folder} holds adapters alone, and this run has none: add --use-checkpoint-args, or "
+        "--lora-rank and the other flags of the run that wrote it"
+    )

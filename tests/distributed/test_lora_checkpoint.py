@@ -1,0 +1,93 @@
+"""Checkpoints of adapters: small, resumed in any layout, refused with another base."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.peft.lora import is_of_adapter
+from megatron.training.checkpointing.paths import resolve_folder
+from tests import tolerances
+from tests.functional.runs import TINY, refusal, run_gpt
+from tests.ranks import run_ranks
+
+LORA = ("--lora-rank", "4", "--lora-target-modules", "all-linear", "word_embeddings")
+STEPS = 6
+TP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+PP = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a trained model."""
+    root = tmp_path_factory.mktemp("base")
+    run_gpt(root / "log", "--save", str(root / "model"), "--train-iters", "1", "--lr", "0.05")
+    return root / "model"
+
+
+def refused(*flags: str) -> str:
+    """Return the error message of a run that cannot start."""
+    (said,) = run_ranks(refusal, 1, [*TINY, *flags])
+    return said
+
+
+def losses(run: list[dict[str, Any]]) -> list[float]:
+    return [line["lm loss"] for line in run if "lm loss" in line]
+
+
+@pytest.mark.feature("LoRA: checkpoints hold adapters alone and resume in any layout")
+@pytest.mark.parametrize("format", ["safetensors_dist", "torch_dist"])
+def test_adapters_resume_in_any_layout(base: Path, tmp_path: Path, format: str) -> None:
+    save = ("--ckpt-format", format, "--save", str(tmp_path / "adapters"))
+    flags = (*LORA, "--lr-decay-iters", str(STEPS), "--lr", "0.05")
+    first = ("--load", str(base), "--train-iters", "2")
+    whole = losses(
+        run_gpt(tmp_path / "whole", "--load", str(base), *flags, "--train-iters", str(STEPS))
+    )
+    assert whole[-1] < whole[0] - 0.01
+    found = losses(run_gpt(tmp_path / "a", *flags, *save, *first, *TP, world_size=2))
+    again = ("--load", str(tmp_path / "adapters"), *save, *flags[len(LORA) :])
+    found += losses(run_gpt(tmp_path / "b", *again, *LORA, "--train-iters", "4", *PP, world_size=2))
+    restored = (*again, "--use-checkpoint-args")  # the flags of the adapters too
+    found += losses(run_gpt(tmp_path / "c", *restored, "--train-iters", str(STEPS)))
+    assert found == pytest.approx(whole, **{"rel": tolerances.LAYOUT_LOSS["rtol"]})
+    with open_reader(resolve_folder(tmp_path / "adapters")) as reader:
+        names = [name for name in reader.tensors if not name.startswith("optimizer.")]
+        assert names
+        assert all(map(is_of_adapter, names))
+        assert any(name.startswith("optimizer.") for name in reader.tensors)
+
+
+@pytest.mark.feature("LoRA: adapters of another base are refused with one message")
+def test_adapters_of_another_base_are_refused(base: Path, tmp_path: Path) -> None:
+    adapters, other = str(tmp_path / "adapters"), str(tmp_path / "other")
+    start = ("--load", str(base), "--save", adapters, "--train-iters", "1")
+    run_gpt(tmp_path / "a", *start, *LORA)
+    run_gpt(tmp_path / "b", "--save", other, "--train-iters", "1", "--seed", "5")
+    again = ("--load", adapters, "--train-iters", "1")
+    said = refused(*again, *LORA, "--pretrained-checkpoint", other)
+    assert re.search("adapters of another base: of .*model.* has [0-9a-f]", said), said
+    said = refused(*again)
+    assert re.search("holds adapters alone, and this run has none", said), said
+    said = refused(*again, *LORA, "--lora-rank", "2")
+    assert re.search("lora_rank: 4 in the checkpoint, 2 in this run", said), said
+    said = refused("--load", str(base), "--save", str(base), *LORA)
+    assert re.search("holds the base of the adapters: save them in anoth", said), said
+    (base / "iter_0000001").rename(tmp_path / "moved")
+    said = refused(*again, *LORA)
+    assert re.search("their base .* is not there: give its directory", said), said
+    run_gpt(tmp_path / "h", *again, *LORA, "--pretrained-checkpoint", str(tmp_path / "moved"))
+    (tmp_path / "moved").rename(base / "iter_0000001")
+
+
+def test_adapters_of_random_weights_need_their_seed(tmp_path: Path) -> None:
+    adapters = str(tmp_path / "adapters")
+    run_gpt(tmp_path / "a", "--save", adapters, "--train-iters", "1", *LORA)
+    again = ("--load", adapters, "--train-iters", "1", *LORA)
+    run_gpt(tmp_path / "b", *again, *TP, world_size=2)
+    said = refused(*again, "--seed", "5")
+    assert re.search("of random weights with hash", said), said
