@@ -62,6 +62,7 @@ TRAINING_LAYERS = (
     {"entry"},  # files directly in megatron/training
     {"conversion", "preprocess"},
     {"inference"},
+    {"rl"},
 )
 _ENTRY_ROW = TRAINING_LAYERS.index({"entry"})
 ENTRY = {"__init__", "initialize", "loop", "shutdown", "startup_log", "training"}

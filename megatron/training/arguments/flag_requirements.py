@@ -23,6 +23,7 @@ from megatron.training.arguments.requirement import (
 )
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.config.resilience import RESTART_FLAGS
+from megatron.training.config.rl import RL_FLAGS
 from megatron.training.models.registry import model_kind
 
 
@@ -376,6 +377,8 @@ _OF_FILES_AND_REPORTS = (
     ),
     needs_flag("profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
     needs_flag("inprocess_restart", " ".join(f.name for f in RESTART_FLAGS)),
+    needs_flag("perform_rl_step", " ".join(RL_FLAGS)),
+    needs_flag("rl_inference_logprobs_is_correction", "rl_importance_sampling_truncation_coef"),
     needs_flag("record_memory_history", "memory_snapshot_path"),
     needs_flag("check_only", "check_world_size check_rank check_device_memory_gib"),
 )

@@ -53,6 +53,7 @@ GROUPS = (
     "sft",
     "adapters",
     "distillation",
+    "rl",
     "device and checks",
     "extensions",
 )

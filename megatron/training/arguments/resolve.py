@@ -37,6 +37,7 @@ from megatron.training.arguments.checks import (
     recompute,
     required,
     resilience,
+    rl,
     schedule,
     sharding,
 )
@@ -79,6 +80,7 @@ CHECKS: tuple[Check, ...] = tuple(
         logging,
         resilience,
         adapters,
+        rl,
     )
     for name, check in vars(subject).items()
     if isfunction(check) and check.__module__ == subject.__name__ and not name.startswith("_")

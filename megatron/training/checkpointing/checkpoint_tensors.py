@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import (
     from_param,
     replica_of,
 )
-from megatron.core.dist_checkpointing.value_types import Arguments
+from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.param_groups import without_wrappers
@@ -41,6 +41,7 @@ class RunParts:
     kind: str | None = None  # --model-kind
     asked: Arguments | None = None  # this run's command line; None: not compared
     rerun: RerunStateMachine | None = None  # whose state is saved and restored
+    objective_state: JsonObject | None = None  # see Runtime
     unused: tuple[str, ...] = ()  # prefixes of tensors that only the checkpoint needs to have
     base: Arguments | None = None  # what names the frozen model: only adapters are saved
 

@@ -39,6 +39,7 @@ class RunContent(TypedDict):
     optimizer: JsonObject | None
     opt_param_scheduler: Mapping[str, float | str] | None
     stages: NotRequired[list[list[int]]]
+    objective_state: NotRequired[JsonObject | None]
     torch_version: NotRequired[str]
     python_version: NotRequired[str]
 
@@ -56,6 +57,7 @@ def check_common(common: Common, folder: Path) -> RunContent:
             "megatron.core.dist_checkpointing.load"
         )
     optimizer, schedule = common.get("optimizer"), common.get("opt_param_scheduler")
+    objective_state = common.get("objective_state")
     scaler = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
     steps = optimizer.get("step") if isinstance(optimizer, dict) else 0
     counters = common.get("counters")
@@ -67,6 +69,7 @@ def check_common(common: Common, folder: Path) -> RunContent:
         "optimizer": optimizer is None or isinstance(optimizer, dict),
         "optimizer.step": _is_number(steps),
         "optimizer.grad_scaler": scaler is None or _is_scaler(scaler),
+        "objective_state": objective_state is None or isinstance(objective_state, dict),
         "opt_param_scheduler": schedule is None or _are_plain(schedule),
     }
     for name, is_right in problems.items():

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.mapping import (
     replica_groups,
 )
 from megatron.core.dist_checkpointing.serialization import load
-from megatron.core.dist_checkpointing.value_types import RNG_STATE
+from megatron.core.dist_checkpointing.value_types import RNG_STATE, JsonObject
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.base_model import (
     BaseModel,
@@ -90,6 +90,7 @@ class Loaded:
     counters: Mapping[str, float] = field(default_factory=dict)  # as saved; empty with iteration 0
     has_schedule: bool = False  # the state of the scheduler was restored
     base: BaseModel | None = None  # of adapters
+    objective_state: JsonObject | None = None  # see Runtime
 
 
 T = TypeVar("T")
@@ -165,7 +166,12 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     restore_rank_state(config, parts, content.rank_state or {})
     _log_loaded(parts, str(root), found.iteration)
     exit_report.note(loaded_from=str(root))
-    return Loaded(iteration=found.iteration, counters=common["counters"], has_schedule=has_schedule)
+    return Loaded(
+        iteration=found.iteration,
+        counters=common["counters"],
+        has_schedule=has_schedule,
+        objective_state=common.get("objective_state"),
+    )
 
 
 def _check_local(content: LocalContent, root: Path) -> RunContent:
@@ -266,6 +272,7 @@ def _load_folder(
         counters={} if source["weights_only"] else common["counters"],
         has_schedule=has_schedule,
         base=base,
+        objective_state=None if source["weights_only"] else common.get("objective_state"),
     )
 
 

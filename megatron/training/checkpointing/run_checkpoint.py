@@ -67,6 +67,7 @@ def load(run: Runtime) -> None:
         return
     run.timers.log(["load-checkpoint"])
     run.state.load(dict(loaded.counters))
+    run.objective_state = loaded.objective_state
     exit_report.note(loaded_iteration=loaded.iteration, iteration=loaded.iteration)
     if not run.config.checkpoint.moe_use_upcycling:
         run.saved_at = run.state.iteration
@@ -290,4 +291,5 @@ def _parts(run: Runtime) -> RunParts:
         asked=run.config.asked,
         rerun=run.rerun,
         base=run.adapter_base,
+        objective_state=run.objective_state,
     )

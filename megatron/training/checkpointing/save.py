@@ -215,6 +215,7 @@ def _common(
         "args": {name: plain(value) for name, value in {**asked, **(parts.base or {})}.items()},
         "optimizer": None if optimizer is None else optimizer.scalar_state(),
         "opt_param_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "objective_state": parts.objective_state,
         "torch_version": torch.__version__,
         "python_version": sys.version.split()[0],
     }

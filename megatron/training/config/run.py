@@ -22,6 +22,7 @@ from megatron.training.config.language_model import LanguageModelConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.config.rl import RLConfig
 from megatron.training.config.scheduler import SchedulerConfig
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import TrainingConfig
@@ -30,6 +31,7 @@ from megatron.training.config.vision import VisionConfig
 
 PRETRAINING = "pretraining"
 SFT = "sft"
+GRPO = "grpo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class RunConfig:
     profiling: ProfilingConfig
     resilience: ResilienceConfig
     inference: InferenceConfig
+    rl: RLConfig
     extensions: ExtensionsConfig
     distillation: DistillationConfig
     world_size: int
@@ -74,6 +77,8 @@ class RunConfig:
     @property
     def objective(self) -> str:
         """What training minimises; a key of `ModelKind.objectives`, or PRETRAINING."""
+        if self.rl.perform_rl_step:
+            return GRPO
         return SFT if self.data.sft else PRETRAINING
 
     @property

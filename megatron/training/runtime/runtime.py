@@ -38,7 +38,7 @@ from megatron.core.diagnostics.timers import Timers
 from megatron.core.dist_checkpointing.background import BackgroundSave, Worker
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
-from megatron.core.dist_checkpointing.value_types import Arguments
+from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -230,6 +230,9 @@ class Runtime:
     train_iters: int = 0  # derived from --train-samples where that is given
     # of this rank; `step.rerun.install_state_machine` replaces it
     rerun: RerunStateMachine = field(default_factory=RerunStateMachine)
+    # What the objective of the run saves in a checkpoint after the current step, and what it has
+    # found in the checkpoint that the run continues.
+    objective_state: JsonObject | None = None
     exit_code: int = 0  # of the program, where a step was rejected
     phase: str = "start-up"  # current phase, for the out-of-memory report
 

@@ -92,9 +92,7 @@ _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _GATED_FLAGS = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 # End of a name -> blocks concatenated in it: gate, input, two projections, time steps.
 _BLOCKS = {
-    **dict.fromkeys(
-        (".mixer.in_proj.weight", ".mixer.in_proj.lora.b"), ("z", "x", "B", "C", "dt")
-    ),
+    **dict.fromkeys((".mixer.in_proj.weight", ".mixer.in_proj.lora.b"), ("z", "x", "B", "C", "dt")),
     **dict.fromkeys((".mixer.conv1d.weight", ".mixer.conv1d.bias"), ("x", "B", "C")),
 }
 _NARROW = re.compile(r"\.linear_(q|kv)_down_proj\.(?!lora\.)")

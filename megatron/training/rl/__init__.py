@@ -1,0 +1,1 @@
+"""Reinforcement learning: rollouts by the engine in process, rewards, the GRPO loss."""

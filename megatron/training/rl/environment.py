@@ -1,0 +1,172 @@
+"""Environments: what a policy is asked, and how its answers are rewarded.
+
+The file of --langrl-env-config is a list, in YAML::
+
+    - agent_type: my_package.my_module:MyEnvironment
+      agent_args: {path: problems.jsonl}
+      weight: 2.0
+
+``agent_type`` is the import path of a class, or ``http`` (`HttpEnvironment`); ``agent_args`` are
+its keyword arguments; ``weight`` is its share of the prompts.  Only this file of the user names
+code: a checkpoint never does.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.text_files import parse_yaml, read_text
+from megatron.training.process.user_code import find_user_object
+
+_FLAG = "--langrl-env-config"
+_KEYS = {"agent_type", "agent_args", "weight"}
+
+# A text, or an object whose entry ``prompt`` is a text; its other entries are for the reward.
+Prompt: TypeAlias = "str | Mapping[str, Any]"
+
+
+class Environment(ABC):
+    """Prompts, and the reward of an answer.
+
+    Rank 0 alone builds and calls an environment.  `reward` must depend on nothing but its
+    arguments: a run that was killed computes it again.  ``num_threads``: calls of `reward` at the
+    same time.
+    """
+
+    num_threads = 1
+
+    @property
+    @abstractmethod
+    def prompts(self) -> Sequence[Prompt]:
+        """Return all prompts."""
+
+    @abstractmethod
+    def reward(self, prompt: Prompt, answer: str) -> float:
+        """Return the reward of an answer; it does not include the prompt."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt with its environment."""
+
+    environment: Environment
+    prompt: Prompt
+
+    @property
+    def text(self) -> str:
+        """Return the text of the prompt."""
+        text = self.prompt if isinstance(self.prompt, str) else self.prompt.get("prompt")
+        if not isinstance(text, str) or not text:
+            raise DataError(
+                f"{type(self.environment).__name__}: a prompt is {self.prompt!r}: give a text, or "
+                "an object whose entry prompt is a text"
+            )
+        return text
+
+    def reward(self, answer: str) -> float:
+        """Return the reward.  Raises DataError if it is no finite number."""
+        found = self.environment.reward(self.prompt, answer)
+        try:
+            value = float(found)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not math.isfinite(value):
+            name = type(self.environment).__name__
+            raise DataError(
+                f"{name}: the reward of the answer {answer!r} to the prompt {self.text!r} is "
+                f"{found!r}: return a finite number"
+            )
+        return value
+
+
+class Environments:
+    """The environments of a run; the task of an index is a function of the seed."""
+
+    def __init__(self, entries: Sequence[tuple[Environment, float]], seed: int) -> None:
+        self._entries = entries
+        self._seed = seed
+        self._counts = [0] * len(entries)  # prompts of each environment before index `_next`
+        self._next = 0
+        self._orders: dict[int, tuple[int, Any]] = {}  # of the current pass over an environment
+
+    def tasks(self, first: int, count: int) -> list[Task]:
+        """Return the tasks ``first`` to ``first`` + ``count``.
+
+        The environments take turns by their weights; each pass over one has an order of its own.
+        """
+        if first < self._next:
+            self._counts, self._next = [0] * len(self._entries), 0
+        found = []
+        while self._next < first + count:
+            self._next += 1
+            behind = [
+                weight * self._next - taken
+                for (_, weight), taken in zip(self._entries, self._counts, strict=True)
+            ]
+            chosen = behind.index(max(behind))
+            if self._next > first:
+                found.append(self._task(chosen, self._counts[chosen]))
+            self._counts[chosen] += 1
+        return found
+
+    def _task(self, chosen: int, number: int) -> Task:
+        environment = self._entries[chosen][0]
+        epoch, position = divmod(number, len(environment.prompts))
+        if self._orders.get(chosen, (-1, None))[0] != epoch:
+            order = np.random.default_rng([self._seed, chosen, epoch])
+            self._orders[chosen] = epoch, order.permutation(len(environment.prompts))
+        return Task(environment, environment.prompts[int(self._orders[chosen][1][position])])
+
+
+def open_environments(path: str, seed: int, known: Mapping[str, type[Environment]]) -> Environments:
+    """Build the environments that the file ``path`` lists; ``known`` are built in, by name.
+
+    Raises ConfigError.
+    """
+    what = f"{_FLAG} {path}"
+    entries = parse_yaml(read_text(path, what, ConfigError, "a YAML file"), what, ConfigError)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{what}: write a list of environments, each with agent_type")
+    found = [_opened(entry, f"{what}: entry {i}", known) for i, entry in enumerate(entries)]
+    total = sum(weight for _, weight in found)
+    return Environments([(environment, weight / total) for environment, weight in found], seed)
+
+
+def _opened(
+    entry: object, what: str, known: Mapping[str, type[Environment]]
+) -> tuple[Environment, float]:
+    if not isinstance(entry, dict) or "agent_type" not in entry or entry.keys() - _KEYS:
+        raise ConfigError(
+            f"{what} is {entry!r}: give agent_type, and agent_args and weight at most"
+        )
+    name, arguments, weight = entry["agent_type"], entry.get("agent_args"), entry.get("weight", 1.0)
+    if not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ConfigError(f"{what}: weight {weight!r}: give a number above 0")
+    if not isinstance(arguments, dict | None):
+        raise ConfigError(f"{what}: agent_args {arguments!r}: give an object of arguments")
+    made = known.get(str(name)) or find_user_object(_path(str(name)), f"{what}: agent_type")
+    if not (isinstance(made, type) and issubclass(made, Environment)):
+        raise ConfigError(
+            f"{what}: agent_type {name} is no class that derives from "
+            "megatron.training.rl.environment.Environment: name such a class"
+        )
+    try:
+        environment = made(**(arguments or {}))
+    except TypeError as error:
+        raise ConfigError(f"{what}: agent_args: {error}; correct the arguments") from None
+    if not len(environment.prompts):
+        raise ConfigError(f"{what}: {name} has no prompts: give at least one")
+    return environment, float(weight)
+
+
+def _path(name: str) -> str:
+    """Return MODULE:NAME of a path that may be written MODULE.NAME, as Megatron-LM does."""
+    module, _, attribute = name.rpartition(".")
+    return name if ":" in name or not module else f"{module}:{attribute}"

@@ -1,0 +1,184 @@
+"""Generate the rollouts of a round with the engine of a run, and let environments reward them.
+
+Order of collectives: the engine's messages (rank 0 plans, all ranks compute), then a broadcast of
+the rollouts from rank 0.  The answers are a function of the weights, the seed, the index of the
+prompt and the number of the answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core import device
+from megatron.core.config.errors import DataError
+from megatron.core.inference.paged_engine.engine import Engine
+from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.training.config.run import RunConfig
+from megatron.training.rl.environment import Environments, Task
+from megatron.training.rl.rounds import Rollouts
+from megatron.training.tokenizer import MegatronTokenizer
+
+
+@dataclass(frozen=True)
+class _Answer:
+    tokens: list[int]
+    log_probs: list[float]
+    is_finished: bool
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The rollouts of a round, and how long generation and rewards took."""
+
+    rollouts: Rollouts
+    elapsed_s: float
+
+
+def generate_round(
+    config: RunConfig,
+    engine: Engine,
+    tokenizer: MegatronTokenizer,
+    environments: Environments | None,
+    number: int,
+) -> Generated:
+    """Generate round ``number``, from 0.  Collective over all ranks.
+
+    Rank 0 has the ``environments``.
+    """
+    began_s = time.perf_counter()
+    rl, world = config.rl, engine.model.groups.world
+    rollouts = None
+    if environments is None:
+        engine.follow()
+    else:
+        first = number * rl.grpo_prompts_per_step
+        tasks = environments.tasks(first, rl.grpo_prompts_per_step)
+        prompts = [_tokenized(task, tokenizer, config) for task in tasks]
+        answers = _answers(config, engine, prompts, first)
+        engine.close()
+        of_answers = [task for task in tasks for _ in range(rl.grpo_group_size)]
+        rewards = _rewards(of_answers, answers, tokenizer)
+        repeated = [prompt for prompt in prompts for _ in range(rl.grpo_group_size)]
+        rollouts = _joined(config, repeated, answers, rewards)
+    rollouts = _sent(config, rollouts, world)
+    return Generated(rollouts, time.perf_counter() - began_s)
+
+
+def sampling_params(config: RunConfig, prompt_length: int, seed: int) -> SamplingParams:
+    """Return how an answer is sampled."""
+    rl = config.rl
+    longest = config.data.seq_length - prompt_length
+    return SamplingParams(
+        temperature=rl.rl_default_temperature,
+        top_p=rl.rl_default_top_p,
+        top_k=max(rl.rl_default_top_k, 0),
+        num_tokens_to_generate=min(longest, rl.rl_max_response_length or longest),
+        seed=seed,
+        return_log_probs=True,
+    )
+
+
+def _tokenized(task: Task, tokenizer: MegatronTokenizer, config: RunConfig) -> list[int]:
+    tokens = tokenizer.tokenize(task.text)
+    if not tokens or len(tokens) >= config.data.seq_length:
+        raise DataError(
+            f"the prompt {task.text[:80]!r} has {len(tokens)} tokens: give 1 to "
+            f"{config.data.seq_length - 1}, or raise --seq-length {config.data.seq_length}"
+        )
+    return tokens
+
+
+def _answers(
+    config: RunConfig, engine: Engine, prompts: Sequence[list[int]], first: int
+) -> list[_Answer]:
+    """Return a group of answers for each prompt.  On rank 0, while the other ranks follow."""
+    tokens: dict[str, list[int]] = {}
+    log_probs: dict[str, list[float]] = {}
+    reasons: dict[str, str | None] = {}
+    for i, prompt in enumerate(prompts):
+        for j in range(config.rl.grpo_group_size):
+            key = [config.training.seed, first + i, j]
+            seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+            name = f"{first + i}/{j}"
+            params = sampling_params(config, len(prompt), seed)
+            fork_of = f"{first + i}/0" if j else None
+            engine.add(Request(name, list(prompt), params, fork_of=fork_of))
+            tokens[name] = []
+            log_probs[name] = []
+    while engine.has_unfinished:
+        for output in engine.step():
+            tokens[output.request_id] += [t.token for t in output.new]
+            log_probs[output.request_id] += [t.log_prob for t in output.new]
+            reasons[output.request_id] = output.finish_reason
+            if output.finish_reason == "error":
+                raise DataError(
+                    f"the answer {output.request_id} cannot be generated: {output.error}; the "
+                    "policy has diverged: resume from an earlier checkpoint with a lower --lr"
+                )
+    return [_Answer(tokens[n], log_probs[n], reasons[n] == "stop") for n in tokens]
+
+
+def _rewards(
+    tasks: Sequence[Task], answers: Sequence[_Answer], tokenizer: MegatronTokenizer
+) -> list[float]:
+    eod = tokenizer.id_of("eod")
+    texts = [
+        tokenizer.detokenize(a.tokens[:-1] if a.tokens[-1:] == [eod] else a.tokens) for a in answers
+    ]
+    num_threads = max(task.environment.num_threads for task in tasks)
+    if num_threads == 1:
+        return [task.reward(text) for task, text in zip(tasks, texts, strict=True)]
+    with ThreadPoolExecutor(num_threads) as threads:
+        return list(threads.map(Task.reward, tasks, texts))
+
+
+def _joined(
+    config: RunConfig,
+    prompts: Sequence[list[int]],
+    answers: Sequence[_Answer],
+    rewards: Sequence[float],
+) -> Rollouts:
+    rollouts = _empty(config)
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        begin, end = len(prompt), len(prompt) + len(answer.tokens)
+        rollouts.tokens[i, :end] = torch.tensor(prompt + answer.tokens)
+        rollouts.bounds[i] = torch.tensor([begin, end])
+        rollouts.sampled_log_probs[i, begin - 1 : end - 1] = torch.tensor(answer.log_probs)
+        rollouts.rewards[i] = rewards[i]
+        rollouts.is_finished[i] = answer.is_finished
+    return rollouts
+
+
+def _empty(config: RunConfig) -> Rollouts:
+    count = config.rl.grpo_prompts_per_step * config.rl.grpo_group_size
+    shape = count, config.data.seq_length
+    return Rollouts(
+        tokens=torch.zeros(shape, dtype=torch.int64),
+        bounds=torch.zeros(count, 2, dtype=torch.int64),
+        sampled_log_probs=torch.zeros(shape),
+        rewards=torch.zeros(count),
+        is_finished=torch.zeros(count, dtype=torch.bool),
+    )
+
+
+def _sent(config: RunConfig, rollouts: Rollouts | None, world: ProcessGroup) -> Rollouts:
+    """Return the rollouts of rank 0 on all ranks.  Collective over ``world``."""
+    held = _empty(config) if rollouts is None else rollouts
+    if world.size() == 1:
+        return held
+    sent: dict[str, Tensor] = {}
+    for f in fields(Rollouts):
+        tensor = getattr(held, f.name).to(device.current())
+        dist.broadcast(tensor, dist.get_global_rank(world, 0), group=world)
+        sent[f.name] = tensor.cpu()
+    return Rollouts(**sent)

@@ -1,0 +1,132 @@
+"""The GRPO objective of GPT: the tensors of a micro-batch, and the loss.
+
+Shapes: ``b`` rollouts of a micro-batch, ``s`` positions, each of which predicts the next token.
+With ratio = exp(log_prob - old_log_prob) and advantage A of its answer, the loss of a token is
+
+    -min(ratio * A, clip(ratio, 1 - eps_lower, 1 + eps_upper) * A) * importance_weight
+    + kl_beta * (exp(r) - r - 1) - entropy_weight * entropy,      r = reference - log_prob
+
+(Shao et al., 2024, with the estimator k3 of the KL divergence; importance_weight is
+min(exp(old_log_prob - sampled_log_prob), coefficient)).  The weight of each token in the loss of
+the step is part of the data (`rounds.token_weights`), so the loss does not depend on micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.training.config.rl import RLConfig
+from megatron.training.config.run import RunConfig
+from megatron.training.models.gpt import GPT
+from megatron.training.models.kind import Batch, BatchTable, TensorSpec
+from megatron.training.rl.token_scores import TokenScores, score_labels
+
+Reported = dict[str, Tensor]
+
+
+def grpo_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
+    """Return the tensors [b, s] that ``stage`` reads, None for those it does not.
+
+    ``weights`` are 0 outside answers.  Where a round is trained on once, in one step, there are no
+    old log-probabilities: they are those of the step itself.
+    """
+    shape = config.training.micro_batch_size, config.data.seq_length
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    ids = TensorSpec(torch.int64, shape)
+    values = TensorSpec(torch.float32, shape) if is_last else None
+    return {
+        "tokens": ids if is_first else None,
+        "position_ids": ids if is_first or is_last else None,
+        "labels": ids if is_last else None,
+        "weights": values,
+        "advantages": values,
+        "sampled_log_probs": values,
+        "old_log_probs": values if needs_old_log_probs(config) else None,
+        "reference_log_probs": values if config.rl.grpo_kl_beta else None,
+    }
+
+
+def needs_old_log_probs(config: RunConfig) -> bool:
+    """Return whether a round takes several steps, so that its policy is older than the weights."""
+    rl = config.rl
+    return (
+        rl.grpo_prompts_per_step * rl.grpo_group_size * rl.grpo_iterations
+        != config.training.global_batch_size
+    )
+
+
+def apply_policy(model: nn.Module, batch: Batch) -> Any:
+    """Run one stage: return hidden states, or on the last stage the model and its logits."""
+    output = model(batch["tokens"], batch["position_ids"], None)
+    return output if batch["labels"] is None else (model, output)
+
+
+def grpo_loss(
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    batch: Batch,
+    output: tuple[nn.Module, Tensor],
+) -> tuple[Tensor, Tensor, Reported]:
+    """Return the sum of the weighted token losses, the number of rollouts, and what is logged."""
+    rl = config.rl
+    scores = score_labels(
+        *output,
+        batch["labels"],
+        temperature=rl.rl_default_temperature,
+        entropy_has_gradient=rl.grpo_entropy_term_weight > 0,
+    )
+    losses, reported = token_losses(rl, batch, scores)
+    total = (losses * batch["weights"]).sum()
+    count = total.new_tensor(config.training.micro_batch_size / groups.cp.size())
+    return total, count, {"grpo loss": torch.stack([total.detach(), count]), **reported}
+
+
+def token_losses(rl: RLConfig, batch: Batch, scores: TokenScores) -> tuple[Tensor, Reported]:
+    """Return the loss [b, s] of each token, and sum and count of what is logged."""
+    is_trained = batch["weights"] > 0
+    log_probs = scores.log_probs.masked_fill(~is_trained, 0)
+    found: dict[str, Tensor] = {"entropy": scores.entropy}
+    old = batch["old_log_probs"]
+    old = log_probs.detach() if old is None else old
+    advantages = batch["advantages"]
+    ratio = torch.exp(log_probs - old)
+    low, high = 1 - rl.grpo_clamp_eps_lower, 1 + rl.grpo_clamp_eps_upper
+    losses = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+    found["clip fraction"] = ((ratio < low) & (advantages < 0)) | (
+        (ratio > high) & (advantages > 0)
+    )
+    difference = old - batch["sampled_log_probs"]
+    found["sampling difference"] = difference.abs()
+    if rl.rl_inference_logprobs_is_correction:
+        weight, limit = difference.exp(), rl.rl_importance_sampling_truncation_coef
+        if limit is not None:
+            found["truncated fraction"] = weight > limit
+            weight = weight.clamp(max=limit)
+        losses = losses * weight
+    if rl.grpo_kl_beta:
+        gap = batch["reference_log_probs"] - log_probs
+        kl = gap.exp() - gap - 1
+        losses = losses + rl.grpo_kl_beta * kl
+        found["kl"] = kl
+    if rl.grpo_entropy_term_weight:
+        losses = losses - rl.grpo_entropy_term_weight * scores.entropy
+    count = is_trained.sum()
+    return losses, {
+        name: torch.stack([values.detach().masked_fill(~is_trained, 0).float().sum(), count])
+        for name, values in found.items()
+    }
+
+
+def _no_data(config: RunConfig, **common: Any) -> NoReturn:
+    raise ConfigError(
+        "--perform-rl-step trains on rollouts, and this program reads data sets: use pretrain_rl.py"
+    )
+
+
+GRPO = replace(GPT, dataset_config=_no_data, batch=grpo_batch, apply=apply_policy, loss=grpo_loss)

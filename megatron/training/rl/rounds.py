@@ -1,0 +1,185 @@
+"""A round: the rollouts of one set of weights, and the micro-batches that are trained on.
+
+Shapes: ``n`` rollouts of a round, group after group; ``s`` positions (--seq-length).  Position t
+predicts the token at t + 1: log-probabilities of an answer begin at the last token of its prompt.
+All ranks hold the complete round.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.training.config.rl import RLConfig
+from megatron.training.config.run import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """The answers of a round: what the engine and the environments return."""
+
+    tokens: Tensor  # [n, s] int64: prompt and answer, then zeros
+    bounds: Tensor  # [n, 2] int64: number of tokens of the prompt, and of prompt and answer
+    sampled_log_probs: Tensor  # [n, s] fp32, as all log-probabilities 0 outside answers
+    rewards: Tensor  # [n] fp32
+    is_finished: Tensor  # [n] bool: the answer has ended before the longest possible one
+
+    @property
+    def is_answer(self) -> Tensor:
+        """Return [n, s]: whether the position predicts a token of the answer."""
+        positions = torch.arange(self.tokens.shape[1])[None]
+        first, last = self.bounds[:, :1] - 1, self.bounds[:, 1:] - 1
+        return (positions >= first) & (positions < last)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Return the number of tokens [n] of each answer."""
+        return self.bounds[:, 1] - self.bounds[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Rollouts with the log-probabilities [n, s] that training needs; None: not needed."""
+
+    rollouts: Rollouts
+    old_log_probs: Tensor | None = None
+    reference_log_probs: Tensor | None = None
+
+
+def group_advantages(rewards: Tensor, rl: RLConfig) -> Tensor:
+    """Return the advantages [n]: rewards relative to those of the group."""
+    groups = rewards.view(-1, rl.grpo_group_size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if rl.grpo_scale_rewards == "group":
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+    elif rl.grpo_scale_rewards == "batch":
+        advantages = advantages / (rewards.std() + 1e-4)
+    return advantages.flatten()
+
+
+def is_kept(rewards: Tensor, rl: RLConfig) -> Tensor:
+    """Return which rollouts [n] are in the loss (--grpo-filter-groups-with-same-reward)."""
+    if not rl.grpo_filter_groups_with_same_reward:
+        return torch.ones_like(rewards, dtype=torch.bool)
+    groups = rewards.view(-1, rl.grpo_group_size)
+    differs = (groups != groups[:, :1]).any(1, keepdim=True)
+    return differs.expand_as(groups).flatten()
+
+
+def token_weights(is_answer: Tensor, kept: Tensor, config: RunConfig) -> Tensor:
+    """Return the weight [n, s] of each token in the loss of a step of these ``n`` rollouts.
+
+    The loss of a step is the sum of the weighted token losses divided by ``n``.
+    """
+    kind, num_rollouts = config.rl.grpo_loss_type, len(is_answer)
+    mask = (is_answer & kept[:, None]).float()
+    per_rollout = mask.sum(1, keepdim=True).clamp(min=1)
+    num_kept = kept.sum().clamp(min=1)
+    if kind == "dapo":
+        return mask * (num_rollouts / mask.sum().clamp(min=1))
+    if kind == "bnpo":
+        size = config.training.micro_batch_size
+        tokens = mask.view(-1, size, mask.shape[1]).sum((1, 2)).clamp(min=1)
+        return mask * (size / tokens).repeat_interleave(size)[:, None]
+    scale = num_rollouts / num_kept
+    if kind == "grpo":
+        return mask * scale / per_rollout
+    longest = config.rl.rl_max_response_length or config.data.seq_length
+    return mask * scale / longest
+
+
+def step_batches(
+    config: RunConfig, round_: Round, index: Tensor, dp_rank: int
+) -> list[dict[str, Tensor]]:
+    """Return the micro-batches of data-parallel rank ``dp_rank``: of the rollouts ``index``."""
+    rollouts, rl, size = round_.rollouts, config.rl, config.training.micro_batch_size
+    advantages = group_advantages(rollouts.rewards, rl)
+    kept = is_kept(rollouts.rewards, rl)
+    is_answer = rollouts.is_answer[index]
+    tokens = rollouts.tokens[index]
+    every: dict[str, Tensor | None] = {
+        "tokens": tokens,
+        "labels": torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], 1),
+        "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens),
+        "weights": token_weights(is_answer, kept[index], config),
+        "advantages": advantages[index, None] * is_answer,
+        "sampled_log_probs": rollouts.sampled_log_probs[index],
+        "old_log_probs": _rows(round_.old_log_probs, index),
+        "reference_log_probs": _rows(round_.reference_log_probs, index),
+    }
+    starts = range(dp_rank * size, len(index), size * config.data_parallel_size)
+    return [
+        {name: values[start : start + size] for name, values in every.items() if values is not None}
+        for start in starts
+    ]
+
+
+def step_index(config: RunConfig, seed: int, number: int, consumed: int, size: int) -> Tensor:
+    """Return the rollouts that a step trains on: ``size`` after ``consumed`` of round ``number``.
+
+    Each iteration over the round has an order of its own.
+    """
+    rl = config.rl
+    num_rollouts = rl.grpo_prompts_per_step * rl.grpo_group_size
+    iteration, begin = divmod(consumed, num_rollouts)
+    order = np.random.default_rng([seed, number, iteration]).permutation(num_rollouts)
+    return torch.from_numpy(order[begin : begin + size])
+
+
+def to_json(round_: Round) -> JsonObject:
+    """Return a round as JSON, for a checkpoint inside of the round."""
+    tensors = {**_tensors(round_.rollouts), **_tensors(round_)}
+    return {name: _packed(tensor) for name, tensor in tensors.items()}
+
+
+def from_json(saved: JsonObject, config: RunConfig) -> Round:
+    """Return the round that `to_json` packed.  Raises CheckpointError if it is of another shape."""
+    try:
+        found = {name: _unpacked(entry) for name, entry in saved.items()}
+        names = [f.name for f in fields(Rollouts)]
+        rollouts = Rollouts(**{name: found.pop(name) for name in names})
+        round_ = Round(rollouts=rollouts, **found)
+    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        raise CheckpointError(
+            f"the checkpoint holds rollouts that cannot be read ({error!r}): load another one"
+        ) from None
+    rl = config.rl
+    shape = (rl.grpo_prompts_per_step * rl.grpo_group_size, config.data.seq_length)
+    if any(len(t) != shape[0] for t in _tensors(rollouts).values()) or (
+        rollouts.tokens.shape != shape
+    ):
+        raise CheckpointError(
+            f"the checkpoint was saved inside of a round of rollouts of shape "
+            f"{list(rollouts.tokens.shape)}, and --grpo-prompts-per-step, --grpo-group-size and "
+            f"--seq-length ask for {list(shape)}: keep these flags, or load a checkpoint from the "
+            "end of a round"
+        )
+    return round_
+
+
+def _rows(values: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if values is None else values[index]
+
+
+def _tensors(of: Rollouts | Round) -> dict[str, Tensor]:
+    return {f.name: value for f in fields(of) if torch.is_tensor(value := getattr(of, f.name))}
+
+
+def _packed(tensor: Tensor) -> JsonObject:
+    array = tensor.numpy()
+    data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode("ascii")
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+
+
+def _unpacked(entry: Mapping[str, Any]) -> Tensor:
+    array = np.frombuffer(zlib.decompress(base64.b64decode(entry["data"])), entry["dtype"])
+    return torch.from_numpy(array.reshape(entry["shape"]).copy())

@@ -1,0 +1,197 @@
+"""Rounds of rollouts between the steps of the training loop.
+
+Before the first step of a round, all ranks copy the weights to the engine, which generates the
+answers; then they compute the log-probabilities that the loss needs.  The checkpoint of a step
+inside of a round holds the round, since the weights that generated it are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.inference.paged_engine.options import EngineOptions
+from megatron.training.config.run import GRPO, RunConfig
+from megatron.training.data.loaders import chunk_iterators, reads_data
+from megatron.training.inference.engine_flags import GenerationLayout
+from megatron.training.inference.refit import TrainingEngine, open_engine
+from megatron.training.rl.environment import Environments, open_environments
+from megatron.training.rl.generate import generate_round
+from megatron.training.rl.http_environment import HttpEnvironment
+from megatron.training.rl.log_probs import round_log_probs
+from megatron.training.rl.objective import needs_old_log_probs
+from megatron.training.rl.reference import ReferencePolicy
+from megatron.training.rl.rounds import (
+    Rollouts,
+    Round,
+    from_json,
+    step_batches,
+    step_index,
+    to_json,
+)
+from megatron.training.runtime.phases import in_phase
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.state import StepResult
+
+
+class RolloutTraining(Callback):
+    """Callback that gives each step of a run its rollouts; `rollout_metrics` logs them."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self._engine: TrainingEngine | None = None
+        self._environments: Environments | None = None
+        self._reference: ReferencePolicy | None = None
+        self._number: int | None = None  # of the round that is held
+        self._round: Round | None = None
+        self._batches: list[dict[str, Tensor]] = []
+        self._saved: JsonObject | None = None  # the round, while it is trained on
+
+    def on_train_start(self, run: Runtime) -> None:
+        config = run.config
+        if config.objective != GRPO:
+            return
+        if run.is_rank_0:
+            path = config.rl.langrl_env_config
+            assert path is not None, "a check requires it"
+            known = {"http": HttpEnvironment}
+            self._environments = open_environments(path, config.training.seed, known)
+        if config.rl.grpo_kl_beta:
+            self._reference = ReferencePolicy(run)
+        self._resume(run)
+        self._engine = open_engine(
+            run,
+            layout=rollout_layout(config),
+            options=rollout_options(config),
+            share_memory=not is_fully_sharded(config.ddp),
+        )
+        loader = self._forever() if reads_data(run) else None
+        run.train_data = chunk_iterators(run, loader, prefetches=False)
+
+    def on_step_start(self, run: Runtime) -> None:
+        if self._engine is None:
+            return
+        rl, config = run.config.rl, run.config
+        num_rollouts = rl.grpo_prompts_per_step * rl.grpo_group_size
+        consumed = run.state.consumed_train_samples
+        number, position = divmod(consumed, num_rollouts * rl.grpo_iterations)
+        if number != self._number:
+            round_, tokens_per_s = _new_round(
+                run, self._engine, self._environments, self._reference, number
+            )
+            self._hold(number, round_)
+            self.metrics["rollout tokens/s"] = tokens_per_s
+        assert self._round is not None, "a round has begun"
+        size = run.batches.global_batch_size(consumed)
+        index = step_index(config, config.training.seed, number, position, size)
+        self._batches = step_batches(config, self._round, index, run.groups.dp.rank())
+        is_last = position + size == num_rollouts * rl.grpo_iterations
+        run.objective_state = {
+            "reference": None if self._reference is None else self._reference.hash,
+            "number": None if is_last else number,
+            "round": None if is_last else self._saved,
+        }
+
+    def _hold(self, number: int, round_: Round) -> None:
+        self._number = number
+        self._round = round_
+        self._saved = to_json(round_)
+        self.metrics = metrics_of(round_.rollouts)
+
+    def _resume(self, run: Runtime) -> None:
+        """Continue the round in which the checkpoint was saved.  Raises CheckpointError."""
+        self._number = None
+        state = run.objective_state
+        if state is None:
+            return
+        held = None if self._reference is None else self._reference.hash
+        before = state.get("reference")
+        if held is not None and before is not None and held != before:
+            raise CheckpointError(
+                f"--pretrained-checkpoint {run.config.checkpoint.pretrained_checkpoint}: its "
+                "weights are not those of the reference policy that this run has been trained "
+                "with: give the same checkpoint again, or start a new run with --finetune"
+            )
+        if state.get("round") is not None:
+            self._hold(state["number"], from_json(state["round"], run.config))
+
+    def _forever(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the micro-batches of each step, which `on_step_start` prepares."""
+        while True:
+            yield from self._batches
+
+
+@in_phase("rollouts")
+def _new_round(
+    run: Runtime,
+    engine: TrainingEngine,
+    environments: Environments | None,
+    reference: ReferencePolicy | None,
+    number: int,
+) -> tuple[Round, float]:
+    """Generate round ``number`` with the current weights; return it, and generated tokens/s.
+
+    Collective over all ranks.
+    """
+    assert run.tokenizer is not None, "setup_tokenizer() builds it"
+    engine.update()
+    generated = generate_round(
+        run.config, engine.writer.engine, run.tokenizer, environments, number
+    )
+    round_ = Round(rollouts=generated.rollouts)
+    if needs_old_log_probs(run.config):
+        round_ = replace(round_, old_log_probs=round_log_probs(run, round_))
+    if reference is not None:
+        with reference.in_model(run):
+            round_ = replace(round_, reference_log_probs=round_log_probs(run, round_))
+    num_tokens = float(generated.rollouts.lengths.sum())
+    return round_, num_tokens / max(generated.elapsed_s, 1e-9)
+
+
+def rollout_metrics(run: Runtime, result: StepResult) -> Mapping[str, float]:
+    """Return what is logged of the newest round; a metric for `register_metric`."""
+    del result
+    for callback in run.callbacks:
+        if isinstance(callback, RolloutTraining):
+            return callback.metrics
+    return {}
+
+
+def metrics_of(rollouts: Rollouts) -> dict[str, float]:
+    """Return what is logged of a round, by name."""
+    lengths = rollouts.lengths.float()
+    return {
+        "reward": float(rollouts.rewards.mean()),
+        "reward std": float(rollouts.rewards.std()),
+        "response length": float(lengths.mean()),
+        "unfinished responses": float((~rollouts.is_finished).float().mean()),
+    }
+
+
+def rollout_layout(config: RunConfig) -> GenerationLayout:
+    """Return the parallel sizes of rollouts; the default is the layout of training."""
+    rl, m = config.rl, config.model
+    return GenerationLayout(
+        tensor=rl.rl_inference_tensor_model_parallel_size or m.tensor_model_parallel_size,
+        pipeline=rl.rl_inference_pipeline_model_parallel_size or m.pipeline_model_parallel_size,
+        expert=rl.rl_inference_expert_model_parallel_size or m.expert_model_parallel_size,
+        expert_tensor=rl.rl_inference_expert_tensor_model_parallel_size
+        or m.expert_tensor_parallel_size,
+    )
+
+
+def rollout_options(config: RunConfig) -> EngineOptions:
+    """Return the sizes of the engine."""
+    rl = config.rl
+    return EngineOptions(
+        max_requests=rl.rl_max_inflight_requests,
+        max_sequence_length=config.data.seq_length,
+        num_cuda_graphs=16 if device.is_cuda() else 0,  # a round is too short for recording
+        max_waiting=max(rl.grpo_prompts_per_step * rl.grpo_group_size, 1),
+    )

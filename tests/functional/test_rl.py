@@ -1,0 +1,138 @@
+"""pretrain_rl.py: rewards rise, in every layout, and a run goes on after a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.rl_runs import numbers, refusal_of_rl, run_rl
+
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tp2 to tp1": (
+        2,
+        "--tensor-model-parallel-size 2 --rl-inference-tensor-model-parallel-size 1",
+    ),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "cp2": (2, "--context-parallel-size 2"),
+    "dp2 zero1": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "tp2 pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "virtual stages": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
+    ),
+}
+ECHO = "tests.functional.rl_environments:Echo"
+ROUNDED = {"grad-norm", "sampling difference"}
+
+
+def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Compare the metrics of two layouts; the rollouts must be equal."""
+    for line, other in zip(numbers(found), numbers(wanted), strict=True):
+        assert line.keys() == other.keys()
+        for key, value in line.items():
+            if key not in ROUNDED and isinstance(value, float):
+                assert value == pytest.approx(other[key], abs=2e-5), (line["iteration"], key)
+
+
+@pytest.mark.feature("RL: GRPO with rollouts by the engine of the run raises the reward")
+def test_the_reward_rises(tmp_path: Path) -> None:
+    flags = "--train-iters 30 --lr 1e-2 --min-lr 1e-2 --micro-batch-size 16 --global-batch-size 64"
+    environment = {"agent_type": ECHO, "agent_args": {"count": 4}}
+    metrics = run_rl(tmp_path, *flags.split(), "--grpo-group-size", "16", env=[environment])
+    rewards = [line["reward"] for line in metrics]
+    assert sum(rewards[:3]) / 3 < 0.2
+    assert sum(rewards[-3:]) / 3 > 0.8
+
+
+@pytest.mark.feature("RL: GRPO computes the same in every layout")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_train_alike(name: str, tmp_path: Path) -> None:
+    world_size, flags = LAYOUTS[name]
+    layers = flags.split() if "--num-layers" in flags else []
+    alone = run_rl(tmp_path / "alone", *layers[layers.index("--num-layers") :] if layers else ())
+    found = run_rl(tmp_path / "layout", *flags.split(), world_size=world_size)
+    compare(found, alone)
+
+
+@pytest.mark.feature("RL: sampled and trained log-probabilities are equal by bits")
+def test_sampled_and_trained_log_probs_are_equal_by_bits(tmp_path: Path) -> None:
+    invariant = run_rl(tmp_path / "a", "--batch-invariant-mode", "--global-batch-size", "16")
+    assert [line["sampling difference"] for line in invariant] == [0.0] * 6
+    usual = run_rl(tmp_path / "b", "--global-batch-size", "16")
+    assert 0 < max(line["sampling difference"] for line in usual) < 1e-5
+
+
+@pytest.mark.feature("RL: a run goes on inside of a round with the same numbers")
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_resumed_run_has_the_same_numbers(step: int, tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    flags = ["--grpo-iterations", "2", "--train-iters", "8"]
+    whole = run_rl(tmp_path / "whole", *flags)
+    first = run_rl(tmp_path / "first", *flags, *save, "--exit-interval", str(step))
+    assert numbers(first) == numbers(whole)[:step]
+    rest = run_rl(tmp_path / "rest", *flags, *save)
+    assert [line["iteration"] for line in rest] == list(range(step + 1, 9))
+    assert numbers(rest) == numbers(whole)[step:]
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    flags = ["--train-iters", "6"]
+    whole = run_rl(tmp_path / "whole", *flags)
+    run_rl(tmp_path / "first", *flags, *save, "--exit-interval", "3")
+    tensor = ["--tensor-model-parallel-size", "2"]
+    compare(run_rl(tmp_path / "rest", *flags, *save, *tensor, world_size=2), whole[3:])
+
+
+def test_a_run_that_was_killed_in_rollouts_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    flags = ["--train-iters", "6", "--save-interval", "1"]
+    whole = run_rl(tmp_path / "whole", *flags)
+    killer = {
+        "agent_type": "tests.functional.rl_environments:Dying",
+        "agent_args": {"calls": 40, "marker": str(tmp_path / "marker")},
+    }
+    with pytest.raises(Exception, match="9"):  # killed in the third round of 16 answers
+        run_rl(tmp_path / "killed", *flags, *save, env=[killer])
+    rest = run_rl(tmp_path / "rest", *flags, *save, env=[killer])
+    assert [line["iteration"] for line in rest] == [5, 6]
+    assert numbers(rest) == numbers(whole)[4:]
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the weights after two steps."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    run_rl(folder, "--train-iters", "2", "--save", str(folder / "saved"))
+    return folder / "saved"
+
+
+def test_the_kl_term_begins_at_zero_and_is_the_same_in_every_layout(
+    pretrained: Path, tmp_path: Path
+) -> None:
+    flags = ["--pretrained-checkpoint", str(pretrained), "--grpo-kl-beta", "0.5"]
+    save = ["--save", str(tmp_path / "saved")]
+    alone = run_rl(tmp_path / "alone", *flags, *save, "--exit-interval", "3")
+    assert alone[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert alone[-1]["kl"] > 1e-4
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    found = run_rl(tmp_path / "layout", *flags, *layout.split(), world_size=4)
+    compare(found[:3], alone)
+    load = ["--load", str(tmp_path / "saved")]
+    rest = run_rl(tmp_path / "rest", *flags, *load)
+    compare(rest, found[3:])
+    lines = run_rl(tmp_path / "zero", *flags, "--use-distributed-optimizer", world_size=2)
+    compare(lines[:3], alone)
+
+
+def test_another_reference_policy_is_refused(pretrained: Path, tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "saved"), "--train-iters", "2"]
+    flags = ["--pretrained-checkpoint", str(pretrained), "--grpo-kl-beta", "0.5"]
+    run_rl(tmp_path / "a", *flags, *save)
+    flags[1] = str(tmp_path / "saved")
+    load = ["--load", str(tmp_path / "saved"), "--train-iters", "4"]
+    message = "its weights are not those of the reference policy"
+    assert message in refusal_of_rl(tmp_path / "b", *flags, *load)

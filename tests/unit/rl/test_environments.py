@@ -1,0 +1,157 @@
+"""Environments: the file that lists them, their turns, and rewards over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.training.rl.environment import Environment, Prompt, Task, open_environments
+from megatron.training.rl.http_environment import HttpEnvironment, RewardServiceError
+
+HERE = __name__
+
+
+class Numbers(Environment):
+    """Prompts "0" to ``count`` - 1; the reward is that of the arguments."""
+
+    def __init__(self, count: int = 4, reward: object = 1.0) -> None:
+        self._count = count
+        self._reward = reward
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return [str(i) for i in range(self._count)]
+
+    def reward(self, prompt: Prompt, answer: str) -> float:
+        return self._reward  # type: ignore[return-value]
+
+
+def opened(tmp_path: Path, content: object, seed: int = 1) -> Any:
+    path = tmp_path / "environments.yaml"
+    path.write_text(json.dumps(content))
+    return open_environments(str(path), seed, {"http": HttpEnvironment})
+
+
+def test_tasks_are_a_function_of_seed_and_index(tmp_path: Path) -> None:
+    content = [{"agent_type": f"{HERE}.Numbers", "agent_args": {"count": 5}}]
+    first = [task.text for task in opened(tmp_path, content).tasks(0, 15)]
+    assert [sorted(first[i : i + 5]) for i in (0, 5, 10)] == [list("01234")] * 3
+    assert first[:5] != first[5:10]
+    again = opened(tmp_path, content)
+    assert [task.text for task in again.tasks(7, 8)] == first[7:]
+    assert [task.text for task in again.tasks(2, 3)] == first[2:5]
+    assert [task.text for task in opened(tmp_path, content, seed=2).tasks(0, 15)] != first
+
+
+def test_environments_take_turns_by_their_weights(tmp_path: Path) -> None:
+    content = [
+        {"agent_type": f"{HERE}:Numbers", "agent_args": {"reward": reward}, "weight": weight}
+        for reward, weight in ((0, 1), (1, 3))
+    ]
+    rewards = [task.reward("") for task in opened(tmp_path, content).tasks(0, 40)]
+    assert sum(rewards) == 30
+    assert sum(rewards[:20]) == 15
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "write a list of environments"),
+        ([{"agent": 1}], "entry 0 is {'agent': 1}: give agent_type"),
+        ([{"agent_type": "nothing_here.A"}], "No module named 'nothing_here'"),
+        ([{"agent_type": f"{HERE}.Missing"}], "defines no Missing"),
+        ([{"agent_type": f"{HERE}.opened"}], "is no class that derives from"),
+        ([{"agent_type": f"{HERE}.Numbers", "agent_args": {"size": 1}}], "'size'; correct the arg"),
+        ([{"agent_type": f"{HERE}.Numbers", "agent_args": {"count": 0}}], "has no prompts"),
+        ([{"agent_type": f"{HERE}.Numbers", "weight": 0}], "weight 0: give a number above 0"),
+        ([{"agent_type": "http", "agent_args": {"url": "x", "prompts": "y"}}], "begins with http"),
+    ],
+)
+def test_a_wrong_file_is_refused(content: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--langrl-env-config|url") as error:
+        opened(tmp_path, content)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), None, "good"])
+def test_a_reward_that_is_no_number_is_refused(reward: object) -> None:
+    with pytest.raises(DataError, match="return a finite number"):
+        Task(Numbers(reward=reward), "0").reward("answer")
+
+
+class Service(BaseHTTPRequestHandler):
+    """Reward the length of the answer; statuses of `failures` come first."""
+
+    failures: list[int] = []
+    body = b""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status = Service.failures.pop(0) if Service.failures else 200
+        self.send_response(status)
+        self.end_headers()
+        reward = {"reward": len(asked["answer"]) + asked["prompt"]["bonus"]}
+        self.wfile.write(Service.body or json.dumps(reward).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Service.failures, Service.body = [], b""
+    server = HTTPServer(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/reward"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def asked(url: str, tmp_path: Path, **options: Any) -> tuple[HttpEnvironment, Task]:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a b", "bonus": 2}\n\n"text"\n')
+    environment = HttpEnvironment(url, str(path), wait_s=0, **options)
+    return environment, Task(environment, environment.prompts[0])
+
+
+@pytest.mark.feature("RL: a service behind HTTP rewards answers")
+def test_a_service_rewards(url: str, tmp_path: Path) -> None:
+    environment, task = asked(url, tmp_path)
+    assert task.text == "a b"
+    assert environment.prompts[1] == "text"
+    assert task.reward("12345") == 7.0
+    Service.failures = [500, 429, 503]
+    assert task.reward("1") == 3.0
+
+
+def test_a_failing_service_is_reported(url: str, tmp_path: Path) -> None:
+    _, task = asked(url, tmp_path, retries=1)
+    Service.failures = [500, 502]
+    with pytest.raises(RewardServiceError, match=r"failed 2 times, the last time .* status 502"):
+        task.reward("1")
+    Service.failures = [404]
+    with pytest.raises(RewardServiceError, match=r"refuses a request with status 404"):
+        task.reward("1")
+    Service.body = b'{"score": 1}'
+    with pytest.raises(RewardServiceError, match=r'must return \{"reward": number\}'):
+        task.reward("1")
+    _, nobody = asked("http://127.0.0.1:9/", tmp_path, retries=0)
+    with pytest.raises(RewardServiceError, match="has failed 1 times"):
+        nobody.reward("1")
+
+
+def test_a_wrong_line_of_prompts_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    for line, message in (("{", "line 2: not JSON"), ("[1]", "line 2: give a text or an object")):
+        path.write_text(f'"good"\n{line}\n')
+        with pytest.raises(DataError, match=message):
+            HttpEnvironment("http://x", str(path))
