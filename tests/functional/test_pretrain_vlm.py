@@ -18,6 +18,7 @@ FLAGS = (
     "--train-iters 4 --vision-hidden-size 48 --vision-num-attention-heads 6 --seed 5"
 ).split()
 
+IN_ROWS = "--image-grid-pinpoints 24 48 48 24 48 48 --disable-vision-class-token"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss "
     "--moe-aux-loss-coeff 0.1 --disable-bias-linear"
@@ -49,6 +50,22 @@ def test_every_layout_has_the_losses_of_one_process(
 ) -> None:
     found, _ = run_gpt_in_virtual_ranks(tmp_path, *FLAGS, *layout.split(), ranks=ranks)
     same(losses(found), whole)
+
+
+@pytest.mark.feature("Vision: pretrain_vlm.py trains LLaVA-NeXT, whose tiles lie in rows")
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+        (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
+    ],
+)
+def test_tiles_in_rows_have_the_losses_of_one_process(
+    tmp_path: Path, ranks: int, layout: str
+) -> None:
+    given = [*FLAGS, *IN_ROWS.split()]
+    wanted = losses(run_gpt(tmp_path / "one", *given))
+    same(losses(run_gpt(tmp_path / "more", *given, *layout.split(), world_size=ranks)), wanted)
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +175,18 @@ def test_all_conflicts_are_reported_at_once() -> None:
         assert text in said
 
 
+def test_grids_of_tiles_are_checked() -> None:
+    given = [*FLAGS, *"--image-grid-pinpoints 24 40 48 --use-tiling --max-num-tiles 4".split()]
+    (said,) = run_ranks(refusal, 1, [*TINY, *given])
+    for text in (
+        "--image-grid-pinpoints 24 40 48: 3 numbers are no pairs of height and width",
+        "24 40 are no multiples of --img-h 24 and --img-w 24, the size of a tile",
+        "arranges the patches of square tiles: give --img-w equal to --img-h, and",
+        "--image-grid-pinpoints 24 40 48 and --use-tiling are two layouts of tiles",
+    ):
+        assert text in said
+
+
 def test_patches_are_merged_in_squares_only() -> None:
     given = [*FLAGS, "--img-w", "36", "--disable-vision-class-token", "--pixel-shuffle"]
     (said,) = run_ranks(refusal, 1, [*TINY, *given])
@@ -165,16 +194,19 @@ def test_patches_are_merged_in_squares_only() -> None:
 
 
 @pytest.mark.feature("Vision: training on image-text shards goes on exactly with other ranks")
-def test_shards_of_pictures_train_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiles", ["--use-tiling --max-num-tiles 4", IN_ROWS])
+def test_shards_of_pictures_train_the_same_on_any_number_of_ranks(
+    tmp_path: Path, tiles: str
+) -> None:
     pytest.importorskip("PIL")
     pytest.importorskip("transformers")
     from examples.multimodal.quickstart import draw_samples
 
     draw_samples.write_shard(tmp_path / "train.tar", 48, seed=1)
     draw_samples.write_tokenizer(tmp_path / "tokenizer")
-    words = "--position-embedding-type rope --dataloader-seq-length 24 --use-tiling --max-num-tiles"
+    words = f"--position-embedding-type rope --dataloader-seq-length 24 {tiles}"
     flags = [f for f in (*TINY, *FLAGS) if f not in ("--mock-data", "--vocab-size", "100")]
-    base = [*flags, *words.split(), "4", "--data-path", str(tmp_path / "train.tar")]
+    base = [*flags, *words.split(), "--data-path", str(tmp_path / "train.tar")]
     base += ["--split", "1,0,0", "--eval-iters", "0", "--data-cache-path", str(tmp_path / "cache")]
     base += ["--tokenizer-type", "MultimodalTokenizer", "--tokenizer-prompt-format", "qwen2p5"]
     base += ["--tokenizer-model", str(tmp_path / "tokenizer")]

@@ -7,6 +7,7 @@ tile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from megatron.core.datasets.megatron_dataset import LowLevelDataset, Sample
 from megatron.core.datasets.replaced_samples import ReplacedSamples, ReplacedSamplesConfig
 from megatron.core.datasets.tar_shards import TarSample, TarShards
 from megatron.core.datasets.utils import Split
+from megatron.core.tile_arrangement import TileArrangement
 
 _NO_LOSS = -100  # target of a token without loss, as tokenize_conversation returns it
 
@@ -67,9 +69,10 @@ class ImageTextDataset(ReplacedSamples):
     """Samples of one split of tar shards, shuffled in each epoch, as dictionaries of tensors.
 
     Keys: tokens, labels, position_ids, num_tiles i64 [s]; loss_mask f32 [s]; images
-    f32 [t, 3, H, W].  An image is the token ``image_token_index``; num_tiles has its tiles at this
-    token, 0 at text and -1 at padding behind it.  labels[i] is what token i predicts, the padding
-    id without loss.
+    f32 [t, 3, H, W]; with tiles in rows (anyres) image_sizes i64 [images, 4], rows and columns of
+    tiles, height and width in pixels.  An image is the token ``image_token_index``; num_tiles has
+    its tiles at this token, 0 at text and -1 at padding behind it.  labels[i] is what token i
+    predicts, the padding id without loss.
 
     A sample cannot be used if an image is damaged, the number of images differs from the text, or
     no answer is within s tokens.
@@ -119,19 +122,38 @@ class ImageTextDataset(ReplacedSamples):
             raise DataError(
                 f"its text has {num_found} {IMAGE_TOKEN} for {len(content.images)} images"
             )
-        pixels = [
-            self._processor.decode(data, f"{content.name}, image {i}")
+        images = [
+            self._processor.read(data, f"{content.name}, image {i}")
             for i, data in enumerate(content.images)
         ]
+        pixels = [found for found, _ in images]
+        arrangements = self._arrangements([size for _, size in images])
         ids, target, tiles = self._with_tiles(ids, target, [len(p) for p in pixels])
-        end = self._end(tiles)
+        end = self._end(tiles, arrangements)
         has_loss = target[1 : end + 1] != _NO_LOSS
         if not has_loss.any():
             raise DataError(
                 f"no token of an answer is within the first {end} (--dataloader-seq-length, or "
                 "the row of the language model)"
             )
-        return self._tensors(ids, target, tiles, end, pixels)
+        sample = self._tensors(ids, target, tiles, end, pixels)
+        if self._processor.settings.tiling == "anyres":
+            kept = int((sample["num_tiles"] > 0).sum())
+            sizes = [(a.rows, a.columns, a.height, a.width) for a in arrangements[:kept]]
+            sample["image_sizes"] = torch.tensor(sizes, dtype=torch.int64).view(-1, 4)
+        return sample
+
+    def _arrangements(self, sizes: Sequence[tuple[int, int]]) -> list[TileArrangement]:
+        """Return how the tiles of images of these (widths, heights) are arranged in rows, if so."""
+        settings = self._processor.settings
+        if settings.tiling != "anyres":
+            return []
+        side = math.isqrt(self.config.embeddings_per_tile or 1)
+        grids = [settings.grid(*size) for size in sizes]
+        return [
+            TileArrangement(rows, columns, height, width, side)
+            for (columns, rows), (width, height) in zip(grids, sizes, strict=True)
+        ]
 
     def _tokenized(self, content: TarSample) -> tuple[np.ndarray, np.ndarray]:
         num_images = len(content.images)
@@ -171,15 +193,17 @@ class ImageTextDataset(ReplacedSamples):
         all_ids, all_targets, all_tiles = zip(*parts, strict=True)
         return np.concatenate(all_ids), np.concatenate(all_targets), np.concatenate(all_tiles)
 
-    def _end(self, tiles: np.ndarray) -> int:
+    def _end(self, tiles: np.ndarray, arrangements: Sequence[TileArrangement]) -> int:
         """Return the number of tokens that a row has room for; an image is complete or left out."""
         config = self.config
         end = min(len(tiles), config.sequence_length)
         if config.decoder_sequence_length is None:
             return end
         assert config.embeddings_per_tile is not None
-        positions = np.where(tiles > 0, tiles * config.embeddings_per_tile, 1).cumsum()
-        fitting = np.searchsorted(positions, config.decoder_sequence_length, side="right")
+        positions = np.where(tiles > 0, tiles * config.embeddings_per_tile, 1)
+        if arrangements:
+            positions[tiles > 0] = [len(each.order) for each in arrangements]
+        fitting = np.searchsorted(positions.cumsum(), config.decoder_sequence_length, side="right")
         return min(end, int(fitting))
 
     def _tensors(

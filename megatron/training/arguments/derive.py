@@ -24,7 +24,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
 from megatron.training.arguments.cuda_graph_capture import cuda_graph_capture
 from megatron.training.config.run import data_parallel_size
-from megatron.training.config.vision import largest_number_of_tiles
+from megatron.training.config.vision import largest_image
 from megatron.training.models.registry import model_kind
 
 Derivation = Callable[[Namespace], Iterator[str] | None]
@@ -176,8 +176,8 @@ def images(ns: Namespace) -> None:
         )
     except (ConfigError, ZeroDivisionError):  # a check reports it
         of_tile = 0
-    tiles = largest_number_of_tiles(ns) if ns.decoder_seq_length is None else 1
-    length = max(text + of_tile * tiles, ns.decoder_seq_length or 0)
+    of_image = largest_image(ns, of_tile) if ns.decoder_seq_length is None else of_tile
+    length = max(text + of_image, ns.decoder_seq_length or 0)
     part = sequence_divisor(
         cp=ns.context_parallel_size,
         tp=ns.tensor_model_parallel_size,

@@ -61,7 +61,7 @@ _TOKENS = "pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids"
 IMAGES = tuple(
     "img_h img_w patch_dim vision_model_type vision_num_layers vision_hidden_size "
     "vision_ffn_hidden_size vision_num_attention_heads vision_projection_type "
-    "disable_vision_class_token pixel_shuffle".split()
+    "disable_vision_class_token pixel_shuffle image_grid_pinpoints".split()
 )
 TILES = tuple(
     "use_tiling max_num_tiles use_thumbnail use_area_weighted_aspect_ratio use_tile_tags".split()

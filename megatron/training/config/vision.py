@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,6 +85,14 @@ class VisionConfig:
     use_area_weighted_aspect_ratio: bool = _vision(
         False, "Choose the grid of tiles by the area that it keeps, too."
     )
+    image_grid_pinpoints: tuple[int, ...] = _vision(
+        (),
+        "Heights and widths in pixels, as pairs, to the best of which each image is padded, as "
+        "LLaVA-NeXT does: its tiles of --img-h x --img-w are read row by row, after the complete "
+        "image, and rows end with a learned embedding.",
+        nargs="+",
+        at_least=1,
+    )
     use_tile_tags: bool = _vision(
         False, "Name each tile before its embeddings, as NVLM does: <tile_1>, <tile_2> and so on."
     )
@@ -112,9 +121,31 @@ class VisionConfig:
         """Largest number of tiles of an image, with its thumbnail."""
         return largest_number_of_tiles(self)
 
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """(height, width) of each pair of --image-grid-pinpoints."""
+        return grids_of(self)
+
+
+def grids_of(flags: Any) -> tuple[tuple[int, int], ...]:
+    """Return the (height, width) pairs of --image-grid-pinpoints."""
+    sides = flags.image_grid_pinpoints
+    return tuple(zip(sides[::2], sides[1::2], strict=False))
+
+
+def largest_image(flags: Any, embeddings_per_tile: int) -> int:
+    """Return the positions that an image takes at most, by the flags of a `VisionConfig`."""
+    largest = largest_number_of_tiles(flags) * embeddings_per_tile
+    rows = [height // max(1, flags.img_h) for height, _ in grids_of(flags)]
+    # Each row of embeddings ends with one of its own.
+    return largest + max(rows, default=0) * math.isqrt(embeddings_per_tile)
+
 
 def largest_number_of_tiles(flags: Any) -> int:
     """Return the largest number of tiles of an image by the flags of a `VisionConfig`."""
+    if grids := grids_of(flags):
+        tile = max(1, flags.img_h * flags.img_w)  # a check reports 0
+        return 1 + int(max(h * w // tile for h, w in grids))
     if not flags.use_tiling:
         return 1
     return int(flags.max_num_tiles + (flags.use_thumbnail and flags.max_num_tiles > 1))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDE
 from megatron.core.models.vision.kinds import get_num_image_embeddings
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection, make_grids
 from megatron.core.params.param_info import info_of
+from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import build_model_stage, model_kind_of
 
@@ -103,8 +105,8 @@ def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Ten
     kind = model_kind_of(run)
     if kind.reads_images:
         config: Any = model.config
-        spread, images = _with_images(run, ids, config.image_token_id)
-        yield model(input_ids=spread, pixel_values=images, use_cache=False).logits
+        seen = _with_images(run, ids, config.image_token_id)
+        yield model(input_ids=seen.ids, use_cache=False, **seen.theirs).logits
     elif kind.has_encoder:
         yield model(input_ids=ids, decoder_input_ids=ids.flip(1), use_cache=False).logits
     elif kind.has_masked_lm_head:
@@ -118,8 +120,9 @@ def our_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tenso
     """Yield the logits of ids [b, s]; the decoder of an encoder-decoder reads them reversed."""
     kind = model_kind_of(run)
     if kind.reads_images:
-        ids, images = _with_images(run, ids, None)
-        yield model(images, ids, torch.arange(ids.shape[1]).expand_as(ids))[0]
+        seen = _with_images(run, ids, None)
+        places = torch.arange(seen.ids.shape[1]).expand_as(seen.ids)
+        yield model(input_ids=seen.ids, position_ids=places, **seen.ours)[0]
     elif kind.has_encoder:
         yield model(ids, ids.flip(1))
     elif kind.has_masked_lm_head:
@@ -134,19 +137,41 @@ def _image_token(hf_folder: Path) -> int:
     return int(config.get("image_token_index", config.get("image_token_id")))
 
 
-def _with_images(run: RunConfig, ids: Tensor, their_token: int | None) -> tuple[Tensor, Tensor]:
-    """Put an image behind the first token of each row; return the rows and the images.
+class RowsWithImages(NamedTuple):
+    """Rows with images: ids, and the further arguments of both models."""
+
+    ids: Tensor
+    ours: dict[str, Tensor]
+    theirs: dict[str, Tensor]
+
+
+def _with_images(run: RunConfig, ids: Tensor, their_token: int | None) -> RowsWithImages:
+    """Put an image behind the first token of each row.
 
     ``their_token``: the id that stands for one embedding of an image; None: one id of ours stands
     for all of them.
     """
     v = run.vision
     generator = torch.Generator().manual_seed(2)
-    images = torch.randn(len(ids), 3, v.img_h, v.img_w, generator=generator)
     sizes = (v.img_h, v.img_w, v.patch_dim, v.vision_model_type)
     count = get_num_image_embeddings(*sizes, v.disable_vision_class_token, 1, v.pixel_shuffle)
+    ours: dict[str, Tensor] = {}
+    theirs: dict[str, Tensor] = {}
+    num_tiles = 1
+    if v.grids:  # every image fills the same grid, so that rows have one length
+        height, width = v.grids[-1]
+        grid = (height // v.img_h, width // v.img_w, height, width - 1)
+        arrangement = TileArrangement(*grid, side=math.isqrt(count))
+        num_tiles, count = arrangement.num_tiles, len(arrangement.order)
+        ours["image_sizes"] = torch.tensor([grid] * len(ids))
+        theirs["image_sizes"] = torch.tensor([grid[2:]] * len(ids))
+    tiles = (len(ids), num_tiles, 3, v.img_h, v.img_w)
+    images = torch.randn(tiles, generator=generator)
+    ours["images"] = images.flatten(0, 1)
+    theirs["pixel_values"] = images if v.grids else images.flatten(0, 1)
     token, count = (DEFAULT_IMAGE_TOKEN_INDEX, 1) if their_token is None else (their_token, count)
-    return torch.cat([ids[:, :1], ids.new_full((len(ids), count), token), ids[:, 1:]], 1), images
+    row = [ids[:, :1], ids.new_full((len(ids), count), token), ids[:, 1:]]
+    return RowsWithImages(torch.cat(row, 1), ours, theirs)
 
 
 def _types(ids: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.datasets.images.tiling import LLAVA_NEXT_GRIDS
 from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.models.vision.kinds import KINDS
 from megatron.training.config.run import RunConfig
@@ -121,6 +122,7 @@ class VisionLanguageShape:
     num_unused_layers: int
     drops_class_token: bool
     image_token: int  # id of the token that stands for an embedding of an image
+    grids: tuple[int, ...] = ()  # heights and widths to which images are padded, as pairs
 
     @property
     def encoder_family(self) -> EncoderFamily:
@@ -179,6 +181,7 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
         num_unused_layers=num_layers - num_used,
         drops_class_token=_drops_class_token(config),
         image_token=config[family.image_token],
+        grids=_grids_of(config) if family.has_newline else (),
     )
 
 
@@ -200,6 +203,12 @@ def _num_used_layers(config: Config, family: VisionLanguageFamily, num_layers: i
             "converted, -1 for the last"
         )
     return layer if layer > 0 else num_layers + 1 + layer
+
+
+def _grids_of(config: Config) -> tuple[int, ...]:
+    """Return the heights and widths to which images are padded, as pairs in one list."""
+    pairs = config.get("image_grid_pinpoints", LLAVA_NEXT_GRIDS)
+    return tuple(side for pair in pairs for side in pair)
 
 
 def _drops_class_token(config: Config) -> bool:
@@ -228,6 +237,7 @@ def flags_of(shape: VisionLanguageShape) -> dict[str, object]:
         "disable_vision_class_token": shape.drops_class_token,
         "pixel_shuffle": shape.family.merges_neighbours,
         "vision_projection_type": "mlp",
+        "image_grid_pinpoints": shape.grids,
     }
 
 
@@ -278,6 +288,8 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
     vision = run.vision
     layers = encoder_config(run)
     family = INTERNVL if vision.vision_model_type.startswith("internvit") else LLAVA
+    if vision.grids:
+        family = LLAVA_NEXT
     text = _text_of(run, vocab_size)
     text_family = hf.choose_family(text, None)
     names = {function: name for name, function in ACTIVATIONS.items()}
@@ -305,6 +317,8 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
         "text_config": text_family.config(text),
         "vision_config": images,
     }
+    if vision.grids:
+        config["image_grid_pinpoints"] = [list(grid) for grid in vision.grids]
     if family is INTERNVL:
         is_rms = layers.normalization == "RMSNorm"
         images["norm_type"] = "rms_norm" if is_rms else "layer_norm"
@@ -317,12 +331,6 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
 
 def check_encoder(shape: VisionLanguageShape, run: RunConfig) -> None:
     """Raise CheckpointError unless the encoder that ``run`` builds is that of ``shape``."""
-    if shape.family.has_newline:
-        raise CheckpointError(
-            f"{shape.family.architecture} arranges tiles by the size of the image, for which no "
-            "flag exists: pretrain_vlm.py cannot train it; build LLaVAModel with has_image_newline "
-            "from megatron.training.conversion.vision_language"
-        )
     found = encoder_config(run)
     wanted = layers_of(shape.images)
     for name in _OF_ENCODER:

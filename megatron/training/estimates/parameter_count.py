@@ -87,11 +87,12 @@ def projector_parameters(run: RunConfig) -> int:
     images = image_encoder(run)
     m = images.projector
     source = images.projector_input
-    norm = source * _parameters_per_channel(m) if images.projector_has_norm else 0
+    around = source * _parameters_per_channel(m) if images.projector_has_norm else 0
+    around += m.hidden_size * bool(run.vision.grids)  # embedding of the end of a row of tiles
     if run.vision.vision_projection_type == "mlp":
         width = m.ffn_hidden_size or 0
-        return norm + _mlp_matrices(m, width, m.tensor_model_parallel_size, input_size=source)
-    return norm + m.hidden_size // m.tensor_model_parallel_size * (source + m.add_bias_linear)
+        return around + _mlp_matrices(m, width, m.tensor_model_parallel_size, input_size=source)
+    return around + m.hidden_size // m.tensor_model_parallel_size * (source + m.add_bias_linear)
 
 
 def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:

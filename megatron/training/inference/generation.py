@@ -140,6 +140,11 @@ def open_writer(
             f"{load} has --position-embedding-type {positions}, which counts an image as one "
             "position: text is generated with rope or none only"
         )
+    if content.asked.get("image_grid_pinpoints"):
+        raise ConfigError(
+            f"{load} arranges tiles by --image-grid-pinpoints, for which no text is generated: "
+            "convert it to Hugging Face (tools/checkpoint/convert.py) and generate there"
+        )
     if not kind.writes_text:
         raise ConfigError(
             f"{load} holds a {kind.title}, which writes no text: for embeddings of texts use "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.models.vision.kinds import image_problems
+from megatron.core.models.vision.kinds import KINDS, image_problems
 from megatron.training.config.run import RunConfig
 
 
@@ -55,6 +55,36 @@ def image_classifier_problems(run: RunConfig) -> Iterator[str]:
         yield "--spec: an image classifier has the layers that other flags describe"
 
 
+def _grid_problems(run: RunConfig) -> Iterator[str]:
+    """Yield why --image-grid-pinpoints cannot be used."""
+    vision = run.vision
+    sides = vision.image_grid_pinpoints
+    if not sides:
+        return
+    given = f"--image-grid-pinpoints {' '.join(map(str, sides))}"
+    if len(sides) % 2:
+        yield f"{given}: {len(sides)} numbers are no pairs of height and width: add or remove one"
+    wrong = [f"{h} {w}" for h, w in vision.grids if h % vision.img_h or w % vision.img_w]
+    if wrong:
+        yield (
+            f"{given}: {', '.join(wrong)} are no multiples of --img-h {vision.img_h} and --img-w "
+            f"{vision.img_w}, the size of a tile"
+        )
+    has_class_token = KINDS[vision.vision_model_type].has_class_token
+    if vision.img_h != vision.img_w or (has_class_token and not vision.disable_vision_class_token):
+        yield (
+            f"{given} arranges the patches of square tiles: give --img-w equal to --img-h, and "
+            "--disable-vision-class-token"
+        )
+    for flag, is_on in (
+        ("--use-tiling", vision.use_tiling),
+        ("--use-tile-tags", vision.use_tile_tags),
+        ("--pixel-shuffle", vision.pixel_shuffle),
+    ):
+        if is_on:
+            yield f"{given} and {flag} are two layouts of tiles: leave one of them out"
+
+
 def image_reader_problems(run: RunConfig) -> Iterator[str]:
     """Yield why the encoder of images cannot be built as the flags describe it."""
     vision = run.vision
@@ -81,6 +111,7 @@ def image_reader_problems(run: RunConfig) -> Iterator[str]:
                 "--disable-vision-class-token, --img-w equal to --img-h, and an even number of "
                 "patches in each direction"
             )
+    yield from _grid_problems(run)
     ckpt = run.checkpoint
     if ckpt.save and (problem := format_problem(ckpt.ckpt_format)):
         yield f"--ckpt-format {problem}"

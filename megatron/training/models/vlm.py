@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTextDatasetConfig
 from megatron.core.datasets.images.pixels import ImageSettings
+from megatron.core.datasets.images.tiling import LLAVA_NEXT_GRIDS
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.models.vision.kinds import get_num_image_embeddings
@@ -64,6 +66,7 @@ def llava_arguments(config: RunConfig, **stage: Any) -> dict[str, Any]:
         "pixel_shuffle": vision.pixel_shuffle,
         "vision_model_subtype": vision.vision_model_type,
         "row_length": config.data.seq_length,
+        "has_image_newline": bool(vision.grids),
         **arguments,
     }
 
@@ -72,10 +75,11 @@ def vlm_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatas
     """Return the dataset config; --dataloader-seq-length counts an image as no token."""
     if not config.data.mock_data:
         return _image_text_config(config, **common)
+    vision = config.vision
     return MultimodalDatasetConfig(
-        image_h=config.vision.img_h,
-        image_w=config.vision.img_w,
-        preprocess_func=begin_with_image,
+        image_h=vision.img_h * (vision.max_tiles if vision.grids else 1),
+        image_w=vision.img_w,
+        preprocess_func=partial(begin_with_tiles, vision) if vision.grids else begin_with_image,
         **text_arguments(config),
         **(common | {"sequence_length": _text_length(config)}),
     )
@@ -114,8 +118,9 @@ def image_settings(vision: VisionConfig) -> ImageSettings:
         img_h=vision.img_h,
         img_w=vision.img_w,
         vision_model_type=vision.vision_model_type,
-        tiling="dynamic" if vision.use_tiling else "none",
+        tiling="anyres" if vision.grids else "dynamic" if vision.use_tiling else "none",
         max_num_tiles=vision.max_num_tiles,
+        resolutions=vision.grids or LLAVA_NEXT_GRIDS,
         use_thumbnail=vision.use_thumbnail,
         use_area_weighted_aspect_ratio=vision.use_area_weighted_aspect_ratio,
     )
@@ -141,14 +146,31 @@ def begin_with_image(sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def begin_with_tiles(vision: VisionConfig, sample: dict[str, Any]) -> dict[str, Any]:
+    """Do `begin_with_image` with tiles in rows (LLaVA-NeXT), whose grid depends on the text.
+
+    ``sample`` has the largest number of tiles below each other as its image.
+    """
+    sample = begin_with_image(sample)
+    height, width = vision.grids[int(sample["tokens"].sum()) % len(vision.grids)]
+    rows, columns = height // vision.img_h, width // vision.img_w
+    num_tiles = 1 + rows * columns
+    tiles = sample["images"].view(3, -1, vision.img_h, vision.img_w).transpose(0, 1)
+    sample["num_tiles"][0] = num_tiles
+    sample["images"] = tiles[:num_tiles].contiguous()
+    sample["image_sizes"] = torch.tensor([[rows, columns, height, width]])
+    return sample
+
+
 def vlm_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     """Return the tensors that ``stage`` reads, None for those it does not.
 
     tokens, labels, loss_mask, position_ids and num_tiles are [b, s + 1] for s tokens of text;
-    images is [t, 3, H, W] for the t tiles of all rows.  Every stage reads tokens and numbers of
-    tiles, from which the positions follow.
+    images is [t, 3, H, W] for the t tiles of all rows.  Every stage reads tokens, numbers of tiles
+    and, where tiles are arranged in rows, image_sizes [images, 4]: the positions follow from them.
     """
     vision = config.vision
+    sizes = TensorSpec(torch.int64, (-1, 4), config.training.micro_batch_size)
     shape = (config.training.micro_batch_size, _text_length(config) + 1)
     ids = TensorSpec(torch.int64, shape)
     max_tiles = config.training.micro_batch_size * image_encoder(config).max_tiles
@@ -158,6 +180,7 @@ def vlm_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     return {
         "tokens": ids,
         "num_tiles": ids,
+        "image_sizes": sizes if vision.grids else None,
         "labels": ids if is_last else None,
         "loss_mask": TensorSpec(torch.float32, shape) if is_last else None,
         "position_ids": ids if is_first else None,
@@ -174,6 +197,7 @@ def apply_vlm(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
         num_image_tiles=batch["num_tiles"],
+        image_sizes=batch.get("image_sizes"),
     )
     return output, mask
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointError, DataError
 from megatron.core.datasets.images.pixels import ImageSettings
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
-from megatron.core.models.multimodal.tile_arrangement import TileArrangement
+from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.arguments.parser import build_parser
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf_folder, vision_language
@@ -126,8 +126,7 @@ def run_of(shape: VisionLanguageShape) -> RunConfig:
     size = shape.text.vocab_size
     tokens = {"tokenizer_type": "NullTokenizer", "vocab_size": size - 1}
     run = run_config(vars(build_parser().parse_args([])) | flags_of(shape) | tokens)
-    if not shape.family.has_newline:
-        check_encoder(shape, run)
+    check_encoder(shape, run)
     return run
 
 
@@ -173,7 +172,7 @@ def test_rows_of_tiles_are_those_of_llava_next(sizes: list[tuple[int, int]]) -> 
     shape = shape_of_config(config)
     groups = {"vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY}
     arguments = llava_arguments(run_of(shape), **groups, groups=one_process_groups())
-    mine = LLaVAModel(**arguments, has_image_newline=True).eval()
+    mine = LLaVAModel(**arguments).eval()
     made = import_tensors(shape, as_lazy(model.state_dict()))
     mine.load_state_dict({name: tensor.make() for name, tensor in made.items()})
     tiles = arranged(sizes)
@@ -208,15 +207,6 @@ def test_rows_of_tiles_are_those_of_llava_next(sizes: list[tuple[int, int]]) -> 
     assert torch.equal(back["image_newline"], model.model.image_newline)
     with pytest.raises(DataError, match="2 images have"):
         mine(images[:-1], torch.tensor([ids]), torch.arange(6)[None], arrangements=tiles)
-
-
-def test_llava_next_is_not_trained_by_flags(tmp_path: Path) -> None:
-    theirs(NEXT).save_pretrained(tmp_path / "theirs")
-    request = ConversionRequest(
-        source=tmp_path / "theirs", target=tmp_path / "ours", format=OURS, verify=False
-    )
-    with pytest.raises(CheckpointError, match="arranges tiles by the size of the image"):
-        convert(request, lambda line: None)
 
 
 @pytest.mark.feature("Vision: LLaVA-1.5 and InternVL have the logits of transformers' models")
@@ -343,9 +333,9 @@ def test_tensors_that_are_missing_or_left_are_named() -> None:
 
 
 @pytest.mark.feature("Checkpoints: complete vision-language models to Hugging Face and back")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "LLaVA-NeXT"])
 def test_the_converter_compares_logits_and_restores_config_json(name: str, tmp_path: Path) -> None:
-    theirs(CASES[name]).save_pretrained(tmp_path / "theirs")
+    theirs(CASES.get(name, NEXT)).save_pretrained(tmp_path / "theirs")
     said: list[str] = []
     for source, target, form in (("theirs", "ours", OURS), ("ours", "back", "hf")):
         convert(

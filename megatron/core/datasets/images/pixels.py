@@ -131,7 +131,12 @@ class ImageProcessor:
 
     def decode(self, data: bytes, name: str) -> np.ndarray:
         """Decode an image file and process it; see `decode_image` for errors."""
-        return self.process(decode_image(data, name, self.settings.max_pixels), name)
+        return self.read(data, name)[0]
+
+    def read(self, data: bytes, name: str) -> tuple[np.ndarray, tuple[int, int]]:
+        """Return the same, and width and height of the image in pixels."""
+        image = decode_image(data, name, self.settings.max_pixels)
+        return self.process(image, name), image.size
 
     def process(self, image: Any, name: str = "image") -> np.ndarray:
         """Process a PIL image.

@@ -7,6 +7,7 @@ encoder; every stage knows the positions, because they follow from ids and numbe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal.context_parallel import held_positions, split_over_ranks
 from megatron.core.models.multimodal.splicing import IGNORE_INDEX as IGNORE_INDEX
 from megatron.core.models.multimodal.splicing import Splice, splice
-from megatron.core.models.multimodal.tile_arrangement import NEWLINE, TileArrangement
 from megatron.core.models.vision.clip_vit_model import (
     CLIPViTModel,
     EmbeddingTable,
@@ -33,6 +33,7 @@ from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import name_parameters, prefix_names
 from megatron.core.params.param_init import initialize_parameters
+from megatron.core.tile_arrangement import NEWLINE, TileArrangement
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -84,9 +85,9 @@ class LLaVAModel(MegatronModule):
 
         ``language_max_sequence_length``: positions of the language model.  ``row_length``, by
         default the same number: L with pipeline or expert parallelism, its maximum without.
-        ``has_image_newline``: whether there is an embedding for the ends of rows of an image, as
-        in LLaVA-NeXT.  ``of_language``: further arguments of `GPTModel`.  A stage has the encoder
-        if it is the first and ``add_encoder``.
+        ``has_image_newline``: tiles are arranged in rows that end with an embedding of their own,
+        as in LLaVA-NeXT.  ``of_language``: further arguments of `GPTModel`.  A stage has the
+        encoder if it is the first and ``add_encoder``.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
         super().__init__(language_transformer_config)
@@ -98,6 +99,7 @@ class LLaVAModel(MegatronModule):
         self.row_length = language_max_sequence_length if row_length is None else row_length
         self.drops_class_token = drop_vision_class_token
         self.merges_neighbours = pixel_shuffle
+        self.arranges_tiles = has_image_newline
         self.language_model = GPTModel(
             language_transformer_config,
             language_transformer_layer_spec,
@@ -185,22 +187,26 @@ class LLaVAModel(MegatronModule):
         runtime_gather_output: bool | None = None,
         *,
         arrangements: Sequence[TileArrangement] | None = None,
+        image_sizes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Map tiles [t, 3, H, W] and ids [b, s] to losses [b, L] and the loss mask [b, L].
 
         An id ``image_token_index`` stands for the next image, which has the next number of
         ``num_image_tiles``; these are [b, s] with 0 at text and -1 at padding behind it, which no
         expert computes, or one number per image (default: one tile each).  ``arrangements``, one
-        per image, order the embeddings of its tiles instead, and give their numbers.  Without
-        labels the first result are logits; stages before the last return hidden states.  Rows may
-        have no image; every rank runs the encoder all the same, because its collectives need all
-        ranks.  With context parallelism the arguments are complete rows, of which every rank
-        encodes the images, and the results have this rank's L/cp positions.
+        per image, order the embeddings of its tiles instead, and give their numbers; they follow
+        from ``image_sizes`` [images, 4], the fields of `TileArrangement` but the last, whose values
+        the host reads.  Without labels the first result are logits; stages before the last return
+        hidden states.  Rows may have no image; every rank runs the encoder all the same, because
+        its collectives need all ranks.  With context parallelism the arguments are complete rows,
+        of which every rank encodes the images, and the results have this rank's L/cp positions.
 
         Raises DataError if the ids ask for another number of tiles (on a CPU; on a GPU the
         comparison would wait for the device).
         """
         is_image = input_ids == self.image_token_index
+        if self.arranges_tiles and image_sizes is not None and self.reads_values:
+            arrangements = self._arrangements(image_sizes)
         counts = self._counts(is_image, num_image_tiles, arrangements)
         self._check(images, counts, arrangements)
         where = splice(is_image, counts, self._length(is_image, counts))
@@ -276,6 +282,10 @@ class LLaVAModel(MegatronModule):
         embedded: Tensor = self.language_model.embedding(ids, position_ids).transpose(0, 1)
         return embedded
 
+    def _arrangements(self, image_sizes: Tensor) -> list[TileArrangement]:
+        side = math.isqrt(self.embeddings_per_tile)
+        return [TileArrangement(r, c, h, w, side) for r, c, h, w in image_sizes.tolist()]
+
     def _order(self, arrangements: Sequence[TileArrangement], found: Tensor) -> Tensor:
         """Return the rows of ``found`` for all images; its last row is the newline."""
         rows: list[Tensor] = []
@@ -300,7 +310,8 @@ class LLaVAModel(MegatronModule):
         """Return the embeddings that each token [b, s] stands for, 0 for text."""
         per_tile = self.embeddings_per_tile
         if arrangements is not None:
-            num_image_tiles = torch.tensor([len(each.order) for each in arrangements])
+            sizes = [len(each.order) for each in arrangements]
+            num_image_tiles = torch.tensor(sizes, dtype=torch.int64)
             per_tile = 1
         if num_image_tiles is None:
             return is_image * per_tile
