@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -31,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule, frozen_models
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.post_training.kd_config import KDConfig, LayerPair, read_kd_config
+from megatron.post_training.logits import in_chunks, lm_losses, sum_of_masked
 from megatron.post_training.losses import HIDDEN_LOSSES, balanced, kl_divergence
 from megatron.post_training.teacher import build_teacher, load_teacher, teacher_config
 from megatron.training.config.run import RunConfig
@@ -105,50 +105,31 @@ class DistillationModel(MegatronModule):
         student, (teacher,), target = self.module, self.frozen, self._target
         assert isinstance(student, LanguageModule)
         assert target is not None, "forward() runs the teacher first"
-        tp = student.tp_group
-        num_parts = tp.size() if self.config.sequence_parallel else 1
-        held = labels.transpose(0, 1).reshape(num_parts, -1, labels.shape[0])
-        x, weight = student.scaled(hidden), student.output_weight()
-        y, its_weight = teacher.scaled(target), teacher.output_weight()
+        weight, its_weight = student.output_weight(), teacher.output_weight()
 
-        def losses_of(x: Tensor, y: Tensor, held: Tensor) -> Tensor:
-            """Map [c, b, h] of both models and labels [parts, c, b] to [2, parts, c, b]."""
+        def losses_of(x: Tensor, y: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            """Map hidden states [c, b, h] of both models and labels [c, b] to losses [c, b]."""
             logits = student.sharded_logits(x, weight)
             with torch.no_grad():
                 teaching = teacher.sharded_logits(y, its_weight)
-            read = logits.detach() if self.kd.skip_lm_loss else logits
-            lm = student.compute_language_model_loss(held.flatten(0, 1).transpose(0, 1), read)
             kl = kl_divergence(
                 logits,
                 teaching,
                 self.kd.logit_kl_temperature,
-                tp_group=tp,
+                tp_group=student.tp_group,
                 vocab_size=student.num_tokens,
             )
-            return torch.stack([lm.transpose(0, 1), kl]).unflatten(1, (num_parts, -1))
+            return lm_losses(student, logits, labels, learns=not self.kd.skip_lm_loss), kl
 
-        # A sequence-parallel rank has a part of each chunk, so a chunk has tokens of all parts.
-        rows = self._rows_of_chunk(num_parts, labels.shape[0], len(x))
-        each = zip(x.split(rows), y.split(rows), held.split(rows, 1), strict=True)
-        if rows >= len(x):
-            chunks = [losses_of(x, y, held)]
-        else:  # keeps the logits of one chunk at a time
-            chunks = [
-                checkpoint(losses_of, *chunk, use_reentrant=False, preserve_rng_state=False)
-                for chunk in each
-            ]
-        losses = torch.cat(chunks, 2).flatten(1, 2).transpose(1, 2)
+        states = student.scaled(hidden), teacher.scaled(target)
+        losses = torch.stack(in_chunks(student, losses_of, states, [labels]))
         if not self.kd.intermediate_layer_pairs:
             return losses
         distances = self._distances(hidden, target)
         if self.config.sequence_parallel:  # each rank computes the same from the gathered losses
+            tp = student.tp_group
             distances = gather_from_sequence_parallel_region(distances, False, group=tp)
         return torch.cat([losses, distances.transpose(0, 1).unsqueeze(0)])
-
-    def _rows_of_chunk(self, num_parts: int, batch_size: int, num_rows: int) -> int:
-        """Return the positions of a chunk, of which each part of the sequence has one."""
-        size = self.config.loss_chunk_size
-        return max(1, size // (num_parts * batch_size)) if size else num_rows
 
     def _distances(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Return the mean distance of the intermediate layers: [s, b], or [s/tp, b]."""
@@ -253,7 +234,7 @@ def _loss(
     The objective's own loss function sums each of them, so that it also decides which tokens count.
     Collective over cp.
     """
-    count = inner.loss or _sum_of_masked
+    count = inner.loss or sum_of_masked
     lm, num_tokens, reported = count(config, groups, batch, output[0])
     sums = torch.stack([lm, *(count(config, groups, batch, row)[0] for row in output[1:])])
     kd = settings_of(config)
@@ -266,12 +247,3 @@ def _loss(
     named = {"total loss": total, **dict(zip(_NAMES[1:], sums[1:], strict=False))}
     pairs = {name: torch.stack([x.detach(), num_tokens.to(x)]) for name, x in named.items()}
     return total, num_tokens, reported | pairs
-
-
-def _sum_of_masked(
-    _config: RunConfig, _groups: ProcessGroupCollection, batch: Batch, losses: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the loss of pretraining: the sum over tokens, their number, and what is logged."""
-    mask = batch["loss_mask"].float()
-    total, num_tokens = (losses.float() * mask).sum(), mask.sum()
-    return total, num_tokens.int(), {_NAMES[0]: torch.stack([total.detach(), num_tokens])}

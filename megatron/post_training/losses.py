@@ -15,6 +15,9 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
 from megatron.core.tensor_parallel.cross_entropy import at_least_float32, true_columns
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim
+
+_LEAST_REST = 1e-7  # probability of all tokens that are not stored, beyond float32's rounding
 
 
 def kl_divergence(
@@ -61,6 +64,87 @@ class _KLDivergence(Function[Tensor]):
     def backward(ctx: Context[int], grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return (grad.unsqueeze(-1) * gradient).to(gradient.dtype), None, None, None, None
+
+
+def divergence_from_stored(
+    logits: Tensor,
+    ids: Tensor,
+    log_probs: Tensor,
+    *,
+    tp_group: ProcessGroup,
+    vocab_size: int,
+) -> Tensor:
+    """Return KL(teacher || student) from the teacher's most probable tokens: [..., p/tp] -> [...].
+
+    ``ids`` and ``log_probs`` [..., k]: these tokens; -inf stands for none.  All other tokens count
+    as one, whose probability is what the ``k`` leave.  So the divergence is 0 only for a student
+    with the same probabilities of the ``k``, and with all tokens it is `kl_divergence`.  A token
+    without any entry has loss 0.  Collective over ``tp_group`` in forward.
+    """
+    log_q = _LogProbsAt.apply(logits, ids, tp_group, vocab_size)
+    is_given = log_probs > float("-inf")
+    p = log_probs.exp()
+    loss = (p * (log_probs.masked_fill(~is_given, 0) - log_q)).sum(-1)
+    if ids.shape[-1] < vocab_size:
+        rest_p = (1 - p.sum(-1)).clamp(min=0)
+        rest_q = (1 - (log_q.exp() * is_given).sum(-1)).clamp(min=_LEAST_REST)
+        loss = loss + torch.special.xlogy(rest_p, rest_p) - rest_p * rest_q.log()
+    return loss * is_given.any(-1)
+
+
+class _LogProbsAt(Function[Tensor]):
+    """Log-probabilities [..., k] of the tokens ``ids`` [..., k] from logits [..., p/tp].
+
+    Saves the logits in their own dtype and recomputes the softmax in backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context[int], logits: Tensor, ids: Tensor, group: ProcessGroup, vocab_size: int
+    ) -> Tensor:
+        columns = true_columns(logits.shape[-1], vocab_size, group)
+        x = at_least_float32(logits[..., :columns])
+        index = ids.long() - group.rank() * logits.shape[-1]
+        is_mine = (index >= 0) & (index < columns)
+        index = index.masked_fill(~is_mine, 0)
+        found = x.gather(-1, index) if columns else torch.zeros_like(index, dtype=x.dtype)
+        total = log_sum_exp(x, group)
+        ctx.save_for_backward(logits, total, index, is_mine)
+        ctx.values = columns
+        return _sum_over(group, found.masked_fill(~is_mine, 0)) - total.unsqueeze(-1)
+
+    @staticmethod
+    def backward(ctx: Context[int], grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, total, index, is_mine = ctx.saved_tensors
+        columns = ctx.values
+        share = (at_least_float32(logits[..., :columns]) - total.unsqueeze(-1)).exp_()
+        share *= -grad.sum(-1, keepdim=True)
+        if columns:
+            share.scatter_add_(-1, index, grad * is_mine)
+        gradient = torch.zeros_like(logits)
+        gradient[..., :columns] = share
+        return gradient, None, None, None
+
+
+def most_probable(
+    logits: Tensor, k: int, *, tp_group: ProcessGroup, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return ids and log-probabilities [..., k] of the most probable tokens of [..., p/tp].
+
+    They are in descending order, the same on all ranks.  No gradient.  Collective over
+    ``tp_group``: an all-reduce of the maximum, one of the sum, and all-gathers of k values each.
+    """
+    columns = true_columns(logits.shape[-1], vocab_size, tp_group)
+    x = at_least_float32(logits[..., :columns].detach())
+    values, ids = x.topk(min(k, columns))
+    ids = ids + tp_group.rank() * logits.shape[-1]
+    if tp_group.size() > 1:
+        missing = min(k, logits.shape[-1]) - values.shape[-1]  # ranks with padding have fewer
+        values = all_gather_last_dim(F.pad(values, (0, missing), value=float("-inf")), tp_group)
+        ids = all_gather_last_dim(F.pad(ids, (0, missing)), tp_group)
+        values, places = values.topk(k)
+        ids = ids.gather(-1, places)
+    return ids, values - log_sum_exp(x, tp_group).unsqueeze(-1)
 
 
 def log_sum_exp(logits: Tensor, group: ProcessGroup) -> Tensor:

@@ -17,6 +17,7 @@ from megatron.core.enums import ModelType
 from megatron.core.lazy import lazy_exports
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc
+from megatron.post_training import save_logits
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.user import require_callbacks
@@ -257,9 +258,12 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
     setup.build_model_chunks(run, model_provider)
     print_gradient_accumulation_fusion(run)
-    if not run.config.validation.skip_train:
+    is_saving = run.config.distillation.logits_save_dir is not None
+    if not (run.config.validation.skip_train or is_saving):
         setup.build_optimizer(run)
     load(run)
+    if is_saving:
+        save_logits.prepare(run)
     recount_train_iters(run)
     run.timers("model-and-optimizer-setup").stop()
     print_datetime("after model, optimizer, and learning rate scheduler are built")
@@ -285,6 +289,9 @@ def _add_callbacks(run: Runtime, callbacks: Sequence[Callback]) -> None:
 
 
 def _train_and_evaluate(run: Runtime) -> None:
+    if run.config.distillation.logits_save_dir is not None:
+        save_logits.save_logits(run)
+        return
     skip_train = run.config.validation.skip_train
     if skip_train:
         print_rank_0("skipping training (--skip-train is on) ...")

@@ -243,6 +243,15 @@ _OF_PRECISION = (
     needs_flag("first_last_layers_bf16", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
 )
 
+_OF_DISTILLATION = (
+    needs_flag(
+        "logits_save_dir",
+        "logits_save_top_k logits_save_top_p logits_save_top_p_min_k logits_save_dtype",
+    ),
+    needs_flag("logits_save_top_p", "logits_save_top_p_min_k"),
+    needs_flag("logits_load_dir", "logits_load_kd_loss_alpha logits_load_ignore_errors"),
+)
+
 _OF_LAYOUT = (
     needs(
         "--distributed-backend nccl",
@@ -409,6 +418,7 @@ NEEDS = (
     *OF_IMAGES,
     *_OF_EXPERTS,
     *_OF_PRECISION,
+    *_OF_DISTILLATION,
     *_OF_LAYOUT,
     *_OF_MEMORY_AND_SPEED,
     *_OF_FILES_AND_REPORTS,

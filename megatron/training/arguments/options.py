@@ -54,6 +54,7 @@ GROUPS = (
     "adapters",
     "distillation",
     "rl",
+    "Logits Distillation",
     "device and checks",
     "extensions",
 )

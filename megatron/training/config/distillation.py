@@ -1,4 +1,4 @@
-"""Flags for knowledge distillation: an online teacher, and a store of its log-probabilities."""
+"""Flags for knowledge distillation: a teacher beside the model, or a store of its predictions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _kd = partial(option, group="distillation")
+_logits = partial(option, group="Logits Distillation")
+_NO_THREADS = "samples of a store are read by the --num-workers of the data loader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,51 @@ class DistillationConfig:
         refused_values={"zarr": flag_messages.ZARR},
     )
 
+    logits_save_dir: str | None = _logits(
+        None,
+        "Folder for a store of the model's most probable tokens: the run only makes forward passes "
+        "over its training samples and writes them there.",
+    )
+    logits_save_top_k: int | None = _logits(
+        None, "Tokens to save for each position; all if not given.", at_least=1
+    )
+    logits_save_top_p: float | None = _logits(
+        None, "Save only as many of these as have this probability together.", at_most=1
+    )
+    logits_save_top_p_min_k: int = _logits(
+        1, "Tokens to save for each position at least, under --logits-save-top-p.", at_least=1
+    )
+    logits_save_dtype: str = _logits(
+        "fp16", "Format of the log-probabilities.", choices=("fp16", "bf16", "fp32")
+    )
+    logits_load_dir: str | None = _logits(
+        None, "Folder of --logits-save-dir whose predictions the model is trained towards."
+    )
+    logits_load_kd_loss_alpha: float = _logits(
+        1.0,
+        "Weight of the distance to the store in the loss; the language-modelling loss has the "
+        "rest.",
+        at_most=1,
+    )
+    logits_load_ignore_errors: bool = _logits(
+        False, "Train without a distillation loss on samples that the store does not have."
+    )
+    logits_load_decode_threads: int = _logits(
+        4, "Threads that decode a store.", ignored=_NO_THREADS
+    )
+    logits_load_prefetch_factor: int = _logits(
+        3, "Micro-batches that are read ahead from a store.", ignored=_NO_THREADS
+    )
+    logits_load_msc_prefetch_depth: int = _logits(
+        2, "Files of a store that are fetched ahead from object storage.", ignored=_NO_THREADS
+    )
+
     @property
-    def is_on(self) -> bool:
-        """Whether the loss of the run compares the model with a teacher."""
-        return self.export_kd_teacher_load is not None
+    def method(self) -> str | None:
+        """How the loss of the run is changed: a key of `registry.METHODS`, or None."""
+        given = {
+            "teacher": self.export_kd_teacher_load,
+            "store": self.logits_load_dir,
+            "save": self.logits_save_dir,
+        }
+        return next((name for name, value in given.items() if value is not None), None)

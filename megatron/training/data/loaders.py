@@ -10,6 +10,7 @@ import itertools
 import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +79,12 @@ def build_data(run: Runtime, provider: Provider) -> None:
     for name, size in zip(("train:     ", "validation:", "test:      "), sizes, strict=True):
         print_rank_0(f"    {name} {size}")
     train, valid, test = _provided(run, provider, sizes)
+    wrap = implementation_of(run.config).wrap_dataset
+    if wrap is not None:
+        train = _map_sets(partial(wrap, run.config, is_training=True), train)
+        valid, test = (
+            _map_sets(partial(wrap, run.config, is_training=False), s) for s in (valid, test)
+        )
     if run.config.data.dataloader_type == "external":
         _take_external(run, train, valid, test)
         return
@@ -92,6 +99,13 @@ def build_data(run: Runtime, provider: Provider) -> None:
     run.valid_loaders = [make_loader(run, s, 0, whole=whole) for s in found] or [None] * num_valid
     run.test_loader = make_loader(run, test, 0)
     run.has_test_set = bool(num_test)
+
+
+def _map_sets(function: Callable[[Any], Any], sets: Any) -> Any:
+    """Return ``function`` of a data set, or of each of several; None stays None."""
+    if isinstance(sets, list | tuple):
+        return [_map_sets(function, each) for each in sets]
+    return None if sets is None else function(sets)
 
 
 def _provided(run: Runtime, provider: Provider, sizes: Sequence[int | None]) -> Any:

@@ -92,7 +92,8 @@ class ModelImplementation:
     them itself.  ``loss(config, groups, batch, output)`` returns the loss of a micro-batch from
     what its last stage returns: the sum, what it is divided by, and what is logged.  None: the
     entry script's loss.  ``load_frozen(run)`` loads weights that are not trained and that no
-    checkpoint of the run contains.
+    checkpoint of the run contains.  ``wrap_dataset(config, dataset, is_training=...)`` returns a
+    data set whose samples have more tensors.
     """
 
     build: Callable[..., nn.Module]
@@ -103,6 +104,7 @@ class ModelImplementation:
     splits_sequences: bool = False
     loss: Loss | None = None
     load_frozen: Callable[[Any], None] | None = None
+    wrap_dataset: Callable[..., Any] | None = None
 
 
 def _no_problems(_run: RunConfig) -> Iterable[str]:

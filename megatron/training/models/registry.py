@@ -13,7 +13,13 @@ from megatron.training.config.language_model import MODEL_KINDS, LanguageModelCo
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import ModelImplementation, ModelKind
 
-_DISTILLED = "megatron.post_training.distillation:distilled"  # imported if a run needs it
+# Method of distillation -> function that changes the implementation of an objective; imported if a
+# run needs it.
+METHODS = {
+    "teacher": "megatron.post_training.distillation:distilled",
+    "store": "megatron.post_training.stored_distillation:taught",
+    "save": "megatron.post_training.stored_distillation:saving",
+}
 
 
 def register_model_kind(name: str, kind: ModelKind) -> None:
@@ -44,12 +50,11 @@ def implementation_of(config: RunConfig) -> ModelImplementation:
     Distillation changes that of any objective.
     """
     found = model_kind_of(config).load(config.objective)
-    if not config.distillation.is_on:
+    if (method := config.distillation.method) is None:
         return found
-    distilled: Callable[[ModelImplementation], ModelImplementation] = pkgutil.resolve_name(
-        _DISTILLED
-    )
-    return distilled(found)
+    change: Callable[[ModelImplementation], ModelImplementation]
+    change = pkgutil.resolve_name(METHODS[method])
+    return change(found)
 
 
 def build_model_stage(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.pipeline_parallel.plan import Placement
 from megatron.core.pipeline_parallel.schedules import plan_of
 from megatron.core.pipeline_parallel.simulate import Durations, Simulated, simulate
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.distillation import DistillationConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
 from megatron.training.estimates.model_layers import layers_of, layers_of_stages
@@ -82,6 +83,9 @@ def plan_run(
     known; settings that depend on it are resolved with it.  ``progress`` receives a line before
     each stage that is traced.
     """
+    if config.distillation.logits_save_dir is not None:
+        # That run makes forward passes alone: plan the training of its model, which needs more.
+        config = replace(config, distillation=DistillationConfig())
     vocabulary = known_padded_vocab_size(config)
     tp = config.model.tensor_model_parallel_size
     rows = vocabulary or config.language_model.make_vocab_size_divisible_by * tp

@@ -11,7 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.post_training.losses import balanced, cosine_loss, kl_divergence, mse_loss
+from megatron.post_training.losses import (
+    balanced,
+    cosine_loss,
+    divergence_from_stored,
+    kl_divergence,
+    most_probable,
+    mse_loss,
+)
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_rank
@@ -104,3 +111,76 @@ def test_the_balance_has_no_gradient() -> None:
     balanced(sums, skip_lm_loss=False, kd_loss_scale=1.0, cp_group=one_rank()).backward()
     assert sums.grad is not None
     torch.testing.assert_close(sums.grad, torch.tensor([1.0, 2.0, 12.0]))
+
+
+def from_store(student: Tensor, teacher: Tensor, k: int) -> Tensor:
+    ids, log_probs = most_probable(teacher, k, tp_group=one_rank(), vocab_size=SIZE)
+    return divergence_from_stored(student, ids, log_probs, tp_group=one_rank(), vocab_size=SIZE)
+
+
+def test_a_store_of_all_tokens_gives_the_complete_divergence() -> None:
+    student, teacher = draw(4, 3, SIZE, seed=0).requires_grad_(), draw(4, 3, SIZE, seed=1)
+    scale = draw(4, 3, seed=2)
+    found, wanted = from_store(student, teacher, SIZE), expected(student, teacher, 1.0)
+    torch.testing.assert_close(found, wanted, **EXACT)
+    gradients = [torch.autograd.grad((x * scale).sum(), student)[0] for x in (found, wanted)]
+    torch.testing.assert_close(*gradients, **EXACT)
+
+
+def test_tokens_that_are_not_stored_count_as_one() -> None:
+    student, teacher = draw(6, SIZE, seed=0).double(), draw(6, SIZE, seed=1).double()
+    student.requires_grad_()
+    ids = teacher.topk(4).indices
+
+    def merged(logits: Tensor) -> Tensor:
+        p = logits.softmax(-1)
+        top = p.gather(-1, ids)
+        return torch.cat([top, 1 - top.sum(-1, keepdim=True)], -1).log()
+
+    wanted = F.kl_div(merged(student), merged(teacher), reduction="none", log_target=True).sum(-1)
+    found = from_store(student, teacher, 4)
+    torch.testing.assert_close(found, wanted)
+    gradients = [torch.autograd.grad(x.sum(), student)[0] for x in (found, wanted)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_token_without_entries_has_no_loss() -> None:
+    student = draw(2, SIZE, seed=0).requires_grad_()
+    ids, log_probs = torch.zeros(2, 3, dtype=torch.int32), torch.full((2, 3), float("-inf"))
+    log_probs[1, 0] = -0.1
+    group: Any = {"tp_group": one_rank(), "vocab_size": SIZE}
+    loss = divergence_from_stored(student, ids, log_probs, **group)
+    loss.sum().backward()
+    assert student.grad is not None
+    assert loss[0] == 0
+    assert loss[1] > 0
+    assert not student.grad[0].any()
+    assert student.grad.isfinite().all()
+
+
+def top_sharded(rank: int, world_size: int, k: int) -> tuple[Tensor, ...]:
+    group = dist.group.WORLD
+    assert group is not None
+    both = [F.pad(draw(4, SIZE, seed=seed), (0, PADDED - SIZE), value=5.0) for seed in (0, 1)]
+    student, teacher = (x.chunk(world_size, -1)[rank].contiguous() for x in both)
+    student.requires_grad_()
+    shared: Any = {"tp_group": group, "vocab_size": SIZE}
+    ids, log_probs = most_probable(teacher, k, **shared)
+    loss = divergence_from_stored(student, ids, log_probs, **shared)
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    return ids, log_probs, loss.detach(), gradient
+
+
+@pytest.mark.parametrize("k", [3, 12, SIZE])
+def test_the_most_probable_tokens_of_a_sharded_vocabulary_are_the_same(k: int) -> None:
+    student, teacher = draw(4, SIZE, seed=0).requires_grad_(), draw(4, SIZE, seed=1)
+    ids, log_probs = most_probable(teacher, k, tp_group=one_rank(), vocab_size=SIZE)
+    loss = from_store(student, teacher, k)
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    parts = run_ranks(top_sharded, 4, k)  # the last rank has columns of padding
+    for its_ids, its_log_probs, its_loss, _ in parts:
+        assert its_ids.equal(ids)
+        torch.testing.assert_close(its_log_probs, log_probs, **EXACT)
+        torch.testing.assert_close(its_loss, loss.detach(), **EXACT)
+    found = torch.cat([part for *_, part in parts], -1)[..., :SIZE]
+    torch.testing.assert_close(found, gradient, **EXACT)

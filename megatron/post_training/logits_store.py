@@ -1,0 +1,239 @@
+"""A folder with the most probable tokens of a teacher for each training sample.
+
+Files::
+
+    store.json                                 `StoreSettings`; written first
+    steps_00000001-00000004_00000.safetensors  samples of steps 1 to 4 of data-parallel rank 0
+
+A file has ``n`` samples of ``s`` tokens, and ``e`` entries in all::
+
+    index      [n] int64     index of the sample in the training set
+    checksum   [n] int64     crc32 of its tokens and labels, so that other data is refused
+    damage     [n] int64     crc32 of its ids and log_probs
+    counts     [n, s] int32  entries of each token
+    ids        [e] int32     tokens in descending order of probability, sample by sample
+    log_probs  [e]           their log-probabilities, in --logits-save-dtype
+
+A file is written under another name, synchronised with the disk and renamed: a killed run leaves
+complete files only, and the next one continues after them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError, DataError
+from megatron.core.dist_checkpointing.safetensors_file import (
+    LazyTensor,
+    TensorEntry,
+    bytes_of,
+    read_header,
+    write_file,
+)
+from megatron.core.text_files import read_text
+
+SETTINGS = "store.json"
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_TENSORS = {"index", "checksum", "damage", "counts", "ids", "log_probs"}
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """What all files of a store have in common."""
+
+    vocab_size: int
+    seq_length: int
+    top_k: int  # entries of a token, at most
+    dtype: str
+
+
+class StoredRows(NamedTuple):
+    """Entries of samples: sample keys [n], ids and log-probabilities [n, s, k], -inf for none."""
+
+    index: Tensor
+    checksum: Tensor
+    ids: Tensor
+    log_probs: Tensor
+
+
+def checksum_of(sample: Mapping[str, Any]) -> int:
+    """Return the crc32 of the tokens and labels of a sample."""
+    rows = [np.asarray(sample[name], dtype=np.int64).tobytes() for name in ("tokens", "labels")]
+    return zlib.crc32(b"".join(rows))
+
+
+def prepare_store(folder: Path, settings: StoreSettings) -> None:
+    """Create the store, or raise DataError if ``folder`` has one with other settings."""
+    path = folder / SETTINGS
+    folder.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        found = read_settings(folder, "--logits-save-dir")
+        if found != settings:
+            raise DataError(
+                f"--logits-save-dir {folder} has {asdict(found)}, this run would save "
+                f"{asdict(settings)}: choose another folder"
+            )
+        return
+    temporary = folder / f"{SETTINGS}.tmp"
+    temporary.write_text(json.dumps(asdict(settings)), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_settings(folder: str | os.PathLike[str], flag: str) -> StoreSettings:
+    """Return the settings of the store in ``folder``.  Raises DataError if it has none."""
+    path = Path(folder) / SETTINGS
+    what = f"{flag} {folder}: {SETTINGS}"
+    try:
+        values = json.loads(read_text(path, what, DataError, "a folder of --logits-save-dir"))
+        sizes = [int(values[name]) for name in ("vocab_size", "seq_length", "top_k")]
+        is_valid = values["dtype"] in _DTYPES and min(sizes) > 0
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{what} is damaged: {error!r}; save the store again") from None
+    if not is_valid:
+        raise DataError(f"{what} is damaged: {values}; save the store again")
+    return StoreSettings(*sizes, values["dtype"])
+
+
+def write_rows(
+    folder: Path, rows: list[StoredRows], dtype: str, steps: tuple[int, int], rank: int
+) -> None:
+    """Write one file with ``rows``, those of the steps ``steps`` (first, last) of ``rank``."""
+    given = [x.log_probs > float("-inf") for x in rows]
+    counts = torch.cat([x.sum(-1) for x in given]).int()
+    ids = torch.cat([x.ids[mask] for x, mask in zip(rows, given, strict=True)]).int()
+    log_probs = torch.cat([x.log_probs[mask] for x, mask in zip(rows, given, strict=True)])
+    log_probs = log_probs.to(_DTYPES[dtype])
+    sizes = counts.sum(1).tolist()
+    damage = [
+        zlib.crc32(bytes_of(b), zlib.crc32(bytes_of(a)))
+        for a, b in zip(ids.split(sizes), log_probs.split(sizes), strict=True)
+    ]
+    tensors = {
+        "index": torch.cat([x.index for x in rows]),
+        "checksum": torch.cat([x.checksum for x in rows]),
+        "damage": torch.tensor(damage, dtype=torch.int64),
+        "counts": counts,
+        "ids": ids,
+        "log_probs": log_probs,
+    }
+    path = folder / f"steps_{steps[0]:08d}-{steps[1]:08d}_{rank:05d}.safetensors"
+    temporary = path.with_suffix(".tmp")
+    lazy = [
+        LazyTensor(name, x.dtype, tuple(x.shape), partial(_same, x)) for name, x in tensors.items()
+    ]
+    write_file(temporary, lazy, {}, steps[1])
+    temporary.replace(path)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class LogitsStore:
+    """Reader of a store: the entries of any sample."""
+
+    def __init__(self, folder: str, flag: str = "--logits-load-dir") -> None:
+        """Read the sample keys of all files.  Raises DataError for a file that is damaged."""
+        self.flag = flag
+        self.settings = read_settings(folder, flag)
+        self.paths = sorted(Path(folder).glob("steps_*.safetensors"))
+        self._files = [_StoreFile(path, self.settings) for path in self.paths]
+        # Index of a sample -> its file and row; of two files with one sample, the later.
+        self._places: dict[int, tuple[int, int]] = {}
+        for number, file in enumerate(self._files):
+            for row, index in enumerate(file.read("index").tolist()):
+                self._places[index] = number, row
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def entries(self, index: int, checksum: int) -> tuple[Tensor, Tensor]:
+        """Return ids [s, k] and log-probabilities [s, k] of the sample ``index``.
+
+        Raises DataError if the store lacks the sample, has it with other tokens, or is damaged.
+        """
+        if index not in self._places:
+            raise DataError(
+                f"{self.flag}: the store has {len(self)} samples and not sample {index}: save the "
+                "store with the data, the seed and the number of samples of this run"
+            )
+        number, row = self._places[index]
+        return self._files[number].entries(row, checksum, f"sample {index}")
+
+
+def no_entries(settings: StoreSettings) -> tuple[Tensor, Tensor]:
+    """Return ids [s, k] and log-probabilities [s, k] of a sample without entries."""
+    shape = settings.seq_length, settings.top_k
+    return torch.zeros(shape, dtype=torch.int32), torch.full(shape, float("-inf"))
+
+
+class _StoreFile:
+    """One file of a store, mapped into memory."""
+
+    def __init__(self, path: Path, settings: StoreSettings) -> None:
+        self.path, self.settings = path, settings
+        try:
+            self._entries: dict[str, TensorEntry] = read_header(path)
+        except CheckpointError as error:
+            raise DataError(str(error)) from None
+        if self._entries.keys() != _TENSORS:
+            raise DataError(f"{path} is damaged: it has the tensors {sorted(self._entries)}")
+        self._keys: tuple[Tensor, Tensor] | None = None
+        self._begins: Tensor | None = None
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
+        """Return the elements ``begin`` to ``end`` of the flattened tensor ``name``."""
+        entry = self._entries[name]
+        size = entry.dtype.itemsize
+        number = entry.num_bytes // size if end is None else end
+        if number == begin:
+            return torch.empty(0, dtype=entry.dtype)
+        try:
+            data = np.fromfile(
+                self.path, np.uint8, (number - begin) * size, offset=entry.start + begin * size
+            )
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror}") from None
+        return torch.from_numpy(data).view(entry.dtype)
+
+    def entries(self, row: int, checksum: int, name: str) -> tuple[Tensor, Tensor]:
+        """Return `LogitsStore.entries` of row ``row``, which is called ``name`` in messages."""
+        length, top_k = self.settings.seq_length, self.settings.top_k
+        if self._keys is None or self._begins is None:
+            self._keys = self.read("checksum"), self.read("damage")
+            counts = self.read("counts").view(-1, length).sum(1)
+            self._begins = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        expected, damage = (int(keys[row]) for keys in self._keys)
+        if expected != checksum:
+            raise DataError(
+                f"{self.path}: {name} has other tokens here: save the store with the data, the "
+                "seed and the number of samples of this run"
+            )
+        begin, end = (int(x) for x in self._begins[row : row + 2])
+        ids, log_probs = self.read("ids", begin, end), self.read("log_probs", begin, end)
+        if zlib.crc32(bytes_of(log_probs), zlib.crc32(bytes_of(ids))) != damage:
+            raise DataError(f"{self.path} is damaged at {name}: save the store again")
+        counts = self.read("counts", row * length, (row + 1) * length)
+        is_given = torch.arange(top_k) < counts.unsqueeze(1)
+        found_ids, found = no_entries(self.settings)
+        found_ids[is_given], found[is_given] = ids, log_probs.float()
+        return found_ids, found
