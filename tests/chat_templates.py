@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.tokenizer_files import write_bpe
+import numpy as np
+
+from tests.tokenizer_files import corpus_texts, write_bpe
 
 CHATML = (
     "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nBe helpful.<|im_end|>\\n' }}"
@@ -146,3 +148,21 @@ def write_chat_tokenizer(
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_conversations(path: Path, count: int, seed: int = 0, longest: int = 3) -> Path:
+    """Write ``count`` conversations of texts of the golden corpus, of one to ``longest`` turns."""
+    random = np.random.default_rng(seed)
+    words = " ".join(corpus_texts()[:20]).split()
+    lines = []
+    for _ in range(count):
+        messages = []
+        for _ in range(int(random.integers(1, longest + 1))):
+            for role in ("user", "assistant"):
+                at = int(random.integers(len(words) - 40))
+                size = min(40, 1 + int(random.lognormal(0.8, 0.8)))
+                content = " ".join(words[at : at + size])
+                messages.append({"role": role, "content": content})
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines) + "\n")
+    return path

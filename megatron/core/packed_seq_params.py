@@ -67,6 +67,23 @@ class PackedSeqParams:
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
 
+    @classmethod
+    def of_bounds(cls, bounds: PackedBounds, lengths: Sequence[int] = ()) -> PackedSeqParams:
+        """Return the sequences that ``bounds`` describe, as those of one row.
+
+        ``lengths``: their lengths, where the host knows them and the device has no values.
+        """
+        found = cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds.cumulative,
+            cu_seqlens_kv=bounds.cumulative,
+            max_seqlen_q=bounds.longest,
+            max_seqlen_kv=bounds.longest,
+        )
+        if lengths:
+            found.lengths = tuple(lengths)
+        return found
+
     @property
     def ends(self) -> Tensor:
         """Boundaries of the sequences of the row, including padding: [n + 1]."""

@@ -23,10 +23,6 @@ MULTIMODAL = (
     "models of images and text are not available in this program; use a text tokenizer and rope "
     "positions, or Megatron-LM for multimodal models"
 )
-SFT = (
-    "fine-tuning on conversations is not available in this program; use tools/preprocess_data.py "
-    "to write the conversations as plain text, whose every token is then in the loss"
-)
 
 # ---- refused: not part of this project -----------------------------------------------------
 LEGACY_MODELS = (

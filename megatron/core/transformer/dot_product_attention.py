@@ -203,6 +203,8 @@ class DotProductAttention(MegatronModule):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
     ) -> Tensor:
+        if _is_packed_on_cpu(query, key, context):
+            return self._attend_one_by_one(query, key, value, context)
         if context.sink is not None and _is_one_row(query, key, context):
             return attend_alone(self, query, key, value, context)
         num_queries, num_keys = len(query), len(key)
@@ -253,6 +255,21 @@ class DotProductAttention(MegatronModule):
                     mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
                 out = self._kernel(names, (q_bnsd, k_bnsd, v_bnsd), mask, is_causal, dropout)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_one_by_one(
+        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """Attend to each packed sequence alone: a CPU's kernels compute all scores of a mask.
+
+        split() and cat() copy once in backward; slices would add a complete gradient each.
+        """
+        assert context.packed is not None, "called for packed sequences"
+        lengths = context.packed.lengths
+        rest = len(query) - sum(lengths)  # tokens after the last sequence
+        sizes = (*lengths, rest) if rest else lengths
+        parts = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
+        alone = context._replace(packed=None)
+        return torch.cat([self._attend(q, k, v, alone) for q, k, v in parts])
 
     def attend_in_ring(
         self,
@@ -374,6 +391,14 @@ class DotProductAttention(MegatronModule):
         if self._dropout() > 0:
             probs = F.dropout(probs, self._dropout())
         return torch.matmul(probs, value)
+
+
+def _is_packed_on_cpu(query: Tensor, key: Tensor, context: AttentionContext) -> bool:
+    """Return whether packed sequences are self-attention that no mask and bias describes."""
+    others = (context.hidden, context.documents, context.bias, context.sink, context.first_query)
+    if context.packed is None or device.is_cuda(query.device):
+        return False
+    return len(query) == len(key) and all(x is None for x in others)
 
 
 def _is_one_row(query: Tensor, key: Tensor, context: AttentionContext) -> bool:

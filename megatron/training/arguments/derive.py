@@ -371,6 +371,19 @@ def batch_sizes(ns: Namespace) -> None:
         ns.global_batch_size = ns.micro_batch_size * replicas
 
 
+def fine_tuning(ns: Namespace) -> None:
+    """Set the normalisation of the loss and the alignment of packed conversations under --sft.
+
+    Means of micro-batches would depend on which conversations share a row.  Context parallelism
+    splits each conversation into twice as many parts as it has ranks.
+    """
+    if not ns.sft:
+        return
+    ns.calculate_per_token_loss = True
+    if ns.sft_alignment is None:
+        ns.sft_alignment = sequence_divisor(cp=ns.context_parallel_size)
+
+
 def data_sources(ns: Namespace) -> Iterator[str]:
     """Set --split to 969, 30, 1 for --data-path and --data-args-path, if it is not given."""
     flag = "--data-path" if ns.data_path is not None else "--data-args-path"
@@ -419,6 +432,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     experts,
     batch_sizes,
     data_sources,
+    fine_tuning,
     weight_decay,
     cuda_graph_capture,
 )

@@ -21,6 +21,7 @@ _FILES = (
     "vocab_file",
     "merge_file",
     "tokenizer_model",
+    "chat_template",
     "data_args_path",
     "per_split_data_args_path",
 )
@@ -56,6 +57,12 @@ def missing_files(args: Namespace) -> list[str]:
                 is_there = Path(prefix).is_dir()
                 missing += (
                     [] if is_there else [f"{_flag(name)} {prefix}: no folder on this machine"]
+                )
+                continue
+            if getattr(args, "sft", False):
+                is_there = Path(prefix).exists()
+                missing += (
+                    [] if is_there else [f"{_flag(name)} {prefix}: no such file or folder here"]
                 )
                 continue
             if kind.reads_images:

@@ -25,6 +25,7 @@ from megatron.training.arguments.checks import (
     distillation,
     encoder_decoder,
     experts,
+    fine_tuning,
     logging,
     mamba,
     model,
@@ -81,6 +82,7 @@ CHECKS: tuple[Check, ...] = tuple(
         resilience,
         adapters,
         rl,
+        fine_tuning,
     )
     for name, check in vars(subject).items()
     if isfunction(check) and check.__module__ == subject.__name__ and not name.startswith("_")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.registry import Registry
 
@@ -120,4 +119,20 @@ class DataConfig:
         flag="--disable-msc",
         ignored="only names that begin with msc:// are treated as such, by an extra package",
     )
-    sft: bool = _sft(False, "Train on conversations.", refused=flag_messages.SFT)
+    sft: bool = _sft(
+        False,
+        "Train on conversations (jsonl, parquet, folders of datasets): loss on the assistant's "
+        "turns, as mean over all their tokens in the global batch.",
+    )
+    sft_packing: bool = _sft(True, "Put one conversation into each row instead of packing several.")
+    sft_long_conversations: str = _sft(
+        "truncate",
+        "What happens to a conversation longer than --seq-length: it is cut, or left out.",
+        choices=("truncate", "drop"),
+    )
+    sft_alignment: int | None = _sft(
+        None,
+        "Pad each packed conversation to a multiple of this number of tokens; twice the "
+        "context-parallel size if not given, 1 without context parallelism.",
+        at_least=1,
+    )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.diagnostics.straggler import StragglerDetector
-from megatron.core.packed_seq_params import PackedBounds
+from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.rank_local import each_rank_owns
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training.models.kind import BatchTable, DocumentSpec, TensorSpec
@@ -43,7 +43,10 @@ def next_batch(
         kind = implementation_of(run.config)
         table = kind.batch(run.config, stage, run.placement.num_stages)
         batch = load_batch(data_iterator, table, run.groups.tp)
-        if not kind.splits_sequences:
+        if kind.joins_rows:
+            is_planned = _is_planned(run.groups.tp)
+            batch = _as_one_row(batch, table, run.groups.cp, is_planned=is_planned)
+        elif not kind.splits_sequences:
             batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
     run.timers("batch-generator").stop()
     return batch
@@ -79,6 +82,24 @@ def load_batch(
         if isinstance(value, PackedBounds):
             batch[name] = PackedBounds(tensor, value.longest)
     return batch
+
+
+def _as_one_row(
+    batch: dict[str, Any], table: BatchTable, cp_group: dist.ProcessGroup, *, is_planned: bool
+) -> dict[str, Any]:
+    """Return this rank's part of a micro-batch whose rows follow each other in one row.
+
+    Tensors [b, s] become [1, b s / cp]; context parallelism splits each packed sample.
+    """
+    spec = table["packed_seq_params"]
+    assert isinstance(spec, DocumentSpec), "every stage reads the bounds of samples"
+    bounds = batch.pop("packed_seq_params")
+    lengths = (spec.num_tokens,) * spec.num_rows if is_planned else ()
+    packed = PackedSeqParams.of_bounds(bounds, lengths)
+    rows = {name: None if x is None else x.view(1, -1) for name, x in batch.items()}
+    if cp_group.size() > 1:
+        rows = get_batch_on_this_cp_rank(rows, cp_group, lengths=packed.lengths)
+    return {**rows, "packed_seq_params": packed}
 
 
 def _described_by_first(

@@ -55,6 +55,9 @@ class Rows(Protocol):
     def where(self, i: int) -> str:
         """Return file and line of a row, for error messages."""
 
+    def versions(self) -> list[tuple[str, int, int]]:
+        """Return path, size and time of change in ns of each file."""
+
 
 def open_rows(path: str) -> Rows:
     """Return the rows of a jsonl or parquet file, or of a folder with such or Arrow files.
@@ -189,6 +192,11 @@ def check_turns(messages: Sequence[Message]) -> None:
         raise DataError(f"the last message is of the {before}; an assistant's answer must follow")
 
 
+def _version(path: str) -> tuple[str, int, int]:
+    status = os.stat(path)
+    return path, status.st_size, status.st_mtime_ns
+
+
 def _open_file(path: str) -> Rows:
     if not os.path.isfile(path):
         raise DataError(f"{path} does not exist; give a jsonl or parquet file, or a folder of them")
@@ -242,6 +250,10 @@ class _JsonLines:
         """Return file and line."""
         return f"{self._path}, line {self._lines[1][i] + 1}"
 
+    def versions(self) -> list[tuple[str, int, int]]:
+        """Return path, size and time of change."""
+        return [_version(self._path)]
+
 
 class _Table:
     """Rows of a parquet or Arrow file, whose columns stay in the memory map if they can."""
@@ -271,6 +283,10 @@ class _Table:
         """Return file and row."""
         return f"{self._path}, row {i + 1}"
 
+    def versions(self) -> list[tuple[str, int, int]]:
+        """Return path, size and time of change."""
+        return [_version(self._path)]
+
 
 class _JoinedRows:
     """Rows of several files, in order."""
@@ -290,6 +306,10 @@ class _JoinedRows:
         """Return file and line."""
         part, at = self._place(i)
         return part.where(at)
+
+    def versions(self) -> list[tuple[str, int, int]]:
+        """Return path, size and time of change of each file."""
+        return [version for part in self._parts for version in part.versions()]
 
     def _place(self, i: int) -> tuple[Rows, int]:
         part = bisect.bisect_right(self._ends, i)

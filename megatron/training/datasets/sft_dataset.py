@@ -1,27 +1,350 @@
-"""SFTDataset (--sft): importable, but refused on use."""
+"""Training samples of conversations: a row holds one, or as many as fit (--sft).
+
+A conversation of n tokens takes n - 1 positions of a row: its tokens but the last are inputs, its
+tokens but the first are labels.  Samples of a row do not attend to each other, and each starts at
+position 0.  Tokens and masks of all conversations are encoded once, into the index cache.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import hashlib
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
-from megatron.core.config import flag_messages
-from megatron.core.config.errors import ConfigError
-from megatron.core.datasets.megatron_dataset import MegatronDataset
+import numpy as np
+import torch
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.index_cache import cached_arrays
+from megatron.core.datasets.megatron_dataset import MegatronDataset, Sample, description_hash
+from megatron.core.datasets.utils import Split
+from megatron.core.packed_seq_params import PackedBounds
+from megatron.training.datasets.conversation import (
+    encode_conversation,
+    open_rows,
+    read_conversation,
+)
+from megatron.training.datasets.packing import PackedEpochs
+from megatron.training.tokenizer.chat import ChatTemplate, EncodedChat
+from megatron.training.tokenizer.fingerprint import Fingerprint
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 10  # rows that an error message lists
+_ARRAYS = ("tokens", "is_trained", "ends")
+
+
+@dataclass(kw_only=True)
+class SFTDatasetConfig(GPTDatasetConfig):
+    """Settings of `SFTDataset`.
+
+    ``chat``: None for data without messages.  ``alignment``: each packed sample is padded to a
+    multiple of it.  ``truncates``: a conversation that is too long is cut, otherwise left out.
+    """
+
+    chat: ChatTemplate | None = None
+    packs: bool = True
+    alignment: int = 1
+    truncates: bool = True
+
+    @property
+    def chat_hash(self) -> str:
+        """Digest of the chat template."""
+        source = "" if self.chat is None else self.chat.source
+        return hashlib.sha256(source.encode()).hexdigest()
+
+
+class EncodedRows(NamedTuple):
+    """Tokens of all conversations of a file, concatenated.
+
+    tokens int32 [t], is_trained bool [t], and where each conversation ends, int64 [rows].
+    """
+
+    tokens: np.ndarray
+    is_trained: np.ndarray
+    ends: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each conversation."""
+        return np.diff(self.ends, prepend=0)
+
+    def __getitem__(self, i: Any) -> Any:
+        start = int(self.ends[i - 1]) if i else 0
+        stop = int(self.ends[i])
+        return EncodedChat(self.tokens[start:stop], self.is_trained[start:stop])
+
+
+class SFTLowLevelDataset:
+    """Conversations of a jsonl or parquet file, or a folder: ``dataset[i]`` is a list of messages.
+
+    Raises DataError for a missing file and a wrong row.
+    """
+
+    def __init__(self, dataset_path: str) -> None:
+        self.dataset_path = dataset_path
+        self.rows = open_rows(dataset_path)
+        self._encoded: tuple[str, EncodedRows] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, idx: int) -> list[Any]:
+        return list(read_conversation(self.rows, idx).messages)
+
+    def encoded(self, config: SFTDatasetConfig) -> EncodedRows:
+        """Return the tokens of all conversations, from the index cache.  Not a collective.
+
+        Raises DataError that lists the rows which cannot be used.
+        """
+        identity = {
+            "class": "EncodedRows",
+            "dataset_path": self.dataset_path,
+            "tokenizer": Fingerprint.of(config.tokenizer).sha256,
+            "chat_template": config.chat_hash,
+        }
+        named = description_hash(json.dumps(identity, indent=4))
+        if self._encoded is None or self._encoded[0] != named:
+            folder = config.path_to_cache
+            if folder is None:
+                stem = os.path.splitext(self.dataset_path)[0]
+                folder = os.path.join(stem, "cache", "SFTDataset_indices")
+            description = json.dumps({**identity, "files": self.rows.versions()}, indent=4)
+
+            def fits(*arrays: np.ndarray, completely: bool) -> bool:
+                found = EncodedRows(*arrays)
+                return len(found.ends) == len(self) and found.tokens.shape == found.is_trained.shape
+
+            prefix = os.path.join(folder, f"{named}-SFTDataset")
+            arrays = cached_arrays(prefix, description, _ARRAYS, lambda: self._encode(config), fits)
+            self._encoded = named, EncodedRows(*arrays)
+        return self._encoded[1]
+
+    def _encode(self, config: SFTDatasetConfig) -> EncodedRows:
+        started_at_s = time.perf_counter()
+        found: list[EncodedChat] = []
+        problems: list[str] = []
+        for i in range(len(self)):
+            try:
+                found.append(self._encode_row(i, config))
+            except DataError as error:
+                problems.append(str(error))
+        if problems:
+            more = len(problems) - _SHOWN
+            lines = "\n".join(problems[:_SHOWN]) + (f"\nand {more} more" if more > 0 else "")
+            raise DataError(f"{len(problems)} of {len(self)} conversations are wrong:\n{lines}")
+        ends = np.cumsum([len(chat.tokens) for chat in found], dtype=np.int64)
+        encoded = EncodedRows(
+            np.concatenate([chat.tokens for chat in found] or [np.empty(0, np.int32)]),
+            np.concatenate([chat.is_trained for chat in found] or [np.empty(0, bool)]),
+            ends,
+        )
+        elapsed_s = time.perf_counter() - started_at_s
+        logger.info(
+            "encoded %d conversations of %s in %.1f s: %d tokens, of which %d are trained",
+            len(self),
+            self.dataset_path,
+            elapsed_s,
+            len(encoded.tokens),
+            int(encoded.is_trained.sum()),
+        )
+        return encoded
+
+    def _encode_row(self, i: int, config: SFTDatasetConfig) -> EncodedChat:
+        conversation = read_conversation(self.rows, i)
+        try:
+            if config.chat is None and not conversation.is_text:
+                raise DataError(
+                    "messages need a chat template; give --chat-template with a file of jinja "
+                    "text, or a tokenizer whose files have one"
+                )
+            encoded = encode_conversation(conversation, config.tokenizer, config.chat)
+            if not encoded.is_trained[1:].any():
+                raise DataError("no token of it is trained; an answer must have text")
+        except DataError as error:
+            raise DataError(f"{self.rows.where(i)}: {error}") from None
+        return encoded
 
 
 class SFTDataset(MegatronDataset):
-    """Placeholder for scripts that import the name; using it raises ConfigError."""
+    """Rows of conversations of one split, as dictionaries of tensors.
+
+    Keys: tokens, labels, position_ids i64 [s]; loss_mask f32 [s], 1 where the assistant writes the
+    label; is_padding bool [s]; packed_seq_params: the bounds of samples, padding being the last.
+    ``dataset[None]`` is a row without loss, which pads an incomplete batch.
+    """
+
+    config: SFTDatasetConfig
+    split_unit = "conversations"
+
+    def __init__(
+        self,
+        dataset: Any,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        if not isinstance(config, SFTDatasetConfig):
+            config = _as_sft_config(config)
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        self._encoded: EncodedRows = dataset.encoded(config)
+        tokenizer = config.tokenizer
+        self._pad = next(
+            (index for role in ("pad", "eod") if (index := tokenizer.id_of(role)) is not None), 0
+        )
+        lengths = self._sample_lengths()
+        self.rows = PackedEpochs(
+            lengths, config.sequence_length, self._seed_of_split(), packs=config.packs
+        )
+        if not self.rows.rows_per_epoch:
+            raise DataError(
+                f"{dataset_path}: all conversations of the {index_split.name} split are longer "
+                f"than --seq-length {config.sequence_length} and left out: raise it"
+            )
+        logger.info(
+            "%d conversations of %s are %d rows of %d tokens, %.1f %% full",
+            int(np.count_nonzero(lengths)),
+            dataset_path or "synthetic data",
+            self.rows.rows_per_epoch,
+            config.sequence_length,
+            100 * self.rows.fill,
+        )
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset: Any) -> NoReturn:
-        """Raise ConfigError: --sft is not supported."""
-        _refuse()
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        """Return the number of conversations."""
+        return len(low_level_dataset)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str | None, config: Any) -> NoReturn:
-        """Raise ConfigError: --sft is not supported."""
-        _refuse()
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> Any:
+        """Open the conversations at ``dataset_path``."""
+        if dataset_path is None:
+            raise ConfigError(
+                "no data is named: give --data-path (or data of each split), or --mock-data"
+            )
+        return SFTLowLevelDataset(dataset_path)
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        own = ["chat_hash", "packs", "alignment", "truncates"]
+        return [*MegatronDataset._key_config_attributes(), *own]
+
+    def __len__(self) -> int:
+        n = self.rows.rows_per_epoch
+        return n if self.num_samples is None else -(-self.num_samples // n) * n
+
+    def __getitem__(self, idx: int | None) -> Sample:
+        s = self.config.sequence_length
+        tokens = np.full(s, self._pad, np.int64)
+        labels = np.full(s, self._pad, np.int64)
+        loss_mask = np.zeros(s, np.float32)
+        positions = np.zeros(s, np.int64)
+        is_padding = np.ones(s, bool)
+        ends = [0]
+        for number in self.rows[0 if idx is None else int(idx)]:
+            chat = self._encoded[int(self.indices[number])]
+            n = min(len(chat.tokens) - 1, s)
+            start = ends[-1]
+            tokens[start : start + n] = chat.tokens[:n]
+            labels[start : start + n] = chat.tokens[1 : n + 1]
+            is_padding[start : start + n] = False
+            loss_mask[start : start + n] = chat.is_trained[1 : n + 1]
+            ends.append(start + self._aligned(n))
+            positions[start : ends[-1]] = np.arange(ends[-1] - start)
+        if ends[-1] < s:
+            positions[ends[-1] :] = np.arange(s - ends[-1])
+            ends.append(s)
+        if idx is None:
+            loss_mask[:] = 0.0
+        longest = int(np.diff(ends).max())
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.from_numpy(positions),
+            "is_padding": torch.from_numpy(is_padding),
+            "packed_seq_params": PackedBounds(torch.tensor(ends, dtype=torch.int32), longest),
+        }
+
+    def _seed_of_split(self) -> int:
+        return self.config.random_seed * len(Split) + self.index_split.value
+
+    def _aligned(self, n: Any) -> Any:
+        """Return ``n`` rounded up to the alignment."""
+        return -(-n // self.config.alignment) * self.config.alignment
+
+    def _sample_lengths(self) -> np.ndarray:
+        """Return the positions that each conversation of the split takes; 0: it is left out.
+
+        Logs how many conversations are cut or left out.
+        """
+        s = self.config.sequence_length
+        lengths = self._encoded.lengths[self.indices] - 1
+        long = np.flatnonzero(lengths > s)
+        if len(long):
+            kept = [self._has_loss_before(s, i) for i in long] if self.config.truncates else [False]
+            lengths[long] = np.where(kept, s, 0)
+            num_cut = sum(kept)
+            logger.warning(
+                "%s: %d of %d conversations are longer than --seq-length %d: %d are cut to it, %d "
+                "are left out (--sft-long-conversations)",
+                self.dataset_path,
+                len(long),
+                len(lengths),
+                s,
+                num_cut,
+                len(long) - num_cut,
+            )
+        return np.asarray(self._aligned(lengths))
+
+    def _has_loss_before(self, stop: int, number: int) -> bool:
+        """Return whether one of the first ``stop`` labels of a conversation is trained."""
+        return bool(self._encoded[int(self.indices[number])].is_trained[1 : stop + 1].any())
 
 
-def _refuse() -> NoReturn:
-    raise ConfigError(f"SFTDataset: {flag_messages.SFT}")
+class MockSFTDataset(SFTDataset):
+    """Synthetic conversations of log-normal lengths, the second half of each trained."""
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> Any:
+        """Return a source of conversations that needs no file."""
+        return _MockConversations()
+
+
+class _MockConversations:
+    """1,000 conversations of 120 tokens in the median, which depend on the vocabulary size only."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def encoded(self, config: SFTDatasetConfig) -> EncodedRows:
+        """Return the tokens of all conversations."""
+        random = np.random.Generator(np.random.Philox(key=len(self)))
+        lengths = random.lognormal(np.log(120), 0.8, len(self)).astype(np.int64) + 2
+        ends = np.cumsum(lengths)
+        starts = np.repeat(ends - lengths, lengths)
+        place = np.arange(ends[-1]) - starts
+        firsts = np.repeat(random.integers(config.tokenizer.vocab_size, size=len(self)), lengths)
+        tokens = ((firsts + place) % config.tokenizer.vocab_size).astype(np.int32)
+        return EncodedRows(tokens, place >= np.repeat(lengths // 2, lengths), ends)
+
+
+def _as_sft_config(config: GPTDatasetConfig) -> SFTDatasetConfig:
+    """Return the settings of a script written for Megatron-LM, which does not pack.
+
+    The tokenizer of such a script is an SFTTokenizer, which has the chat template.
+    """
+    given = {f.name: vars(config)[f.name] for f in fields(config) if f.init}
+    return SFTDatasetConfig(**given, chat=config.tokenizer.chat, packs=False)

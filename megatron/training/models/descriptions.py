@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.training.config.run import GRPO
+from megatron.training.config.run import GRPO, SFT
 from megatron.training.models.image_checks import image_classifier_problems, image_reader_problems
 from megatron.training.models.kind import ModelKind
 from megatron.training.models.layers import encoder_decoder_layers, hybrid_layers
@@ -11,7 +11,10 @@ GPT = ModelKind(
     title="GPT",
     entry_script="pretrain_gpt.py",
     implementation="megatron.training.models.gpt:GPT",
-    objectives={GRPO: "megatron.training.rl.objective:GRPO"},
+    objectives={
+        GRPO: "megatron.training.rl.objective:GRPO",
+        SFT: "megatron.training.datasets.sft:GPT_SFT",
+    },
     supports_compile=True,
 )
 BERT = ModelKind(

@@ -93,7 +93,9 @@ class ModelImplementation:
     what its last stage returns: the sum, what it is divided by, and what is logged.  None: the
     entry script's loss.  ``load_frozen(run)`` loads weights that are not trained and that no
     checkpoint of the run contains.  ``wrap_dataset(config, dataset, is_training=...)`` returns a
-    data set whose samples have more tensors.
+    data set whose samples have more tensors.  ``joins_rows``: the batch table has
+    ``packed_seq_params``, the bounds of samples; the model gets all rows of a micro-batch as one
+    row [1, b s] with them.
     """
 
     build: Callable[..., nn.Module]
@@ -105,6 +107,7 @@ class ModelImplementation:
     loss: Loss | None = None
     load_frozen: Callable[[Any], None] | None = None
     wrap_dataset: Callable[..., Any] | None = None
+    joins_rows: bool = False
 
 
 def _no_problems(_run: RunConfig) -> Iterable[str]:

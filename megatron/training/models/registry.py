@@ -62,3 +62,10 @@ def build_model_stage(
 ) -> nn.Module:
     """Build one pipeline stage; `ModelImplementation` lists the arguments."""
     return implementation_of(config).build(config, vp_stage=vp_stage, **arguments)
+
+
+def shape_of_microbatch(config: RunConfig) -> tuple[int, int]:
+    """Return the numbers of tokens of a row and of rows in what stages send to each other."""
+    tokens = config.data.seq_length
+    rows = config.training.micro_batch_size
+    return (tokens * rows, 1) if implementation_of(config).joins_rows else (tokens, rows)

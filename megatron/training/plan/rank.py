@@ -196,7 +196,8 @@ def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
         shapes=shapes,
     )
     data, num_stages = run.config.data, run.placement.num_stages
-    tokens = data.seq_length, data.decoder_seq_length or 0, run.config.training.micro_batch_size
+    seq_length, num_rows = registry.shape_of_microbatch(run.config)
+    tokens = seq_length, data.decoder_seq_length or 0, num_rows
     messages, dtype = messages_of(
         run.config.model, run.groups, tokens, num_stages, run.adjust_tensor_shapes
     )

@@ -32,6 +32,7 @@ from megatron.core.transformer.moe.expert_bias import update_expert_biases
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.data.prefetch import read_ahead
 from megatron.training.estimates.flops import tokens_of_a_sample
+from megatron.training.models.registry import shape_of_microbatch
 from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
@@ -229,13 +230,14 @@ def forward_backward(
         timers=None if forward_only else run.timers,  # evaluation is not training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )
+    seq_length, num_rows = shape_of_microbatch(run.config)
     return get_forward_backward_func()(
         forward_step_func=run.forward_step_func,
         data_iterator=data_iterator,
         model=run.model_chunks,
         num_microbatches=num_microbatches,
-        seq_length=run.config.data.seq_length,
-        micro_batch_size=run.config.training.micro_batch_size,
+        seq_length=seq_length,
+        micro_batch_size=num_rows,
         decoder_seq_length=run.config.data.decoder_seq_length,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,

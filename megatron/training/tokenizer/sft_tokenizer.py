@@ -13,8 +13,9 @@ import numpy as np
 
 from megatron.core.chat_templates import read_chat_template
 from megatron.core.config.errors import ConfigError
-from megatron.training.config.tokenizer import SFT_PROMPT_FORMATS
-from megatron.training.tokenizer.chat import ChatTemplate, Message
+from megatron.training.config.tokenizer import SFT_PROMPT_FORMATS, TokenizerConfig
+from megatron.training.tokenizer.base import MegatronTokenizer
+from megatron.training.tokenizer.chat import ChatTemplate, Message, load_chat_template
 from megatron.training.tokenizer.huggingface import _HuggingFaceTokenizer
 from megatron.training.tokenizer.multimodal_tokenizer import IGNORE_INDEX
 from megatron.training.tokenizer.spec import TokenizerSpec
@@ -73,6 +74,16 @@ _FORMATS = {
     "default": _Format(None, None),
 }
 assert set(_FORMATS) == set(SFT_PROMPT_FORMATS)
+
+
+def chat_template_of(tokenizer: MegatronTokenizer, config: TokenizerConfig) -> ChatTemplate | None:
+    """Return the chat template of a run: --chat-template, else that of the tokenizer, if any."""
+    if config.chat_template is None and isinstance(tokenizer, SFTTokenizer):
+        return tokenizer.chat
+    path = config.tokenizer_model
+    if config.chat_template is None and read_chat_template(None, path)[0] is None:
+        return None
+    return load_chat_template(tokenizer, config.chat_template, path)
 
 
 class SFTTokenizer(_HuggingFaceTokenizer):

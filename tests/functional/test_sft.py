@@ -1,0 +1,167 @@
+"""Fine-tuning on conversations with the real command line: packed rows, layouts, resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.datasets.utils import Split
+from megatron.training.datasets.sft_dataset import SFTDataset, SFTDatasetConfig, SFTLowLevelDataset
+from megatron.training.tokenizer.build import create_tokenizer
+from megatron.training.tokenizer.chat import load_chat_template
+from megatron.training.tokenizer.spec import TokenizerSpec
+from tests import tolerances
+from tests.chat_templates import write_chat_tokenizer, write_conversations
+from tests.functional.runs import losses, refusal, run_gpt
+from tests.ranks import run_ranks
+
+pytest.importorskip("jinja2")
+pytest.importorskip("tokenizers")
+
+NUM_CONVERSATIONS = 24
+SEQ_LENGTH = 256
+STEPS = 3
+KEYS = ("lm loss", "grad-norm", "lm loss validation")
+EXACT = {"rtol": tolerances.LAYOUT[torch.float32]["loss"], "atol": 0.0}
+BASE = (
+    f"--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --lr 1e-3 "
+    f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --train-iters {STEPS} "
+    "--lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --log-interval 1 "
+    "--eval-interval 1000 --eval-iters 1 --num-workers 0 --position-embedding-type rope --sft "
+    "--group-query-attention --num-query-groups 2 --tokenizer-type HuggingFaceTokenizer "
+    "--sft-alignment 4"
+).split()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Folder with tokenizer and conversations, and the number of packed rows of an epoch."""
+    folder = tmp_path_factory.mktemp("sft")
+    write_chat_tokenizer(folder)
+    write_conversations(folder / "chats.jsonl", NUM_CONVERSATIONS)
+    spec = TokenizerSpec(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    tokenizer = create_tokenizer(spec)
+    config = SFTDatasetConfig(
+        random_seed=1234,
+        sequence_length=SEQ_LENGTH,
+        blend=([str(folder / "chats.jsonl")], None),
+        split="1,0,0",
+        path_to_cache=str(folder / "cache"),
+        tokenizer=tokenizer,
+        alignment=4,
+        chat=load_chat_template(tokenizer, None, str(folder)),
+    )
+    path = str(folder / "chats.jsonl")
+    rows = torch.arange(NUM_CONVERSATIONS).numpy()
+    dataset = SFTDataset(SFTLowLevelDataset(path), path, rows, None, Split.train, config)
+    return folder, dataset.rows.rows_per_epoch
+
+
+def flags_of(folder: Path, batch: int, micro: int = 1) -> list[str]:
+    path = folder / "chats.jsonl"
+    return (
+        f"--tokenizer-model {folder} --data-cache-path {folder}/cache --train-data-path {path} "
+        f"--valid-data-path {path} --global-batch-size {batch} --micro-batch-size {micro}"
+    ).split()
+
+
+@pytest.fixture(scope="module")
+def unpacked(data, tmp_path_factory):
+    """One process, one conversation per row; each step reads all conversations."""
+    flags = ["--no-sft-packing", *flags_of(data[0], NUM_CONVERSATIONS)]
+    return run_gpt(tmp_path_factory.mktemp("unpacked"), *flags, base=BASE)
+
+
+LAYOUTS = {
+    "one process": (1, 1, ""),
+    "micro-batches of 2": (1, 2, "--calculate-per-token-loss"),
+    "TP2 SP": (2, 1, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2": (2, 2, "--pipeline-model-parallel-size 2"),
+    "CP2": (2, 2, "--context-parallel-size 2"),
+    "CP2 a2a, allgather": (2, 1, "--context-parallel-size 2 --cp-comm-type a2a allgather"),
+    "DP2 ZeRO": (2, 1, "--use-distributed-optimizer"),
+    "TP2 PP2": (
+        4,
+        1,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+    ),
+}
+
+
+@pytest.mark.feature("Fine-tuning: packed conversations train as unpacked ones in every layout")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packed_rows_train_as_one_conversation_per_row(tmp_path, data, unpacked, name):
+    folder, num_rows = data
+    assert num_rows % 2 == 0, "rows must divide over ranks and micro-batches"
+    assert num_rows < NUM_CONVERSATIONS / 2
+    ranks, micro, layout = LAYOUTS[name]
+    flags = [*flags_of(folder, num_rows, micro), *layout.split()]
+    found = run_gpt(tmp_path, *flags, base=BASE, world_size=ranks)
+    for key in KEYS:
+        assert losses(unpacked, key)
+        torch.testing.assert_close(
+            torch.tensor(losses(found, key), dtype=torch.float64),
+            torch.tensor(losses(unpacked, key), dtype=torch.float64),
+            **EXACT,
+        )
+
+
+def test_experts_leave_padding_out(tmp_path, data, unpacked):
+    folder, num_rows = data
+    moe = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none".split()
+    runs = [
+        run_gpt(tmp_path / name, *flags, *moe, *layout.split(), base=BASE, world_size=ranks)
+        for name, ranks, layout, flags in (
+            (
+                "unpacked",
+                1,
+                "--no-sft-packing",
+                flags_of(folder, NUM_CONVERSATIONS),
+            ),
+            ("packed", 1, "", flags_of(folder, num_rows, 2)),
+            (
+                "tp2 ep2",
+                2,
+                "--tensor-model-parallel-size 2 --sequence-parallel "
+                "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+                flags_of(folder, num_rows, 2),
+            ),
+        )
+    ]
+    for key in KEYS:
+        expected, *others = (torch.tensor(losses(run, key), dtype=torch.float64) for run in runs)
+        for found in others:
+            torch.testing.assert_close(found, expected, **EXACT)
+
+
+@pytest.mark.feature("Fine-tuning: a run goes on with another number of ranks, sample by sample")
+def test_a_resumed_run_in_another_layout_reads_every_conversation_once(tmp_path, data):
+    folder, num_rows = data
+    flags = [*flags_of(folder, num_rows // 2), "--train-iters", "6", "--save", str(tmp_path / "c")]
+    whole = run_gpt(tmp_path / "whole", *flags[:-2], base=BASE)
+    first = run_gpt(tmp_path / "first", *flags, "--exit-interval", "3", base=BASE, world_size=2)
+    flags += ["--load", str(tmp_path / "c")]
+    second = run_gpt(tmp_path / "second", *flags, base=BASE)
+    found = torch.tensor(losses(first) + losses(second), dtype=torch.float64)
+    expected = torch.tensor(losses(whole), dtype=torch.float64)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_wrong_conversations_end_a_run_before_it_writes_anything(tmp_path, data):
+    folder, _ = data
+    path = tmp_path / "chats.jsonl"
+    lines = (folder / "chats.jsonl").read_text().splitlines()
+    lines[2] = '{"messages": []}'
+    lines[4] = "{"
+    path.write_text("\n".join(lines))
+    flags = flags_of(folder, 2)
+    flags[flags.index("--train-data-path") + 1] = str(path)
+    argv = [*BASE, *flags, "--save", str(tmp_path / "save")]
+    (said,) = run_ranks(refusal, 1, argv)
+    assert f"2 of {NUM_CONVERSATIONS} conversations are wrong:" in said
+    assert f"{path}, line 3: messages is []; it must be a list of messages" in said
+    assert f"{path}, line 5: it is no JSON" in said
+    assert "Traceback" not in said
+    assert not list((tmp_path / "save").glob("[!.]*"))  # no checkpoint and no tracker

@@ -1,0 +1,67 @@
+"""First-fit-decreasing packing of conversations into rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron.training.datasets.packing import PackedEpochs, first_fit_decreasing
+
+
+def plain_first_fit_decreasing(lengths, capacity):
+    """The definition: one item after the other."""
+    bins, room = [], []
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = next((b for b, left in enumerate(room) if left >= lengths[item]), None)
+        if place is None:
+            bins.append([])
+            room.append(capacity)
+            place = len(bins) - 1
+        bins[place].append(item)
+        room[place] -= lengths[item]
+    return bins
+
+
+def log_normal_lengths(n, capacity, seed=0):
+    random = np.random.default_rng(seed)
+    return np.clip(random.lognormal(5.0, 0.8, n).astype(np.int64), 1, capacity)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bins_are_those_of_the_definition(seed):
+    lengths = log_normal_lengths(400, 1024, seed)
+    found = first_fit_decreasing(lengths, 1024)
+    assert [row.tolist() for row in found] == plain_first_fit_decreasing(lengths.tolist(), 1024)
+    assert first_fit_decreasing(np.empty(0, np.int64), 8) == []
+
+
+@pytest.mark.parametrize("capacity", [1024, 4096])
+def test_rows_are_at_least_95_percent_full_on_log_normal_lengths(capacity):
+    epochs = PackedEpochs(log_normal_lengths(5000, capacity), capacity, seed=1)
+    assert epochs.fill >= 0.95
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_an_epoch_contains_each_conversation_once(packs):
+    lengths = log_normal_lengths(300, 512)
+    lengths[::7] = 0  # left out
+    epochs = PackedEpochs(lengths, 512, seed=3, packs=packs)
+    n = epochs.rows_per_epoch
+    for epoch in range(3):
+        rows = [epochs[i] for i in range(epoch * n, (epoch + 1) * n)]
+        assert sorted(np.concatenate(rows).tolist()) == np.flatnonzero(lengths).tolist()
+        assert all(lengths[row].sum() <= 512 for row in rows)
+        assert packs or all(len(row) == 1 for row in rows)
+
+
+def test_a_row_depends_on_its_number_and_the_seed_only():
+    lengths = log_normal_lengths(200, 512)
+    one = PackedEpochs(lengths, 512, seed=3)
+    again = PackedEpochs(lengths, 512, seed=3)
+    n = one.rows_per_epoch
+    numbers = [0, 5, n + 5, 2 * n - 1, 5]
+    in_order = {i: one[i].tolist() for i in sorted(set(numbers))}
+    assert [again[i].tolist() for i in numbers] == [in_order[i] for i in numbers]
+    assert in_order[5] != in_order[n + 5]
+    other = PackedEpochs(lengths, 512, seed=4)
+    assert [other[i].tolist() for i in range(n)] != [one[i].tolist() for i in range(n)]
