@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.paths import resolve_folder
+from megatron.training.conversion.convert import PEFT, ConversionRequest, convert
 from tests import tolerances
 from tests.functional.runs import TINY, refusal, run_gpt
 from tests.ranks import run_ranks
@@ -91,3 +93,41 @@ def test_adapters_of_random_weights_need_their_seed(tmp_path: Path) -> None:
     run_gpt(tmp_path / "b", *again, *TP, world_size=2)
     said = refused(*again, "--seed", "5")
     assert re.search("of random weights with hash", said), said
+
+
+@pytest.mark.feature("LoRA: adapters go to PEFT's files and back, and are merged into their base")
+def test_adapters_go_to_peft_and_back(tmp_path: Path) -> None:
+    llama = (
+        "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+        "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+    ).split()
+    base, adapters, back = tmp_path / "base", tmp_path / "adapters", tmp_path / "back"
+    run_gpt(tmp_path / "a", *llama, "--save", str(base), "--train-iters", "1")
+    flags = (*LORA, "output_layer", "--lora-alpha", "8", "--lr", "0.05")
+    start = ("--load", str(base), "--save", str(adapters), "--train-iters", "2")
+    run_gpt(tmp_path / "b", *llama, *flags, *start)
+    files = tmp_path / "peft"
+    convert(ConversionRequest(source=adapters, target=files, format=PEFT))
+    convert(ConversionRequest(source=files, target=back, format="safetensors_dist", base=base))
+    for one, other in zip(_adapters_in(adapters), _adapters_in(back), strict=True):
+        assert one[0] == other[0]
+        assert torch.equal(one[1], other[1])
+    merged = tmp_path / "merged"
+    convert(ConversionRequest(source=adapters, target=merged, format="torch_dist"))
+    restored = ("--use-checkpoint-args", "--finetune", "--train-iters", "1", "--lr", "0.01")
+    loss = [
+        losses(run_gpt(tmp_path / name, "--load", str(folder), *restored, *layout, world_size=n))
+        for name, folder, layout, n in (
+            ("c", adapters, (), 1),
+            ("d", back, TP, 2),
+            ("e", merged, PP, 2),
+        )
+    ]
+    assert loss[1] == pytest.approx(loss[0], rel=tolerances.LAYOUT_LOSS["rtol"])
+    assert loss[2] == pytest.approx(loss[0], rel=tolerances.LAYOUT_LOSS["rtol"])
+
+
+def _adapters_in(directory: Path) -> list[tuple[str, torch.Tensor]]:
+    with open_reader(resolve_folder(directory)) as reader:
+        names = sorted(filter(is_of_adapter, reader.tensors))
+        return [(n, reader.read(n)) for n in names if not n.startswith("optimizer.")]

@@ -2,6 +2,10 @@
 
     python tools/checkpoint/convert.py --from DIR --to DIR --format hf
     python tools/checkpoint/convert.py --from HF_DIR --to DIR [--tensor-parallel 2]
+    python tools/checkpoint/convert.py --from ADAPTERS --to DIR --format peft|hf|safetensors_dist
+    python tools/checkpoint/convert.py --from PEFT_DIR --base DIR --to ADAPTERS
+
+A checkpoint of adapters (LoRA) is merged into its base, except by --format peft.
 
 Megatron-LM's command line is accepted too: --model-type GPT --loader core|llama_mistral --saver
 core --load-dir DIR --save-dir DIR --target-tensor-parallel-size N ...  No GPU is used.  Memory
@@ -20,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS
-from megatron.training.conversion.convert import DTYPES, HF, ConversionRequest, convert
+from megatron.training.conversion.convert import DTYPES, HF, PEFT, ConversionRequest, convert
 from megatron.training.preprocess.cli import run_tool
 from megatron.training.process.user_code import parse_tool_args
 
@@ -59,8 +63,9 @@ def get_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--from", "--load-dir", dest="source", type=Path, required=True, help="what to read")
     add("--to", "--save-dir", dest="target", type=Path, required=True, help="what to write")
-    add("--format", choices=(HF, *FORMATS), default=next(iter(FORMATS)))
+    add("--format", choices=(HF, PEFT, *FORMATS), default=next(iter(FORMATS)))
     add("--family", help="Hugging Face model_type to write; default: the one that fits")
+    add("--base", type=Path, help="model of the adapters; default: where their checkpoint says")
     add("--dtype", choices=tuple(DTYPES), help="of the weights written; default: as they are")
     add("--bf16", action="store_const", const="bfloat16", dest="dtype", help="--dtype bfloat16")
     add("--fp16", action="store_const", const="float16", dest="dtype", help="--dtype float16")
@@ -108,6 +113,7 @@ def wanted_of(args: argparse.Namespace) -> ConversionRequest:
         vocab_size=args.true_vocab_size,
         args={name: value for name, value in run_args.items() if value is not None},
         step=args.ckpt_step,
+        base=args.base,
         kind=args.model_type and args.model_type.lower(),
         verify=not args.no_verify,
         max_shard_bytes=args.max_shard_size,

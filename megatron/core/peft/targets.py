@@ -6,6 +6,7 @@ stacks several matrices of Hugging Face's models has one part for each: q, k and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron.core.config.errors import ConfigError
@@ -32,16 +33,18 @@ _OF_PEFT: Mapping[str, Mapping[str, str]] = {
     "embed_tokens": {"word_embeddings": WHOLE},
     "lm_head": {"output_layer": WHOLE},
 }
+_EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _MODULES_OF_PEFT = {"self_attn": "self_attention", "model": "decoder"}
 
 
 def targeted_parts(target: str, module: str, parts: Sequence[str]) -> tuple[str, ...]:
     """Return the parts of layer ``module`` that ``target`` selects, of ``parts``.
 
-    ``target`` is a name, or the end of a dotted name (``self_attention.linear_proj``).
+    ``target`` is a name, or the end of a dotted name (``self_attention.linear_proj``), in which
+    the experts of a layer have no numbers (``experts.linear_fc1``).
     """
     *inside, last = target.split(".")
-    *around, own = module.split(".")
+    *around, own = _EXPERT.sub(".", module).split(".")
     if target == ALL_LINEAR:
         return () if own in _OUTSIDE else tuple(parts)
     wanted = [_MODULES_OF_PEFT.get(each, each) for each in inside]

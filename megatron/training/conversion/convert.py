@@ -6,40 +6,56 @@ From and to Hugging Face, only the weights and the description of the model are.
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from megatron.core.config.errors import CheckpointError, MegatronError
+from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER
-from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
+from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.hashing import hash_here
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.serialization import Contents, begin, conclude, publish, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
-from megatron.core.dist_checkpointing.value_types import Arguments, Common, JsonObject, Layout
+from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.arguments.parser import build_parser
-from megatron.training.arguments.resolve import resolve
-from megatron.training.checkpointing.checkpoint_args import (
-    FORCED,
-    FORCED_PREFIXES,
-    IF_UNSET,
-    saved_namespace,
+from megatron.training.checkpointing.base_model import (
+    BaseModel,
+    base_named_in,
+    check_base,
+    folder_of_base,
 )
-from megatron.training.checkpointing.paths import find, open_checkpoint
+from megatron.training.checkpointing.paths import find, resolve_folder
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION, plain
 from megatron.training.config.run import RunConfig
-from megatron.training.conversion import hf, hf_folder
+from megatron.training.conversion import hf, hf_folder, peft
+from megatron.training.conversion.adapters import merged
 from megatron.training.conversion.family import Config, Family
 from megatron.training.conversion.lazy import made_ahead
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
+from megatron.training.conversion.source import BESIDE as BESIDE
+from megatron.training.conversion.source import HF as HF
+from megatron.training.conversion.source import PEFT as PEFT
+from megatron.training.conversion.source import (
+    TO_RESOLVE,
+    Source,
+    config_beside,
+    embedding_of,
+    layout_of,
+    vocab_size_of,
+    weights_of,
+)
+from megatron.training.conversion.source import ConversionRequest as ConversionRequest
+from megatron.training.conversion.source import read_source as read_source
+from megatron.training.conversion.source import run_config as run_config
 from megatron.training.conversion.special_tokens import special_ids
 from megatron.training.conversion.target_format import check_format
 from megatron.training.conversion.verify import compare_logits
@@ -64,48 +80,10 @@ from megatron.training.tokenizer import (
     pad_vocab_size,
 )
 
-HF = "hf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BESIDE = "huggingface"  # folder next to iter_*: config.json, tokenizer, generation config
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _ALWAYS_FP32 = (".router.expert_bias", AMAX_HISTORY)
-_EMBEDDING = "embedding.word_embeddings.weight"
-# Arguments that define a model, besides those of --use-checkpoint-args; values that every run
-# needs to be resolved.
-_MORE = ("bias_gelu_fusion", "bias_swiglu_fusion", "tokenizer_model", "encoder_num_layers")
-_TO_RESOLVE = {"skip_train": True, "micro_batch_size": 1, "transformer_impl": "local"}
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversionRequest:
-    """Options of one conversion, from the command line."""
-
-    source: Path
-    target: Path
-    format: str
-    family: str | None = None
-    dtype: torch.dtype | None = None  # None: unchanged
-    vocab_size: int | None = None  # number of tokens, if the embedding has padding
-    args: Arguments = field(default_factory=dict)  # dest -> value, replaces saved arguments
-    step: int | None = None
-    kind: str | None = None  # refuse a model of another kind
-    is_release: bool = False  # write weights only, without training state
-    verify: bool = True
-    max_shard_bytes: int | None = None
-    rename: Callable[[str], str | None] | None = None  # key -> new key, or None to omit it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Checkpoint to convert: tensors by global name, and all its other content."""
-
-    tensors: Mapping[str, LazyTensor]
-    args: Arguments
-    common: Common
-    layout: Layout
-    rank_states: Mapping[int, JsonObject] = field(default_factory=dict)
-    beside: Path | None = None  # folder with config.json, tokenizer and similar
 
 
 def convert(wanted: ConversionRequest, say: Say = print) -> Path:
@@ -113,6 +91,8 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
 
     ``say`` receives progress messages.  Raises CheckpointError.
     """
+    if (wanted.source / peft.CONFIG).exists():
+        return _from_peft(wanted, say)
     is_theirs = (wanted.source / hf_folder.CONFIG).exists()
     if not is_theirs and find(str(wanted.source), wanted.step) is None:
         raise CheckpointError(
@@ -124,8 +104,12 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
     if wanted.kind not in (None, kind):
         raise CheckpointError(f"{wanted.source} is of kind {kind}, not {wanted.kind}")
     source = replace(source, args={**source.args, **wanted.args})
+    if wanted.format == PEFT:
+        return _to_peft(source, wanted, say)
+    if base_named_in(source.args) is not None:
+        source = _merged(source, wanted, say)
     if wanted.is_release:
-        source = replace(source, tensors=_weights(source), common={}, rank_states={}, layout={})
+        source = replace(source, tensors=weights_of(source), common={}, rank_states={}, layout={})
     if wanted.rename is not None:
         source = replace(source, tensors=_renamed(source.tensors, wanted.rename))
     if wanted.dtype is not None:
@@ -158,8 +142,8 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     if fresh:
         heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in fresh))
         say(f"the weights have no {heads}: these get values to begin with")
-    args = vars(build_parser().parse_args([])) | flags | _precision(_embedding(tensors).dtype)
-    args |= _TO_RESOLVE | _tokenizer_args(wanted, shape) | {"vocab_extra_ids": None}
+    args = vars(build_parser().parse_args([])) | flags | _precision(embedding_of(tensors).dtype)
+    args |= TO_RESOLVE | _tokenizer_args(wanted, shape) | {"vocab_extra_ids": None}
     if images is not None:
         check_encoder(images, run_config(args))
     if wanted.verify:
@@ -169,49 +153,12 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     return Source(tensors=tensors, args=args, common={}, layout={}, beside=wanted.source)
 
 
-def read_source(wanted: ConversionRequest) -> Source:
-    """Open a checkpoint of one of `FORMATS`; each tensor is read from disk when it is used."""
-    content = open_checkpoint(wanted.source, wanted.step)
-    reader = open_reader(content.folder)
-    tensors = {
-        key: LazyTensor(key, stored.dtype, stored.shape, partial(reader.read, key))
-        for key, stored in reader.tensors.items()
-    }
-    kind = content.asked.get("model_kind")
-    ranks = math.prod(size for _, size in content.manifest.layout.get("dense", []))
-    states = {rank: reader.rank_state(rank) for rank in range(ranks)}
-    beside = content.folder.parent / BESIDE
-    model = content.asked.get("tokenizer_model")
-    if not beside.is_dir() and isinstance(model, str) and hf_folder.has_tokenizer(Path(model)):
-        beside = Path(model)  # the checkpoint chose this path: only a tokenizer is read
-    return Source(
-        tensors=tensors,
-        args={**content.asked, "model_kind": kind or _kind_of(tensors)},
-        common=content.common,
-        layout=content.manifest.layout,
-        rank_states={rank: state for rank, state in states.items() if state is not None},
-        beside=beside if beside.is_dir() else None,
-    )
-
-
-# Substring of names that only one model kind has; Megatron-LM does not store the kind.
-_KINDS = {".mixer.": "mamba", ".cross_attention.": "t5", "encoder.layers.": "bert"}
-
-
-def _kind_of(names: Collection[str]) -> str:
-    return next((k for part, k in _KINDS.items() if any(part in name for name in names)), "gpt")
-
-
-def _weights(source: Source) -> dict[str, LazyTensor]:
-    return {k: t for k, t in source.tensors.items() if not k.startswith(OPTIMIZER_PREFIX)}
-
-
 def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
-    weights = _weights(source)
+    weights = weights_of(source)
     run = run_config(source.args)
-    vocab_size = _vocab_size(source, wanted)
+    vocab_size = vocab_size_of(source, wanted)
     if model_kind_of(run).reads_images:
-        config = config_of(run, vocab_size, _config_beside(source))
+        config = config_of(run, vocab_size, config_beside(source))
         config = with_attention_bias(config, weights)
         tensors = export_tensors(shape_of_config(config), weights)
     else:
@@ -232,12 +179,104 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     return wanted.target
 
 
+def _with_base(source: Source, wanted: ConversionRequest) -> Source:
+    """Return a source with the weights of the base and the adapters, and no training state."""
+    named = base_named_in(source.args)
+    if named is None:
+        raise CheckpointError(
+            f"{wanted.source} holds a complete model, no adapters: choose another --format"
+        )
+    given = None if wanted.base is None else str(wanted.base)
+    folder = folder_of_base(named, given, wanted.source)
+    if folder is None:
+        raise CheckpointError(f"{wanted.source}: the base was random weights; there is no model")
+    base = read_source(ConversionRequest(source=Path(folder), target=wanted.target, format=HF))
+    tensors = {**weights_of(base), **weights_of(source)}
+    source = replace(source, tensors=tensors, common={}, rank_states={}, layout={})
+    source = replace(source, beside=source.beside or base.beside)
+    check_base(named, BaseModel(folder, _hash_of(base, wanted)), wanted.source)
+    return source
+
+
+def _hash_of(base: Source, wanted: ConversionRequest) -> str:
+    """Return the hash of the frozen weights, as a run computes it."""
+    vocab_size, total = vocab_size_of(base, wanted), 0
+    for name, tensor in weights_of(base).items():
+        if not name.endswith(_ALWAYS_FP32):
+            if name.endswith(_VOCABULARY):  # without padding
+                rows = (min(vocab_size, tensor.shape[0]), *tensor.shape[1:])
+                tensor = replace(tensor, shape=rows, make=partial(_rows, tensor, rows[0]))
+            total += int(hash_here(_record(tensor)))
+    return f"{total % 2**64:016x}"
+
+
+def _rows(tensor: LazyTensor, count: int) -> Tensor:
+    return tensor.make()[:count]
+
+
+def _merged(source: Source, wanted: ConversionRequest, say: Say) -> Source:
+    """Return the complete model: the base with its adapters added."""
+    source = _with_base(source, wanted)
+    shape = shape_of(run_config(source.args), vocab_size_of(source, wanted))
+    tensors = merged(source.tensors, source.args, shape)
+    say(f"{wanted.source} holds adapters: they are added to the weights of their base")
+    args = {name: value for name, value in source.args.items() if not name.startswith("lora_")}
+    return replace(source, tensors=tensors, args=args)
+
+
+def _to_peft(source: Source, wanted: ConversionRequest, say: Say) -> Path:
+    source = _with_base(source, wanted)
+    family, shape = _family_of(source, wanted)
+    name = config_beside(source).get("_name_or_path")
+    with hf_folder.new_folder(wanted.target) as folder:
+        weights = weights_of(source)
+        if warning := peft.write_peft(folder, weights, source.args, shape, family, name):
+            say(warning)
+    say(f"wrote adapters of a {family.architecture} to {wanted.target}, in the form of PEFT")
+    return wanted.target
+
+
+def _from_peft(wanted: ConversionRequest, say: Say) -> Path:
+    """Convert a folder of PEFT to a checkpoint of adapters of ``wanted.base``."""
+    if wanted.base is None:
+        raise CheckpointError(
+            f"{wanted.source} holds adapters of PEFT: give the checkpoint of their model with "
+            "--base"
+        )
+    if wanted.format != "safetensors_dist":
+        raise CheckpointError(
+            f"--format {wanted.format}: adapters of PEFT become a checkpoint of format "
+            "safetensors_dist first"
+        )
+    folder = resolve_folder(wanted.base).resolve()
+    base = read_source(replace(wanted, source=folder))
+    family, shape = _family_of(base, wanted)
+    dtype = wanted.dtype or embedding_of(base.tensors).dtype
+    tensors, flags = peft.read_peft(wanted.source, shape, family, dtype)
+    named = BaseModel(str(folder), _hash_of(base, wanted))
+    source = replace(
+        base,
+        tensors=tensors,
+        args={**base.args, **flags, **named.arguments, **wanted.args},
+        common={},
+        rank_states={},
+        layout={},
+    )
+    return _to_ours(source, wanted, say)
+
+
+def _family_of(source: Source, wanted: ConversionRequest) -> tuple[Family, ModelShape]:
+    shape = shape_of(run_config(source.args), vocab_size_of(source, wanted))
+    first = str(config_beside(source).get("model_type"))
+    return hf.choose_family(shape, wanted.family, first), shape
+
+
 def _language_model(
     source: Source, wanted: ConversionRequest, run: RunConfig, weights: Mapping[str, LazyTensor]
 ) -> tuple[JsonObject, list[LazyTensor]]:
     """Return config.json and the tensors of a model that reads text alone."""
-    shape = shape_of(run, _vocab_size(source, wanted))
-    came_with = _config_beside(source)
+    shape = shape_of(run, vocab_size_of(source, wanted))
+    came_with = config_beside(source)
     family = hf.choose_family(shape, wanted.family, str(came_with.get("model_type")))
     tensors = hf.export_model(shape, weights, family)
     if _describes(came_with, family, shape):
@@ -252,7 +291,7 @@ def _to_ours(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     format = FORMATS[wanted.format]
     check_format(wanted.format, source.tensors, source.args["model_kind"])
     if wanted.args:
-        run_config(source.args, **_layout_of(wanted.args))  # raises if not supported
+        run_config(source.args, **layout_of(wanted.args))  # raises if not supported
     if format.is_foreign:
         source = _for_megatron(source)
     common = {
@@ -290,11 +329,11 @@ def _for_megatron(source: Source) -> Source:
 
     Random states are kept only if the requested layout is the one that they were saved with.
     """
-    layout = _layout_of(source.args)
+    layout = layout_of(source.args)
     run = run_config(source.args, **layout)
     cut = flat_values(run)
     lacking = {k: v for k, v in cut.items() if source.args.get(k) is None}
-    rows = _embedding(source.tensors).shape[0]
+    rows = embedding_of(source.tensors).shape[0]
     multiple = run.language_model.make_vocab_size_divisible_by
     padded = pad_vocab_size(rows, multiple, run.model.tensor_model_parallel_size)
     lacking["padded_vocab_size"] = run.tokenizer.padded_vocab_size or padded
@@ -330,67 +369,11 @@ def _record(tensor: LazyTensor) -> ShardedTensor:
     )
 
 
-def run_config(args: Arguments, tp: int = 1, pp: int = 1, ep: int = 1) -> RunConfig:
-    """Resolve the model and tokenizer arguments of a saved run, for these parallel sizes.
-
-    All other arguments are ignored.  Raises ConfigError if the arguments request something that is
-    not implemented, or if the model does not support these sizes.
-    """
-    names = {*FORCED, *IF_UNSET, *_MORE, *(n for n in args if n.startswith(FORCED_PREFIXES))}
-    described = {name: args[name] for name in names if args.get(name) is not None}
-    path = described.pop("heterogeneous_layers_config_path", None)  # never opened
-    if path and not described.get("heterogeneous_layers_config_encoded_json"):
-        raise CheckpointError(
-            f"the checkpoint was saved with --heterogeneous-layers-config-path {path} and does not "
-            "hold the text of that file: load it with this flag and save it once"
-        )
-    namespace = saved_namespace(described | _TO_RESOLVE)
-    vars(namespace)["tensor_model_parallel_size"] = tp
-    vars(namespace)["pipeline_model_parallel_size"] = pp
-    vars(namespace)["expert_model_parallel_size"] = ep
-    vars(namespace)["expert_tensor_parallel_size"] = 1 if ep > 1 else None
-    vars(namespace)["sequence_parallel"] = tp > 1 and bool(described.get("num_experts"))
-    return resolve(namespace, tp * pp * ep)
-
-
-def _layout_of(args: Arguments) -> dict[str, int]:
-    axes = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
-    names = {axis: f"{word}_model_parallel_size" for axis, word in axes.items()}
-    return {axis: args[name] for axis, name in names.items() if name in args}
-
-
-def _config_beside(source: Source) -> JsonObject:
-    """Return the config.json that was saved with the model, or {}."""
-    if source.beside is None or not (source.beside / hf_folder.CONFIG).exists():
-        return {}
-    return hf_folder.read_config(source.beside)
-
-
 def _describes(config: Config, family: Family, shape: ModelShape) -> bool:
     """Return whether ``config`` describes ``shape``, apart from the vocabulary size."""
     if config.get("model_type") != family.model_type:
         return False
     return replace(family.shape(config), vocab_size=shape.vocab_size) == shape
-
-
-def _vocab_size(source: Source, wanted: ConversionRequest) -> int:
-    """Return the number of embedding rows that are tokens; the other rows are padding.
-
-    This is ``wanted.vocab_size`` if given, else the tokenizer's size if padding it by
-    --make-vocab-size-divisible-by gives the number of rows, else all rows.
-    """
-    rows = _embedding(source.tensors).shape[0]
-    if wanted.vocab_size is not None:
-        return wanted.vocab_size
-    args = source.args
-    if args.get("pad_vocab_in_loss"):
-        return rows
-    try:
-        tokens = create_tokenizer(TokenizerSpec.of(argparse.Namespace(**args))).vocab_size
-    except (MegatronError, OSError):  # its files may be on another machine
-        return rows
-    multiple, tp = args["make_vocab_size_divisible_by"], args["tensor_model_parallel_size"]
-    return tokens if pad_vocab_size(tokens, multiple, tp) == rows else rows
 
 
 def _tokenizer_args(wanted: ConversionRequest, shape: ModelShape) -> dict[str, object]:
@@ -409,11 +392,6 @@ def _tokenizer_args(wanted: ConversionRequest, shape: ModelShape) -> dict[str, o
     if create_tokenizer(here).vocab_size == rows:
         return found
     return {**found, "padded_vocab_size": rows, "pad_vocab_in_loss": True}
-
-
-def _embedding(tensors: Mapping[str, LazyTensor]) -> LazyTensor:
-    """Return the embedding of words, which may be that of a part of the model."""
-    return next(tensor for name, tensor in tensors.items() if name.endswith(_EMBEDDING))
 
 
 def _renamed(

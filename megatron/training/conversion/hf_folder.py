@@ -73,7 +73,7 @@ def _read_json(path: Path) -> JsonObject:
 
 def read_weights(folder: Path) -> dict[str, LazyTensor]:
     """Return the tensors of ``folder`` by name; each is read on use.  Raises CheckpointError."""
-    for name, read in ((_SAFETENSORS, _read_safetensors), (_BIN, _read_bin)):
+    for name, read in ((_SAFETENSORS, read_safetensors), (_BIN, _read_bin)):
         index = folder / f"{name}.index.json"
         if index.exists():
             return _read_parts(index, read)
@@ -110,7 +110,8 @@ def _read_parts(
     return out
 
 
-def _read_safetensors(path: Path) -> dict[str, LazyTensor]:
+def read_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a file by name; each is read on use.  Raises CheckpointError."""
     if not path.exists():
         raise CheckpointError(f"{path} is missing")
     out: dict[str, LazyTensor] = {}

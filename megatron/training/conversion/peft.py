@@ -1,0 +1,385 @@
+"""Adapters in files of the PEFT library: adapter_config.json and adapter_model.safetensors.
+
+A part of a layer (q, k and v; gate and up) corresponds to one matrix of Hugging Face's models, so
+its A and B are those of PEFT's file.  Where theirs is one matrix with several parts, PEFT has one A
+of a larger rank, and a B that is block-diagonal; that of a matrix read here may be any.
+
+Each expert has its own matrices in the files written here, as in Hugging Face's.  PEFT itself, with
+a `transformers` that keeps all experts of a layer in one tensor, writes one A [experts * r, i] and
+one B [o, r * experts]; both are read.
+
+PEFT may give matrices different ranks and scales.  Here all have one: smaller ranks are filled with
+zeros, and B takes the ratio of the scales.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor, write_file
+from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
+from megatron.core.peft.targets import WHOLE
+from megatron.training.conversion.adapters import EMBEDDING, Pair, lora_of, pairs_of, rows_of
+from megatron.training.conversion.family import Family
+from megatron.training.conversion.hf_folder import read_safetensors
+from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.tensors import Rule, size_of, tensors_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
+_UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "complete modules beside adapters",
+    "lora_bias": "biases of adapters",
+}
+_INNER, _OUTER = "gate_up_proj", "down_proj"  # tensors of all experts, by PEFT's nesting
+_PART_NAMES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "gate": "gate_proj", "up": "up_proj"}
+_OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def write_peft(
+    folder: Path,
+    weights: Mapping[str, LazyTensor],
+    args: Arguments,
+    shape: ModelShape,
+    family: Family,
+    base_name: str | None,
+) -> str | None:
+    """Write adapter_config.json and adapter_model.safetensors into ``folder``.
+
+    Returns a warning about adapters that PEFT will not load, or None.  Raises CheckpointError for a
+    layer that has no place in PEFT's files.
+    """
+    config = lora_of(args)
+    tensors: dict[str, Tensor] = {}
+    modules: set[str] = set()
+    ranks: dict[str, int] = {}
+    transposed = False
+    for layer, pairs in pairs_of(weights, config, shape).items():
+        rule = _rule_of(layer, shape, family)
+        transposed |= rule.transposed
+        for theirs, pair in _their_pairs(layer, pairs, rule, shape):
+            module = theirs.removesuffix(".weight")
+            kind = "lora_embedding_{}" if layer == EMBEDDING else "lora_{}.weight"
+            tensors[f"{_PREFIX}{module}.{kind.format('A')}"] = pair.a
+            tensors[f"{_PREFIX}{module}.{kind.format('B')}"] = pair.b
+            modules.add(_short(module))
+            if len(pair.a) != config.rank:
+                ranks[_short(module)] = len(pair.a)
+    warning = _check_experts(tensors)
+    alpha = config.alpha / config.rank
+    written = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": config.rank,
+        "lora_alpha": _plain(config.alpha),
+        "lora_dropout": 0.0,  # it is for training, and PEFT refuses it beside experts
+        "use_rslora": config.use_rslora,
+        "target_modules": sorted(modules),
+        "rank_pattern": ranks,
+        "alpha_pattern": {
+            name: config.scale * (rank**0.5) if config.use_rslora else alpha * rank
+            for name, rank in ranks.items()
+        },
+        "fan_in_fan_out": transposed,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    lazy = [
+        LazyTensor(name, tensor.dtype, tuple(tensor.shape), tensor.contiguous)
+        for name, tensor in sorted(tensors.items())
+    ]
+    write_file(folder / WEIGHTS, lazy, {"format": "pt"}, step=0)
+    return warning
+
+
+def _plain(number: float) -> float:
+    return int(number) if number == int(number) else number
+
+
+def _short(module: str) -> str:
+    return module.rsplit(".", 1)[-1]
+
+
+def _check_experts(names: Iterable[str]) -> str | None:
+    """Return a warning about adapters that PEFT does not load beside those of experts, or None.
+
+    Raises CheckpointError for an expert with one of gate and up projection.
+    """
+    every = [name.removeprefix(_PREFIX).split(".lora_")[0] for name in names]
+    of_experts = {found[3] for name in every if (found := _EXPERT.fullmatch(name))}
+    for pair in ({"gate_proj", "up_proj"}, {"w1", "w3"}):
+        if len(pair & of_experts) == 1:
+            raise CheckpointError(
+                f"PEFT adapts {' and '.join(sorted(pair))} of experts together: train adapters of "
+                "both"
+            )
+    also = {name for name in every if _short(name) in of_experts and not _EXPERT.fullmatch(name)}
+    if not also:
+        return None
+    return (
+        "WARNING: PEFT with transformers 5 takes gate_proj, up_proj and down_proj for experts, and "
+        f"ignores the adapters of {min(also)}; train --lora-target-modules experts.linear_fc1 "
+        "experts.linear_fc2 instead of all layers of these names"
+    )
+
+
+def _rule_of(layer: str, shape: ModelShape, family: Family) -> Rule:
+    rule = family.rule(f"{layer}.weight", shape)
+    if rule.by_turns:
+        raise CheckpointError(
+            f"the rows of gate and up projection alternate in {family.architecture}: adapters of "
+            f"{layer} cannot be converted"
+        )
+    return rule
+
+
+def _their_pairs(
+    layer: str, pairs: Mapping[str, Pair], rule: Rule, shape: ModelShape
+) -> Iterator[tuple[str, Pair]]:
+    """Yield their name of each matrix with its A and B."""
+    if tuple(pairs) == (WHOLE,) and len(rule.theirs) == 1:
+        yield rule.theirs[0], pairs[WHOLE]
+        return
+    parts = [part for part in ("q", "k", "v", "gate", "up") if part in rows_of(layer, (2,), shape)]
+    if len(parts) == len(rule.theirs):
+        for part, theirs in zip(parts, rule.theirs, strict=True):
+            if part in pairs:
+                yield theirs, pairs[part]
+        return
+    if len(rule.theirs) != 1 or set(pairs) != set(parts):
+        raise CheckpointError(
+            f"the adapter of {layer} has no counterpart in PEFT's files: theirs is "
+            f"{', '.join(rule.theirs)}; train adapters of all of its parts"
+        )
+    every = [pairs[part] for part in parts]
+    a, b = torch.cat([p.a for p in every]), torch.block_diag(*[p.b for p in every])
+    yield rule.theirs[0], Pair(a, b, every[0].scale)
+
+
+def read_peft(
+    folder: Path, shape: ModelShape, family: Family, dtype: torch.dtype
+) -> tuple[dict[str, LazyTensor], dict[str, object]]:
+    """Read a folder of PEFT; return our tensors and the flags of the adapters.
+
+    Raises CheckpointError for adapters of another kind or of layers that the model has not.
+    """
+    config = _read_config(folder)
+    stored = read_safetensors(folder / WEIGHTS)
+    left = dict(
+        _without_stacks({name.removeprefix(_PREFIX): t for name, t in stored.items()}, config)
+    )
+    found: dict[str, dict[str, Pair]] = {}
+    for name in tensors_of(shape):
+        layer = name.removesuffix(".weight")
+        if layer == name or not (rule := _rule_if_any(name, shape, family)):
+            continue
+        if pairs := _our_pairs(layer, rule, left, config, shape):
+            found[layer] = pairs
+    if left:
+        raise CheckpointError(
+            f"{folder} has adapters of layers that are not in the model: "
+            f"{', '.join(sorted(left)[:3])}"
+        )
+    every = [pair for pairs in found.values() for pair in pairs.values()]
+    if not every:
+        raise CheckpointError(f"{folder} holds no adapter")
+    rank, scale = max(len(pair.a) for pair in every), every[0].scale
+    tensors: dict[str, LazyTensor] = {}
+    for layer, pairs in _with_untrained(found, shape).items():
+        for part, pair in pairs.items():
+            for own, value in _ours(layer, part, pair, rank, scale):
+                value = value.to(dtype).contiguous()
+                make = partial(_same, value)
+                tensors[own] = LazyTensor(own, dtype, tuple(value.shape), make)
+    targets = {
+        f"{kind}.{_PART_NAMES[part]}" if part else f"{kind}.{own}".removeprefix(".")
+        for kind, own, part in _kinds_of(found)
+    }
+    flags = {
+        "lora_rank": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": config.get("lora_dropout") or 0.0,
+        "lora_use_rslora": False,
+        "lora_target_modules": sorted(targets),
+    }
+    return tensors, flags
+
+
+def _with_untrained(
+    found: dict[str, dict[str, Pair]], shape: ModelShape
+) -> dict[str, dict[str, Pair]]:
+    """Add zeros for layers of the same kinds as those of ``found``, which has not all layers."""
+    kinds = _kinds_of(found)
+    letters = tensors_of(shape)
+    out = {}
+    for name in letters:
+        layer, size = name.removesuffix(".weight"), size_of(letters[name], shape)
+        parts = dict(found.get(layer, {}))
+        if layer != name and len(size) == 2:
+            rows = rows_of(layer, size, shape)
+            groups = size[0] // sum(rows.values())
+            for part in rows:
+                if part not in parts and (like := kinds.get((*_kind_of(layer), part))):
+                    a, b = like.a.new_zeros(1, size[1]), like.b.new_zeros(groups * rows[part], 1)
+                    parts[part] = Pair(a, b, like.scale)
+        if parts:
+            out[layer] = parts
+    return out
+
+
+def _kinds_of(found: Mapping[str, Mapping[str, Pair]]) -> dict[tuple[str, str, str], Pair]:
+    """Return the module around a layer, the layer and its part -> an example."""
+    return {
+        (*_kind_of(layer), part): pair for layer, ps in found.items() for part, pair in ps.items()
+    }
+
+
+def _kind_of(layer: str) -> tuple[str, str]:
+    *around, own = re.sub(r"\.local_experts\.\d+\.", ".", layer).split(".")
+    return around[-1] if around else "", own
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _ours(
+    layer: str, part: str, pair: Pair, rank: int, scale: float
+) -> Iterator[tuple[str, Tensor]]:
+    own = f"{layer}.lora.{part}_" if part else f"{layer}.lora."
+    spare = rank - len(pair.a)
+    a = F.pad(pair.a, (0, 0, 0, spare))
+    b = F.pad(pair.b, (0, spare))
+    b = b if pair.scale == scale else b * (pair.scale / scale)
+    yield f"{own}a", a.t() if layer == EMBEDDING else a
+    yield f"{own}b", b
+
+
+def _rule_if_any(name: str, shape: ModelShape, family: Family) -> Rule | None:
+    rule = family.rule(name, shape)
+    return rule if all(theirs.endswith(".weight") for theirs in rule.theirs) else _expert(rule)
+
+
+def _expert(rule: Rule) -> Rule | None:
+    """Return the rule of an expert's matrix, whose names may have no ending."""
+    return rule if all(_EXPERT.search(theirs) for theirs in rule.theirs) else None
+
+
+def _our_pairs(
+    layer: str, rule: Rule, left: dict[str, Tensor], config: JsonObject, shape: ModelShape
+) -> dict[str, Pair]:
+    """Remove the adapters of one of our layers from ``left`` and return them by part."""
+    modules = [theirs.removesuffix(".weight") for theirs in rule.theirs]
+    taken = [_take(left, module, config) for module in modules]
+    if not any(taken):
+        return {}
+    if rule.by_turns:
+        raise CheckpointError(f"the adapter of {modules[0]} cannot be converted")
+    parts = list(rows_of(layer, (2,), shape))
+    if len(parts) == len(taken):
+        return {part: pair for part, pair in zip(parts, taken, strict=True) if pair is not None}
+    (pair,) = taken
+    assert pair is not None, "the only one"
+    sizes = [shape.dims[letter] for letter in "qkk"] if parts[0] == "q" else [len(pair.b) // 2] * 2
+    return {
+        part: Pair(pair.a, b, pair.scale)
+        for part, b in zip(parts, pair.b.split(sizes), strict=True)
+    }
+
+
+def _take(left: dict[str, Tensor], module: str, config: JsonObject) -> Pair | None:
+    for name in (module, _new_name(module)):
+        for kind in ("lora_{}.weight", "lora_embedding_{}"):
+            names = [f"{name}.{kind.format(matrix)}" for matrix in "AB"]
+            if all(each in left for each in names):
+                a, b = (left.pop(each) for each in names)
+                return Pair(a, b, _scale_of(name, len(a), config))
+    return None
+
+
+def _new_name(module: str) -> str:
+    """Return the name of an expert's matrix of Mixtral in the modules of newer `transformers`."""
+    *outer, last = module.replace(".block_sparse_moe.", ".mlp.").split(".")
+    return ".".join([*outer, _OF_MIXTRAL.get(last, last)])
+
+
+def _scale_of(module: str, rank: int, config: JsonObject) -> float:
+    """Return alpha / rank of a module; its alpha may be that of a pattern."""
+    patterns = config.get("alpha_pattern") or {}
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            alpha = value
+            break
+    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _read_config(folder: Path) -> JsonObject:
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise CheckpointError(f"{folder / CONFIG} has peft_type {kind}: only LORA can be read")
+    for name, words in _UNSUPPORTED.items():
+        if config.get(name):
+            raise CheckpointError(f"{folder / CONFIG} has {name}: {words} are not available")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{folder / CONFIG} has bias {config['bias']}: train it with none")
+    return config
+
+
+def _without_stacks(
+    weights: Mapping[str, LazyTensor], config: JsonObject
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors; those of all experts of a layer as one of each expert.
+
+    PEFT nests its wrappers: the tensor that it wraps first has ``base_layer`` in its name.
+    """
+    for name, tensor in weights.items():
+        if name.endswith(".base_layer.weight"):  # a copy of the base's embedding or output layer
+            continue
+        found = re.fullmatch(r"(.*\.experts)\.(base_layer\.)?lora_([AB])\.weight", name)
+        if not found:
+            yield name, tensor.make()
+            continue
+        base, matrix = found[1], found[3]
+        theirs = _INNER if found[2] else _OUTER
+        rank = _rank_of(f"{base}.{theirs}", config)
+        value = tensor.make()
+        if matrix == "A":
+            entries = value.unflatten(0, (-1, rank))
+        else:
+            entries = value.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        for number, entry in enumerate(entries):
+            yield from _of_expert(f"{base}.{number}", theirs, matrix, entry)
+
+
+def _of_expert(base: str, theirs: str, matrix: str, entry: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if theirs == _OUTER:
+        yield f"{base}.{theirs}.lora_{matrix}.weight", entry
+        return
+    halves = entry.chunk(2) if matrix == "B" else (entry, entry)
+    for name, half in zip(("gate_proj", "up_proj"), halves, strict=True):
+        yield f"{base}.{name}.lora_{matrix}.weight", half
+
+
+def _rank_of(module: str, config: JsonObject) -> int:
+    for pattern, rank in (config.get("rank_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return int(rank)
+    return int(config["r"])

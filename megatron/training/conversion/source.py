@@ -1,0 +1,167 @@
+"""The checkpoint that a conversion reads, and what it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron.core.config.errors import CheckpointError, MegatronError
+from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.dist_checkpointing.value_types import Arguments, Common, JsonObject, Layout
+from megatron.training.arguments.resolve import resolve
+from megatron.training.checkpointing.checkpoint_args import (
+    FORCED,
+    FORCED_PREFIXES,
+    IF_UNSET,
+    saved_namespace,
+)
+from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.config.run import RunConfig
+from megatron.training.conversion import hf_folder
+from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, pad_vocab_size
+
+HF, PEFT = "hf", "peft"
+BESIDE = "huggingface"  # folder next to iter_*: config.json, tokenizer, generation config
+_EMBEDDING = "embedding.word_embeddings.weight"
+# Arguments that define a model, besides those of --use-checkpoint-args; values that every run
+# needs to be resolved.
+_MORE = ("bias_gelu_fusion", "bias_swiglu_fusion", "tokenizer_model", "encoder_num_layers")
+TO_RESOLVE = {"skip_train": True, "micro_batch_size": 1, "transformer_impl": "local"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionRequest:
+    """Options of one conversion, from the command line."""
+
+    source: Path
+    target: Path
+    format: str
+    family: str | None = None
+    dtype: torch.dtype | None = None  # None: unchanged
+    vocab_size: int | None = None  # number of tokens, if the embedding has padding
+    args: Arguments = field(default_factory=dict)  # dest -> value, replaces saved arguments
+    step: int | None = None
+    base: Path | None = None  # of adapters; None: where their checkpoint says
+    kind: str | None = None  # refuse a model of another kind
+    is_release: bool = False  # write weights only, without training state
+    verify: bool = True
+    max_shard_bytes: int | None = None
+    rename: Callable[[str], str | None] | None = None  # key -> new key, or None to omit it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Checkpoint to convert: tensors by global name, and all its other content."""
+
+    tensors: Mapping[str, LazyTensor]
+    args: Arguments
+    common: Common
+    layout: Layout
+    rank_states: Mapping[int, JsonObject] = field(default_factory=dict)
+    beside: Path | None = None  # folder with config.json, tokenizer and similar
+
+
+def read_source(wanted: ConversionRequest) -> Source:
+    """Open a checkpoint of one of `FORMATS`; each tensor is read from disk when it is used."""
+    content = open_checkpoint(wanted.source, wanted.step)
+    reader = open_reader(content.folder)
+    tensors = {
+        key: LazyTensor(key, stored.dtype, stored.shape, partial(reader.read, key))
+        for key, stored in reader.tensors.items()
+    }
+    kind = content.asked.get("model_kind")
+    ranks = math.prod(size for _, size in content.manifest.layout.get("dense", []))
+    states = {rank: reader.rank_state(rank) for rank in range(ranks)}
+    beside = content.folder.parent / BESIDE
+    model = content.asked.get("tokenizer_model")
+    if not beside.is_dir() and isinstance(model, str) and hf_folder.has_tokenizer(Path(model)):
+        beside = Path(model)  # the checkpoint chose this path: only a tokenizer is read
+    return Source(
+        tensors=tensors,
+        args={**content.asked, "model_kind": kind or kind_of(tensors)},
+        common=content.common,
+        layout=content.manifest.layout,
+        rank_states={rank: state for rank, state in states.items() if state is not None},
+        beside=beside if beside.is_dir() else None,
+    )
+
+
+# Substring of names that only one model kind has; Megatron-LM does not store the kind.
+_KINDS = {".mixer.": "mamba", ".cross_attention.": "t5", "encoder.layers.": "bert"}
+
+
+def kind_of(names: Collection[str]) -> str:
+    return next((k for part, k in _KINDS.items() if any(part in name for name in names)), "gpt")
+
+
+def weights_of(source: Source) -> dict[str, LazyTensor]:
+    return {k: t for k, t in source.tensors.items() if not k.startswith(OPTIMIZER_PREFIX)}
+
+
+def run_config(args: Arguments, tp: int = 1, pp: int = 1, ep: int = 1) -> RunConfig:
+    """Resolve the model and tokenizer arguments of a saved run, for these parallel sizes.
+
+    All other arguments are ignored.  Raises ConfigError if the arguments request something that is
+    not implemented, or if the model does not support these sizes.
+    """
+    names = {*FORCED, *IF_UNSET, *_MORE, *(n for n in args if n.startswith(FORCED_PREFIXES))}
+    described = {name: args[name] for name in names if args.get(name) is not None}
+    path = described.pop("heterogeneous_layers_config_path", None)  # never opened
+    if path and not described.get("heterogeneous_layers_config_encoded_json"):
+        raise CheckpointError(
+            f"the checkpoint was saved with --heterogeneous-layers-config-path {path} and does not "
+            "hold the text of that file: load it with this flag and save it once"
+        )
+    namespace = saved_namespace(described | TO_RESOLVE)
+    vars(namespace)["tensor_model_parallel_size"] = tp
+    vars(namespace)["pipeline_model_parallel_size"] = pp
+    vars(namespace)["expert_model_parallel_size"] = ep
+    vars(namespace)["expert_tensor_parallel_size"] = 1 if ep > 1 else None
+    vars(namespace)["sequence_parallel"] = tp > 1 and bool(described.get("num_experts"))
+    return resolve(namespace, tp * pp * ep)
+
+
+def layout_of(args: Arguments) -> dict[str, int]:
+    axes = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
+    names = {axis: f"{word}_model_parallel_size" for axis, word in axes.items()}
+    return {axis: args[name] for axis, name in names.items() if name in args}
+
+
+def config_beside(source: Source) -> JsonObject:
+    """Return the config.json that was saved with the model, or {}."""
+    if source.beside is None or not (source.beside / hf_folder.CONFIG).exists():
+        return {}
+    return hf_folder.read_config(source.beside)
+
+
+def vocab_size_of(source: Source, wanted: ConversionRequest) -> int:
+    """Return the number of embedding rows that are tokens; the other rows are padding.
+
+    This is ``wanted.vocab_size`` if given, else the tokenizer's size if padding it by
+    --make-vocab-size-divisible-by gives the number of rows, else all rows.
+    """
+    rows = embedding_of(source.tensors).shape[0]
+    if wanted.vocab_size is not None:
+        return wanted.vocab_size
+    args = source.args
+    if args.get("pad_vocab_in_loss"):
+        return rows
+    try:
+        tokens = create_tokenizer(TokenizerSpec.of(argparse.Namespace(**args))).vocab_size
+    except (MegatronError, OSError):  # its files may be on another machine
+        return rows
+    multiple, tp = args["make_vocab_size_divisible_by"], args["tensor_model_parallel_size"]
+    return tokens if pad_vocab_size(tokens, multiple, tp) == rows else rows
+
+
+def embedding_of(tensors: Mapping[str, LazyTensor]) -> LazyTensor:
+    """Return the embedding of words, which may be that of a part of the model."""
+    return next(tensor for name, tensor in tensors.items() if name.endswith(_EMBEDDING))

@@ -1,0 +1,239 @@
+"""Adapters in PEFT's files: read, merged and written, compared with transformers and PEFT."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.params.param_info import info_of
+from megatron.core.peft.lora import attach_adapters, is_of_adapter
+from megatron.training.conversion import hf
+from megatron.training.conversion.adapters import lora_of
+from megatron.training.conversion.convert import (
+    HF,
+    PEFT,
+    ConversionRequest,
+    convert,
+    read_source,
+    run_config,
+)
+from megatron.training.conversion.shape import ModelShape, shape_of
+from megatron.training.conversion.tensors import tensors_of
+from megatron.training.conversion.verify import our_model, our_outputs
+
+models = pytest.importorskip("tests.unit.conversion.models", reason="needs transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+try:
+    import peft
+except (ImportError, RuntimeError) as error:  # it raises where transformer_engine has no framework
+    peft, reason = None, str(error)
+else:
+    reason = ""
+needs_peft = pytest.mark.skipif(peft is None, reason=f"needs peft: {reason[:40]}")
+
+RANK, ALPHA = 3, 6.0
+ATTENTION = "q_proj k_proj v_proj o_proj"
+MLP = "gate_proj up_proj down_proj"
+# case -> target modules by PEFT's names
+CASES = {
+    "llama": f"{ATTENTION} {MLP} embed_tokens lm_head",
+    "qwen2": "q_proj v_proj",
+    "gpt2": "c_attn c_fc",
+    "phi3": "qkv_proj gate_up_proj down_proj",
+    "mixtral": "q_proj o_proj w1 w2 w3",
+    "qwen3 moe": f"k_proj experts.{MLP.replace(' ', ' experts.')}",
+    "deepseek v2": "q_proj kv_a_proj_with_mqa kv_b_proj o_proj",
+    "deepseek v3": "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj",
+}
+PROMPTS = torch.randint(0, models.VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(1))
+Case = tuple[Any, Path, Path, Path]  # model of transformers, its folder, ours, files of PEFT
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    """A model in both forms, and random adapters in PEFT's."""
+    theirs, base, files = tmp_path / "hf", tmp_path / "base", tmp_path / "peft"
+    model = models.make(request.param).eval()
+    model.save_pretrained(theirs)
+    convert(ConversionRequest(source=theirs, target=base, format="safetensors_dist", verify=False))
+    source = read_source(ConversionRequest(source=base, target=base, format=HF))
+    shape = shape_of(run_config(source.args), models.VOCABULARY)
+    family = hf.choose_family(shape, None, model.config.model_type)
+    write_adapters(files, dict(matrices(shape, family, CASES[request.param].split())), {})
+    return model, theirs, base, files
+
+
+def matrices(shape: ModelShape, family: Any, targets: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield their name and the shape of each matrix that ``targets`` select."""
+    for name, letters in tensors_of(shape).items():
+        if not name.endswith(".weight") or "norm" in name or "router" in name:
+            continue
+        size = [
+            shape.dims[x] if (x := each.removeprefix("*")) in shape.dims else int(x)
+            for each in letters
+        ]
+        rule = family.rule(name, shape)
+        like = torch.empty(size, device="meta")
+        for theirs, part in zip(rule.theirs, rule.to_theirs(like, shape), strict=True):
+            module = theirs.removesuffix(".weight")
+            own = re.sub(r"\.experts\.\d+\.", ".experts.", module)
+            if any(own.endswith(f".{target}") or own == target for target in targets):
+                yield module, part.t() if rule.transposed else part
+
+
+def write_adapters(folder: Path, sizes: dict[str, Tensor], config: dict[str, object]) -> None:
+    """Write random adapters of matrices as PEFT would."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(2)
+    tensors = {}
+    for module, like in sizes.items():
+        (rows, columns), kind = like.shape, "lora_{}.weight"
+        if module.endswith("embed_tokens"):
+            rows, columns, kind = columns, rows, "lora_embedding_{}"
+        for matrix, size in (("A", (RANK, columns)), ("B", (rows, RANK))):
+            value = torch.randn(size, generator=generator) * 0.2
+            tensors[f"base_model.model.{module}.{kind.format(matrix)}"] = value
+    safetensors.save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.rsplit(".", 1)[-1] for name in sizes})
+    values = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(values | config))
+
+
+def to_ours(files: Path, base: Path) -> Path:
+    target = files.with_name("adapters")
+    convert(ConversionRequest(source=files, target=target, format="safetensors_dist", base=base))
+    return target
+
+
+@torch.no_grad()
+def our_logits(adapters: Path, base: Path) -> Tensor:
+    """Return the logits of the base with adapters beside its layers."""
+    read = [read_source(ConversionRequest(source=f, target=f, format=HF)) for f in (base, adapters)]
+    run = run_config(read[0].args)
+    model = our_model(run, read[0].tensors, models.VOCABULARY)
+    attach_adapters(model, lora_of(read[1].args))
+    params = {info_of(p).name: p for p in model.parameters() if p.requires_grad}
+    assert params.keys() == read[1].tensors.keys()
+    for name, param in params.items():
+        param.copy_(read[1].tensors[name].make())
+    return next(our_outputs(model.eval(), run, PROMPTS))
+
+
+@torch.no_grad()
+def their_logits(model: Any) -> Tensor:
+    return model(PROMPTS, use_cache=False).logits
+
+
+@pytest.mark.feature("LoRA: adapters of PEFT are read, merged into the base, and written again")
+def test_adapters_of_peft_are_read_merged_and_written(case: Case, tmp_path: Path) -> None:
+    _, theirs, base, files = case
+    adapters = to_ours(files, base)
+    stored = read_source(ConversionRequest(source=adapters, target=adapters, format=HF))
+    assert all(map(is_of_adapter, stored.tensors))
+    found = our_logits(adapters, base)
+    # Added by hand to the files of transformers.
+    expected = their_logits(with_adapters(theirs, files, tmp_path / "by hand"))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    convert(ConversionRequest(source=adapters, target=tmp_path / "merged", format=HF))
+    merged = their_logits(models.AUTO.from_pretrained(tmp_path / "merged"))
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+    convert(ConversionRequest(source=adapters, target=tmp_path / "again", format=PEFT))
+    config = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    written, original = (
+        safetensors.load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "again", files)
+    )
+    assert written.keys() == original.keys()
+    if not config["rank_pattern"]:
+        assert all(torch.equal(written[name], original[name]) for name in original)
+        assert config["lora_alpha"] == ALPHA
+
+
+def with_adapters(theirs: Path, files: Path, target: Path) -> Any:
+    """Return their model, loaded from weights to which B A was added."""
+    weights = safetensors.load_file(theirs / "model.safetensors")
+    adapters = safetensors.load_file(files / "adapter_model.safetensors")
+    scale, count = ALPHA / RANK, 0
+    for name, a in adapters.items():
+        if "_A" not in name:
+            continue
+        b = adapters[name.replace("_A", "_B")]
+        module = re.split(r"\.lora_", name.removeprefix("base_model.model."))[0]
+        weight = weights[f"{module}.weight"]
+        delta = b @ a * scale
+        weight += delta if delta.shape == weight.shape and "c_" not in module else delta.t()
+        count += 1
+    assert count == len(adapters) / 2
+    target.mkdir()
+    safetensors.save_file(weights, target / "model.safetensors", {"format": "pt"})
+    (target / "config.json").write_bytes((theirs / "config.json").read_bytes())
+    return models.AUTO.from_pretrained(target)
+
+
+@needs_peft
+def test_peft_computes_our_logits(case: Case, tmp_path: Path) -> None:
+    _, theirs, base, files = case
+    adapters = to_ours(files, base)
+    expected = our_logits(adapters, base)
+    convert(ConversionRequest(source=adapters, target=tmp_path / "again", format=PEFT))
+    model = models.AUTO.from_pretrained(theirs)
+    found = their_logits(peft.PeftModel.from_pretrained(model, tmp_path / "again").eval())
+    assert not torch.allclose(expected, their_logits(models.AUTO.from_pretrained(theirs)), 1e-2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@needs_peft
+def test_adapters_that_peft_has_saved_are_read(case: Case, tmp_path: Path) -> None:
+    model, _, base, files = case
+    config = json.loads((files / "adapter_config.json").read_text())
+    kind = model.config.model_type
+    experts = {"mixtral": ["w1", "w2", "w3"], "qwen3_moe": MLP.split()}.get(kind, [])
+    modules = [name for name in config["target_modules"] if name not in experts]
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if experts else None
+    options = {"target_modules": modules, "target_parameters": stacks, "alpha_pattern": {}}
+    adapted = peft.get_peft_model(
+        model,
+        peft.LoraConfig(r=4, lora_alpha=10, rank_pattern={"o_proj": 2}, **options),
+    ).eval()
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name, param in adapted.named_parameters():
+            if "lora_" in name:
+                param.normal_(std=0.2)
+    adapted.save_pretrained(tmp_path / "saved")
+    expected = their_logits(adapted)
+    found = our_logits(to_ours(tmp_path / "saved", base), base)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    theirs, base = tmp_path / "hf", tmp_path / "base"
+    models.make("llama").save_pretrained(theirs)
+    convert(ConversionRequest(source=theirs, target=base, format="safetensors_dist", verify=False))
+    layer = torch.empty(32, 32, device="meta")
+    for number, (module, config, message) in enumerate(
+        (
+            ("model.layers.0.self_attn.q_proj", {"peft_type": "LOHA"}, "peft_type LOHA: only LORA"),
+            ("model.layers.0.self_attn.q_proj", {"use_dora": True}, "has use_dora: DoRA are not"),
+            ("model.layers.0.self_attn.q_proj", {"bias": "all"}, "has bias all: train it with no"),
+            ("model.layers.7.self_attn.q_proj", {}, "layers that are not in the model: model.lay"),
+        )
+    ):
+        files = tmp_path / str(number) / "peft"
+        files.parent.mkdir()
+        write_adapters(files, {module: layer}, config)
+        with pytest.raises(CheckpointError, match=message):
+            to_ours(files, base)
+    with pytest.raises(CheckpointError, match="give the checkpoint of their model with --base"):
+        convert(ConversionRequest(source=files, target=tmp_path / "x", format="safetensors_dist"))
+    with pytest.raises(CheckpointError, match="holds a complete model, no adapters"):
+        convert(ConversionRequest(source=base, target=tmp_path / "y", format=PEFT))
