@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,12 +16,13 @@ from megatron.core.params.param_info import local_part
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.initialize import configure, start
-from megatron.training.models.registry import implementation_of, model_kind_of
+from megatron.training.models.image_encoder import image_encoder
+from megatron.training.models.registry import implementation_of
 from megatron.training.plan.stages import plan_run
 from megatron.training.plan.tracing import Tracker
 from megatron.training.runtime.setup import build_model_chunks, build_optimizer, setup_tokenizer
 from megatron.training.step.train_step import _gradients, _update
-from tests.functional.runs import TINY
+from tests.functional.runs import TINY, entry_of
 from tests.ranks import run_ranks
 
 BASE = (
@@ -58,7 +58,18 @@ VLM = (
     "--max-num-tiles 2"
 )
 VIT = "--model-kind vit --img-h 24 --img-w 24 --patch-dim 6 --num-classes 9"
-ONE |= {"image classifier": VIT, "BERT": BERT, "T5": T5, "hybrid": HYBRID, "images": VLM}
+SOUND = (
+    "--model-kind mimo --model-provider llava_avlm --audio-seq-length 20 --vision-num-layers 2 "
+    "--img-h 24 --img-w 24 --patch-dim 6 --vision-hidden-size 48 --vision-num-attention-heads 6"
+)
+ONE |= {
+    "image classifier": VIT,
+    "BERT": BERT,
+    "T5": T5,
+    "hybrid": HYBRID,
+    "images": VLM,
+    "images and sound": SOUND,
+}
 ONE |= {
     "images, frozen encoder": f"{VLM} --freeze-ViT --bf16",
     "images, recomputed": f"{VLM} --recompute-vision --attention-backend unfused",
@@ -92,6 +103,7 @@ TWO = {
     "experts apart, fully sharded": f"{EXPERTS} --use-torch-fsdp2 --expert-model-parallel-size 2 "
     "--no-gradient-accumulation-fusion",
     "images, tensor": f"{VLM} --tensor-model-parallel-size 2 --sequence-parallel",
+    "images and sound, encoders apart": f"{SOUND} --tensor-model-parallel-size 2 --encoder-tp 1",
     "images, stages": f"{VLM} --pipeline-model-parallel-size 2",
     "images, context": f"{VLM} --context-parallel-size 2 --freeze-LM",
     "images, distributed optimizer": f"{VLM} --freeze-ViT --use-distributed-optimizer --bf16",
@@ -145,7 +157,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
     with contextlib.redirect_stdout(io.StringIO()):
         run = start(configure(argv=argv))
         setup_tokenizer(run)
-        entry = importlib.import_module(model_kind_of(run.config).entry_script.removesuffix(".py"))
+        entry = entry_of(run.config.language_model.model_kind)
         build_model_chunks(run, entry.model_provider)
         build_optimizer(run)
     run.forward_step_func = entry.forward_step
@@ -185,7 +197,11 @@ def _data(config: Any) -> Iterator[dict[str, Tensor]]:
     }
     while True:
         batch = {n: torch.ones_like(e.largest(torch.device("cpu"))) for n, e in needed.items()}
-        if "num_tiles" in batch:
+        if "audios" in batch:
+            per_row = image_encoder(config).num_embeddings, config.mimo.audio_seq_length
+            batch["tokens"][:, : per_row[0]] = config.mimo.special_token_ids["images"]
+            batch["tokens"][:, -per_row[1] :] = config.mimo.special_token_ids["audios"]
+        elif "num_tiles" in batch:
             batch["tokens"][:, 0] = -200
             batch["num_tiles"].zero_()[:, 0] = len(batch["images"]) // len(batch["tokens"])
         if config.language_model.model_kind == "bert":

@@ -53,8 +53,7 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
     """
     argv = [*argv, "--device", "cuda"] if host_gpu.is_asked() else argv
     kind = argv[argv.index("--model-kind") + 1] if "--model-kind" in argv else "gpt"
-    script = model_kind(kind).entry_script
-    entry = importlib.import_module(script.removesuffix(".py"))
+    entry, script = entry_of(kind), model_kind(kind).entry_script
     with (
         mock.patch("sys.argv", [script, *argv]),
         _host_apart(argv),
@@ -66,6 +65,12 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
             entry.forward_step,
             args_defaults=defaults_of(script),
         )
+
+
+def entry_of(kind: str | None) -> Any:
+    """Import the entry script of a model kind."""
+    script = model_kind(kind).entry_script
+    return importlib.import_module(script.removesuffix(".py").replace("/", "."))
 
 
 @contextlib.contextmanager

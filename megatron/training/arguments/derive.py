@@ -18,13 +18,12 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.device import CPU
 from megatron.core.distributed.sharding import shares_instances
 from megatron.core.enums import AttnBackend
-from megatron.core.models.vision.kinds import get_num_image_embeddings
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
 from megatron.training.arguments.cuda_graph_capture import cuda_graph_capture
+from megatron.training.arguments.derive_images import image_classes, images
 from megatron.training.config.run import data_parallel_size
-from megatron.training.config.vision import largest_image
 from megatron.training.models.registry import model_kind
 
 Derivation = Callable[[Namespace], Iterator[str] | None]
@@ -108,88 +107,6 @@ def depth(ns: Namespace) -> None:
     ns.encoder_num_layers = ns.num_layers
     if kind.has_encoder and ns.decoder_num_layers is None:
         ns.decoder_num_layers = ns.num_layers
-
-
-def image_classes(ns: Namespace) -> Iterator[str]:
-    """Derive the length of an image classifier's sequences, which tensor-parallel ranks divide.
-
-    ``--data-path TRAIN VALID`` names a folder of each split, as in Megatron-LM's
-    pretrain_vision_classify.py.
-    """
-    if not model_kind(ns.model_kind).classifies_images:
-        return
-    part = sequence_divisor(
-        cp=ns.context_parallel_size,
-        tp=ns.tensor_model_parallel_size,
-        sequence_parallel=ns.sequence_parallel,
-    )
-    side = max(1, ns.patch_dim)  # a check reports 0
-    length = (ns.img_h // side) * (ns.img_w // side) + 1
-    for flag, given in (
-        ("--seq-length", ns.seq_length),
-        ("--encoder-seq-length", ns.encoder_seq_length),
-        ("--max-position-embeddings", ns.max_position_embeddings),
-    ):
-        if given not in (None, length):
-            yield (
-                f"{flag} {given} is without effect: an image has {length} positions, its patches "
-                "and the class token"
-            )
-    ns.seq_length, ns.encoder_seq_length = -(-length // part) * part, None
-    ns.max_position_embeddings = length  # the table must not depend on the layout
-    words: tuple[str, ...] = tuple(ns.data_path or ())
-    if len(words) == 2 and not _is_number(words[0]):
-        ns.train_data_path, ns.valid_data_path, ns.data_path = words[:1], words[1:], None
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def images(ns: Namespace) -> None:
-    """Derive the encoder's depth and the lengths of a model that reads images.
-
-    --encoder-num-layers is the encoder's depth and --decoder-num-layers the language model's; both
-    default to --num-layers.  --dataloader-seq-length is the length of texts; --seq-length becomes
-    that of the text with the embeddings of its images in their places, or --decoder-seq-length if
-    that is more, in parts of equal length for the ranks that share a row.
-    """
-    if not model_kind(ns.model_kind).reads_images:
-        return
-    if ns.num_layers is None:
-        ns.num_layers = ns.encoder_num_layers
-    if ns.vision_num_layers is None:
-        ns.vision_num_layers = ns.encoder_num_layers or ns.num_layers
-    ns.num_layers = ns.decoder_num_layers or ns.num_layers
-    ns.encoder_num_layers = None
-    text = ns.dataloader_seq_length or ns.seq_length or ns.encoder_seq_length
-    if text is None:
-        return
-    try:
-        of_tile = get_num_image_embeddings(
-            *(ns.img_h, ns.img_w, ns.patch_dim, ns.vision_model_type or "clip"),
-            *(ns.disable_vision_class_token, 1, ns.pixel_shuffle),
-        )
-    except (ConfigError, ZeroDivisionError):  # a check reports it
-        of_tile = 0
-    of_image = largest_image(ns, of_tile) if ns.decoder_seq_length is None else of_tile
-    length = max(text + of_image, ns.decoder_seq_length or 0)
-    part = sequence_divisor(
-        cp=ns.context_parallel_size,
-        tp=ns.tensor_model_parallel_size,
-        sequence_parallel=ns.sequence_parallel,
-    )
-    ns.dataloader_seq_length = text
-    ns.row_length = length
-    ns.seq_length = -(-length // part) * part
-    ns.decoder_seq_length = None
-    # The table of positions must not depend on the layout.
-    ns.max_position_embeddings = max(ns.max_position_embeddings or 0, length)
-    ns.tp_comm_overlap |= ns.decoder_tp_comm_overlap
 
 
 def optimizer_of_matrices(ns: Namespace) -> None:

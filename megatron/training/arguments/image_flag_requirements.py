@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron.core.config.option import dest_of, options_of
-from megatron.training.arguments.requirement import needs
+from megatron.training.arguments.requirement import needs, needs_value
 from megatron.training.config.image_classifier import ImageClassifierConfig
+from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.vision import VisionConfig
 from megatron.training.models.registry import model_kind
 
@@ -32,6 +33,13 @@ OF_IMAGES = (
         " ".join(dest_of(f, opt) for f, opt in options_of(ImageClassifierConfig)),
         lambda ns: model_kind(ns.model_kind).classifies_images,
     ),
+    needs(
+        "examples/mimo/train.py (--model-kind mimo)",
+        " ".join(dest_of(f, opt) for f, opt in options_of(MimoConfig) if opt.ignored is None),
+        lambda ns: model_kind(ns.model_kind).has_placeholders,
+    ),
+    needs_value("model_provider", "video_llava_vlm", "num_frames"),
+    needs_value("model_provider", "llava_avlm", "audio_encoder_model audio_seq_length"),
     needs(
         "an encoder that is trained (no --freeze-ViT)",
         "recompute_vision",

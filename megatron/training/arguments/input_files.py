@@ -18,6 +18,8 @@ from megatron.training.tokenizer.build import create_tokenizer
 from megatron.training.tokenizer.spec import TokenizerSpec
 
 _FILES = (
+    "language_model_checkpoint",
+    "audio_encoder_model",
     "vocab_file",
     "merge_file",
     "tokenizer_model",

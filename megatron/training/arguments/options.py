@@ -33,6 +33,7 @@ GROUPS = (
     "autoresume",
     "biencoder",
     "vision",
+    "MIMO",
     "moe",
     "mla",
     "heterogeneous architecture",

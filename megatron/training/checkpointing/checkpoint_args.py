@@ -63,6 +63,7 @@ IMAGES = tuple(
     "vision_ffn_hidden_size vision_num_attention_heads vision_projection_type "
     "disable_vision_class_token pixel_shuffle image_grid_pinpoints".split()
 )
+MIMO = ("model_provider", "image_size", "image_token_id", "hf_assign_unused_tokens")
 TILES = tuple(
     "use_tiling max_num_tiles use_thumbnail use_area_weighted_aspect_ratio use_tile_tags".split()
 )
@@ -75,6 +76,7 @@ FORCED = (
     *IMAGES,
     *ADAPTERS,
     "num_classes",
+    *MIMO,
 )
 FORCED_PREFIXES = (
     "hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_", "relative_attention_",

@@ -30,6 +30,7 @@ from megatron.training.checkpointing.checkpoint_args import (
     LATENT,
     LEARNED_ANEW,
     LOGGED,
+    MIMO,
     NOT_COMPARED,
     SHOWN_BY_TENSORS,
     TILES,
@@ -162,6 +163,7 @@ def _is_read(name: str, values: Arguments) -> bool:
         (IMAGES, kind.reads_images or kind.classifies_images),
         ((*TILES, "dataloader_seq_length"), kind.reads_images),
         (("num_classes",), kind.classifies_images),
+        (MIMO, kind.has_placeholders),
         (("bert_binary_head",), kind.has_masked_lm_head),
         (("lora_",), values["lora_rank"] is not None),
     )

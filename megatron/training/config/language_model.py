@@ -15,6 +15,7 @@ MODEL_KINDS = Registry[object](
         "gpt": "megatron.training.models.descriptions:GPT",
         "bert": "megatron.training.models.descriptions:BERT",
         "mamba": "megatron.training.models.descriptions:MAMBA",
+        "mimo": "megatron.training.models.descriptions:MIMO",
         "t5": "megatron.training.models.descriptions:T5",
         "vit": "megatron.training.models.descriptions:VIT",
         "vlm": "megatron.training.models.descriptions:VLM",

@@ -20,6 +20,7 @@ from megatron.training.config.image_classifier import ImageClassifierConfig
 from megatron.training.config.inference import InferenceConfig
 from megatron.training.config.language_model import LanguageModelConfig
 from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.rl import RLConfig
@@ -44,6 +45,7 @@ class RunConfig:
     model: TransformerConfig
     language_model: LanguageModelConfig
     vision: VisionConfig
+    mimo: MimoConfig
     adapters: AdaptersConfig
     image_classifier: ImageClassifierConfig
     optimizer: OptimizerConfig

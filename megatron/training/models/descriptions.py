@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.training.config.run import GRPO, SFT
 from megatron.training.models.image_checks import image_classifier_problems, image_reader_problems
 from megatron.training.models.kind import ModelKind
 from megatron.training.models.layers import encoder_decoder_layers, hybrid_layers
+from megatron.training.models.mimo_checks import mimo_problems
 
 GPT = ModelKind(
     title="GPT",
@@ -63,4 +66,13 @@ VLM = ModelKind(
     reads_images=True,
     transformers_class="ImageTextToText",
     problems=image_reader_problems,
+)
+MIMO = replace(
+    VLM,
+    title="the MiMo model",
+    entry_script="examples/mimo/train.py",
+    implementation="megatron.training.models.mimo:MIMO",
+    has_placeholders=True,
+    writes_text=False,
+    problems=mimo_problems,
 )

@@ -98,9 +98,12 @@ def image_reader_problems(run: RunConfig) -> Iterator[str]:
             f"--vision-hidden-size {width} is no multiple of the encoder's {heads} attention "
             "heads: change one of them"
         )
-    if heads % model.tensor_model_parallel_size:
+    size, flag = model.tensor_model_parallel_size, "--tensor-model-parallel-size"
+    if run.mimo.encoder_tp is not None:
+        size, flag = run.mimo.encoder_tp, "--encoder-tp"
+    if heads % size:
         yield (
-            f"--tensor-model-parallel-size {model.tensor_model_parallel_size} does not divide the "
+            f"{flag} {size} does not divide the "
             f"encoder's {heads} attention heads: change --vision-num-attention-heads"
         )
     if vision.pixel_shuffle:

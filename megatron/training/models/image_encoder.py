@@ -35,7 +35,7 @@ _COLOURS = 3
 
 
 @dataclass(frozen=True)
-class _Convention:
+class Convention:
     """What the layers of an encoder's architecture have, whatever the language model has."""
 
     activation: Any
@@ -44,15 +44,31 @@ class _Convention:
     has_qk_norm: bool = False  # over all heads
     has_layer_scale: bool = False
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """Fields of the config of the layers."""
+        return {
+            "activation_func": self.activation,
+            "add_bias_linear": True,
+            "add_qkv_bias": True,
+            "bias_activation_fusion": False,
+            "gated_linear_unit": False,
+            "layernorm_epsilon": self.eps,
+            "layernorm_zero_centered_gamma": False,
+            "normalization": self.normalization,
+            "qk_layernorm": False,
+            "qk_layernorm_full_width": self.has_qk_norm,
+        }
+
 
 _CONVENTIONS = {
-    "clip": _Convention(quick_gelu),
-    "siglip": _Convention(openai_gelu, eps=1e-6),
-    "internvit": _Convention(
+    "clip": Convention(quick_gelu),
+    "siglip": Convention(openai_gelu, eps=1e-6),
+    "internvit": Convention(
         F.gelu, normalization="RMSNorm", eps=1e-6, has_qk_norm=True, has_layer_scale=True
     ),
-    "internvit300M": _Convention(F.gelu, eps=1e-6, has_layer_scale=True),
-    "vit": _Convention(F.gelu, eps=1e-12),
+    "internvit300M": Convention(F.gelu, eps=1e-6, has_layer_scale=True),
+    "vit": Convention(F.gelu, eps=1e-12),
 }
 
 
@@ -98,7 +114,7 @@ def image_encoder(config: RunConfig) -> ImageEncoder:
             1,
             vision.pixel_shuffle,
         ),
-        max_tiles=vision.max_tiles,
+        max_tiles=max(vision.max_tiles, config.mimo.num_frames),
         pixels=pixels_of_patch(vision),
         projector_has_norm=projector_has_norm(config),
         projector_input=layers.hidden_size * (4 if vision.pixel_shuffle else 1),
@@ -122,7 +138,7 @@ def encoder_config(config: RunConfig) -> TransformerConfig:
     Megatron-LM's pretrain_vlm.py.
     """
     vision = config.vision
-    values = _inherited(config.model)
+    values = _inherited(config)
     width = vision.vision_hidden_size
     if width is not None:
         values |= {"hidden_size": width, "ffn_hidden_size": 4 * width}
@@ -134,20 +150,9 @@ def encoder_config(config: RunConfig) -> TransformerConfig:
         "num_attention_heads": vision.vision_num_attention_heads,
     }
     values |= {name: value for name, value in given.items() if value is not None}
-    if config.asked.get("vision_model_type") is not None:
+    if follows_architecture(config):
         kind = _convention(config)
-        values |= {
-            "activation_func": kind.activation,
-            "add_bias_linear": True,
-            "add_qkv_bias": True,
-            "bias_activation_fusion": False,
-            "gated_linear_unit": False,
-            "layernorm_epsilon": kind.eps,
-            "layernorm_zero_centered_gamma": False,
-            "normalization": kind.normalization,
-            "qk_layernorm": False,
-            "qk_layernorm_full_width": kind.has_qk_norm,
-        }
+        values |= kind.values
     if vision.recompute_vision:
         values |= {
             "recompute_granularity": "full",
@@ -162,8 +167,8 @@ def projector_config(config: RunConfig) -> TransformerConfig:
 
     With --vision-model-type it is that of LLaVA and InternVL: GELU, biases, one width.
     """
-    values = _inherited(config.model)
-    if config.asked.get("vision_model_type") is not None:
+    values = _inherited(config)
+    if follows_architecture(config):
         values |= {
             "activation_func": F.gelu,
             "add_bias_linear": True,
@@ -177,6 +182,14 @@ def projector_config(config: RunConfig) -> TransformerConfig:
     return TransformerConfig(**values)
 
 
+def follows_architecture(config: RunConfig) -> bool:
+    """Return whether layers have the convention of the encoder's architecture.
+
+    That is so with --vision-model-type, and with all providers of MiMo but mock.
+    """
+    return config.asked.get("vision_model_type") is not None or config.mimo.model_provider != "mock"
+
+
 def projector_has_norm(config: RunConfig) -> bool:
     """Return whether a norm precedes the projector, as in InternVL."""
     return config.vision.vision_model_type.startswith("internvit")
@@ -187,9 +200,13 @@ def has_layer_scale(config: RunConfig) -> bool:
     return _convention(config).has_layer_scale
 
 
-def _inherited(model: TransformerConfig) -> dict[str, Any]:
-    return {name: getattr(model, name) for name in _INHERITED}
+def _inherited(config: RunConfig) -> dict[str, Any]:
+    model = config.model
+    values = {name: getattr(model, name) for name in _INHERITED}
+    if config.mimo.encoder_tp is not None:
+        values["tensor_model_parallel_size"] = config.mimo.encoder_tp
+    return values
 
 
-def _convention(config: RunConfig) -> _Convention:
+def _convention(config: RunConfig) -> Convention:
     return _CONVENTIONS[config.vision.vision_model_type]

@@ -135,6 +135,7 @@ class ModelKind:
     has_masked_lm_head: bool = False  # BERT's output layers: masked tokens, sentence order
     reads_images: bool = False  # with an encoder on the first stage; --img-h and others describe it
     classifies_images: bool = False  # by --num-classes; images are its sequences, without text
+    has_placeholders: bool = False  # a row has a token for each embedding of an image or sound
     writes_text: bool = True  # autoregressively, for tools/text_generation_cli.py
     supports_compile: bool = False
     supports_context_parallel: bool = True

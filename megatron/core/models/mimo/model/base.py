@@ -30,7 +30,13 @@ TEXT = "text"  # key of the embeddings of all other tokens
 
 
 class MimoModel(MegatronModule):
-    """One pipeline stage of a language model with encoders of other modalities."""
+    """One pipeline stage of a language model with encoders of other modalities.
+
+    ``reads_values``: whether the host reads ids.  The planner, whose tensors have no values, clears
+    it.
+    """
+
+    reads_values = True
 
     def __init__(self, mimo_config: MimoModelConfig) -> None:
         """Build the language model and, on its first stage, the modules of all modalities.
@@ -125,7 +131,7 @@ class MimoModel(MegatronModule):
         if self.pre_process:
             found = self._modality_embeddings(modality_inputs or {})
             text = self._embedded(input_ids, position_ids, self.special_token_ids)
-            combined = _merged(text, found, input_ids, self.special_token_ids)
+            combined = self._merged(text, found, input_ids, self.special_token_ids)
             combined = split_over_ranks(combined, self.config, self.pg_collection)
         cp = self.pg_collection.cp
         output = self.language_model(
@@ -162,8 +168,26 @@ class MimoModel(MegatronModule):
         text = any_found.new_zeros(*input_ids.shape, any_found.shape[-1])
         if TEXT in found:
             is_text = ~_is_special(input_ids, special_token_ids)
-            text = _placed(text, TEXT, found.pop(TEXT), is_text)
-        return _merged(text, found, input_ids, special_token_ids).transpose(0, 1).contiguous()
+            _check_number(TEXT, found[TEXT], is_text)
+            text = _placed(text, found.pop(TEXT), is_text)
+        return self._merged(text, found, input_ids, special_token_ids).transpose(0, 1).contiguous()
+
+    def _merged(
+        self,
+        text: Tensor,
+        found: Mapping[str, Tensor],
+        input_ids: Tensor,
+        special: Mapping[str, int],
+    ) -> Tensor:
+        """Replace the embeddings of placeholders in ``text`` [b, s, h]."""
+        for name, embeddings in found.items():
+            if name not in special:
+                raise DataError(f"special_token_ids has no token for the modality {name}")
+            is_there = input_ids == special[name]
+            if self.reads_values:
+                _check_number(name, embeddings, is_there)
+            text = _placed(text, embeddings, is_there)
+        return text
 
     def _modality_embeddings(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         if unknown := inputs.keys() - self.modality_submodules.keys():
@@ -223,24 +247,16 @@ def _is_special(input_ids: Tensor, special_token_ids: Mapping[str, int]) -> Tens
     return found
 
 
-def _merged(
-    text: Tensor, found: Mapping[str, Tensor], input_ids: Tensor, special: Mapping[str, int]
-) -> Tensor:
-    """Replace the embeddings of placeholders in ``text`` [b, s, h]."""
-    for name, embeddings in found.items():
-        if name not in special:
-            raise DataError(f"special_token_ids has no token for the modality {name}")
-        text = _placed(text, name, embeddings, input_ids == special[name])
-    return text
-
-
-def _placed(text: Tensor, name: str, found: Tensor, is_there: Tensor) -> Tensor:
-    """Put the rows of ``found`` [n, h] where ``is_there`` [b, s] is true, in reading order."""
+def _check_number(name: str, found: Tensor, is_there: Tensor) -> None:
     if not device.is_cuda(is_there.device) and (count := int(is_there.sum())) != len(found):
         raise DataError(
             f"the ids have {count} tokens of the modality {name}, and it has {len(found)} "
             "embeddings: give one token for each embedding"
         )
+
+
+def _placed(text: Tensor, found: Tensor, is_there: Tensor) -> Tensor:
+    """Put the rows of ``found`` [n, h] where ``is_there`` [b, s] is true, in reading order."""
     if not len(found):  # the sum is 0; its gradient reaches an encoder that encoded zeros
         return text + found.sum().to(text.dtype)
     index = (is_there.flatten().cumsum(0) - 1).clamp(0, len(found) - 1).view_as(is_there)
