@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.spec import TokenizerSpec
 from tests import tolerances
 from tests.chat_templates import write_chat_tokenizer, write_conversations
-from tests.functional.runs import losses, refusal, run_gpt
+from tests.functional.runs import heard, losses, refusal, run_gpt
 from tests.ranks import run_ranks
 
 pytest.importorskip("jinja2")
@@ -165,3 +166,32 @@ def test_wrong_conversations_end_a_run_before_it_writes_anything(tmp_path, data)
     assert f"{path}, line 5: it is no JSON" in said
     assert "Traceback" not in said
     assert not list((tmp_path / "save").glob("[!.]*"))  # no checkpoint and no tracker
+
+
+@pytest.mark.feature("Fine-tuning: --sft-show-sample prints a conversation and what is trained")
+def test_a_sample_is_shown_with_what_is_trained(tmp_path, data):
+    folder, _ = data
+    path = tmp_path / "one.jsonl"
+    turns = [("user", "Ask it"), ("assistant", "Say so."), ("user", "Why"), ("assistant", "No.")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path.write_text(json.dumps({"messages": messages}))
+    flags = flags_of(folder, 2)
+    flags[flags.index("--train-data-path") + 1] = str(path)
+    argv = [*BASE, *flags, "--train-iters", "1", "--sft-show-sample"]
+    ((said, complaint),) = run_ranks(heard, 1, argv)
+    assert complaint == ""
+    start = next(i for i, line in enumerate(said) if line.startswith("first training sample"))
+    assert "are trained ({+marked+}):" in said[start]
+    assert said[start + 1 : start + 11] == [
+        "<|im_start|>system",
+        "Be helpful.<|im_end|>",
+        "<|im_start|>user",
+        "Ask it<|im_end|>",
+        "<|im_start|>assistant",
+        "{+Say so.<|im_end|>",
+        "+}<|im_start|>user",
+        "Why<|im_end|>",
+        "<|im_start|>assistant",
+        "{+No.<|im_end|>",
+    ]
+    assert any("lm loss" in line for line in said[start:])

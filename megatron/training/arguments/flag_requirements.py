@@ -339,7 +339,7 @@ _OF_MEMORY_AND_SPEED = (
 )
 
 _OF_FILES_AND_REPORTS = (
-    needs_flag("sft", "sft_packing sft_long_conversations sft_alignment"),
+    needs_flag("sft", "sft_packing sft_long_conversations sft_alignment sft_show_sample"),
     needs_value("tokenizer_type", "SFTTokenizer", "sft_tokenizer_prompt_format"),
     needs("--error-injection-rate", "error_injection_type", lambda ns: ns.error_injection_rate > 0),
     needs_value("rerun_mode", "validate_results", "error_injection_rate"),

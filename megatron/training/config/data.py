@@ -136,3 +136,8 @@ class DataConfig:
         "context-parallel size if not given, 1 without context parallelism.",
         at_least=1,
     )
+    sft_show_sample: bool = _sft(
+        False,
+        "Print the first conversation of the training data, with the text that is trained in "
+        "green, or between {+ and +} if the output is no terminal; the run goes on.",
+    )

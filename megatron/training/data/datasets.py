@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.data.loaders import get_blend_and_blend_per_split, reads_data
+from megatron.training.data.shown_sample import sample_as_text
 from megatron.training.data.user_datasets import build_user_datasets
 from megatron.training.models.kind import ModelImplementation
 from megatron.training.models.registry import implementation_of
@@ -43,6 +45,9 @@ def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any
     if train is None and reads and not run.config.validation.skip_train:
         given = f"--split {config.split}" if config.split else "the data of each split"
         raise DataError(f"{given} leaves nothing to train on: give training data, or --skip-train")
+    if data.sft_show_sample and run.is_rank_0 and train is not None:
+        assert run.tokenizer is not None, "setup_tokenizer() builds it"
+        print(sample_as_text(train[0], run.tokenizer, in_color=sys.stdout.isatty()), flush=True)
     return train, valid, test
 
 
