@@ -47,7 +47,8 @@ def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any
         raise DataError(f"{given} leaves nothing to train on: give training data, or --skip-train")
     if data.sft_show_sample and run.is_rank_0 and train is not None:
         assert run.tokenizer is not None, "setup_tokenizer() builds it"
-        print(sample_as_text(train[0], run.tokenizer, in_color=sys.stdout.isatty()), flush=True)
+        row: Any = train[0]
+        print(sample_as_text(row, run.tokenizer, in_color=sys.stdout.isatty()), flush=True)
     return train, valid, test
 
 
