@@ -243,6 +243,16 @@ def test_windows_packed_sequences_and_documents_need_no_mask_on_a_gpu(compiled: 
     assert len(waits) == 54
 
 
+@pytest.mark.feature(
+    "Experts: on a GPU without expert parallelism the host never waits for token counts"
+)
+def test_the_host_does_not_wait_for_tokens_of_experts(compiled: Path) -> None:
+    waits = waits_of("expert_waits.py")
+    assert waits.pop("one by one, in fp32") == 1  # a GEMM for each expert needs its count
+    assert waits == dict.fromkeys(waits, 0)
+    assert len(waits) == 11
+
+
 @pytest.mark.parametrize("name", GENERATED)
 def test_text_of_the_device_is_that_of_a_cpu(name: str, tmp_path: Path, compiled: Path) -> None:
     world_size, of_model, of_engine = GENERATED[name]

@@ -289,6 +289,13 @@ void check_grouped_mm(const torch::jit::Stack& stack, size_t first) {
   if (stack[first].toTensor().scalar_type() != at::kBFloat16) ++waits;
 }
 
+// The number of rows that a grouped GEMM of rows [m, k] computes; those after them stay unwritten.
+int64_t computed_rows(const torch::jit::Stack& stack, size_t first) {
+  if (stack[first].toTensor().dim() != 2 || stack[first + 1].toTensor().dim() != 3) return -1;
+  const Tensor ends = stack[first + 2].toTensor();
+  return static_cast<const int32_t*>(ends.data_ptr())[ends.numel() - 1];
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   KernelTime time;
   const auto& schema = op.schema();
@@ -296,7 +303,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string name = c10::toString(op.operator_name());
   check_deterministic(name, *stack, first);
   if (name.rfind("aten::_scaled_mm", 0) == 0) check_scaled_mm(*stack, first);
-  if (name.rfind("aten::_grouped_mm", 0) == 0) check_grouped_mm(*stack, first);
+  const bool is_grouped = name.rfind("aten::_grouped_mm", 0) == 0;
+  if (is_grouped) check_grouped_mm(*stack, first);
+  const int64_t computed = is_grouped ? computed_rows(*stack, first) : -1;
   Aliases aliases;
   bool on_host_is_asked = false;  // a factory on the CPU for tensors of the device
   for (size_t i = first; i < stack->size(); ++i) {
@@ -313,6 +322,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (name == "aten::_local_scalar_dense" || name == "aten::nonzero" || name == "aten::equal")
     ++waits;
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  if (computed >= 0) stack->back().toTensor().slice(0, computed).fill_(std::nan(""));
   aliases.follow_resizes();
   if (on_host_is_asked) return;
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i)

@@ -176,3 +176,6 @@ def _let_storages_be_resized() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    library = torch.library.Library("inductor", "IMPL")
+    library.impl("resize_storage_bytes_", torch.ops.host_gpu.resize_storage, "CUDA")
+    kept.append(library)

@@ -21,6 +21,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.moe.grouped_linear import (
     RowGroups,
+    bias_of_rows,
     can_group,
     grouped_linear,
     share_storage,
@@ -111,12 +112,16 @@ class Experts(MegatronModule):
     def _linears(self, name: str) -> list[Any]:
         return [getattr(expert, name) for expert in self._in_order]
 
+    def takes_tail(self, where: torch.device) -> bool:
+        """Return whether rows after those of the last expert are allowed; see `grouped_linear`."""
+        return self._can_group and not self._products and device.is_cuda(where)
+
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """Run all experts: rows [m, h], their weights [m] and the rows per expert -> [m, h].
 
         An expert without tokens runs on zero rows, so that its parameters get gradients of zero.
         """
-        if self._products or (self._can_group and device.is_cuda(rows.device)):
+        if self._products or self.takes_tail(rows.device):
             first, groups = self._in_order[0], RowGroups.on(rows.device, counts)
             inner, bias = self._grouped(rows, groups, "linear_fc1")
             inner = inner if bias is None else inner + bias
@@ -138,6 +143,8 @@ class Experts(MegatronModule):
             result = result + torch.cat([linear.lora(mine) for linear, mine in each])
         if not self.config.add_bias_linear:
             return result, None
+        if name not in self._products:
+            return result, bias_of_rows(len(rows), groups, [linear.bias for linear in linears])
         sized = zip(linears, groups.counts, strict=True)
         biases = [linear.bias.expand(count, -1) for linear, count in sized]
         return result, torch.cat(biases)

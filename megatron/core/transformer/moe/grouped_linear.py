@@ -2,8 +2,9 @@
 
 ``m`` rows sorted by expert; ``e`` experts with weights [o, i].  The kernel is
 `torch.nn.functional.grouped_mm`, which uses a GPU better than a loop of small GEMMs; on a CPU a
-loop is as fast.  `can_group` checks the kernel's limits.  The host needs no row counts, unless the
-weight gradients are added to main gradients without a Triton kernel.
+loop is as fast.  `can_group` checks the kernel's limits.  Rows after those of the last expert
+belong to none, and the kernel leaves their results undefined.  The host needs no row counts, unless
+the weight gradients are added to main gradients without a Triton kernel.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class RowGroups:
         ends = here.to(where, torch.int32, non_blocking=True)
         return cls(tuple(counts), ends)
 
+    def expert_of(self, row: Tensor) -> Tensor:
+        """Return the expert of each row number (int32); e for rows after the last expert's."""
+        return torch.searchsorted(self.ends, row, right=True)
+
 
 def grouped_linear(rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
     """Multiply each row by its expert's weight: [m, i] -> [m, o].
@@ -74,6 +79,30 @@ def grouped_linear(rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -
     gradients, if either exists.
     """
     return _GroupedLinear.apply(rows, groups, *weights)
+
+
+def bias_of_rows(num_rows: int, groups: RowGroups, biases: Sequence[Tensor]) -> Tensor:
+    """Return each row's bias: [m, o]; backward sums over the rows of each expert."""
+    return _BiasOfRows.apply(num_rows, groups, *biases)
+
+
+class _BiasOfRows(Function[Tensor]):
+    @staticmethod
+    def forward(
+        ctx: Context[RowGroups], num_rows: int, groups: RowGroups, *biases: Tensor
+    ) -> Tensor:
+        ctx.values = groups
+        row = torch.arange(num_rows, dtype=torch.int32, device=biases[0].device)
+        expert = groups.expert_of(row).clamp(max=len(biases) - 1)  # rows of no expert have any bias
+        return torch.stack(biases).index_select(0, expert)
+
+    @staticmethod
+    def backward(ctx: Context[RowGroups], grad: Tensor) -> tuple[Tensor | None, ...]:
+        # The kernel needs a multiple of 16 bytes in each dimension, and valid strides without rows.
+        grad = grad.contiguous() if len(grad) else grad.new_zeros(grad.shape)
+        ones = torch.ones_like(grad[:, : _ALIGNMENT // grad.itemsize])
+        sums = F.grouped_mm(ones.t(), grad, offs=ctx.values.ends)
+        return None, None, *sums[:, 0].contiguous().unbind()
 
 
 # The parameter objects, since queue and main_grad need more than the saved values.
@@ -128,7 +157,8 @@ class _GroupedWeightGrad(WeightGrad):
             if self._has_added_all(params):
                 return [has_been_added(param) for param in params if adds_to_main_grad(param)]
         counts = list(self._groups.counts)
-        parts = zip(self._weights, self.grad.split(counts), self.x.split(counts), strict=True)
+        grads, inputs = (rows[: sum(counts)].split(counts) for rows in (self.grad, self.x))
+        parts = zip(self._weights, grads, inputs, strict=True)
         return [
             WeightGrad(weight, None, grad, x, group=None, is_own=True).compute()[0]
             for weight, grad, x in parts

@@ -74,6 +74,8 @@ class MoELayer(MegatronModule):
         arrived = self.dispatcher.dispatch(hidden.flatten(0, 1), routing, meanwhile)
         if self.config.moe_pad_expert_input_to_capacity and routing.capacity is not None:
             arrived = arrived.padded(routing.capacity * self.dispatcher.num_micro_batches)
+        elif not self.experts.takes_tail(hidden.device):
+            arrived = arrived.without_tail()
         rows, weights = arrived.rows, arrived.weights
         if self.config.moe_apply_probs_on_input:
             rows = rows * weights.unsqueeze(-1).to(rows.dtype)

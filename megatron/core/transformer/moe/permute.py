@@ -21,11 +21,13 @@ class Order:
     """The permutation between visits and rows.
 
     ``visit`` [m]: index of each row's visit among the n x k visits.  ``row`` [n, k]: row of each
-    visit; m or more for visits without a row (dropped tokens, experts of other ranks).
+    visit; m or more for visits without a row (dropped tokens, experts of other ranks), which there
+    may be if ``is_partial``.
     """
 
     visit: Tensor
     row: Tensor
+    is_partial: bool = False
 
     @property
     def token(self) -> Tensor:
@@ -34,11 +36,18 @@ class Order:
         return self.visit if k == 1 else self.visit // k
 
 
-def by_expert(experts: Tensor, num_rows: int | None = None, *, highest: int | None = None) -> Order:
+def by_expert(
+    experts: Tensor,
+    num_rows: int | None = None,
+    *,
+    highest: int | None = None,
+    dropped: int | None = None,
+) -> Order:
     """Sort the visits by expert number ``experts`` [n, k].
 
     ``num_rows`` keeps the first rows only: visits of the highest numbers get no row.  ``highest``
-    (largest possible number) allows a GPU kernel that counts instead of sorting.
+    (largest possible number) allows a GPU kernel that counts instead of sorting.  ``dropped``:
+    visits with this number, the highest, belong to no row, even if ``num_rows`` leaves one.
     """
     flat = experts.flatten()
     if highest is not None and (fused := kernels.find("order", flat)):
@@ -47,7 +56,10 @@ def by_expert(experts: Tensor, num_rows: int | None = None, *, highest: int | No
         visit = torch.argsort(flat, stable=True)
         row = torch.empty_like(visit)
         row[visit] = torch.arange(len(visit), device=visit.device)
-    return Order(visit[:num_rows], row.view_as(experts))
+    visit = visit[:num_rows]
+    if dropped is not None:
+        row = row.masked_fill(flat == dropped, len(flat))
+    return Order(visit, row.view_as(experts), dropped is not None or len(visit) < len(flat))
 
 
 def expand(x: Tensor, order: Order) -> Tensor:
@@ -68,7 +80,7 @@ def _sum_of_rows(rows: Tensor, order: Order) -> Tensor:
     if rows.dim() == 2 and rows.is_contiguous() and (fused := kernels.find("rows", rows)):
         total: Tensor = fused.sum_of_rows(rows, order.row)
         return total
-    if len(order.visit) < order.row.numel():
+    if order.is_partial:
         rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
     first, *others = order.row.clamp(max=len(rows) - 1).unbind(1)
     total = rows.index_select(0, first)

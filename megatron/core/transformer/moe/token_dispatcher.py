@@ -19,10 +19,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -36,6 +37,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     through,
 )
+from megatron.core.transformer.moe.grouped_linear import RowGroups
 from megatron.core.transformer.moe.lazy_token_counts import LazyTokenCounts
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
 from megatron.core.transformer.moe.routing import Routing
@@ -50,7 +52,9 @@ class DispatchedTokens:
     """The input of a rank's experts.
 
     ``rows`` [m, h] and ``weights`` [m], sorted by expert, ``counts`` rows per expert.  ``back``
-    returns results [m, h] to the ranks and tokens they belong to, summed per token: [n, h].
+    returns results [m, h] to the ranks and tokens they belong to, summed per token: [n, h].  With
+    `LazyTokenCounts` there may be a tail: rows after those of the last expert, which belong to no
+    expert.  ``back`` ignores their results, which may be undefined, as their gradients may be.
     """
 
     rows: Tensor
@@ -59,17 +63,31 @@ class DispatchedTokens:
     back: Back
 
     def padded(self, capacity: int) -> DispatchedTokens:
-        """Pad the rows of each expert with zeros to ``capacity``."""
-        where, size = self.rows.device, len(self.counts) * capacity
-        gaps = [0, *accumulate(capacity - count for count in self.counts[:-1])]
-        place = torch.arange(len(self.rows), device=where) + _repeated(gaps, self.counts, where)
-        rows = self.rows.new_zeros((size, self.rows.shape[1])).index_copy(0, place, self.rows)
-        weights = self.weights.new_zeros(size).index_copy(0, place, self.weights)
+        """Pad the rows of each expert with zeros to ``capacity``, and remove the tail."""
+        num_experts, where = len(self.counts), self.rows.device
+        size, groups = num_experts * capacity, RowGroups.on(where, self.counts)
+        row = torch.arange(len(self.rows), dtype=torch.int32, device=where)
+        expert = groups.expert_of(row)
+        begin = F.pad(groups.ends, (1, 0)).index_select(0, expert)
+        slots = _Slots((expert * capacity + row - begin).clamp(max=size), size)
         return DispatchedTokens(
-            rows,
-            weights,
-            [capacity] * len(self.counts),
-            lambda results: self.back(results.index_select(0, place)),
+            through(self.rows, slots, _into_slots, _out_of_slots),
+            through(self.weights, slots, _into_slots, _out_of_slots),
+            [capacity] * num_experts,
+            lambda results: self.back(through(results, slots, _out_of_slots, _into_slots)),
+        )
+
+    def without_tail(self) -> DispatchedTokens:
+        """Remove the tail.  The host reads the counts."""
+        counts = list(self.counts)
+        num_rows, missing = sum(counts), len(self.rows) - sum(counts)
+        if not missing:
+            return self
+        return DispatchedTokens(
+            self.rows[:num_rows],
+            self.weights[:num_rows],
+            counts,
+            lambda results: self.back(F.pad(results, (0, 0, 0, missing))),
         )
 
 
@@ -102,13 +120,12 @@ class TokenDispatcher(ABC):
 
 
 class LocalDispatcher(TokenDispatcher):
-    """All experts are on this rank; on a GPU without dropped visits the host does not read
-    the counts."""
+    """All experts are on this rank; on a GPU the host does not read the counts."""
 
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        if not routing.may_have_dropped and is_in_a_gpu(x):
+        if is_in_a_gpu(x):
             return sorted_here(x, routing, LazyTokenCounts(routing.counts()))
         return sorted_here(x, routing, self.count_rows(routing, None)[0])
 
@@ -191,12 +208,36 @@ def is_in_a_gpu(x: Tensor) -> bool:
 def sorted_here(x: Tensor, routing: Routing, counts: Sequence[int]) -> DispatchedTokens:
     """Return the local tokens' rows sorted by expert, without dropped ones.
 
-    With `LazyTokenCounts` no token may be dropped: the number of rows must not depend on counts.
+    With `LazyTokenCounts` the host does not know how many tokens are dropped: there are as many
+    rows as there can be, and those of dropped tokens are the tail.
     """
-    num_rows = None if isinstance(counts, LazyTokenCounts) else sum(counts)
-    order = by_expert(routing.experts, num_rows, highest=routing.num_experts)
+    num_rows, dropped = None, None
+    if not isinstance(counts, LazyTokenCounts):
+        num_rows = sum(counts)
+    elif routing.may_have_dropped:
+        dropped = routing.num_experts
+        num_rows = None if routing.capacity is None else dropped * routing.capacity
+    order = by_expert(routing.experts, num_rows, highest=routing.num_experts, dropped=dropped)
     weights = routing.weights.flatten().index_select(0, order.visit)
     return DispatchedTokens(expand(x, order), weights, counts, partial(combine, order=order))
+
+
+class _Slots(NamedTuple):
+    """Where rows go among ``size`` slots: ``place`` [m] on the device, ``size`` for no slot."""
+
+    place: Tensor
+    size: int
+
+
+def _into_slots(rows: Tensor, slots: _Slots) -> Tensor:
+    """Return [size, ...], zeros in slots without a row; rows without a slot are lost."""
+    filled = rows.new_zeros((slots.size + 1, *rows.shape[1:]))
+    return filled.index_copy_(0, slots.place, rows)[:-1]
+
+
+def _out_of_slots(filled: Tensor, slots: _Slots) -> Tensor:
+    """Return the rows [m, ...]; values of rows without a slot are undefined."""
+    return filled.index_select(0, slots.place.clamp(max=slots.size - 1))
 
 
 def _sent(
