@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import CheckpointReader
+from megatron.training.conversion.convert import ConversionRequest, convert
 from tests import tolerances
 from tests.functional.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
 from tests.ranks import run_ranks
+from tests.unit.models.test_mrope import qwen
 
 FLAGS = (
     "--model-kind vlm --vision-num-layers 1 --seq-length 20 --img-h 24 --img-w 24 --patch-dim 6 "
@@ -19,6 +21,8 @@ FLAGS = (
 ).split()
 
 IN_ROWS = "--image-grid-pinpoints 24 48 48 24 48 48 --disable-vision-class-token"
+ANY_SIZE = "--vision-model-type qwen2_vl"  # 24 x 24 pixels are 2 x 2 blocks of patches
+MROPE = "--position-embedding-type mrope --mrope-section 1 1 2"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss "
     "--moe-aux-loss-coeff 0.1 --disable-bias-linear"
@@ -50,6 +54,22 @@ def test_every_layout_has_the_losses_of_one_process(
 ) -> None:
     found, _ = run_gpt_in_virtual_ranks(tmp_path, *FLAGS, *layout.split(), ranks=ranks)
     same(losses(found), whole)
+
+
+@pytest.mark.feature("Vision: pretrain_vlm.py trains Qwen2-VL, with M-RoPE, in every layout")
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+        (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
+    ],
+)
+def test_images_of_any_size_have_the_losses_of_one_process(
+    tmp_path: Path, ranks: int, layout: str
+) -> None:
+    given = [*FLAGS, *ANY_SIZE.split(), *MROPE.split()]
+    wanted = losses(run_gpt(tmp_path / "one", *given))
+    same(losses(run_gpt(tmp_path / "more", *given, *layout.split(), world_size=ranks)), wanted)
 
 
 @pytest.mark.feature("Vision: pretrain_vlm.py trains LLaVA-NeXT, whose tiles lie in rows")
@@ -158,6 +178,23 @@ def test_recomputed_encoders_have_the_same_losses(tmp_path: Path, frozen: str) -
     assert losses(run_gpt(tmp_path / "again", *given, "--recompute-vision")) == kept
 
 
+@pytest.mark.feature("Vision: training goes on from Qwen2-VL of Hugging Face")
+def test_a_converted_model_is_trained(tmp_path: Path) -> None:
+    qwen().save_pretrained(tmp_path / "theirs")
+    source = {"source": tmp_path / "theirs", "target": tmp_path / "ours", "dtype": torch.float32}
+    convert(ConversionRequest(**source, format="safetensors_dist", verify=False), lambda _: None)
+    given = (
+        f"--load {tmp_path / 'ours'} --use-checkpoint-args --model-kind vlm --img-h 16 --img-w 24"
+    )
+    given += " --seq-length 20 --train-iters 3 --lr 1e-2 --no-load-optim"
+    base = [flag for flag in TINY if flag not in ("--vocab-size", "100")]
+    wanted = losses(run_gpt(tmp_path / "one", *given.split(), base=base))
+    stages = "--pipeline-model-parallel-size 2 --context-parallel-size 2".split()
+    found = run_gpt(tmp_path / "four", *given.split(), *stages, base=base, world_size=4)
+    same(losses(found), wanted)
+    assert wanted[-1] < wanted[0]
+
+
 def weights(folder: Path) -> dict[str, Tensor]:
     parts = ("language_model.", "vision_model.", "vision_projection.")
     with CheckpointReader(folder) as reader:
@@ -171,6 +208,17 @@ def test_all_conflicts_are_reported_at_once() -> None:
         "--img-h 25 is not a multiple of --patch-dim 6",
         "--vision-hidden-size 48 is no multiple of the encoder's 5 attention heads",
         "--pixel-shuffle merges 2 x 2 patches of a square",
+    ):
+        assert text in said
+
+
+def test_images_of_any_size_have_no_tiles() -> None:
+    given = [*FLAGS, *ANY_SIZE.split(), *"--img-h 30 --use-tiling --pixel-shuffle".split()]
+    (said,) = run_ranks(refusal, 1, [*TINY, *given])
+    for text in (
+        "--img-h 30 is not a multiple of twice --patch-dim 6",
+        "--use-tiling with --vision-model-type qwen2_vl, which reads images of any size: leave",
+        "--pixel-shuffle with --vision-model-type qwen2_vl",
     ):
         assert text in said
 
@@ -194,7 +242,7 @@ def test_patches_are_merged_in_squares_only() -> None:
 
 
 @pytest.mark.feature("Vision: training on image-text shards goes on exactly with other ranks")
-@pytest.mark.parametrize("tiles", ["--use-tiling --max-num-tiles 4", IN_ROWS])
+@pytest.mark.parametrize("tiles", ["--use-tiling --max-num-tiles 4", IN_ROWS, ANY_SIZE])
 def test_shards_of_pictures_train_the_same_on_any_number_of_ranks(
     tmp_path: Path, tiles: str
 ) -> None:

@@ -22,6 +22,7 @@ from megatron.core.datasets.conversations import (
     conversation_of,
     parse_record,
 )
+from megatron.core.datasets.images.patches import MERGE
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
 from megatron.core.datasets.images.tiling import tile_tags
 from megatron.core.datasets.megatron_dataset import LowLevelDataset, Sample
@@ -70,9 +71,10 @@ class ImageTextDataset(ReplacedSamples):
 
     Keys: tokens, labels, position_ids, num_tiles i64 [s]; loss_mask f32 [s]; images
     f32 [t, 3, H, W]; with tiles in rows (anyres) image_sizes i64 [images, 4], rows and columns of
-    tiles, height and width in pixels.  An image is the token ``image_token_index``; num_tiles has
-    its tiles at this token, 0 at text and -1 at padding behind it.  labels[i] is what token i
-    predicts, the padding id without loss.
+    tiles, height and width in pixels; with patches images f32 [blocks, 4, values of a patch] and
+    image_sizes i64 [images, 3], patches along time, height and width.  An image is the token
+    ``image_token_index``; num_tiles has its tiles at this token, 0 at text and -1 at padding behind
+    it.  labels[i] is what token i predicts, the padding id without loss.
 
     A sample cannot be used if an image is damaged, the number of images differs from the text, or
     no answer is within s tokens.
@@ -137,10 +139,15 @@ class ImageTextDataset(ReplacedSamples):
                 "the row of the language model)"
             )
         sample = self._tensors(ids, target, tiles, end, pixels)
-        if self._processor.settings.tiling == "anyres":
-            kept = int((sample["num_tiles"] > 0).sum())
+        kept = int((sample["num_tiles"] > 0).sum())
+        settings = self._processor.settings
+        if settings.tiling == "anyres":
             sizes = [(a.rows, a.columns, a.height, a.width) for a in arrangements[:kept]]
             sample["image_sizes"] = torch.tensor(sizes, dtype=torch.int64).view(-1, 4)
+        if settings.tiling == "patches":
+            blocks = [settings.grid(*size) for _, size in images[:kept]]
+            grids = [(1, MERGE * rows, MERGE * columns) for columns, rows in blocks]
+            sample["image_sizes"] = torch.tensor(grids, dtype=torch.int64).view(-1, 3)
         return sample
 
     def _arrangements(self, sizes: Sequence[tuple[int, int]]) -> list[TileArrangement]:
@@ -226,9 +233,8 @@ class ImageTextDataset(ReplacedSamples):
         num_tiles = np.full(s, -1, np.int64)
         loss_mask[: len(following)] = has_loss
         num_tiles[:end] = tiles[:end]
-        h = self._processor.settings.img_h
-        w = self._processor.settings.img_w
-        all_pixels = np.concatenate([np.empty((0, 3, h, w), np.float32), *pixels])
+        shape = self._processor.settings.tile_shape
+        all_pixels = np.concatenate([np.empty((0, *shape), np.float32), *pixels])
         return {
             "tokens": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),

@@ -160,6 +160,7 @@ def _is_read(name: str, values: Arguments) -> bool:
         (_OF_ATTENTION, not kind.is_hybrid or _has_attention(values)),
         (("bias_gelu_fusion",), not any(values[name] for name in _NO_PLAIN_GELU)),
         (("decoder_num_layers", "decoder_seq_length"), kind.has_encoder),
+        (("img_h", "img_w"), values["vision_model_type"] != "qwen2_vl"),
         (IMAGES, kind.reads_images or kind.classifies_images),
         ((*TILES, "dataloader_seq_length"), kind.reads_images),
         (("num_classes",), kind.classifies_images),

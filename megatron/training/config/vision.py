@@ -10,13 +10,18 @@ from typing import Any
 from megatron.core.config.option import MAX_LAYERS, option
 
 _vision = partial(option, group="vision")
-ENCODERS = ("clip", "siglip", "internvit", "internvit300M", "vit")
+ENCODERS = ("clip", "siglip", "internvit", "internvit300M", "vit", "qwen2_vl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    img_h: int = _vision(224, "Height of images in pixels.", at_least=1)
-    img_w: int = _vision(224, "Width of images in pixels.", at_least=1)
+    img_h: int = _vision(
+        224,
+        "Height of images in pixels; with --vision-model-type qwen2_vl images keep their shape, "
+        "and --img-h times --img-w is their largest area.",
+        at_least=1,
+    )
+    img_w: int = _vision(224, "Width of images in pixels; see --img-h.", at_least=1)
     patch_dim: int = _vision(16, "Side of an image patch in pixels.", at_least=1)
     vision_model_type: str = _vision(
         "clip",

@@ -18,12 +18,13 @@ from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
-from megatron.core.models.vision.kinds import get_num_image_embeddings
+from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection, make_grids
 from megatron.core.params.param_info import info_of
 from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import build_model_stage, model_kind_of
+from megatron.training.models.vlm import image_settings
 
 TOLERANCE = 1e-4  # relative to the largest logit, or absolute if that is below 1
 _PROMPTS, _LENGTH = 3, 16
@@ -153,6 +154,8 @@ def _with_images(run: RunConfig, ids: Tensor, their_token: int | None) -> RowsWi
     """
     v = run.vision
     generator = torch.Generator().manual_seed(2)
+    if KINDS[v.vision_model_type].reads_any_size:
+        return _with_patches(run, ids, their_token, generator)
     sizes = (v.img_h, v.img_w, v.patch_dim, v.vision_model_type)
     count = get_num_image_embeddings(*sizes, v.disable_vision_class_token, 1, v.pixel_shuffle)
     ours: dict[str, Tensor] = {}
@@ -172,6 +175,26 @@ def _with_images(run: RunConfig, ids: Tensor, their_token: int | None) -> RowsWi
     token, count = (DEFAULT_IMAGE_TOKEN_INDEX, 1) if their_token is None else (their_token, count)
     row = [ids[:, :1], ids.new_full((len(ids), count), token), ids[:, 1:]]
     return RowsWithImages(torch.cat(row, 1), ours, theirs)
+
+
+def _with_patches(
+    run: RunConfig, ids: Tensor, their_token: int | None, generator: torch.Generator
+) -> RowsWithImages:
+    """Do `_with_images` with an image of 4 x 6 patches, in blocks of 2 x 2."""
+    values = image_settings(run.vision).tile_shape
+    images = torch.randn((6 * len(ids), *values), generator=generator)
+    grids = torch.tensor([[1, 4, 6]] * len(ids))
+    token, count = (DEFAULT_IMAGE_TOKEN_INDEX, 1) if their_token is None else (their_token, 6)
+    spread = torch.cat([ids[:, :1], ids.new_full((len(ids), count), token), ids[:, 1:]], 1)
+    return RowsWithImages(
+        spread,
+        {"images": images, "image_sizes": grids, "num_image_tiles": torch.tensor([6] * len(ids))},
+        {
+            "pixel_values": images.flatten(0, 1),
+            "image_grid_thw": grids,
+            "mm_token_type_ids": (spread == token).int(),
+        },
+    )
 
 
 def _types(ids: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.datasets.images.tiling import LLAVA_NEXT_GRIDS
 from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.models.vision.kinds import KINDS
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
 from megatron.training.conversion.family import Config, Family
@@ -26,6 +27,7 @@ from megatron.training.conversion.vision import (
     subtype_of,
 )
 from megatron.training.conversion.vision import FAMILIES as ENCODERS
+from megatron.training.conversion.vision_qwen import layers_of_qwen
 from megatron.training.models.image_encoder import encoder_config
 
 _OF_ENCODER = (
@@ -54,6 +56,14 @@ _DEFAULTS: Mapping[str, Config] = {
 }
 
 
+_QWEN_ONLY: Config = {"spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+_QWEN: Config = {
+    **{"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16},
+    **{"patch_size": 14, "hidden_act": "quick_gelu"},
+    **_QWEN_ONLY,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionLanguageFamily:
     """Names and defaults of one family; ``projector``: our modules -> theirs.
@@ -73,6 +83,7 @@ class VisionLanguageFamily:
     merges_neighbours: bool = False
     has_newline: bool = False
     inner_prefix: str = ""  # of the encoder's tensors, as released folders have it
+    reads_any_size: bool = False  # Qwen2-VL's encoder and projector, of `vision_qwen`
 
 
 _PROJECTOR = {
@@ -103,7 +114,16 @@ LLAVA_NEXT = replace(
     architecture="LlavaNextForConditionalGeneration",
     has_newline=True,
 )
-FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, INTERNVL)}
+QWEN2_VL = VisionLanguageFamily(
+    model_type="qwen2_vl",
+    architecture="Qwen2VLForConditionalGeneration",
+    projector={},
+    text="qwen2_vl_text",
+    images="qwen2_vl_vision",
+    image_token="image_token_id",  # noqa: S106
+    reads_any_size=True,
+)
+FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, INTERNVL, QWEN2_VL)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +163,8 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
             f"config.json has model_type {config.get('model_type')}: the vision-language families "
             f"are {', '.join(FAMILIES)}"
         )
+    if family.reads_any_size:
+        return _shape_of_qwen(config, family)
     text = _part(config, "text_config", family.text)
     images = _part(config, "vision_config", family.images)
     if images["model_type"] not in ENCODERS:
@@ -157,8 +179,7 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
             "features before its last norm, which the encoder here applies; only "
             "clip_vision_model and internvl_vision can be converted within a larger model"
         )
-    tied = config.get("tie_word_embeddings", family.is_tied) or text.get("tie_word_embeddings")
-    text["tie_word_embeddings"] = bool(tied)
+    _complete_text(text, config, family)
     text_family = hf.family_of(text)
     num_layers = images["num_hidden_layers"]
     num_used = _num_used_layers(config, family, num_layers)
@@ -182,6 +203,35 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
         drops_class_token=_drops_class_token(config),
         image_token=config[family.image_token],
         grids=_grids_of(config) if family.has_newline else (),
+    )
+
+
+def _complete_text(text: JsonObject, config: Config, family: VisionLanguageFamily) -> None:
+    tied = config.get("tie_word_embeddings", family.is_tied) or text.get("tie_word_embeddings")
+    text["tie_word_embeddings"] = bool(tied)
+
+
+def _shape_of_qwen(config: Config, family: VisionLanguageFamily) -> VisionLanguageShape:
+    """Return what Qwen2-VL's config.json describes; released ones hold the text's entries."""
+    of_text = config.get("text_config", {k: v for k, v in config.items() if k != "vision_config"})
+    text = {**of_text, "model_type": family.text}
+    _complete_text(text, config, family)
+    images = {**_QWEN, **_part(config, "vision_config", family.images)}
+    for name, value in _QWEN_ONLY.items():
+        if images[name] != value:
+            raise CheckpointError(
+                f"vision_config has {name} {images[name]}: only {value} can be converted"
+            )
+    text_family = hf.family_of(text)
+    return VisionLanguageShape(
+        family=family,
+        text_family=text_family,
+        text_config=text,
+        text=text_family.shape(text),
+        images=images,
+        num_unused_layers=0,
+        drops_class_token=False,
+        image_token=config[family.image_token],
     )
 
 
@@ -223,22 +273,35 @@ def _drops_class_token(config: Config) -> bool:
 
 def flags_of(shape: VisionLanguageShape) -> dict[str, object]:
     """Return the flags, dest -> value, that build the model."""
-    layers = layers_of(shape.images)
-    height, width, patch_dim = sizes_of(shape.images)
-    return {
+    layers = encoder_layers(shape)
+    common: dict[str, object] = {
         **args_of(shape.text),
         "model_kind": "vlm",
-        "vision_model_type": subtype_of(shape.images),
         "vision_num_layers": layers.num_layers,
         "vision_hidden_size": layers.hidden_size,
         "vision_ffn_hidden_size": layers.ffn_hidden_size,
         "vision_num_attention_heads": layers.num_attention_heads,
+    }
+    if shape.family.reads_any_size:
+        side = shape.images["patch_size"]
+        return common | {"vision_model_type": "qwen2_vl", "patch_dim": side}
+    height, width, patch_dim = sizes_of(shape.images)
+    return {
+        **common,
+        "vision_model_type": subtype_of(shape.images),
         **{"img_h": height, "img_w": width, "patch_dim": patch_dim},
         "disable_vision_class_token": shape.drops_class_token,
         "pixel_shuffle": shape.family.merges_neighbours,
         "vision_projection_type": "mlp",
         "image_grid_pinpoints": shape.grids,
     }
+
+
+def encoder_layers(shape: VisionLanguageShape) -> TransformerConfig:
+    """Return the config of the encoder's layers."""
+    if shape.family.reads_any_size:
+        return layers_of_qwen(shape.images)
+    return layers_of(shape.images)
 
 
 def config_of(run: RunConfig, vocab_size: int, came_with: Config) -> JsonObject:
@@ -260,7 +323,10 @@ def config_of(run: RunConfig, vocab_size: int, came_with: Config) -> JsonObject:
                 f"no Hugging Face family is this model: the nearest, {config['architectures'][0]}, "
                 f"has no {', '.join(different)}"
             )
-    config["text_config"] = {**config["text_config"], "vocab_size": vocab_size}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], "vocab_size": vocab_size}
+    else:  # a released Qwen2-VL
+        config["vocab_size"] = vocab_size
     check_encoder(shape_of_config(config), run)
     return config
 
@@ -291,6 +357,8 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
     if vision.grids:
         family = LLAVA_NEXT
     text = _text_of(run, vocab_size)
+    if vision.vision_model_type == "qwen2_vl":
+        return _new_qwen(run, text)
     text_family = hf.choose_family(text, None)
     names = {function: name for name, function in ACTIVATIONS.items()}
     images: JsonObject = {
@@ -329,10 +397,32 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
     return config
 
 
+def _new_qwen(run: RunConfig, text: ModelShape) -> JsonObject:
+    layers = encoder_config(run)
+    assert layers.ffn_hidden_size is not None, "it is derived"
+    return {
+        "architectures": [QWEN2_VL.architecture],
+        "model_type": QWEN2_VL.model_type,
+        QWEN2_VL.image_token: image_token(run),
+        "tie_word_embeddings": text.is_tied,
+        "text_config": hf.family_of({"model_type": QWEN2_VL.text}).config(text),
+        "vision_config": {
+            **_QWEN,
+            "model_type": QWEN2_VL.images,
+            "depth": layers.num_layers,
+            "embed_dim": layers.hidden_size,
+            "hidden_size": text.hidden_size,
+            "mlp_ratio": layers.ffn_hidden_size // layers.hidden_size,
+            "num_heads": layers.num_attention_heads,
+            "patch_size": run.vision.patch_dim,
+        },
+    }
+
+
 def check_encoder(shape: VisionLanguageShape, run: RunConfig) -> None:
     """Raise CheckpointError unless the encoder that ``run`` builds is that of ``shape``."""
     found = encoder_config(run)
-    wanted = layers_of(shape.images)
+    wanted = encoder_layers(shape)
     for name in _OF_ENCODER:
         mine = getattr(found, name)
         theirs = getattr(wanted, name)

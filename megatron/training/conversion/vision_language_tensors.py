@@ -16,11 +16,13 @@ from megatron.training.conversion import hf
 from megatron.training.conversion.family import Config
 from megatron.training.conversion.verify import groups_of_one_rank
 from megatron.training.conversion.vision import build_encoder, export_encoder, import_encoder
-from megatron.training.conversion.vision_language import VisionLanguageShape
+from megatron.training.conversion.vision_language import VisionLanguageShape, encoder_layers
+from megatron.training.conversion.vision_qwen import export_qwen, import_qwen
 
 _TEXT = "language_model."
 _IMAGES = "vision_tower."
 _NEWLINE = "image_newline.weight"
+_QWEN_IMAGES = "visual."
 _OUR_TEXT = "language_model."
 _OUR_IMAGES = "vision_model."
 # Beginnings of names as releases of `transformers` have written them -> as they are read here.
@@ -40,6 +42,8 @@ def import_tensors(
     Raises CheckpointError unless each of their tensors is used once, apart from layers whose output
     nothing reads, and each of ours is complete.
     """
+    if shape.family.reads_any_size:
+        return _import_qwen(shape, weights)
     parts: dict[str, dict[str, LazyTensor]] = {_TEXT: {}, _IMAGES: {}, "": {}}
     for name, tensor in weights.items():
         name = _respelled(name)
@@ -57,6 +61,30 @@ def import_tensors(
             f"{next(iter(parts['']))} has no place in a {shape.family.architecture}"
         )
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
+
+
+def _import_qwen(
+    shape: VisionLanguageShape, weights: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    text: dict[str, LazyTensor] = {}
+    images: dict[str, LazyTensor] = {}
+    for name, tensor in weights.items():
+        short = name.removeprefix("model.")
+        if short.startswith(_QWEN_IMAGES):
+            images[short.removeprefix(_QWEN_IMAGES)] = tensor
+        else:
+            text[name.replace("model.language_model.", "model.")] = tensor
+    found = hf.import_model(shape.text_config, text).tensors
+    out = {f"{_OUR_TEXT}{name}": replace(t, name=f"{_OUR_TEXT}{name}") for name, t in found.items()}
+    return out | import_qwen(encoder_layers(shape), images)
+
+
+def _export_qwen(shape: VisionLanguageShape, tensors: Mapping[str, LazyTensor]) -> list[LazyTensor]:
+    text = {n: t for n, t in tensors.items() if n.startswith(_OUR_TEXT)}
+    rest = {n: t for n, t in tensors.items() if n not in text}
+    out = hf.export_model(shape.text, _without_prefix(text, _OUR_TEXT), shape.text_family)
+    found = export_qwen(encoder_layers(shape), shape.images, rest)
+    return [*out, *(replace(tensor, name=_QWEN_IMAGES + tensor.name) for tensor in found)]
 
 
 def _respelled(name: str) -> str:
@@ -109,6 +137,8 @@ def export_tensors(
     Tensors of layers whose output nothing reads are zero.  Raises CheckpointError unless
     ``tensors`` are those of ``shape``.
     """
+    if shape.family.reads_any_size:
+        return _export_qwen(shape, tensors)
     text = {n: t for n, t in tensors.items() if n.startswith(_OUR_TEXT)}
     images = {n: t for n, t in tensors.items() if n.startswith(_OUR_IMAGES)}
     out = [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +13,11 @@ from torch import Tensor
 
 from megatron.core.activations import quick_gelu
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.family import Config
 from megatron.training.conversion.tensors import Rule
+from megatron.training.conversion.vision import as_lazy
 
 _LAYER = {
     "input_layernorm": "norm1",
@@ -23,6 +28,7 @@ _LAYER = {
     "mlp.linear_fc2": "mlp.fc2",
 }
 _PATCHES = "patch_embed.proj.weight"
+_OUR_PATCHES = "vision_model.conv1.weight"
 _OUTSIDE = {
     "vision_model.ln_post": "merger.ln_q",
     "vision_projection.encoder.linear_fc1": "merger.mlp.0",
@@ -79,14 +85,24 @@ def qwen_from_hf(layers: TransformerConfig, tensors: Mapping[str, Tensor]) -> di
 
     ``tensors``: those of ``model.visual``.  Raises CheckpointError for one that is missing or left.
     """
-    left = dict(tensors)
+    return {name: t.make() for name, t in import_qwen(layers, as_lazy(tensors)).items()}
+
+
+def import_qwen(
+    layers: TransformerConfig, weights: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """Do `qwen_from_hf` for tensors that are made later."""
+    left = dict(weights)
     try:
-        found = {"vision_model.conv1.weight": left.pop(_PATCHES).flatten(1)}
+        patches = left.pop(_PATCHES)
+        shape = (patches.shape[0], math.prod(patches.shape[1:]))
+        found = {_OUR_PATCHES: _reshaped(_OUR_PATCHES, patches, shape)}
         for ours, theirs in _names(layers).items():
             tensor = left.pop(theirs)
+            make = tensor.make
             if ".linear_qkv." in ours:
-                tensor = _QKV.to_ours(tensor.chunk(3), layers)  # type: ignore[arg-type]
-            found[ours] = tensor
+                make = partial(_interleaved, tensor, layers)
+            found[ours] = replace(tensor, name=ours, make=make)
     except KeyError as error:
         raise CheckpointError(f"the encoder has no tensor {error.args[0]}") from None
     if left:
@@ -98,16 +114,36 @@ def qwen_to_hf(
     layers: TransformerConfig, config: Config, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the reverse of `qwen_from_hf`."""
+    return {t.name: t.make() for t in export_qwen(layers, config, as_lazy(tensors))}
+
+
+def export_qwen(
+    layers: TransformerConfig, config: Config, tensors: Mapping[str, LazyTensor]
+) -> list[LazyTensor]:
+    """Do `qwen_to_hf` for tensors that are made later."""
     side = config["patch_size"]
     frames = config["temporal_patch_size"]
-    patches = tensors["vision_model.conv1.weight"]
-    out = {_PATCHES: patches.view(len(patches), -1, frames, side, side)}
+    patches = tensors[_OUR_PATCHES]
+    out = [_reshaped(_PATCHES, patches, (patches.shape[0], 3, frames, side, side))]
     for ours, theirs in _names(layers).items():
         tensor = tensors[ours]
+        make = tensor.make
         if ".linear_qkv." in ours:
-            tensor = torch.cat(_QKV.to_theirs(tensor, layers))  # type: ignore[arg-type]
-        out[theirs] = tensor
+            make = partial(_one_after_another, tensor, layers)
+        out.append(replace(tensor, name=theirs, make=make))
     return out
+
+
+def _reshaped(name: str, tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
+    return LazyTensor(name, tensor.dtype, shape, lambda: tensor.make().reshape(shape))
+
+
+def _interleaved(tensor: LazyTensor, layers: TransformerConfig) -> Tensor:
+    return _QKV.to_ours(list(tensor.make().chunk(3)), layers)  # type: ignore[arg-type]
+
+
+def _one_after_another(tensor: LazyTensor, layers: TransformerConfig) -> Tensor:
+    return torch.cat(_QKV.to_theirs(tensor.make(), layers))  # type: ignore[arg-type]
 
 
 _QKV = Rule(("q", "k", "v"), is_qkv=True)

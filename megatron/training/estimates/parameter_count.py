@@ -75,7 +75,8 @@ def encoder_parameters(run: RunConfig) -> int:
     layer = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=m.ffn_hidden_size or 0)
     each = _layer_parameters(m, layer) + 2 * hidden * images.has_layer_scale
     norms = images.kind.has_norm_before + images.kind.has_norm_after
-    vectors = images.num_tokens + images.kind.has_class_token + images.kind.has_patch_bias
+    places = 0 if images.kind.reads_any_size else images.num_tokens
+    vectors = places + images.kind.has_class_token + images.kind.has_patch_bias
     vectors += images.pixels + norms * _parameters_per_channel(m)
     return m.num_layers * each + hidden * vectors
 

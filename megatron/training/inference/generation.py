@@ -140,10 +140,12 @@ def open_writer(
             f"{load} has --position-embedding-type {positions}, which counts an image as one "
             "position: text is generated with rope or none only"
         )
-    if content.asked.get("image_grid_pinpoints"):
+    reads_sizes = content.asked.get("vision_model_type") == "qwen2_vl"
+    if reads_sizes or content.asked.get("image_grid_pinpoints"):
         raise ConfigError(
-            f"{load} arranges tiles by --image-grid-pinpoints, for which no text is generated: "
-            "convert it to Hugging Face (tools/checkpoint/convert.py) and generate there"
+            f"{load} is a model like {'Qwen2-VL' if reads_sizes else 'LLaVA-NeXT'}, for which no "
+            "text is generated: convert it to Hugging Face (tools/checkpoint/convert.py) and "
+            "generate there"
         )
     if not kind.writes_text:
         raise ConfigError(

@@ -55,6 +55,21 @@ def image_classifier_problems(run: RunConfig) -> Iterator[str]:
         yield "--spec: an image classifier has the layers that other flags describe"
 
 
+def _any_size_problems(run: RunConfig) -> Iterator[str]:
+    """Yield which flags contradict an encoder for images of any size."""
+    vision = run.vision
+    kind = f"--vision-model-type {vision.vision_model_type}"
+    for flag, is_on in (
+        ("--use-tiling", vision.use_tiling),
+        ("--use-tile-tags", vision.use_tile_tags),
+        ("--pixel-shuffle", vision.pixel_shuffle),
+        ("--image-grid-pinpoints", bool(vision.grids)),
+        ("--vision-projection-type affine", vision.vision_projection_type == "affine"),
+    ):
+        if is_on:
+            yield f"{flag} with {kind}, which reads images of any size: leave {flag.split()[0]} out"
+
+
 def _grid_problems(run: RunConfig) -> Iterator[str]:
     """Yield why --image-grid-pinpoints cannot be used."""
     vision = run.vision
@@ -106,7 +121,9 @@ def image_reader_problems(run: RunConfig) -> Iterator[str]:
             f"{flag} {size} does not divide the "
             f"encoder's {heads} attention heads: change --vision-num-attention-heads"
         )
-    if vision.pixel_shuffle:
+    if KINDS[vision.vision_model_type].reads_any_size:
+        yield from _any_size_problems(run)
+    elif vision.pixel_shuffle:
         is_odd = vision.img_h // vision.patch_dim % 2 == 1
         if is_odd or vision.img_h != vision.img_w or not vision.disable_vision_class_token:
             yield (

@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from megatron.core.activations import openai_gelu, quick_gelu
+from megatron.core.datasets.images.patches import FRAMES
 from megatron.core.models.vision.kinds import KINDS, VisionKind, get_num_image_embeddings
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
@@ -69,6 +70,7 @@ _CONVENTIONS = {
     ),
     "internvit300M": Convention(F.gelu, eps=1e-6, has_layer_scale=True),
     "vit": Convention(F.gelu, eps=1e-12),
+    "qwen2_vl": Convention(quick_gelu, eps=1e-6),
 }
 
 
@@ -117,7 +119,7 @@ def image_encoder(config: RunConfig) -> ImageEncoder:
         max_tiles=max(vision.max_tiles, config.mimo.num_frames),
         pixels=pixels_of_patch(vision),
         projector_has_norm=projector_has_norm(config),
-        projector_input=layers.hidden_size * (4 if vision.pixel_shuffle else 1),
+        projector_input=layers.hidden_size * (4 if merges_patches(vision) else 1),
     )
 
 
@@ -127,8 +129,14 @@ def num_patches(vision: VisionConfig) -> int:
 
 
 def pixels_of_patch(vision: VisionConfig) -> int:
-    """Return the values of a patch, in all colours."""
-    return _COLOURS * vision.patch_dim**2
+    """Return the values of a patch, in all colours and frames."""
+    frames = FRAMES if KINDS[vision.vision_model_type].reads_any_size else 1
+    return _COLOURS * frames * vision.patch_dim**2
+
+
+def merges_patches(vision: VisionConfig) -> bool:
+    """Return whether the projector reads 2 x 2 patches as one."""
+    return vision.pixel_shuffle or KINDS[vision.vision_model_type].reads_any_size
 
 
 def encoder_config(config: RunConfig) -> TransformerConfig:
@@ -165,7 +173,8 @@ def encoder_config(config: RunConfig) -> TransformerConfig:
 def projector_config(config: RunConfig) -> TransformerConfig:
     """Return the config of the projector, whose output has the language model's width.
 
-    With --vision-model-type it is that of LLaVA and InternVL: GELU, biases, one width.
+    With --vision-model-type it is that of LLaVA and InternVL: GELU, biases, one width; that of
+    Qwen2-VL is as wide as its input.
     """
     values = _inherited(config)
     if follows_architecture(config):
@@ -173,7 +182,7 @@ def projector_config(config: RunConfig) -> TransformerConfig:
             "activation_func": F.gelu,
             "add_bias_linear": True,
             "bias_activation_fusion": False,
-            "ffn_hidden_size": config.model.hidden_size,
+            "ffn_hidden_size": _projector_width(config),
             "gated_linear_unit": False,
             "layernorm_epsilon": 1e-5,
             "layernorm_zero_centered_gamma": False,
@@ -188,6 +197,12 @@ def follows_architecture(config: RunConfig) -> bool:
     That is so with --vision-model-type, and with all providers of MiMo but mock.
     """
     return config.asked.get("vision_model_type") is not None or config.mimo.model_provider != "mock"
+
+
+def _projector_width(config: RunConfig) -> int:
+    if KINDS[config.vision.vision_model_type].reads_any_size:
+        return 4 * encoder_config(config).hidden_size
+    return config.model.hidden_size
 
 
 def projector_has_norm(config: RunConfig) -> bool:

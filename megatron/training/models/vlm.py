@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTextDatasetConfig
+from megatron.core.datasets.images.patches import FRAMES, MERGE
 from megatron.core.datasets.images.pixels import ImageSettings
 from megatron.core.datasets.images.tiling import LLAVA_NEXT_GRIDS
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
-from megatron.core.models.vision.kinds import get_num_image_embeddings
+from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
+from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
 from megatron.core.models.vision.multimodal_projector import get_projector_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.training.config.run import RunConfig
@@ -38,7 +41,9 @@ from megatron.training.models.kind import (
 
 def build_vlm_model(config: RunConfig, *, vp_stage: int | None = None, **stage: Any) -> LLaVAModel:
     """Build one pipeline stage on the current device; the first has the encoder of images."""
-    model = LLaVAModel(**llava_arguments(config, **stage), vp_stage=vp_stage)
+    reads_any_size = KINDS[config.vision.vision_model_type].reads_any_size
+    kind = Qwen2VLModel if reads_any_size else LLaVAModel
+    model = kind(**llava_arguments(config, **stage), vp_stage=vp_stage)
     model.freeze(config.vision.freeze_LM, config.vision.freeze_ViT, False)
     return model
 
@@ -76,10 +81,16 @@ def vlm_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatas
     if not config.data.mock_data:
         return _image_text_config(config, **common)
     vision = config.vision
+    begin: Callable[[dict[str, Any]], dict[str, Any]] = begin_with_image
+    copies = 1  # of an image's values
+    if vision.grids:
+        begin, copies = partial(begin_with_tiles, vision), vision.max_tiles
+    elif KINDS[vision.vision_model_type].reads_any_size:
+        begin, copies = partial(begin_with_patches, vision), FRAMES
     return MultimodalDatasetConfig(
-        image_h=vision.img_h * (vision.max_tiles if vision.grids else 1),
+        image_h=vision.img_h * copies,
         image_w=vision.img_w,
-        preprocess_func=partial(begin_with_tiles, vision) if vision.grids else begin_with_image,
+        preprocess_func=begin,
         **text_arguments(config),
         **(common | {"sequence_length": _text_length(config)}),
     )
@@ -100,7 +111,9 @@ def _image_text_config(config: RunConfig, **common: Any) -> ImageTextDatasetConf
 
 
 def embeddings_per_tile(vision: VisionConfig) -> int:
-    """Return how many positions of a row a tile takes."""
+    """Return how many positions of a row a tile, or a block of patches, takes."""
+    if KINDS[vision.vision_model_type].reads_any_size:
+        return 1
     return get_num_image_embeddings(
         vision.img_h,
         vision.img_w,
@@ -118,12 +131,21 @@ def image_settings(vision: VisionConfig) -> ImageSettings:
         img_h=vision.img_h,
         img_w=vision.img_w,
         vision_model_type=vision.vision_model_type,
-        tiling="anyres" if vision.grids else "dynamic" if vision.use_tiling else "none",
+        tiling=_tiling(vision),
+        patch_dim=vision.patch_dim,
         max_num_tiles=vision.max_num_tiles,
         resolutions=vision.grids or LLAVA_NEXT_GRIDS,
         use_thumbnail=vision.use_thumbnail,
         use_area_weighted_aspect_ratio=vision.use_area_weighted_aspect_ratio,
     )
+
+
+def _tiling(vision: VisionConfig) -> Literal["none", "dynamic", "anyres", "patches"]:
+    if KINDS[vision.vision_model_type].reads_any_size:
+        return "patches"
+    if vision.grids:
+        return "anyres"
+    return "dynamic" if vision.use_tiling else "none"
 
 
 def begin_with_image(sample: dict[str, Any]) -> dict[str, Any]:
@@ -162,25 +184,46 @@ def begin_with_tiles(vision: VisionConfig, sample: dict[str, Any]) -> dict[str, 
     return sample
 
 
+def begin_with_patches(vision: VisionConfig, sample: dict[str, Any]) -> dict[str, Any]:
+    """Do `begin_with_image` with blocks of patches (Qwen2-VL), whose number depends on the text.
+
+    ``sample`` has two frames of the largest image below each other as its image.
+    """
+    sample = begin_with_image(sample)
+    block = MERGE * vision.patch_dim
+    rows = 1 + int(sample["tokens"].sum()) % (vision.img_h // block)
+    columns = vision.img_w // block
+    shape = image_settings(vision).tile_shape
+    sample["num_tiles"][0] = rows * columns
+    sample["images"] = sample["images"].reshape(-1, *shape)[: rows * columns].clone()
+    sample["image_sizes"] = torch.tensor([[1, MERGE * rows, MERGE * columns]])
+    return sample
+
+
 def vlm_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     """Return the tensors that ``stage`` reads, None for those it does not.
 
     tokens, labels, loss_mask, position_ids and num_tiles are [b, s + 1] for s tokens of text;
     images is [t, 3, H, W] for the t tiles of all rows.  Every stage reads tokens, numbers of tiles
     and, where tiles are arranged in rows, image_sizes [images, 4]: the positions follow from them.
+    Images of any size are [blocks, 4, values of a patch], and image_sizes [images, 3].
     """
     vision = config.vision
-    sizes = TensorSpec(torch.int64, (-1, 4), config.training.micro_batch_size)
+    reads_any_size = KINDS[vision.vision_model_type].reads_any_size
+    fields = 3 if reads_any_size else 4
+    sizes = TensorSpec(torch.int64, (-1, fields), config.training.micro_batch_size)
     shape = (config.training.micro_batch_size, _text_length(config) + 1)
     ids = TensorSpec(torch.int64, shape)
-    max_tiles = config.training.micro_batch_size * image_encoder(config).max_tiles
-    tiles = TensorSpec(torch.float32, (-1, 3, vision.img_h, vision.img_w), max_tiles)
+    encoder = image_encoder(config)
+    of_image = encoder.num_embeddings if reads_any_size else encoder.max_tiles
+    max_tiles = config.training.micro_batch_size * of_image
+    tiles = TensorSpec(torch.float32, (-1, *image_settings(vision).tile_shape), max_tiles)
     is_first = stage == 0
     is_last = stage == num_stages - 1
     return {
         "tokens": ids,
         "num_tiles": ids,
-        "image_sizes": sizes if vision.grids else None,
+        "image_sizes": sizes if vision.grids or reads_any_size else None,
         "labels": ids if is_last else None,
         "loss_mask": TensorSpec(torch.float32, shape) if is_last else None,
         "position_ids": ids if is_first else None,

@@ -75,6 +75,7 @@ OTHERS += [
     "--model-kind vit --position-embedding-type learned_absolute --img-h 24 --img-w 36 "
     "--patch-dim 6 --num-classes 7",
     f"{VLM} --img-w 24 --disable-vision-class-token --image-grid-pinpoints 48 24",
+    f"{VLM} --vision-model-type qwen2_vl",
     f"{VLM} --vision-model-type vit --vision-projection-type affine --disable-bias-linear",
 ]
 

@@ -106,6 +106,23 @@ class TestPixelValues:
         assert np.array_equal(ours, theirs)
         assert settings.num_tiles(*size) == len(ours)
 
+    @pytest.mark.parametrize("size", [s for s in SIZES if s != (5, 700)])
+    def test_qwen2_vl_makes_patches_of_images_of_any_size(self, size: tuple[int, int]) -> None:
+        image = picture(*size)
+        settings = ImageSettings(
+            img_h=56, img_w=84, vision_model_type="qwen2_vl", tiling="patches", patch_dim=7
+        )
+        theirs = expected_pixels(
+            "Qwen2VLImageProcessorPil",
+            image,
+            patch_size=7,
+            size={"shortest_edge": 4 * 14**2, "longest_edge": 56 * 84},
+        )
+        ours = ImageProcessor(settings).process(image)
+        assert np.array_equal(ours.reshape(-1, ours.shape[-1]), theirs[..., 0])
+        assert settings.num_tiles(*size) == len(ours)
+        assert ours.shape[1:] == settings.tile_shape
+
     @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK"])
     def test_images_of_any_mode(self, mode: str) -> None:
         image = picture(40, 30, mode)

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.images.decode import MAX_PIXELS, decode_image, pillow, to_rgb
+from megatron.core.datasets.images.patches import FRAMES, MERGE, patches_of, size_in_blocks
 from megatron.core.datasets.images.tiling import (
     LLAVA_NEXT_GRIDS,
     area_weighted_grid,
@@ -48,6 +49,7 @@ STATISTICS = {
     "internvit300M": _IMAGENET,
     "radio": _CLIP,
     "vit": PixelStatistics(_HALF.mean, _HALF.std, "bilinear"),
+    "qwen2_vl": _CLIP,
 }
 
 
@@ -57,19 +59,22 @@ class ImageSettings:
 
     ``fit``: stretch changes the aspect ratio; crop scales the shorter side and cuts the rest off,
     as CLIP.  ``tiling``: none; dynamic divides an image into the grid closest to its aspect ratio
-    (InternVL, NVLM); anyres pads it to one of ``resolutions`` (LLaVA-NeXT).
+    (InternVL, NVLM); anyres pads it to one of ``resolutions`` (LLaVA-NeXT); patches makes blocks of
+    patches with sides of ``patch_dim``, after scaling to at most the area ``img_h`` x ``img_w``
+    (Qwen2-VL).
     """
 
     img_h: int
     img_w: int
     vision_model_type: str = "clip"
     fit: Literal["stretch", "crop"] = "stretch"
-    tiling: Literal["none", "dynamic", "anyres"] = "none"
+    tiling: Literal["none", "dynamic", "anyres", "patches"] = "none"
     max_num_tiles: int = 1  # of dynamic tiling, without the thumbnail
     use_thumbnail: bool = False  # with dynamic tiling: the complete image as one more, last tile
     use_area_weighted_aspect_ratio: bool = False
     resolutions: tuple[tuple[int, int], ...] = LLAVA_NEXT_GRIDS  # (height, width)
     max_pixels: int = MAX_PIXELS  # of an image, also after scaling
+    patch_dim: int = 14  # only with patches
 
     def __post_init__(self) -> None:
         if self.img_h < 1 or self.img_w < 1:
@@ -106,6 +111,9 @@ class ImageSettings:
             return to_width // self.img_w, to_height // self.img_h
         if self.tiling == "none":
             return 1, 1
+        if self.tiling == "patches":
+            block = MERGE * self.patch_dim
+            return size_in_blocks((width, height), block, self.img_h * self.img_w // block**2)
         weighted = self.use_area_weighted_aspect_ratio
         choose = area_weighted_grid if weighted else closest_grid
         return choose((width, height), (self.img_w, self.img_h), self.max_num_tiles)
@@ -118,13 +126,23 @@ class ImageSettings:
         has_thumbnail = self.use_thumbnail and self.tiling == "dynamic" and columns * rows > 1
         return columns * rows + has_thumbnail
 
+    @property
+    def tile_shape(self) -> tuple[int, ...]:
+        """Shape of a tile's values, or of those of a block of patches."""
+        if self.tiling == "patches":
+            return MERGE**2, 3 * FRAMES * self.patch_dim**2
+        return 3, self.img_h, self.img_w
+
     def ends_with_whole_image(self, num_tiles: int) -> bool:
         """Return whether the last of ``num_tiles`` tiles of an image is the complete image."""
         return num_tiles == 1 or (self.tiling == "dynamic" and self.use_thumbnail)
 
 
 class ImageProcessor:
-    """Maps images to pixel values f32 [t, 3, H, W] as ``settings`` describe."""
+    """Maps images to pixel values f32 [t, 3, H, W] as ``settings`` describe.
+
+    With patches they are f32 [blocks, 4, values of a patch].
+    """
 
     def __init__(self, settings: ImageSettings) -> None:
         self.settings = settings
@@ -149,6 +167,10 @@ class ImageProcessor:
         if settings.tiling == "none":
             return self._normalised([self._fitted(rgb, name)])
         columns, rows = settings.grid(*rgb.size)
+        if settings.tiling == "patches":
+            block = MERGE * settings.patch_dim
+            scaled = self._resized(rgb, (columns * block, rows * block))
+            return patches_of(self._normalised([scaled])[0], settings.patch_dim)
         if settings.tiling == "anyres":
             canvas = self._padded(rgb, (columns * settings.img_w, rows * settings.img_h))
             whole = self._resized(rgb, (settings.img_w, settings.img_h))
@@ -204,8 +226,7 @@ class ImageProcessor:
 
     def _normalised(self, tiles: Sequence[np.ndarray]) -> np.ndarray:
         """Return f32 [t, 3, H, W] for tiles u8 [H, W, 3], by one table look-up per value."""
-        shape = (len(tiles), 3, self.settings.img_h, self.settings.img_w)
-        pixels = np.empty(shape, np.float32)
+        pixels = np.empty((len(tiles), 3, *tiles[0].shape[:2]), np.float32)
         for tile, out in zip(tiles, pixels, strict=True):
             for colour in range(3):
                 np.take(self._table[colour], tile[..., colour], out=out[colour], mode="clip")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import DataError
+from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal.context_parallel import held_positions, split_over_ranks
 from megatron.core.models.multimodal.splicing import IGNORE_INDEX as IGNORE_INDEX
@@ -116,23 +117,33 @@ class LLaVAModel(MegatronModule):
         self.embeddings_per_tile = get_num_image_embeddings(
             img_h, img_w, patch_dim, subtype, drop_vision_class_token, 1, pixel_shuffle
         )
-        self.vision_model: CLIPViTModel | None = None
+        self.vision_model: VisionModule | None = None
         self.vision_projection: MultimodalProjector | None = None
         self.image_newline: EmbeddingTable | None = None
         if pre_process and add_encoder:
-            self.vision_model = CLIPViTModel(
+            self.vision_model = self.build_encoder(
                 vision_transformer_config,
                 vision_transformer_layer_spec,
+                groups.without_context_parallelism(),
                 model_subtype=subtype,
                 patch_dim=patch_dim,
                 img_h=img_h,
                 img_w=img_w,
-                pg_collection=groups.without_context_parallelism(),
             )
             config = vision_projection_config
             self._build_projector(config, vision_projection_layer_spec, vision_projection_type)
             self.image_newline = EmbeddingTable(config, 1) if has_image_newline else None
         self._finalize_parameters()
+
+    def build_encoder(
+        self,
+        config: TransformerConfig,
+        spec: ModuleSpec,
+        groups: ProcessGroupCollection,
+        **sizes: Any,
+    ) -> VisionModule:
+        """Build the encoder of images; ``sizes``: further arguments of its class."""
+        return CLIPViTModel(config, spec, pg_collection=groups, **sizes)
 
     def _build_projector(self, config: TransformerConfig, spec: MLPSubmodules, kind: str) -> None:
         assert self.vision_model is not None, "its output is the projector's input"
@@ -213,11 +224,11 @@ class LLaVAModel(MegatronModule):
         combined: Tensor | None = None
         if self.pre_process:
             text = self._text(input_ids, position_ids)
-            combined = self._combined(where, text, images, arrangements)
+            combined = self._combined(where, text, (images, image_sizes), arrangements)
         cp = self.pg_collection.cp
         output = self.language_model(
             None,
-            None,
+            self.positions(where, is_image, image_sizes),
             attention_mask,
             decoder_input=combined,
             labels=None if labels is None else held_positions(where.labels(labels), cp),
@@ -229,9 +240,15 @@ class LLaVAModel(MegatronModule):
             return output, None
         return output, held_positions(where.loss_mask(loss_mask), cp)
 
-    def image_embeddings(self, images: Tensor) -> Tensor:
+    def positions(
+        self, where: Splice, is_image: Tensor, image_sizes: Tensor | None
+    ) -> Tensor | None:
+        """Return the positions of this rank if they are not the places in the row."""
+        return None
+
+    def image_embeddings(self, images: Tensor, image_sizes: Tensor | None = None) -> Tensor:
         """Encode and project tiles: [t, 3, H, W] -> [t n, h], for n embeddings of a tile."""
-        assert self.vision_model is not None, "the first stage has the encoder"
+        assert isinstance(self.vision_model, CLIPViTModel), "the first stage has the encoder"
         assert self.vision_projection is not None
         found = self.vision_model(images)
         if self.drops_class_token:
@@ -245,13 +262,17 @@ class LLaVAModel(MegatronModule):
         self,
         where: Splice,
         text: Tensor,
-        images: Tensor | None,
+        given: tuple[Tensor | None, Tensor | None],
         arrangements: Sequence[TileArrangement] | None,
     ) -> Tensor:
-        """Return the embeddings of texts and images: [L, b, h], [L/tp, b, h] if it is split."""
+        """Return the embeddings of texts and images: [L, b, h], [L/tp, b, h] if it is split.
+
+        ``given``: images and their sizes.
+        """
+        images, sizes = given
         if self.vision_model is not None:
-            seen = images if images is not None and len(images) else self._blank(text.device)
-            found = self.image_embeddings(seen)
+            seen = images if images is not None and len(images) else self.blank_images(text.device)
+            found = self.image_embeddings(seen, sizes)
             if self.image_newline is not None:
                 found = torch.cat([found, self.image_newline.weight])
             if (
@@ -296,8 +317,9 @@ class LLaVAModel(MegatronModule):
             first += each.num_tiles * self.embeddings_per_tile
         return torch.cat(rows).to(found.device)
 
-    def _blank(self, where: torch.device) -> Tensor:
-        assert self.vision_model is not None
+    def blank_images(self, where: torch.device) -> Tensor:
+        """Return one tile, which the encoder reads if no row has an image."""
+        assert isinstance(self.vision_model, CLIPViTModel), "the first stage has the encoder"
         size = (1, 3, self.vision_model.img_h, self.vision_model.img_w)
         return torch.zeros(size, device=where)
 

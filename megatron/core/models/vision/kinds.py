@@ -15,6 +15,7 @@ class VisionKind:
     has_patch_bias: bool
     has_norm_before: bool  # of the embeddings
     has_norm_after: bool  # of the last layer's output
+    reads_any_size: bool = False  # blocks of 2 x 2 patches of an image of any size, without a table
 
 
 KINDS = {
@@ -23,6 +24,7 @@ KINDS = {
     "internvit": VisionKind(True, True, False, False),
     "internvit300M": VisionKind(True, True, False, False),
     "vit": VisionKind(True, True, False, True),
+    "qwen2_vl": VisionKind(False, False, False, True, reads_any_size=True),
 }
 
 
@@ -35,13 +37,17 @@ def get_num_image_embeddings(
     class_token_len: int,
     pixel_shuffle: bool = False,
 ) -> int:
-    """Return the number of embeddings that a language model gets for one image or tile."""
+    """Return the number of embeddings that a language model gets for one image or tile.
+
+    An encoder for images of any size gives so many for one of ``img_h`` x ``img_w``.
+    """
     if problem := _unknown(vision_model_type):
         raise ConfigError(problem)
     count = (img_h // patch_dim) * (img_w // patch_dim)
     if KINDS[vision_model_type].has_class_token and not disable_vision_class_token:
         count += class_token_len
-    return count // 4 if pixel_shuffle else count
+    merges = pixel_shuffle or KINDS[vision_model_type].reads_any_size
+    return count // 4 if merges else count
 
 
 def image_problems(subtype: str, img_h: int, img_w: int, patch_dim: int) -> list[str]:
@@ -49,8 +55,11 @@ def image_problems(subtype: str, img_h: int, img_w: int, patch_dim: int) -> list
     problems = []
     if problem := _unknown(subtype):
         problems.append(problem)
+    blocks = subtype in KINDS and KINDS[subtype].reads_any_size
     for flag, size in (("--img-h", img_h), ("--img-w", img_w)):
-        if size % patch_dim or size < patch_dim:
+        if blocks and size % (2 * patch_dim):
+            problems.append(f"{flag} {size} is not a multiple of twice --patch-dim {patch_dim}")
+        elif size % patch_dim or size < patch_dim:
             problems.append(f"{flag} {size} is not a multiple of --patch-dim {patch_dim}")
     return problems
 
