@@ -71,11 +71,13 @@ def quantize(
     amax: Tensor | None = None,
     margin: int = 0,
     at_random: bool = False,
+    top: Tensor | None = None,
 ) -> Scaled:
     """Quantise ``x`` [r, c] to the format ``to``, with one scale or one per ``block``.
 
     ``amax``: the magnitude that the scale must represent (default: the maximum of ``x`` or of each
     block); larger values are clamped.  ``margin``: headroom above ``amax``, in powers of two.
+    ``top`` (e2m1 only): the maximum of the matrix of which ``x`` is a shard (default: of ``x``).
     ``at_random`` (e2m1 only): round stochastically.  Inf or NaN in ``x`` makes all values with the
     same scale NaN.
     """
@@ -84,7 +86,8 @@ def quantize(
     if to is not E2M1:
         scale = power_of_two(amax, to.largest, margin)
         return Scaled(codes_of(x, to, _spread(scale, block, x.shape)), scale, block)
-    whole = power_of_two(amax.amax() if amax.numel() else amax, to.largest * E4M3.largest)
+    top = (amax.amax() if amax.numel() else amax) if top is None else top
+    whole = power_of_two(top, to.largest * E4M3.largest)
     scale = (amax / to.largest / whole).to(E4M3.dtype).float() * whole
     scale = torch.where(scale == 0, whole, scale)
     codes = _to_e2m1(x.float() / _spread(scale, block, x.shape), at_random)

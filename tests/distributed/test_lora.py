@@ -57,3 +57,15 @@ def test_a_layout_trains_adapters_like_one_process(name: str) -> None:
     object.__setattr__(case, "flags", f"--lora-rank 3 --lora-alpha 6 {flags}")
     with mock.patch.object(layouts, "trace", trace):
         must_agree(case)
+
+
+@pytest.mark.parametrize("layout", ["tp sp", "pp dp zero-1"])
+@pytest.mark.parametrize("format", ["fp8", "int8", "nvfp4"])
+def test_a_layout_trains_above_a_stored_base_like_one_process(layout: str, format: str) -> None:
+    """The width of a rank's weight holds complete blocks, so that all layouts store one base."""
+    case = case_of([*layout.split(), "adam", "swiglu"], Sizes())
+    adapted = _WithAdapters(**vars(case))
+    sizes = "--hidden-size 256 --ffn-hidden-size 256 --lora-rank 3 --lora-alpha 6"
+    object.__setattr__(adapted, "flags", f"{sizes} --lora-base-dtype {format}")
+    with mock.patch.object(layouts, "trace", trace):
+        must_agree(adapted)

@@ -30,6 +30,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.device import cpu_kernels
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
+from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
 from megatron.core.tensor_parallel.linear import Multiply, Quantizer, linear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -106,8 +107,10 @@ class Linear(nn.Module):
 
     def effective_weight(self) -> Tensor:
         """Return this rank's weight, an adapter included."""
-        weight = self.weight
+        weight: Tensor | None = self.weight
         assert weight is not None, "a layer without a weight"
+        if isinstance(self.quantizer, FrozenWeight):
+            weight = self.quantizer.weight.values(weight.dtype)
         return weight if self.lora is None else weight + self.lora.delta()
 
 

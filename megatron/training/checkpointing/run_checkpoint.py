@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.background import (
@@ -19,6 +20,8 @@ from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.serialization import SaveFailed, SaveResult
 from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.parallel.run_store import RunStore
+from megatron.core.peft.frozen_base import store_base
+from megatron.core.tensor_parallel.frozen_weight import StoredFormat
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.base_model import identify
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
@@ -63,6 +66,8 @@ def load(run: Runtime) -> None:
     if run.config.adapters.lora is not None:
         base = loaded.base if loaded is not None else identify(_parts(run), None)
         run.adapter_base = None if base is None else base.arguments
+        if (base_dtype := run.config.adapters.lora_base_dtype) is not None:
+            store_base(run.model_chunks, cast(StoredFormat, base_dtype))
     if loaded is None:
         return
     run.timers.log(["load-checkpoint"])

@@ -8,6 +8,7 @@ from functools import partial
 from megatron.core.config.option import option
 from megatron.core.peft.lora import LoraConfig
 from megatron.core.peft.targets import ALL_LINEAR
+from megatron.core.tensor_parallel.frozen_weight import FORMATS
 
 _adapters = partial(option, group="adapters")
 
@@ -37,6 +38,14 @@ class AdaptersConfig:
     )
     lora_use_rslora: bool = _adapters(
         False, "Multiply the adapters' output by alpha / sqrt(rank) instead of alpha / rank."
+    )
+
+    lora_base_dtype: str | None = _adapters(
+        None,
+        "Store the frozen weights of linear layers, but the output layer's, in this format once "
+        "they are loaded; they are multiplied in the precision of the run. Default: that of the "
+        "run.",
+        choices=FORMATS,
     )
 
     @property

@@ -114,14 +114,23 @@ class Experts(MegatronModule):
 
     def takes_tail(self, where: torch.device) -> bool:
         """Return whether rows after those of the last expert are allowed; see `grouped_linear`."""
-        return self._can_group and not self._products and device.is_cuda(where)
+        has_adapters = any(linear.lora is not None for linear in self._of_first)
+        return self._multiplies_together(where) and not self._products and not has_adapters
+
+    def _multiplies_together(self, where: torch.device) -> bool:
+        is_stored = any(linear.quantizer is not None for linear in self._of_first)
+        return self._can_group and device.is_cuda(where) and not is_stored
+
+    @property
+    def _of_first(self) -> list[Any]:
+        return [getattr(self._in_order[0], name) for name in _MATRICES]
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """Run all experts: rows [m, h], their weights [m] and the rows per expert -> [m, h].
 
         An expert without tokens runs on zero rows, so that its parameters get gradients of zero.
         """
-        if self._products or self.takes_tail(rows.device):
+        if self._products or self._multiplies_together(rows.device):
             first, groups = self._in_order[0], RowGroups.on(rows.device, counts)
             inner, bias = self._grouped(rows, groups, "linear_fc1")
             inner = inner if bias is None else inner + bias

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.training.config.run import RunConfig
 
 _KINDS = ("gpt", "mamba")
@@ -21,6 +22,23 @@ def adapters_fit_the_model(run: RunConfig) -> Iterator[str]:
         yield (
             f"--lora-rank is not available for --model-kind {kind}, only for "
             f"{' and '.join(_KINDS)}: train the complete model"
+        )
+
+
+def a_stored_base_has_no_other_precision(run: RunConfig) -> Iterator[str]:
+    """Refuse a base in few bits with low-precision GEMMs, and with sharded parameters."""
+    a, m = run.adapters, run.model
+    if a.lora is None or a.lora_base_dtype is None:
+        return
+    if m.fp8 is not None or m.fp4 is not None:
+        yield (
+            f"--lora-base-dtype {a.lora_base_dtype} and --{m.format_flag} exclude each other: the "
+            "first stores weights in few bits to save memory, the second multiplies in few bits"
+        )
+    if is_fully_sharded(run.ddp):
+        yield (
+            f"--lora-base-dtype {a.lora_base_dtype} is not available with fully sharded parameters "
+            "(FSDP): use tensor parallelism, or leave it out and shard the base"
         )
 
 

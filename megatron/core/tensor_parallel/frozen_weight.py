@@ -1,0 +1,136 @@
+"""Frozen weights stored in 8 or 4 bits, and linear layers that multiply by their values.
+
+``o``/``i`` rows and columns of this rank's weight.  A weight [o, i] becomes codes and one scale for
+each block of columns of a row; each pass computes its values in the dtype of the activations, for
+the duration of one GEMM.  There is no weight gradient.
+
+Collectives: those of `linear`; for nvfp4, when a weight is stored, a max-reduction over the ranks
+that shard it, so that all layouts store the same values if blocks divide the columns of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.autograd import Context, Function
+from megatron.core.fusions.small_linear import quantize_weight
+from megatron.core.low_precision import E2M1, E4M3, Scaled, largest, power_of_two, quantize
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+StoredFormat = Literal["fp8", "int8", "nvfp4"]
+FORMATS: tuple[StoredFormat, ...] = ("fp8", "int8", "nvfp4")
+_FP8_BLOCK, _FP4_BLOCK = (1, 128), (1, 16)
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, in the order of its codes
+
+
+class Stored(Protocol):
+    """A matrix in few bits."""
+
+    def values(self, dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class PackedFp4:
+    """nvfp4: two codes a byte [o, i/2], e4m3 scales [o, i/16], and the factor of all scales []."""
+
+    codes: Tensor
+    scale: Tensor
+    factor: Tensor
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Return the values [o, i]; exact in bfloat16 and wider dtypes."""
+        signed = [*_MAGNITUDES, *(-value for value in _MAGNITUDES)]
+        table = torch.tensor(signed, dtype=dtype, device=self.codes.device)
+        pairs = torch.stack([self.codes & 15, self.codes >> 4], -1)
+        wide = table[pairs.int()].flatten(-2).unflatten(-1, (-1, _FP4_BLOCK[1]))
+        scale = (self.scale.to(dtype) * self.factor.to(dtype)).unsqueeze(-1)
+        values: Tensor = (wide * scale).flatten(-2)
+        return values
+
+
+def stored(weight: Tensor, format: StoredFormat, group: ProcessGroup | None) -> Stored:
+    """Round ``weight`` [o, i] to ``format``.  For nvfp4 collective over ``group``, which shards it.
+
+    Rounding is to nearest.  Raises ValueError if i is no multiple of the block of nvfp4.
+    """
+    return _STORE[format](weight.detach(), group)
+
+
+def _fp8(weight: Tensor, group: ProcessGroup | None) -> Scaled:
+    del group
+    return quantize(weight.float(), E4M3, _FP8_BLOCK)
+
+
+def _int8(weight: Tensor, group: ProcessGroup | None) -> Scaled:
+    del group
+    return quantize_weight(weight)
+
+
+def _nvfp4(weight: Tensor, group: ProcessGroup | None) -> PackedFp4:
+    if weight.shape[1] % _FP4_BLOCK[1]:
+        raise ValueError(f"{weight.shape[1]} columns are no multiple of {_FP4_BLOCK[1]}")
+    top = largest(weight)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    scaled = quantize(weight.float(), E2M1, _FP4_BLOCK, top=top)
+    factor = power_of_two(top, E2M1.largest * E4M3.largest)
+    values = scaled.codes.float()
+    edges = [(a + b) / 2 for a, b in zip(_MAGNITUDES, _MAGNITUDES[1:], strict=False)]
+    codes = torch.bucketize(values.abs(), torch.tensor(edges, device=weight.device))
+    codes = (codes + 8 * (values < 0)).to(torch.uint8)
+    packed = codes[:, ::2] | (codes[:, 1::2] << 4)
+    return PackedFp4(packed, (scaled.scale / factor).to(E4M3.dtype), factor)
+
+
+_STORE: dict[StoredFormat, Callable[[Tensor, ProcessGroup | None], Stored]] = {
+    "fp8": _fp8,
+    "int8": _int8,
+    "nvfp4": _nvfp4,
+}
+
+
+class FrozenWeight:
+    """The GEMM of a layer with a stored weight, in place of a quantizer (see `linear`)."""
+
+    def __init__(self, weight: Stored) -> None:
+        self.weight = weight
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ProcessGroup | None,
+        sequence_parallel: bool,
+    ) -> Tensor:
+        """Compute x W^T + b; ``weight`` is not read.  Collective over ``group``."""
+        if group is not None and sequence_parallel:
+            x = gather_from_sequence_parallel_region(x, group=group)
+        elif group is not None:
+            x = copy_to_tensor_model_parallel_region(x, group)
+        y = _FrozenLinear.apply(x, self.weight)
+        return y if bias is None else y + bias
+
+
+class _FrozenLinear(Function[Tensor]):
+    """x W^T; backward computes the values of W again."""
+
+    @staticmethod
+    def forward(ctx: Context[Stored], x: Tensor, weight: Stored) -> Tensor:
+        ctx.values = weight
+        return F.linear(x, weight.values(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Context[Stored], grad: Tensor) -> tuple[Tensor, None]:
+        return grad.matmul(ctx.values.values(grad.dtype)), None
