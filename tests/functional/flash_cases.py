@@ -137,7 +137,7 @@ def try_narrow_values() -> None:
     reason = tried(D, 8, torch.float16)
     assert reason == "cuDNN computes other values than the formula"
     narrow_values.attend_to_narrow = attend
-    tried.cache_clear()
+    narrow_values._reason_of_trial.cache_clear()
     assert tried(D, 8, torch.float16) is None
     assert "fp16 and bf16" in (tried(D, 8, torch.float32) or "")
 

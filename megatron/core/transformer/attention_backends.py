@@ -67,6 +67,8 @@ class AttentionRequest:
     # Ring attention or attention with a sink: only ``plain`` supports a mask or bias then.
     by_blocks: bool = False
     is_deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    # What a plan assumes about a simulated GPU must not decide for a real one in this process.
+    can_try_kernels: bool = field(default_factory=lambda: device.launches_kernels(device.current()))
 
     @property
     def needs_mask(self) -> bool:

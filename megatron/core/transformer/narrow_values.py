@@ -20,6 +20,7 @@ from megatron.core import device
 
 _TRIED_TOKENS = 128
 _TOLERANCE = 2e-2  # of 16 bits
+_DOCUMENTED_WIDTHS = (192, 128)  # of keys and values in DeepSeek-V2 and V3
 
 
 def attend_to_narrow(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -31,15 +32,22 @@ def attend_to_narrow(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
-@lru_cache
 def unsupported_reason(head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
     """Return why this GPU does not run `attend_to_narrow`; None if it does.
 
-    Runs it once, forward and backward, and compares values and gradients with the formula.  A
-    simulated GPU cannot try: its plans are those of padded values.
+    A GPU is tried once.  A simulated GPU cannot try: its plans assume the widths for which cuDNN
+    documents kernels, and padded values for others, which need more memory.
     """
-    if not device.launches_kernels(device.current()):
-        return "only a GPU shows whether cuDNN takes values narrower than keys"
+    if device.launches_kernels(device.current()):
+        return _reason_of_trial(head_dim, value_dim, dtype)
+    if (head_dim, value_dim) == _DOCUMENTED_WIDTHS:
+        return None
+    return "only a GPU shows whether cuDNN takes values narrower than keys"
+
+
+@lru_cache
+def _reason_of_trial(head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+    """Run `attend_to_narrow` once, forward and backward; compare with the formula."""
     widths = (head_dim, head_dim, value_dim)
     # Uncorrelated values without the random generator, whose state a run must not depend on.
     waves = [

@@ -1,0 +1,50 @@
+"""Plans of latent attention on a GPU: values of their own width where cuDNN documents kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core import device
+from megatron.core.enums import AttnBackend
+from megatron.core.transformer import narrow_values
+from megatron.core.transformer.attention_backends import AttentionRequest, choose
+from megatron.training.plan.rank import cost_of_rank
+from tests.unit.arguments.commands import run_of
+
+TOKENS, ROWS, HEADS, LAYERS = 64, 2, 4, 2
+MLA = (
+    "--bf16 --multi-latent-attention --position-embedding-type rope --attention-dropout 0 "
+    f"--seq-length {TOKENS} --max-position-embeddings {TOKENS} --num-attention-heads {HEADS} "
+    f"--num-layers {LAYERS} --micro-batch-size {ROWS} --qk-pos-emb-head-dim 64 --v-head-dim 128"
+)
+
+
+def kept(words: str) -> int:
+    """Bytes that the forward pass of a micro-batch keeps."""
+    cost = cost_of_rank(run_of(f"{MLA} {words}"), 0, 128)
+    return next(p.kept for (kind, _), p in cost.passes.items() if kind == "forward")
+
+
+@pytest.mark.feature("Plan: MLA's values of 128 are not padded to keys of 192 on a GPU")
+def test_a_plan_counts_values_of_their_own_width() -> None:
+    """Padding keeps values and outputs in the width of keys, and outputs in their own again."""
+    own, padded = kept("--qk-head-dim 128"), kept("--qk-head-dim 128 --attention-backend flash")
+    assert padded - own == LAYERS * TOKENS * ROWS * HEADS * 2 * ((192 - 128) + 192)
+
+
+def test_a_plan_pads_values_of_other_widths() -> None:
+    assert kept("--qk-head-dim 96") == kept("--qk-head-dim 96 --attention-backend flash")
+
+
+def test_a_plan_does_not_decide_for_the_gpu_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def request() -> AttentionRequest:
+        widths = {"head_dim": 192, "value_dim": 128, "causal_tokens": 64}
+        return AttentionRequest(dtype=torch.bfloat16, **widths)
+
+    with device.simulate_device("cuda"):
+        assert choose(AttnBackend.auto, request()) == ("fused",)
+    monkeypatch.setattr(device, "_current", torch.device("cuda"))
+    monkeypatch.setattr(narrow_values, "_reason_of_trial", lambda *_: "cuDNN: no plan")
+    assert choose(AttnBackend.auto, request()) == ("flash", "efficient")
+    choose.cache_clear()
