@@ -136,3 +136,12 @@ def test_another_reference_policy_is_refused(pretrained: Path, tmp_path: Path) -
     load = ["--load", str(tmp_path / "saved"), "--train-iters", "4"]
     message = "its weights are not those of the reference policy"
     assert message in refusal_of_rl(tmp_path / "b", *flags, *load)
+
+
+@pytest.mark.feature("RL: weights of TP2 go to an engine with TP1 without files, by bits")
+def test_the_engine_has_the_weights_of_training(tmp_path: Path) -> None:
+    flags = "--tensor-model-parallel-size 2 --rl-inference-tensor-model-parallel-size 1"
+    callback = "--callback tests.functional.rl_environments:CompareWeights"
+    argv = f"{flags} {callback} --use-distributed-optimizer --train-iters 3".split()
+    run_rl(tmp_path, *argv, world_size=4)
+    assert int((tmp_path / "metrics.jsonl.compared").read_text()) > 20

@@ -17,19 +17,30 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.text_files import parse_yaml, read_text
+from megatron.training.datasets.conversation import messages_of, tools_of
 from megatron.training.process.user_code import find_user_object
+from megatron.training.tokenizer import MegatronTokenizer
+from megatron.training.tokenizer.chat import ChatTemplate
 
 _FLAG = "--langrl-env-config"
 _KEYS = {"agent_type", "agent_args", "weight"}
 
-# A text, or an object whose entry ``prompt`` is a text; its other entries are for the reward.
+# A text, or an object whose entry ``prompt`` is a text or a list of messages (and ``tools``); its
+# other entries are for the reward.
 Prompt: TypeAlias = "str | Mapping[str, Any]"
+
+
+class Prompts(Protocol):
+    """A sequence of prompts."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int, /) -> Prompt: ...
 
 
 class Environment(ABC):
@@ -44,7 +55,7 @@ class Environment(ABC):
 
     @property
     @abstractmethod
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> Prompts:
         """Return all prompts."""
 
     @abstractmethod
@@ -60,15 +71,31 @@ class Task:
     prompt: Prompt
 
     @property
-    def text(self) -> str:
-        """Return the text of the prompt."""
+    def text(self) -> str | None:
+        """Return the text of the prompt; None if it has messages."""
         text = self.prompt if isinstance(self.prompt, str) else self.prompt.get("prompt")
+        if isinstance(text, list):
+            return None
         if not isinstance(text, str) or not text:
             raise DataError(
-                f"{type(self.environment).__name__}: a prompt is {self.prompt!r}: give a text, or "
-                "an object whose entry prompt is a text"
+                f"{type(self.environment).__name__}: a prompt is {self.prompt!r:.200}: give a "
+                "text, or an object whose entry prompt is a text or a list of messages"
             )
         return text
+
+    def tokens(self, tokenizer: MegatronTokenizer, chat: ChatTemplate | None) -> list[int]:
+        """Return the tokens of the prompt; ``chat`` renders messages.  Raises DataError."""
+        text = self.text
+        if text is not None:
+            return tokenizer.tokenize(text)
+        assert isinstance(self.prompt, Mapping), "a prompt without a text has messages"
+        if chat is None:
+            raise DataError(
+                "a prompt is a list of messages, and there is no chat template: give "
+                "--chat-template, or a tokenizer that has one"
+            )
+        messages = messages_of(self.prompt["prompt"], "prompt")
+        return [int(t) for t in chat.encode_prompt(messages, tools_of(self.prompt))]
 
     def reward(self, answer: str) -> float:
         """Return the reward.  Raises DataError if it is no finite number."""
@@ -80,7 +107,7 @@ class Task:
         if not math.isfinite(value):
             name = type(self.environment).__name__
             raise DataError(
-                f"{name}: the reward of the answer {answer!r} to the prompt {self.text!r} is "
+                f"{name}: the reward of the answer {answer!r} to the prompt {self.prompt!r} is "
                 f"{found!r}: return a finite number"
             )
         return value

@@ -27,6 +27,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.rl.environment import Environments, Task
 from megatron.training.rl.rounds import Rollouts
 from megatron.training.tokenizer import MegatronTokenizer
+from megatron.training.tokenizer.chat import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,21 @@ class _Answer:
     tokens: list[int]
     log_probs: list[float]
     is_finished: bool
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """What rank 0 needs beside the engine: environments, and how prompts become tokens."""
+
+    environments: Environments
+    tokenizer: MegatronTokenizer
+    chat: ChatTemplate | None  # of prompts that are lists of messages
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return the tokens that end an answer: end of document, and in chats end of turn."""
+        found = [self.tokenizer.id_of(role) for role in ("eod", "eos")]
+        return tuple({token: None for token in found if token is not None})
 
 
 @dataclass(frozen=True)
@@ -47,34 +63,35 @@ class Generated:
 def generate_round(
     config: RunConfig,
     engine: Engine,
-    tokenizer: MegatronTokenizer,
-    environments: Environments | None,
+    source: PromptSource | None,
     number: int,
 ) -> Generated:
     """Generate round ``number``, from 0.  Collective over all ranks.
 
-    Rank 0 has the ``environments``.
+    Rank 0 has the ``source``.
     """
     began_s = time.perf_counter()
     rl, world = config.rl, engine.model.groups.world
     rollouts = None
-    if environments is None:
+    if source is None:
         engine.follow()
     else:
         first = number * rl.grpo_prompts_per_step
-        tasks = environments.tasks(first, rl.grpo_prompts_per_step)
-        prompts = [_tokenized(task, tokenizer, config) for task in tasks]
-        answers = _answers(config, engine, prompts, first)
+        tasks = source.environments.tasks(first, rl.grpo_prompts_per_step)
+        prompts = [_tokenized(task, source, config) for task in tasks]
+        answers = _answers(config, engine, prompts, first, source.ends)
         engine.close()
         of_answers = [task for task in tasks for _ in range(rl.grpo_group_size)]
-        rewards = _rewards(of_answers, answers, tokenizer)
+        rewards = _rewards(of_answers, answers, source)
         repeated = [prompt for prompt in prompts for _ in range(rl.grpo_group_size)]
         rollouts = _joined(config, repeated, answers, rewards)
     rollouts = _sent(config, rollouts, world)
     return Generated(rollouts, time.perf_counter() - began_s)
 
 
-def sampling_params(config: RunConfig, prompt_length: int, seed: int) -> SamplingParams:
+def sampling_params(
+    config: RunConfig, prompt_length: int, seed: int, ends: tuple[int, ...]
+) -> SamplingParams:
     """Return how an answer is sampled."""
     rl = config.rl
     longest = config.data.seq_length - prompt_length
@@ -85,21 +102,26 @@ def sampling_params(config: RunConfig, prompt_length: int, seed: int) -> Samplin
         num_tokens_to_generate=min(longest, rl.rl_max_response_length or longest),
         seed=seed,
         return_log_probs=True,
+        stop_token_ids=ends,
     )
 
 
-def _tokenized(task: Task, tokenizer: MegatronTokenizer, config: RunConfig) -> list[int]:
-    tokens = tokenizer.tokenize(task.text)
+def _tokenized(task: Task, source: PromptSource, config: RunConfig) -> list[int]:
+    tokens = task.tokens(source.tokenizer, source.chat)
     if not tokens or len(tokens) >= config.data.seq_length:
         raise DataError(
-            f"the prompt {task.text[:80]!r} has {len(tokens)} tokens: give 1 to "
+            f"the prompt {task.prompt!r:.80} has {len(tokens)} tokens: give 1 to "
             f"{config.data.seq_length - 1}, or raise --seq-length {config.data.seq_length}"
         )
     return tokens
 
 
 def _answers(
-    config: RunConfig, engine: Engine, prompts: Sequence[list[int]], first: int
+    config: RunConfig,
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    first: int,
+    ends: tuple[int, ...],
 ) -> list[_Answer]:
     """Return a group of answers for each prompt.  On rank 0, while the other ranks follow."""
     tokens: dict[str, list[int]] = {}
@@ -110,7 +132,7 @@ def _answers(
             key = [config.training.seed, first + i, j]
             seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
             name = f"{first + i}/{j}"
-            params = sampling_params(config, len(prompt), seed)
+            params = sampling_params(config, len(prompt), seed, ends)
             fork_of = f"{first + i}/0" if j else None
             engine.add(Request(name, list(prompt), params, fork_of=fork_of))
             tokens[name] = []
@@ -129,11 +151,10 @@ def _answers(
 
 
 def _rewards(
-    tasks: Sequence[Task], answers: Sequence[_Answer], tokenizer: MegatronTokenizer
+    tasks: Sequence[Task], answers: Sequence[_Answer], source: PromptSource
 ) -> list[float]:
-    eod = tokenizer.id_of("eod")
     texts = [
-        tokenizer.detokenize(a.tokens[:-1] if a.tokens[-1:] == [eod] else a.tokens) for a in answers
+        source.tokenizer.detokenize(a.tokens[:-1] if a.is_finished else a.tokens) for a in answers
     ]
     num_threads = max(task.environment.num_threads for task in tasks)
     if num_threads == 1:

@@ -10,12 +10,11 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
-from megatron.core.config.errors import ConfigError, DataError, MegatronError
-from megatron.core.text_files import read_text
+from megatron.core.config.errors import ConfigError, MegatronError
+from megatron.training.datasets.conversation import Rows, open_rows
 from megatron.training.rl.environment import Environment, Prompt
 
 _LONGEST_WAIT_S = 30.0
@@ -26,7 +25,7 @@ class RewardServiceError(MegatronError, RuntimeError):
 
 
 class HttpEnvironment(Environment):
-    """``prompts``: a jsonl file, one text or object with ``prompt`` a line.
+    """``prompts``: rows with ``prompt`` in a jsonl or parquet file, or a `datasets` folder.
 
     A request takes ``timeout_s`` at most.  After a failed connection and the statuses 429 and 5xx
     it is sent again, ``retries`` times, with waits that double from ``wait_s`` on.
@@ -48,10 +47,10 @@ class HttpEnvironment(Environment):
         self._retries = retries
         self._wait_s = wait_s
         self.num_threads = num_threads
-        self._prompts = read_prompts(prompts)
+        self._prompts = open_rows(prompts)
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> Rows:
         return self._prompts
 
     def reward(self, prompt: Prompt, answer: str) -> float:
@@ -95,20 +94,3 @@ class HttpEnvironment(Environment):
 
 class _TryAgain(Exception):
     """A request failed in a way that may pass."""
-
-
-def read_prompts(path: str) -> list[Prompt]:
-    """Return the prompts of a jsonl file.  Raises DataError with file and line."""
-    prompts: list[Prompt] = []
-    text = read_text(path, f"prompts {path}", DataError, "a jsonl file")
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error}): correct it") from None
-        if not (isinstance(row, str) or (isinstance(row, dict) and "prompt" in row)):
-            raise DataError(f"{path}, line {number}: give a text or an object with prompt")
-        prompts.append(row)
-    return prompts

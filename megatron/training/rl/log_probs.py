@@ -64,9 +64,11 @@ def _score(run: Runtime, data_iterator: Iterator[Any] | None, model: nn.Module) 
 
 
 def _reported(
-    run: Runtime, batch: Batch, output: tuple[nn.Module, Tensor]
+    run: Runtime, batch: Batch, logits: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     temperature = run.config.rl.rl_default_temperature
-    log_probs = score_labels(*output, batch["labels"], temperature=temperature).log_probs
+    log_probs = score_labels(
+        logits, batch["labels"], run.groups.tp, temperature=temperature
+    ).log_probs
     none = log_probs.new_zeros(())
     return none, none + 1, {"log_probs": log_probs, "positions": batch["position_ids"]}

@@ -61,23 +61,24 @@ def needs_old_log_probs(config: RunConfig) -> bool:
     )
 
 
-def apply_policy(model: nn.Module, batch: Batch) -> Any:
-    """Run one stage: return hidden states, or on the last stage the model and its logits."""
-    output = model(batch["tokens"], batch["position_ids"], None)
-    return output if batch["labels"] is None else (model, output)
+def apply_policy(model: nn.Module, batch: Batch) -> Tensor:
+    """Run one stage: return logits [b, s, v/tp] on the last stage, hidden states on the others."""
+    output: Tensor = model(batch["tokens"], batch["position_ids"], None)
+    return output
 
 
 def grpo_loss(
     config: RunConfig,
     groups: ProcessGroupCollection,
     batch: Batch,
-    output: tuple[nn.Module, Tensor],
+    logits: Tensor,
 ) -> tuple[Tensor, Tensor, Reported]:
     """Return the sum of the weighted token losses, the number of rollouts, and what is logged."""
     rl = config.rl
     scores = score_labels(
-        *output,
+        logits,
         batch["labels"],
+        groups.tp,
         temperature=rl.rl_default_temperature,
         entropy_has_gradient=rl.grpo_entropy_term_weight > 0,
     )

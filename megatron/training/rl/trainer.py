@@ -21,8 +21,8 @@ from megatron.training.config.run import GRPO, RunConfig
 from megatron.training.data.loaders import chunk_iterators, reads_data
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
-from megatron.training.rl.environment import Environments, open_environments
-from megatron.training.rl.generate import generate_round
+from megatron.training.rl.environment import open_environments
+from megatron.training.rl.generate import PromptSource, generate_round
 from megatron.training.rl.http_environment import HttpEnvironment
 from megatron.training.rl.log_probs import round_log_probs
 from megatron.training.rl.objective import needs_old_log_probs
@@ -38,6 +38,7 @@ from megatron.training.rl.rounds import (
 from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.tokenizer.sft_tokenizer import chat_template_of
 
 
 class RolloutTraining(Callback):
@@ -45,8 +46,8 @@ class RolloutTraining(Callback):
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
-        self._engine: TrainingEngine | None = None
-        self._environments: Environments | None = None
+        self.engine: TrainingEngine | None = None
+        self._source: PromptSource | None = None  # on rank 0
         self._reference: ReferencePolicy | None = None
         self._number: int | None = None  # of the round that is held
         self._round: Round | None = None
@@ -61,11 +62,16 @@ class RolloutTraining(Callback):
             path = config.rl.langrl_env_config
             assert path is not None, "a check requires it"
             known = {"http": HttpEnvironment}
-            self._environments = open_environments(path, config.training.seed, known)
+            assert run.tokenizer is not None, "setup_tokenizer() builds it"
+            self._source = PromptSource(
+                open_environments(path, config.training.seed, known),
+                run.tokenizer,
+                chat_template_of(run.tokenizer, config.tokenizer),
+            )
         if config.rl.grpo_kl_beta:
             self._reference = ReferencePolicy(run)
         self._resume(run)
-        self._engine = open_engine(
+        self.engine = open_engine(
             run,
             layout=rollout_layout(config),
             options=rollout_options(config),
@@ -75,7 +81,7 @@ class RolloutTraining(Callback):
         run.train_data = chunk_iterators(run, loader, prefetches=False)
 
     def on_step_start(self, run: Runtime) -> None:
-        if self._engine is None:
+        if self.engine is None:
             return
         rl, config = run.config.rl, run.config
         num_rollouts = rl.grpo_prompts_per_step * rl.grpo_group_size
@@ -83,7 +89,7 @@ class RolloutTraining(Callback):
         number, position = divmod(consumed, num_rollouts * rl.grpo_iterations)
         if number != self._number:
             round_, tokens_per_s = _new_round(
-                run, self._engine, self._environments, self._reference, number
+                run, self.engine, self._source, self._reference, number
             )
             self._hold(number, round_)
             self.metrics["rollout tokens/s"] = tokens_per_s
@@ -131,7 +137,7 @@ class RolloutTraining(Callback):
 def _new_round(
     run: Runtime,
     engine: TrainingEngine,
-    environments: Environments | None,
+    source: PromptSource | None,
     reference: ReferencePolicy | None,
     number: int,
 ) -> tuple[Round, float]:
@@ -139,11 +145,8 @@ def _new_round(
 
     Collective over all ranks.
     """
-    assert run.tokenizer is not None, "setup_tokenizer() builds it"
     engine.update()
-    generated = generate_round(
-        run.config, engine.writer.engine, run.tokenizer, environments, number
-    )
+    generated = generate_round(run.config, engine.writer.engine, source, number)
     round_ = Round(rollouts=generated.rollouts)
     if needs_old_log_probs(run.config):
         round_ = replace(round_, old_log_probs=round_log_probs(run, round_))

@@ -14,6 +14,8 @@ import pytest
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.rl.environment import Environment, Prompt, Task, open_environments
 from megatron.training.rl.http_environment import HttpEnvironment, RewardServiceError
+from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
+from megatron.training.tokenizer.chat import ChatTemplate
 
 HERE = __name__
 
@@ -118,7 +120,7 @@ def url() -> Iterator[str]:
 
 def asked(url: str, tmp_path: Path, **options: Any) -> tuple[HttpEnvironment, Task]:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a b", "bonus": 2}\n\n"text"\n')
+    path.write_text('{"prompt": "a b", "bonus": 2}\n{"prompt": "text"}\n')
     environment = HttpEnvironment(url, str(path), wait_s=0, **options)
     return environment, Task(environment, environment.prompts[0])
 
@@ -127,7 +129,7 @@ def asked(url: str, tmp_path: Path, **options: Any) -> tuple[HttpEnvironment, Ta
 def test_a_service_rewards(url: str, tmp_path: Path) -> None:
     environment, task = asked(url, tmp_path)
     assert task.text == "a b"
-    assert environment.prompts[1] == "text"
+    assert environment.prompts[1] == {"prompt": "text"}
     assert task.reward("12345") == 7.0
     Service.failures = [500, 429, 503]
     assert task.reward("1") == 3.0
@@ -151,7 +153,28 @@ def test_a_failing_service_is_reported(url: str, tmp_path: Path) -> None:
 
 def test_a_wrong_line_of_prompts_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    for line, message in (("{", "line 2: not JSON"), ("[1]", "line 2: give a text or an object")):
-        path.write_text(f'"good"\n{line}\n')
-        with pytest.raises(DataError, match=message):
-            HttpEnvironment("http://x", str(path))
+    path.write_text('{"prompt": "good"}\n{\n{"question": "?"}\n')
+    environment = HttpEnvironment("http://x", str(path))
+    with pytest.raises(DataError, match=r"prompts.jsonl.*line 2"):
+        environment.prompts[1]
+    with pytest.raises(DataError, match="give a text, or an object whose entry prompt"):
+        Task(environment, environment.prompts[2]).tokens(tokenizer(), None)
+
+
+def tokenizer() -> MegatronTokenizer:
+    return create_tokenizer(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=10))
+
+
+def test_a_prompt_of_messages_is_rendered_by_the_chat_template() -> None:
+    source = (
+        "{% for m in messages %}{{ '1 ' if m['role'] == 'user' else '2 ' }}{{ m['content'] }} "
+        "{% endfor %}{% if add_generation_prompt %}2{% endif %}"
+    )
+    ids = tokenizer()
+    chat = ChatTemplate(ids, source, {}, "--chat-template test")
+    messages = [{"role": "user", "content": "5 6"}]
+    task = Task(Numbers(), {"prompt": messages})
+    assert task.tokens(ids, chat) == [1, 5, 6, 2]
+    assert Task(Numbers(), "5 6").tokens(ids, chat) == [5, 6]
+    with pytest.raises(DataError, match="there is no chat template: give --chat-template"):
+        task.tokens(ids, None)

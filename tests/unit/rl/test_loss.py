@@ -35,18 +35,6 @@ FLAGS = {
 DEFAULTS = {"beta": 0, "epsilon_low": 0.1, "epsilon_high": 0.2}
 
 
-class Bigram(nn.Module):
-    """A policy whose logits are rows of a matrix."""
-
-    output_layer = None
-    num_tokens = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(GIVEN["weight"].clone())
-        self.tp_group = one_rank()
-
-
 def config_of(case: dict[str, Any], micro_batch_size: int = ROWS) -> RunConfig:
     words = [
         f"{FLAGS[name]} {value}" for name, value in {**DEFAULTS, **case}.items() if name in FLAGS
@@ -87,21 +75,21 @@ def round_of_golden(is_on_policy: bool = False) -> Round:
 
 def trained(case: dict[str, Any], size: int = ROWS) -> tuple[float, Tensor, dict[str, float]]:
     """Return loss, gradient, and the logged values of a step with micro-batches of ``size``."""
-    config, policy = config_of(case, size), Bigram()
+    config, policy = config_of(case, size), nn.Parameter(GIVEN["weight"].clone())
     groups = one_process_groups()
     batches = step_batches(config, round_of_golden("on_policy" in case), torch.arange(ROWS), 0)
     total = 0.0
     sums: dict[str, Tensor] = {}
     for batch in batches:
-        logits = policy.weight[batch["tokens"]]
+        logits = policy[batch["tokens"]]
         whole = {"old_log_probs": None, **batch}
-        loss, count, reported = grpo_loss(config, groups, whole, (policy, logits))
+        loss, count, reported = grpo_loss(config, groups, whole, logits)
         (loss / count / len(batches)).backward()  # as LossRule scales it
         total += float(loss.detach() / count) / len(batches)
         for name, pair in reported.items():
             sums[name] = sums.get(name, torch.zeros(2)) + pair
-    assert policy.weight.grad is not None
-    return total, policy.weight.grad, {n: float(s[0] / s[1]) for n, s in sums.items()}
+    assert policy.grad is not None
+    return total, policy.grad, {n: float(s[0] / s[1]) for n, s in sums.items()}
 
 
 @pytest.mark.feature("RL: GRPO's loss and gradients equal TRL's to 1e-6")
@@ -159,13 +147,12 @@ def scores_of_shards(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(2, 5, 12, generator=generator)
     labels = torch.randint(0, 11, (2, 5), generator=generator)
-    policy = Bigram()
-    policy.tp_group = torch.distributed.group.WORLD if world > 1 else one_rank()  # type: ignore[assignment]
-    policy.num_tokens = 11  # type: ignore[assignment]
     logits[..., 11:] = float("-inf")
     mine = logits.chunk(world, -1)[rank].clone() if world > 1 else logits[..., :11].clone()
     mine.requires_grad_()
-    found = score_labels(policy, mine, labels, temperature=0.7, entropy_has_gradient=True)
+    group = torch.distributed.group.WORLD if world > 1 else one_rank()
+    assert group is not None
+    found = score_labels(mine, labels, group, temperature=0.7, entropy_has_gradient=True)
     (found.log_probs * torch.arange(5) + found.entropy**2).sum().backward()
     assert mine.grad is not None
     return found.log_probs.detach(), found.entropy.detach(), mine.grad

@@ -88,6 +88,13 @@ def policy_reads_rollouts_alone(run: RunConfig) -> Iterator[str]:
             f"--mtp-num-layers {m.mtp_num_layers}: {_FLAG} does not train multi-token prediction: "
             "leave it out"
         )
+    if run.distributed.virtual_ranks is not None:
+        yield (
+            f"--virtual-ranks {run.distributed.virtual_ranks}: the engine of {_FLAG} needs a "
+            "process per rank: use torchrun"
+        )
+    if run.training.rehearse_memory:
+        yield f"--rehearse-memory: the rollouts of {_FLAG} come later: leave it out"
     if m.uses_graphs and not m.captures_layers:
         yield (
             f"--cuda-graph-scope full_iteration: {_FLAG} also runs passes without a step: use "
