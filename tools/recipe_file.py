@@ -25,6 +25,7 @@ SCRIPTS = {
     "mamba": "pretrain_mamba.py",
     "hybrid": "pretrain_mamba.py",
     "multimodal": "pretrain_vlm.py",
+    "mimo": "examples/mimo/train.py",
     "retro": "pretrain_retro.py",
 }
 # A word of the path of an entry script that is missing -> the part that it needs.
@@ -141,8 +142,12 @@ def script_of(path: Path, content: Mapping[str, Any]) -> str:
         named = _named_script(cases)
         if named is not None:
             return named
-    words = re.split(r"[/_\-.]", path.resolve().as_posix().lower())
-    return next((SCRIPTS[word] for word in words[-12:] if word in SCRIPTS), "pretrain_gpt.py")
+    whole = path.resolve()
+    inside = whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole
+    words = re.split(r"[/_\-.]", inside.as_posix().lower())
+    return next(
+        (SCRIPTS[word] for word in reversed(words[-12:]) if word in SCRIPTS), "pretrain_gpt.py"
+    )
 
 
 def _named_script(content: Mapping[str, Any]) -> str | None:

@@ -55,16 +55,27 @@ AT_MOST = {
     "--eval-iters": 2,
     "--log-interval": 1,
     "--num-workers": 0,
+    "--vision-num-layers": 2,
+    "--vision-hidden-size": 64,
+    "--vision-ffn-hidden-size": 128,
+    "--vision-num-attention-heads": 8,
+    "--dataloader-seq-length": 32,
+    "--total-seq-length": 64,
+    "--audio-seq-length": 8,
+    "--num-frames": 2,
     "--vocab-size": 512,
     "--make-vocab-size-divisible-by": 64,
 }
 
-# Flags of real data and tokenizers, which mock data replaces.
+# Flags of real data, tokenizers and weights, which mock data and random weights replace.
 DATA_FLAGS = (
     "--data-path --train-data-path --valid-data-path --test-data-path --data-args-path "
     "--per-split-data-args-path --vocab-file --merge-file --tokenizer-model --tokenizer-type "
-    "--tiktoken-pattern"
+    "--tiktoken-pattern --language-model-checkpoint --audio-encoder-model --image-seq-length"
 ).split()
+PATCHES = 4  # in each direction of an image
+# Flags of the size of an image.
+IMAGE_SIZES = ("--img-h", "--img-w", "--image-size")
 # Flags whose value may have an entry for each layer.
 PER_LAYER = ("--moe-layer-freq", "--window-attn-skip-freq")
 
@@ -84,6 +95,12 @@ def scale_down(args: Mapping[str, Any], out: Path) -> dict[str, Any]:
     for flag, most in AT_MOST.items():
         if flag in small:
             small[flag] = str(min(int(small[flag]), most))
+    is_mimo = "--model-provider" in small  # its images have a size without a flag
+    for flag in IMAGE_SIZES:
+        if flag in small or (is_mimo and flag == "--image-size"):
+            small[flag] = str(PATCHES * _number(small, "--patch-dim", 16))
+    if small.get("--dataloader-type") == "external":  # loaders of real data
+        del small["--dataloader-type"]
     for flag, folder in FOLDERS.items():
         if flag in small:
             small[flag] = str(out / folder)

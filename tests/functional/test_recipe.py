@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.models.registry import model_kind
+from tests.functional.runs import losses, run_gpt
 from tools import run_recipe
+from tools.recipe_scale import scale_down
 
 RECIPES = Path(__file__).parents[1] / "golden/recipes"
 
@@ -20,3 +23,22 @@ def test_a_recipe_runs_and_its_second_run_repeats_the_first_from_the_middle(tmp_
     assert code == 0, printed[-3000:]
     assert "5 iterations are equal in every digit: grad norm, lm loss" in printed
     assert sys.executable in printed
+
+
+@pytest.mark.feature("Vision: Megatron-LM's recipes of LLaVA and MiMo, scaled down")
+@pytest.mark.parametrize(
+    ("name", "kind", "ranks"),
+    [
+        ("multimodal_llava_tp1_pp1", "vlm", 1),
+        ("multimodal_llava_tp4_sp_cp2", "vlm", 4),
+        ("mimo_dp8", "mimo", 2),
+    ],
+)
+def test_recipes_of_models_that_read_images_run(tmp_path, name, kind, ranks):
+    recipe = run_recipe.load(RECIPES / f"{name}.yaml")
+    assert recipe.script == model_kind(kind).entry_script
+    small = scale_down(recipe.args, tmp_path) | {"--model-kind": kind}
+    small |= {"--device": "cpu", "--num-workers": "0"}
+    found = losses(run_gpt(tmp_path, base=run_recipe.words_of(small, {}), world_size=ranks))
+    assert len(found) == 10
+    assert all(0 < loss < 7 for loss in found)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.vision.kinds import get_num_image_embeddings
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
+from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.vision import largest_image
 from megatron.training.models.registry import model_kind
 
@@ -52,19 +53,27 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def images(ns: Namespace) -> None:
+def images(ns: Namespace) -> Iterator[str]:
     """Derive the encoder's depth and the lengths of a model that reads images.
 
     --encoder-num-layers is the encoder's depth and --decoder-num-layers the language model's; both
     default to --num-layers.  --dataloader-seq-length is the length of texts; --seq-length becomes
     that of the text with the embeddings of its images in their places, or --decoder-seq-length if
-    that is more, in parts of equal length for the ranks that share a row.
+    that is more, in parts of equal length for the ranks that share a row.  Format torch, the only
+    one of Megatron-LM's pretrain_vlm.py, becomes the default format.
     """
     has_placeholders = model_kind(ns.model_kind).has_placeholders
     if not has_placeholders:
         ns.model_provider, ns.num_frames, ns.encoder_tp = "mock", 1, None
     if not model_kind(ns.model_kind).reads_images:
         return
+    if ns.ckpt_format == "torch":
+        ns.ckpt_format = CheckpointConfig.ckpt_format
+        yield (
+            f"--ckpt-format torch is without effect: this run saves in format {ns.ckpt_format}, "
+            "which has a place for the encoder of images; tools/checkpoint/convert.py writes "
+            "torch_dist"
+        )
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
     if ns.vision_num_layers is None:

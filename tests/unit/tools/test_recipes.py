@@ -185,7 +185,7 @@ def test_the_small_form_keeps_every_flag_but_the_data_and_parses(path, tmp_path)
     recipe = run_recipe.load(path)
     small = scale_down(recipe.args, tmp_path)
     dropped = set(recipe.args) - set(small)
-    assert dropped <= {*DATA_FLAGS, "--distributed-backend"}
+    assert dropped <= {*DATA_FLAGS, "--distributed-backend", "--dataloader-type"}
     parsed = build_parser().parse_args(run_recipe.words_of(small, recipe.env))
     assert parsed.train_iters == 10 or parsed.train_samples == 10 * parsed.global_batch_size
     assert parsed.hidden_size <= 64
