@@ -30,7 +30,9 @@ def kept(words: str) -> int:
 def test_a_plan_counts_values_of_their_own_width() -> None:
     """Padding keeps values and outputs in the width of keys, and outputs in their own again."""
     own, padded = kept("--qk-head-dim 128"), kept("--qk-head-dim 128 --attention-backend flash")
-    assert padded - own == LAYERS * TOKENS * ROWS * HEADS * 2 * ((192 - 128) + 192)
+    of_layer = TOKENS * ROWS * HEADS * 2 * ((192 - 128) + 192)
+    of_layer -= 2 * 8  # cuDNN's state of dropout, which a plan of flash attention leaves out
+    assert padded - own == LAYERS * of_layer
 
 
 def test_a_plan_pads_values_of_other_widths() -> None:
