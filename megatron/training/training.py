@@ -257,6 +257,7 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     print_datetime("after megatron is initialized")
     run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
     setup.build_model_chunks(run, model_provider)
+    setup.check_adapter_targets(run)
     print_gradient_accumulation_fusion(run)
     is_saving = run.config.distillation.logits_save_dir is not None
     if not (run.config.validation.skip_train or is_saving):

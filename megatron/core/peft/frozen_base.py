@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.params.param_info import info_of
@@ -14,6 +14,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, Linear, R
 
 _OUTSIDE = ("output_layer",)
 _SHARDED = (ColumnParallelLinear, RowParallelLinear)
+
+
+def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the codes and scales of the stored weights of ``model``."""
+    for layer in model.modules():
+        if isinstance(layer, Linear) and isinstance(layer.quantizer, FrozenWeight):
+            held = vars(layer.quantizer.weight).values()
+            yield from (tensor for tensor in held if isinstance(tensor, Tensor))
 
 
 @torch.no_grad()

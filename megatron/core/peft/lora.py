@@ -24,7 +24,7 @@ v is interleaved by query group.  Another layer has one ``a`` and one ``b``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,15 +69,7 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
-@dataclass
-class Attached:
-    """Names seen by `attach_adapters`: targets that matched, and names that would match."""
-
-    matched: set[str]
-    names: set[str]
-
-
-def attach_adapters(model: nn.Module, config: LoraConfig) -> Attached:
+def attach_adapters(model: nn.Module, config: LoraConfig) -> None:
     """Freeze ``model`` and add adapters to the layers that ``config.targets`` selects.
 
     Their parameters are new, with the device and dtype of the layer, and are initialised by
@@ -85,21 +77,28 @@ def attach_adapters(model: nn.Module, config: LoraConfig) -> Attached:
     """
     for param in model.parameters():
         param.requires_grad_(False)
-    seen = Attached(set(), set())
-    for local_name, module in list(model.named_modules()):
-        if not isinstance(module, Linear | VocabParallelEmbedding):
-            continue
-        name, rows = _global_name(module, local_name), rows_of_parts(module)
-        selected = {t: targeted_parts(t, name, tuple(rows)) for t in config.targets}
-        seen.names |= names_of(name, tuple(rows))
-        seen.matched |= {target for target, parts in selected.items() if parts}
-        chosen = [part for part in rows if any(part in parts for parts in selected.values())]
+    for name, module, parts in list(_layers(model)):
+        selected = {p for target in config.targets for p in targeted_parts(target, name, parts)}
+        chosen = [part for part in parts if part in selected]
         if chosen and isinstance(module, Linear):
             module.lora = LinearAdapter(module, name, chosen, config)
         elif chosen:
             assert isinstance(module, VocabParallelEmbedding)
             module.lora = EmbeddingAdapter(module, name, config)
-    return seen
+
+
+def names_in(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the targets that select a layer of ``model``, and all names that would."""
+    layers = [(name, parts) for name, _, parts in _layers(model)]
+    matched = [t for t in targets if any(targeted_parts(t, *layer) for layer in layers)]
+    return matched, sorted({name for layer in layers for name in names_of(*layer)})
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+    """Yield global name, layer and parts of each layer that can have an adapter."""
+    for local_name, module in model.named_modules():
+        if isinstance(module, Linear | VocabParallelEmbedding):
+            yield _global_name(module, local_name), module, tuple(rows_of_parts(module))
 
 
 def is_of_adapter(name: str) -> bool:

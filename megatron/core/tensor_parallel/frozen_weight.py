@@ -51,9 +51,9 @@ class PackedFp4:
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return the values [o, i]; exact in bfloat16 and wider dtypes."""
         signed = [*_MAGNITUDES, *(-value for value in _MAGNITUDES)]
-        table = torch.tensor(signed, dtype=dtype, device=self.codes.device)
-        pairs = torch.stack([self.codes & 15, self.codes >> 4], -1)
-        wide = table[pairs.int()].flatten(-2).unflatten(-1, (-1, _FP4_BLOCK[1]))
+        pairs = [(signed[byte & 15], signed[byte >> 4]) for byte in range(256)]
+        table = torch.tensor(pairs, dtype=dtype, device=self.codes.device)
+        wide = table[self.codes.int()].flatten(-2).unflatten(-1, (-1, _FP4_BLOCK[1]))
         scale = (self.scale.to(dtype) * self.factor.to(dtype)).unsqueeze(-1)
         values: Tensor = (wide * scale).flatten(-2)
         return values

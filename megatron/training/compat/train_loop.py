@@ -75,6 +75,7 @@ def setup_model_and_optimizer(
     del model_type, checkpointing_context
     run = get_run()
     setup.build_model_chunks(run, model_provider_func)
+    setup.check_adapter_targets(run)
     setup.build_optimizer(
         run, no_weight_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
     )

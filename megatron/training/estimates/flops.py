@@ -3,7 +3,8 @@
 Counted are GEMMs (two operations per multiply-add), once forward and twice backward; for a Mamba
 layer also its convolution, and its scan as a recurrence.  Recomputation, norms, softmax and the
 optimizer are not counted.  A frozen weight has no gradient, and a part of the model has no backward
-pass if nothing up to it is trained (--freeze-LM, --freeze-ViT).  Of images a sample has as many
+pass if nothing up to it is trained (--freeze-LM, --freeze-ViT, --lora-rank).  Adapters are not
+counted.  Of images a sample has as many
 tiles as --seq-length has places for.
 
 Two counts exist:
@@ -93,7 +94,7 @@ def layer_flops(config: RunConfig) -> list[float]:
 
 def gemms_per_weight(config: RunConfig) -> int:
     """Return the GEMMs of a step with each weight of the language model: 2 if it is frozen."""
-    return FORWARD_AND_BACKWARD - config.vision.freeze_LM
+    return FORWARD_AND_BACKWARD - (config.vision.freeze_LM or config.adapters.lora is not None)
 
 
 def image_flops(config: RunConfig) -> ModelFlops:

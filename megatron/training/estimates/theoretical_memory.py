@@ -15,6 +15,7 @@ from megatron.core import device
 from megatron.core.optimizer.mixed_precision import stores_remainders
 from megatron.core.parallel.context_parallel_partition import local_sequence_length
 from megatron.training.config.run import RunConfig
+from megatron.training.estimates.adapter_count import adapter_parameters
 from megatron.training.estimates.parameter_count import (
     encoder_parameters,
     head_parameters,
@@ -26,13 +27,14 @@ from megatron.training.models.registry import model_kind_of
 
 _MIB = 2**20
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_BYTES_STORED = {"fp8": 1, "int8": 1, "nvfp4": 0.5625}  # of --lora-base-dtype, scales included
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
     """Parameters of the complete model, and of the rank that holds most of them."""
 
-    layers: int
+    layers: int  # without adapters
     embeddings: int  # input and, if untied, output
     images: int  # encoder of images and projector
     most_loaded_shard: float
@@ -55,12 +57,15 @@ def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCoun
     language = ((layer_parameters(of_rank) + rest) / pp + on_first_stage) / tp
     encoder = encoder_parameters(config)
     projector = projector_parameters(config)
+    adapters = adapter_parameters(config, padded_vocab_size) / pp / tp  # or a little more
     trained = projector + language * (not config.vision.freeze_LM)
+    if config.adapters.lora is not None:
+        trained = adapters
     return ParameterCount(
         layers=layer_parameters(whole) + rest,
         embeddings=num_embeddings * embedding,
         images=encoder_parameters(whole) + projector_parameters(whole),
-        most_loaded_shard=language + encoder + projector,
+        most_loaded_shard=language + encoder + projector + adapters,
         trained_of_shard=trained + encoder * (not config.vision.freeze_ViT),
     )
 
@@ -80,7 +85,9 @@ def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> flo
     shares = config.data_parallel_size if o.use_distributed_optimizer else 1
     count = count_parameters(config, padded_vocab_size)
     per_trained = _BYTES[o.main_grads_dtype] + state / shares
-    return 2 * count.most_loaded_shard + per_trained * count.trained_of_shard
+    frozen = count.most_loaded_shard - count.trained_of_shard
+    per_frozen = _BYTES_STORED.get(config.adapters.lora_base_dtype or "", 2)
+    return per_frozen * frozen + (2 + per_trained) * count.trained_of_shard
 
 
 def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches: int) -> float:

@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 
 from megatron.core import device
 from megatron.core.params.param_info import local_part
+from megatron.core.peft.frozen_base import stored_tensors
 from megatron.training.runtime.runtime import Runtime
 
 ACTIVATIONS, GRADIENTS, OPTIMIZER = "activations", "gradients", "optimizer"
@@ -42,6 +43,8 @@ def owners(run: Runtime) -> list[Owner]:
         if (stored := getattr(param, "gathered_codes", None)) is not None:
             ledger.add("parameters", "weights stored in 8 bits", stored.scaled.codes)
     for chunk in run.model_chunks:
+        for tensor in stored_tensors(chunk):
+            ledger.add("parameters", f"frozen weights in {tensor.dtype}", tensor)
         for buffer in getattr(chunk, "grad_buffers", {}).values():
             ledger.add(GRADIENTS, f"buffers in {buffer.data.dtype}", buffer.data)
     for name, param in _named_parameters(run):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,14 @@ from megatron.core.parallel.context_parallel_partition import (
 )
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import local_part
+from megatron.core.peft.frozen_base import store_base, stored_tensors
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
 from megatron.core.pipeline_parallel.microbatch import LossRule
 from megatron.core.pipeline_parallel.plan import PassKind, Transfer, Work
 from megatron.core.pipeline_parallel.schedules import messages_of
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
+from megatron.core.tensor_parallel.frozen_weight import StoredFormat
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -176,6 +178,8 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
     )
     sizes = {"vocab_size": padded_vocab_size, "padded_vocab_size": padded_vocab_size}
     build_model_chunks(run, partial(registry.build_model_stage, config, groups=groups, **sizes))
+    if (format := config.adapters.lora_base_dtype) is not None:
+        store_base(run.model_chunks, cast(StoredFormat, format))
     for model in (*run.model_chunks, *frozen_models(run.model_chunks)):
         _run_without_values(config.model, model)
     for chunk in run.model_chunks:
@@ -374,7 +378,9 @@ def _parameters(run: Runtime) -> Iterator[Tensor]:
 
 
 def _frozen(run: Runtime) -> Iterator[Tensor]:
-    """Yield the weights of models that are not trained."""
+    """Yield the weights of models that are not trained, and those that are stored in few bits."""
+    for chunk in run.model_chunks:
+        yield from stored_tensors(chunk)
     for model in frozen_models(run.model_chunks):
         yield from model.parameters()
 

@@ -25,7 +25,7 @@ from megatron.core.optimizer.param_groups import (
     no_weight_decay_on_embeddings,
 )
 from megatron.core.params.param_init import initialize_parameters
-from megatron.core.peft.lora import LoraConfig, attach_adapters
+from megatron.core.peft.lora import attach_adapters, names_in
 from megatron.core.peft.targets import check_targets
 from megatron.core.tensor_parallel.overlapped_linear import overlap_layers
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
@@ -103,7 +103,9 @@ def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: boo
     stages = range(len(run.stages))
     chunks = [_build_chunk(run, model_provider, chunk, on_meta=on_meta) for chunk in stages]
     if run.config.adapters.lora is not None:
-        _attach_adapters(run, chunks, run.config.adapters.lora, on_meta=on_meta)
+        with torch.device("meta") if on_meta else contextlib.nullcontext():
+            for chunk in chunks:
+                attach_adapters(chunk, run.config.adapters.lora)
     run.adjust_tensor_shapes = getattr(chunks[0], "adjust_tensor_shapes", None)
     for chunk in chunks:
         _initialize(run, chunk)
@@ -179,23 +181,6 @@ def _build_chunk(
     return model if on_meta or _is_on(model, device.current()) else model.to(device.current())
 
 
-def _attach_adapters(
-    run: Runtime, chunks: Sequence[nn.Module], config: LoraConfig, *, on_meta: bool
-) -> None:
-    """Freeze the model and add adapters.  Collective over all ranks, which have other layers.
-
-    Raises ConfigError on every rank if a target matches no layer of the model.
-    """
-    with torch.device("meta") if on_meta else contextlib.nullcontext():
-        seen = [attach_adapters(chunk, config) for chunk in chunks]
-    mine = [sorted(one.matched) for one in seen], [sorted(one.names) for one in seen]
-    every = all_gather_json(mine, run.groups.world)
-    matched = {target for found, _ in every for some in found for target in some}
-    check_targets(
-        config.targets, matched, {name for _, found in every for some in found for name in some}
-    )
-
-
 def _is_on(model: nn.Module, where: torch.device) -> bool:
     tensors = itertools.chain(model.parameters(), model.buffers())
     return all(tensor.device == where for tensor in tensors)
@@ -239,6 +224,20 @@ def _sums_gradients(run: Runtime) -> bool:
         or config.model.calculate_per_token_loss
         or config.model.mtp_num_layers is not None
     )
+
+
+def check_adapter_targets(run: Runtime) -> None:
+    """Raise ConfigError if one of --lora-target-modules is no layer of the model.
+
+    Collective over all ranks, which have other layers.
+    """
+    config = run.config.adapters.lora
+    if config is None:
+        return
+    mine = [names_in(chunk, config.targets) for chunk in run.model_chunks]
+    every = [pair for of_rank in all_gather_json(mine, run.groups.world) for pair in of_rank]
+    matched = {target for found, _ in every for target in found}
+    check_targets(config.targets, matched, {name for _, names in every for name in names})
 
 
 @in_phase("building the optimizer")

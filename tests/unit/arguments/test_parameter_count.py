@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from megatron.core.peft.lora import attach_adapters
+from megatron.training.estimates.adapter_count import adapter_parameters
 from megatron.training.estimates.parameter_count import known_padded_vocab_size, layer_parameters
 from megatron.training.estimates.theoretical_memory import count_parameters
 from megatron.training.models.gpt import build_gpt_model
@@ -103,3 +105,28 @@ def test_tensor_parallel_ranks_share_the_matrices() -> None:
     # Norms, and biases behind row-parallel products, are whole on every rank.
     shared = model.num_layers * (4 + 2) * model.hidden_size
     assert 2 * half - shared == whole
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--swiglu --group-query-attention --num-query-groups 2 --lora-target-modules q_proj v_proj "
+        "up_proj embed_tokens output_layer --untie-embeddings-and-output-weights",
+        "--num-experts 4 --moe-layer-freq [1,0,0,1] --moe-shared-expert-intermediate-size 8",
+        "--num-experts 4 --swiglu --lora-target-modules experts.linear_fc1 linear_proj",
+        "--multi-latent-attention --q-lora-rank 8 --position-embedding-type rope",
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        "--model-kind mamba --hybrid-override-pattern M*-M --mamba-num-groups 1",
+    ],
+)
+def test_the_number_of_adapter_parameters_is_exact(words: str) -> None:
+    run = run_of(f"{words} --lora-rank 3")
+    sizes = {"vocab_size": 128, "padded_vocab_size": 128}
+    model = build_model_stage(run, groups=one_process_groups(), **sizes)
+    assert run.adapters.lora is not None
+    attach_adapters(model, run.adapters.lora)
+    counted = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert adapter_parameters(run, 128) == counted > 0
+    count = count_parameters(run, 128)
+    assert count.trained_of_shard == counted
+    assert count.most_loaded_shard == counted + count.layers + count.embeddings
