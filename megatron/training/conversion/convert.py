@@ -117,7 +117,7 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
         source = replace(source, tensors=tensors, args={**source.args, **_precision(wanted.dtype)})
     if wanted.format == HF:
         return _to_hf(source, wanted, say)
-    return _to_ours(source, wanted, say)
+    return write_checkpoint(source, wanted, say)
 
 
 def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
@@ -262,7 +262,7 @@ def _from_peft(wanted: ConversionRequest, say: Say) -> Path:
         rank_states={},
         layout={},
     )
-    return _to_ours(source, wanted, say)
+    return write_checkpoint(source, wanted, say)
 
 
 def _family_of(source: Source, wanted: ConversionRequest) -> tuple[Family, ModelShape]:
@@ -287,7 +287,8 @@ def _language_model(
     return config, tensors
 
 
-def _to_ours(source: Source, wanted: ConversionRequest, say: Say) -> Path:
+def write_checkpoint(source: Source, wanted: ConversionRequest, say: Say = print) -> Path:
+    """Write ``source`` to ``wanted.target`` in a format of ours; return the folder."""
     format = FORMATS[wanted.format]
     check_format(wanted.format, source.tensors, source.args["model_kind"])
     if wanted.args:

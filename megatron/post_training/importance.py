@@ -1,0 +1,139 @@
+"""Importance of the parts of a model, measured on the activations of calibration samples.
+
+The criteria are those of Minitron (arXiv 2407.14679).  For each token: a channel of the hidden
+states has the absolute value that norms give it, summed over all norms; an MLP neuron its absolute
+activation; an attention head the norm of its output; an expert its routing weight; a layer 1 - the
+cosine of its input and output.  All are sums over the tokens of all ranks, so they do not depend on
+the layout.
+
+Order of collectives in `Importance.gathered`: for each score of this rank an all-gather or an
+all-reduce over tp and an all-reduce over dp_cp, then a gather and a broadcast over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_gather_first_dim, all_reduce
+from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.pending_sum import summed
+
+HIDDEN = "hidden"
+# Name of a part of layer N -> key of its scores: the layer itself, heads, neurons, experts.
+LAYER, HEADS, FFN, SHARED, EXPERTS = "layer", "heads", "ffn", "shared_ffn", "experts"
+Scores = dict[str, list[float]]
+
+
+def key(layer: int, part: str) -> str:
+    """Return the key of the scores of ``part`` in layer ``layer``."""
+    return f"layers.{layer}.{part}"
+
+
+class Importance:
+    """Hooks that add up scores while the model runs forward; `gathered` returns them."""
+
+    def __init__(self, models: Iterable[GPTModel], groups: ProcessGroupCollection) -> None:
+        self.groups = groups
+        self._sums: dict[str, Tensor] = {}
+        self._is_sharded: dict[str, bool] = {}  # over tp: scores of this rank's heads and neurons
+        self._handles: list[Any] = []
+        self.sequence_parallel = False
+        for model in models:
+            self._hook_model(model)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def gathered(self) -> Scores:
+        """Return the scores of the complete model, on every rank.  Collective over all ranks."""
+        tp, world = self.groups.tp, self.groups.world
+        mine: Scores = {}
+        for name, total in self._sums.items():
+            if self._is_sharded[name]:
+                total = all_gather_first_dim(total, tp)
+            elif self.sequence_parallel:  # each rank has the sums over its part of the sequence
+                total = all_reduce(total, tp)
+            total = all_reduce(total, self.groups.dp_cp)
+            mine[name] = total.tolist()
+        others = (self.groups.tp, self.groups.dp_cp)
+        is_first = all(group.rank() == 0 for group in others)
+        merged: Scores = {}
+        for part in gather_json(mine if is_first else {}, world) or []:
+            for name, values in part.items():  # only hidden channels have parts on several stages
+                before = merged.get(name, [0.0] * len(values))
+                merged[name] = [a + b for a, b in zip(before, values, strict=True)]
+        return broadcast_json(merged, world)
+
+    def _hook_model(self, model: GPTModel) -> None:
+        decoder, self.sequence_parallel = model.decoder, model.config.sequence_parallel
+        if decoder.final_layernorm is not None:
+            self._after(decoder.final_layernorm, self._add_channels)
+        for index, layer in zip(decoder.layer_range, decoder.layers, strict=True):
+            self._hook_layer(index, layer)
+
+    def _hook_layer(self, index: int, layer: nn.Module) -> None:
+        def add_layer(inputs: Any, output: Any) -> None:
+            x, y = summed(inputs[0]).float(), output[0].float()
+            distance = (1 - F.cosine_similarity(x, y, dim=-1)).sum()
+            self._add(key(index, LAYER), distance.reshape(1))
+
+        def add_experts(_inputs: Any, output: Routing) -> None:
+            total = output.weights.new_zeros(output.num_experts + 1, dtype=torch.float64)
+            total.index_add_(0, output.experts.flatten(), output.weights.flatten().double())
+            self._add(key(index, EXPERTS), total[:-1])
+
+        self._after(layer, add_layer)
+        norms = partial(_norms_of_heads, layer.config.kv_channels)
+        for name, module in layer.named_modules():
+            if name in ("input_layernorm", "pre_mlp_layernorm"):
+                self._after(module, self._add_channels)
+            elif name == "self_attention.linear_proj":
+                self._before(module, index, HEADS, norms)
+            elif name in ("mlp.linear_fc2", "mlp.shared_experts.linear_fc2"):
+                self._before(module, index, SHARED if "shared" in name else FFN, _absolute)
+            elif name == "mlp.router":
+                self._after(module, add_experts)
+
+    def _add_channels(self, _inputs: Any, output: Any) -> None:
+        normed = output[1] if isinstance(output, tuple) else output
+        self._add(HIDDEN, _absolute(normed))
+
+    def _after(self, module: nn.Module, add: Callable[[Any, Any], None]) -> None:
+        self._handles.append(module.register_forward_hook(lambda _m, x, y: add(x, y)))
+
+    def _before(
+        self, module: nn.Module, index: int, part: str, score: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Add the scores of the input of ``module``, which is sharded over tp."""
+        self._handles.append(
+            module.register_forward_pre_hook(
+                lambda _m, x: self._add(key(index, part), score(x[0]), is_sharded=True)
+            )
+        )
+
+    def _add(self, name: str, values: Tensor, *, is_sharded: bool = False) -> None:
+        values = values.double()
+        self._sums[name] = self._sums[name] + values if name in self._sums else values
+        self._is_sharded[name] = is_sharded
+
+
+def _absolute(x: Tensor) -> Tensor:
+    """Return the sum over tokens of the absolute values: [s, b, c] -> [c]."""
+    return x.float().abs().flatten(0, -2).sum(0, dtype=torch.float64)
+
+
+def _norms_of_heads(width: int, x: Tensor) -> Tensor:
+    """Return the sum over tokens of the norm of each head's output: [s, b, n d] -> [n]."""
+    heads = x.float().unflatten(-1, (-1, width))
+    return heads.norm(dim=-1).flatten(0, -2).sum(0, dtype=torch.float64)

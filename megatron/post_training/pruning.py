@@ -1,0 +1,358 @@
+"""Prune a checkpoint of GPT to smaller sizes, by the importance of its parts (Minitron).
+
+`choose` selects what is kept, from scores of `importance`; `prune` slices the tensors of a
+checkpoint of any format and layout, one at a time, and writes a checkpoint with the arguments of
+the smaller model.
+
+``n`` heads in ``g`` groups of queries, ``d`` head width, ``f`` neurons of an MLP, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.post_training.importance import EXPERTS, FFN, HEADS, HIDDEN, LAYER, Scores, key
+from megatron.training.config.run import RunConfig
+from megatron.training.conversion.convert import (
+    ConversionRequest,
+    read_source,
+    run_config,
+    write_checkpoint,
+)
+
+_MTP = "mtp."
+_OF_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_OF_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """Sizes of the pruned model; None keeps a size."""
+
+    num_layers: int | None = None
+    layers_to_drop: tuple[int, ...] = ()  # numbers from 1, in place of num_layers
+    hidden_size: int | None = None
+    ffn_hidden_size: int | None = None
+    num_attention_heads: int | None = None
+    num_query_groups: int | None = None
+    num_moe_experts: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKept:
+    """Indices that one layer keeps, in ascending order; None keeps all."""
+
+    groups: Tensor | None = None
+    heads: Tensor | None = None
+    neurons: Tensor | None = None
+    experts: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What the pruned model keeps."""
+
+    hidden: Tensor | None
+    layers: Mapping[int, LayerKept]  # old index -> its parts, in order
+    args: Mapping[str, Any] = field(default_factory=dict)  # arguments with other values
+
+
+class _Sizes(NamedTuple):
+    heads: int
+    groups: int
+    width: int
+    is_gated: bool
+
+
+def choose(run: RunConfig, targets: Targets, scores: Scores) -> Kept:
+    """Return what a model of ``run`` keeps for ``targets``.  Raises ConfigError for a wrong size.
+
+    Layers with the lowest scores are dropped; every kept layer keeps its own best heads, neurons
+    and experts; hidden channels are the same in all layers.
+    """
+    check_targets(run, targets)
+    model = run.model
+    heads = targets.num_attention_heads or model.num_attention_heads
+    groups = _groups(run, targets)
+    layers = {}
+    for index in _kept_layers(run, targets, scores):
+        own = {part: scores.get(key(index, part)) for part in (HEADS, FFN, EXPERTS)}
+        kept_groups, kept_heads = _best_heads(run, own[HEADS], heads, groups)
+        layers[index] = LayerKept(
+            groups=kept_groups,
+            heads=kept_heads,
+            neurons=_best(own[FFN], targets.ffn_hidden_size),
+            experts=_best(own[EXPERTS], targets.num_moe_experts),
+        )
+    changed = {
+        "num_layers": len(layers),
+        "encoder_num_layers": None,
+        "hidden_size": targets.hidden_size or model.hidden_size,
+        "ffn_hidden_size": targets.ffn_hidden_size or model.ffn_hidden_size,
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+        "kv_channels": model.kv_channels,  # would follow from the hidden size
+        "mtp_num_layers": None,
+    }
+    if model.num_moe_experts is not None:
+        changed["num_experts"] = targets.num_moe_experts or model.num_moe_experts
+        changed["moe_ffn_hidden_size"] = model.moe_ffn_hidden_size
+    return Kept(hidden=_best(scores.get(HIDDEN), targets.hidden_size), layers=layers, args=changed)
+
+
+def check_targets(run: RunConfig, targets: Targets) -> None:
+    """Raise ConfigError if a model of ``run`` cannot be pruned to ``targets``."""
+    model = run.model
+    problems = []
+    if model.multi_latent_attention:
+        problems.append("pruning is not implemented for --multi-latent-attention")
+    if model.qk_layernorm_full_width and (targets.num_attention_heads or targets.num_query_groups):
+        problems.append("--qk-layernorm-full-width: norms over all heads, which cannot be pruned")
+    for flag, wanted, has in (
+        ("num-layers", targets.num_layers, model.num_layers),
+        ("hidden-size", targets.hidden_size, model.hidden_size),
+        ("ffn-hidden-size", targets.ffn_hidden_size, model.ffn_hidden_size),
+        ("num-attention-heads", targets.num_attention_heads, model.num_attention_heads),
+        ("num-query-groups", targets.num_query_groups, model.num_query_groups),
+        ("num-moe-experts", targets.num_moe_experts, model.num_moe_experts),
+    ):
+        if wanted is not None and not 1 <= wanted <= (has or 0):
+            problems.append(f"--target-{flag} {wanted}: the model has {has or 'none'}")
+    heads = targets.num_attention_heads or model.num_attention_heads
+    groups = _groups(run, targets)
+    if groups < 1 or heads % groups or heads // groups > _heads_of_group(run):
+        problems.append(
+            f"{heads} heads in {groups} groups: a group of the model has {_heads_of_group(run)} "
+            "heads, and all groups keep equally many: change --target-num-attention-heads or "
+            "--target-num-query-groups"
+        )
+    if targets.num_moe_experts and targets.num_moe_experts < model.moe_router_topk:
+        problems.append(
+            f"--target-num-moe-experts {targets.num_moe_experts} is below --moe-router-topk "
+            f"{model.moe_router_topk}"
+        )
+    wrong = [n for n in targets.layers_to_drop if not 1 <= n <= model.num_layers]
+    if wrong or len({*targets.layers_to_drop}) == model.num_layers:
+        problems.append(f"--layers-to-drop {wrong or 'all'}: layers are 1 to {model.num_layers}")
+    if targets.num_layers and targets.layers_to_drop:
+        problems.append("--target-num-layers and --layers-to-drop exclude each other")
+    if targets == Targets():
+        problems.append("no size is given: use --target-num-layers, --target-hidden-size or others")
+    if (targets.num_layers or targets.layers_to_drop) and (pattern := _pattern_of_layers(run)):
+        problems.append(f"{pattern} depends on the index of a layer: layers cannot be dropped")
+    ConfigError.raise_for(problems)
+
+
+def _pattern_of_layers(run: RunConfig) -> str | None:
+    """Return the flag by which layers of one index differ from others, or None."""
+    model = run.model
+    given = {
+        "--moe-layer-freq": model.num_moe_experts and model.moe_layer_freq != 1,
+        "--no-rope-freq": model.no_rope_freq,
+        "--window-attn-skip-freq": model.window_attn_skip_freq,
+        "--heterogeneous-layers-config-path": model.heterogeneous_layers_config_encoded_json,
+    }
+    return next((flag for flag, value in given.items() if value), None)
+
+
+def _heads_of_group(run: RunConfig) -> int:
+    return run.model.num_attention_heads // (run.model.num_query_groups or 1)
+
+
+def _groups(run: RunConfig, targets: Targets) -> int:
+    """Return the query groups of the pruned model: all, or one for each head if so in ``run``."""
+    if targets.num_query_groups is not None:
+        return targets.num_query_groups
+    if _heads_of_group(run) == 1 and targets.num_attention_heads is not None:
+        return targets.num_attention_heads
+    return run.model.num_query_groups or run.model.num_attention_heads
+
+
+def _kept_layers(run: RunConfig, targets: Targets, scores: Scores) -> list[int]:
+    every = range(run.model.num_layers)
+    if targets.layers_to_drop:
+        return [i for i in every if i + 1 not in targets.layers_to_drop]
+    if targets.num_layers is None:
+        return list(every)
+    best = _best([scores[key(i, LAYER)][0] for i in every], targets.num_layers)
+    assert best is not None, "the number is given"
+    return [int(i) for i in best]
+
+
+def _best(scores: Sequence[float] | None, number: int | None) -> Tensor | None:
+    """Return the indices of the ``number`` highest scores, ascending; of equal ones the first."""
+    if number is None or scores is None:
+        return None
+    order = torch.tensor(scores, dtype=torch.float64).argsort(descending=True, stable=True)
+    return order[:number].sort().values
+
+
+def _best_heads(
+    run: RunConfig, scores: Sequence[float] | None, num_heads: int, num_groups: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the kept groups, and the kept heads as numbers in the complete layer."""
+    model = run.model
+    is_same = (num_heads, num_groups) == (model.num_attention_heads, model.num_query_groups)
+    if scores is None or is_same:
+        return None, None
+    each = torch.tensor(scores, dtype=torch.float64).view(-1, _heads_of_group(run))
+    groups = _best(each.sum(1).tolist(), num_groups)
+    assert groups is not None
+    heads = [
+        _best(each[group].tolist(), num_heads // num_groups) + group * each.shape[1]  # type: ignore
+        for group in groups.tolist()
+    ]
+    return groups, torch.cat(heads)
+
+
+def prune(load: Path, save: Path, run: RunConfig, kept: Kept, step: int | None = None) -> Path:
+    """Write the checkpoint ``load`` of ``run``, pruned to ``kept``, to ``save``; return its folder.
+
+    One process.  Raises CheckpointError for a tensor that the model is not known to have.
+    """
+    wanted = ConversionRequest(source=load, target=save, format="safetensors_dist", step=step)
+    source = read_source(wanted)
+    model = run.model
+    sizes = _Sizes(
+        model.num_attention_heads,
+        model.num_query_groups or model.num_attention_heads,
+        model.kv_channels or 0,
+        model.gated_linear_unit,
+    )
+    numbers = {old: new for new, old in enumerate(kept.layers)}
+    tensors = {}
+    for name, tensor in source.tensors.items():
+        if name.startswith((OPTIMIZER_PREFIX, _MTP)):
+            continue
+        found = _pruned(name, tensor, kept, sizes, numbers)
+        if found is not None:
+            tensors[found.name] = found
+    args = {**source.args, **kept.args}
+    run_config(args)  # raises for a model that cannot be built
+    smaller = replace(source, tensors=tensors, args=args, common={}, rank_states={}, layout={})
+    return write_checkpoint(smaller, wanted)
+
+
+def _pruned(
+    name: str, tensor: LazyTensor, kept: Kept, sizes: _Sizes, numbers: Mapping[int, int]
+) -> LazyTensor | None:
+    """Return the tensor of the pruned model, with its new name; None if a part is dropped."""
+    found = _OF_LAYER.fullmatch(name)
+    if found is None:
+        indices = _outside_layers(name, kept.hidden)
+        return _sliced(name, tensor, indices, name)
+    index, own = int(found[1]), found[2]
+    if index not in kept.layers:
+        return None
+    layer = kept.layers[index]
+    expert = _OF_EXPERT.fullmatch(own)
+    if expert is not None and layer.experts is not None:
+        places = {old: new for new, old in enumerate(layer.experts.tolist())}
+        if int(expert[1]) not in places:
+            return None
+        own = f"mlp.experts.local_experts.{places[int(expert[1])]}.{expert[2]}"
+    indices = _inside_layer(own, tensor, layer, kept.hidden, sizes)
+    return _sliced(name, tensor, indices, f"decoder.layers.{numbers[index]}.{own}")
+
+
+Indices = Sequence[Tensor | None] | None  # of each dimension; None keeps all
+
+
+def _outside_layers(name: str, hidden: Tensor | None) -> Indices:
+    return {
+        "embedding.word_embeddings.weight": (None, hidden),
+        "embedding.position_embeddings.weight": (None, hidden),
+        "output_layer.weight": (None, hidden),
+        "output_layer.bias": (None,),
+        "decoder.final_layernorm.weight": (hidden,),
+        "decoder.final_layernorm.bias": (hidden,),
+    }.get(name)
+
+
+def _inside_layer(
+    own: str, tensor: LazyTensor, layer: LayerKept, hidden: Tensor | None, sizes: _Sizes
+) -> Indices:
+    """Return the indices of each dimension of the tensor ``own`` of a layer; None if unknown."""
+    heads = layer.heads
+    columns = None if heads is None else _expanded(heads, sizes.width)
+    is_of_expert = "experts." in own  # whose neurons are kept
+    neurons = None if is_of_expert else layer.neurons
+    rows = neurons
+    if neurons is not None and sizes.is_gated:
+        rows = torch.cat([neurons, neurons + tensor.shape[0] // 2])
+    part, _, kind = own.rpartition(".")
+    if is_of_expert:
+        part = f"mlp.{part.rpartition('.')[2]}"
+    table: dict[str, Indices] = {
+        "self_attention.linear_qkv.weight": (_rows_of_qkv(layer, sizes), hidden),
+        "self_attention.linear_qkv.bias": (_rows_of_qkv(layer, sizes),),
+        "self_attention.linear_proj.weight": (hidden, columns),
+        "self_attention.linear_proj.bias": (hidden,),
+        "self_attention.core_attention.softmax_offset": (heads,),
+        "self_attention.q_layernorm.weight": (None,),
+        "self_attention.q_layernorm.bias": (None,),
+        "self_attention.k_layernorm.weight": (None,),
+        "self_attention.k_layernorm.bias": (None,),
+        "mlp.linear_fc1.weight": (rows, hidden),
+        "mlp.linear_fc1.bias": (rows,),
+        "mlp.linear_fc2.weight": (hidden, neurons),
+        "mlp.linear_fc2.bias": (hidden,),
+        "mlp.router.weight": (layer.experts, hidden),
+        "mlp.router.bias": (layer.experts,),
+        "mlp.router.expert_bias": (layer.experts,),
+        "mlp.shared_experts.gate_weight": (None, hidden),
+    }
+    if part.endswith("layernorm") and "." not in part:
+        return (hidden,)
+    return table.get(f"{part}.{kind}")
+
+
+def _rows_of_qkv(layer: LayerKept, sizes: _Sizes) -> Tensor | None:
+    """Return the kept rows of the QKV projection: of each group queries, key and value."""
+    if layer.groups is None or layer.heads is None:
+        return None
+    of_group = sizes.heads // sizes.groups
+    blocks = []  # of d rows each
+    for group in layer.groups.tolist():
+        begin = group * (of_group + 2)
+        mine = layer.heads[layer.heads // of_group == group] - group * of_group
+        blocks += [begin + mine, torch.tensor([begin + of_group, begin + of_group + 1])]
+    return _expanded(torch.cat(blocks), sizes.width)
+
+
+def _expanded(blocks: Tensor, width: int) -> Tensor:
+    """Return the indices of all elements of ``blocks`` of ``width`` elements."""
+    return (blocks[:, None] * width + torch.arange(width)).flatten()
+
+
+def _sliced(name: str, tensor: LazyTensor, indices: Indices, new_name: str) -> LazyTensor:
+    if indices is None or len(indices) != len(tensor.shape):
+        raise CheckpointError(
+            f"the checkpoint has the tensor {name} {list(tensor.shape)}, which pruning does not "
+            "know: it supports GPT with attention of queries, keys and values"
+        )
+    shape = tuple(
+        size if kept is None else len(kept)
+        for size, kept in zip(tensor.shape, indices, strict=True)
+    )
+    return LazyTensor(new_name, tensor.dtype, shape, partial(_select, tensor, indices))
+
+
+def _select(tensor: LazyTensor, indices: Sequence[Tensor | None]) -> Tensor:
+    values = tensor.make()
+    for dim, kept in enumerate(indices):
+        if kept is not None:
+            values = values.index_select(dim, kept)
+    return values.contiguous()
