@@ -291,31 +291,44 @@ class _WithKeys(_Wrapped):
 
 
 class _WithEntries(_Wrapped):
-    """Samples with the entries of a store; None: samples of an evaluation, without entries."""
+    """Samples with the entries of a store; without entries those that are not trained on.
+
+    A data loader may read samples ahead that the run does not need.
+    """
 
     def __init__(
-        self, samples: Any, store: LogitsStore | None, settings: StoreSettings, *, lenient: bool
+        self, samples: Any, settings: StoreSettings, store: LogitsStore | None, trained: range
     ) -> None:
         super().__init__(samples)
-        self.store, self.settings, self.lenient = store, settings, lenient
+        self.settings, self.store, self.trained = settings, store, trained
 
     def __getitem__(self, index: int | None) -> dict[str, Any]:
         sample = dict(self.samples[index])
         entries = no_entries(self.settings)
-        store = None if index is None else self.store  # None: a sample that pads the last batch
-        if store is not None and (index in store or not self.lenient):
-            entries = store.entries(index, checksum_of(sample))
+        if index in self.trained and self.store is not None and index in self.store:
+            entries = self.store.entries(index, checksum_of(sample))
         return sample | dict(zip((_IDS, _LOG_PROBS), entries, strict=True))
 
 
-def _with_keys(config: RunConfig, dataset: Any, *, is_training: bool) -> Any:
-    del config, is_training
+def _with_keys(config: RunConfig, dataset: Any, *, num_trained: int) -> Any:
+    del config, num_trained
     return _WithKeys(dataset)
 
 
-def _with_entries(config: RunConfig, dataset: Any, *, is_training: bool) -> Any:
+def _with_entries(config: RunConfig, dataset: Any, *, num_trained: int) -> Any:
+    """Return ``dataset`` with the entries of the store; raise DataError if it lacks some."""
     kd = config.distillation
-    assert kd.logits_load_dir is not None, "the run reads a store"
-    store = LogitsStore(kd.logits_load_dir) if is_training else None
     settings = _settings(kd.logits_load_dir)
-    return _WithEntries(dataset, store, settings, lenient=kd.logits_load_ignore_errors)
+    if not num_trained:
+        return _WithEntries(dataset, settings, None, range(0))
+    store = LogitsStore(kd.logits_load_dir or "")
+    wrapped = _WithEntries(dataset, settings, store, range(num_trained))
+    missing = next((i for i in range(num_trained) if i not in store), None)
+    if missing is not None and not kd.logits_load_ignore_errors:
+        raise DataError(
+            f"--logits-load-dir {kd.logits_load_dir}: the store has {len(store)} samples and not "
+            f"sample {missing}, the run trains on {num_trained}: save the store with the data, the "
+            "seed and the number of samples of this run"
+        )
+    wrapped[0]  # other data is refused here, and not in a worker of the data loader
+    return wrapped

@@ -81,9 +81,9 @@ def build_data(run: Runtime, provider: Provider) -> None:
     train, valid, test = _provided(run, provider, sizes)
     wrap = implementation_of(run.config).wrap_dataset
     if wrap is not None:
-        train = _map_sets(partial(wrap, run.config, is_training=True), train)
+        train = _map_sets(partial(wrap, run.config, num_trained=sizes[0] or 0), train)
         valid, test = (
-            _map_sets(partial(wrap, run.config, is_training=False), s) for s in (valid, test)
+            _map_sets(partial(wrap, run.config, num_trained=0), s) for s in (valid, test)
         )
     if run.config.data.dataloader_type == "external":
         _take_external(run, train, valid, test)
