@@ -140,6 +140,11 @@ class RotaryEmbedding(nn.Module):
         self._held: Tensor | None = None
         self._on_gpu: dict[object, Tensor] = {}  # frequencies, by context and device
 
+    @property
+    def reads_context(self) -> bool:
+        """Whether angles depend on the length of the context, as LongRoPE's do."""
+        return self.scaling is not None and self.scaling.kind == "longrope"
+
     def frequencies(self, num_positions: int) -> Tensor:
         """Return the frequencies for contexts of ``num_positions``: [r/2] float32 on the CPU."""
         scaling = self.scaling

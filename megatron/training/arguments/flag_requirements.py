@@ -14,6 +14,7 @@ from megatron.core.device import CPU
 from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP, layer_pattern
+from megatron.training.arguments.fine_tuning_flag_requirements import OF_FINE_TUNING
 from megatron.training.arguments.image_flag_requirements import OF_IMAGES
 from megatron.training.arguments.requirement import (
     FlagRequirement,
@@ -340,8 +341,6 @@ _OF_MEMORY_AND_SPEED = (
 )
 
 _OF_FILES_AND_REPORTS = (
-    needs_flag("sft", "sft_packing sft_long_conversations sft_alignment sft_show_sample"),
-    needs_value("tokenizer_type", "SFTTokenizer", "sft_tokenizer_prompt_format"),
     needs("--error-injection-rate", "error_injection_type", lambda ns: ns.error_injection_rate > 0),
     needs_value("rerun_mode", "validate_results", "error_injection_rate"),
     needs(
@@ -419,6 +418,7 @@ NEEDS = (
     *_OF_OPTIMIZER,
     *_OF_MODEL,
     *OF_IMAGES,
+    *OF_FINE_TUNING,
     *_OF_EXPERTS,
     *_OF_PRECISION,
     *_OF_DISTILLATION,

@@ -24,6 +24,7 @@ _FILES = (
     "merge_file",
     "tokenizer_model",
     "chat_template",
+    "eval_generate",
     "data_args_path",
     "per_split_data_args_path",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -54,6 +55,9 @@ def _in_order(run: Runtime) -> Iterator[Callback]:
     if config.resilience.log_straggler:
         yield _straggler(config.resilience)
     yield EvaluationCallback()
+    if config.validation.eval_generate is not None:
+        # By name: engines are of a higher layer, and imported for runs that generate.
+        yield pkgutil.resolve_name("megatron.training.inference.eval_generate:EvalGenerate")()
     if config.training.manual_gc:
         yield ManualGC()
     if config.logging.log_progress and config.checkpoint.save and run.is_rank_0:

@@ -23,3 +23,11 @@ class ValidationConfig:
         1000, "Steps between evaluations.", at_least=1, at_most=INT64_MAX
     )
     skip_train: bool = _validation(False, "Only evaluate, on the loaded weights.")
+    eval_generate: str | None = _validation(
+        None,
+        "File of conversations or prompts (jsonl, parquet) that the model answers at each "
+        "evaluation; rank 0 prints the answers.",
+    )
+    eval_generate_tokens: int = _validation(
+        64, "Maximum number of tokens of an answer to --eval-generate.", at_least=1
+    )

@@ -90,6 +90,16 @@ class ChatTemplate:
         text, _ = self._render(messages, tools, add_generation_prompt=True)
         return np.array(self._tokenizer.tokenize_plain(text), np.int32)
 
+    def stop_ids(self) -> tuple[int, ...]:
+        """Return the id of the token that ends an answer; empty if it ends with plain text."""
+        turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
+        text, _ = self._render(turns, None)
+        end = text.rpartition(_PROBE)[2].lstrip()
+        named = (*self._tokenizer.appended_tokens(), self._special_tokens.get("eos_token", ""))
+        found = [token for token in named if token and end.startswith(token)]
+        longest = max(found, key=len, default="")
+        return tuple(self._tokenizer.tokenize_plain(longest)[:1]) if longest else ()
+
     def trained_text(
         self,
         messages: Sequence[Message],

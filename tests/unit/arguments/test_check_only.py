@@ -40,6 +40,14 @@ def test_the_plan_shows_layout_memory_batches_and_warnings() -> None:
     assert lines[-1].startswith("  - --use-mcore-models is without effect")
 
 
+def test_a_plan_of_fine_tuning_counts_all_rows_of_a_micro_batch() -> None:
+    status, lines = report(
+        "--sft --check-world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 2 "
+        "--position-embedding-type rope"
+    )
+    assert (status, lines[0]) == (0, "this run can start on 8 ranks")
+
+
 def test_every_conflict_is_printed_and_the_status_is_2() -> None:
     status, lines = report("--check-world-size 1024 --tensor-model-parallel-size 3 --bf16 --fp16")
     assert status == 2

@@ -48,6 +48,11 @@ def test_editing_one_conversation_leaves_the_losses_of_the_others_bitwise(positi
         {"window_size": (2, 0)},
         {"softmax_type": "learnable"},
         {"num_moe_experts": 4, "moe_router_topk": 2},
+        {
+            "longrope_short_factor": (1.0, 1.5, 2.0, 2.5),
+            "longrope_long_factor": (3.0,) * 4,
+            "longrope_original_max_position_embeddings": 4,
+        },
     ],
 )
 def test_a_packed_conversation_has_the_losses_of_one_alone(layer: dict[str, Any]) -> None:

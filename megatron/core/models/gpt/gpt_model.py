@@ -147,7 +147,8 @@ class GPTModel(LanguageModule):
             # Plain causality has faster ways; on a GPU the comparison would wait for the device,
             # and ranks that share a sequence must agree.
             attention_mask = None if is_causal_mask(attention_mask) else attention_mask
-        self.check_share(position_ids, inference_context)
+        # The lengths of packed sequences tell how many tokens this rank must have.
+        self.check_share(position_ids if packed_seq_params is None else None, inference_context)
         received = self.decoder.input_tensor if decoder_input is None else decoder_input
         num_tokens = self.tokens_in_row(input_ids, received)
         shared: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Checks of training on conversations (--sft)."""
+"""Checks of training on conversations (--sft) and of text during training (--eval-generate)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.training.config.run import SFT, RunConfig
+from megatron.training.models.registry import model_kind_of
 
 
 def conversations_have_bounds_of_their_own(run: RunConfig) -> Iterator[str]:
@@ -50,4 +51,18 @@ def packed_conversations_fit_the_layout(run: RunConfig) -> Iterator[str]:
         yield (
             f"--seq-length {d.seq_length}: rows consist of conversations that are padded to "
             f"multiples of {d.sft_alignment} (--sft-alignment): give a multiple of it"
+        )
+
+
+def the_model_answers_prompts(run: RunConfig) -> Iterator[str]:
+    """Require a model that writes text, and room for a prompt and its answer."""
+    v, kind = run.validation, model_kind_of(run)
+    if v.eval_generate is None:
+        return
+    if not kind.writes_text or kind.reads_images or kind.has_encoder:
+        yield f"--eval-generate with {kind.title}: it is for models that continue a text"
+    if v.eval_generate_tokens >= run.data.seq_length:
+        yield (
+            f"--eval-generate-tokens {v.eval_generate_tokens}: --seq-length {run.data.seq_length} "
+            "is the length of prompt and answer together: give a smaller number"
         )

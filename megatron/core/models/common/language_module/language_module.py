@@ -18,7 +18,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.positions import build_multimodal_rotary, build_rotary
-from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence
+from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence, sequence_index
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, name_parameters, set_info
@@ -216,8 +216,13 @@ class LanguageModule(MegatronModule):
         if packed is None:
             held = None if cp.size() == 1 else self._held_tokens(num_tokens, None)
             return self.rotary_pos_emb.table(total, 0, dtype, held)
-        held = position_in_sequence(packed.ends, total)[self._held_tokens(num_tokens, packed)]
-        return self.rotary_pos_emb.table_at(held, total, dtype)
+        held = self._held_tokens(num_tokens, packed)
+        positions = position_in_sequence(packed.ends, total)[held]
+        if not self.rotary_pos_emb.reads_context:
+            return self.rotary_pos_emb.table_at(positions, total, dtype)
+        lengths = packed.ends.diff()  # each sequence is a context of its own
+        index = sequence_index(packed.ends, total)[held].clamp(max=len(lengths) - 1)
+        return self.rotary_pos_emb.table_at(positions, lengths[index], dtype)
 
     def attention_bias(
         self, num_tokens: int, packed: PackedSeqParams | None, cache: KVCache | None

@@ -1,0 +1,170 @@
+"""Answers to a few prompts during training (--eval-generate), by the engine of generation.
+
+The engine has the layout of training and shares its weights.  Answers are greedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron.core.config.errors import DataError
+from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.inference.paged_engine.engine import Engine
+from megatron.core.inference.paged_engine.options import EngineOptions
+from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.training.config.run import RunConfig
+from megatron.training.datasets.conversation import messages_of, open_rows, tools_of
+from megatron.training.inference.engine_flags import GenerationLayout
+from megatron.training.inference.refit import TrainingEngine, open_engine
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.state import StepResult
+from megatron.training.tokenizer.base import MegatronTokenizer
+from megatron.training.tokenizer.chat import ChatTemplate
+from megatron.training.tokenizer.sft_tokenizer import chat_template_of
+
+_BUFFER_BYTES = 2**28  # of keys and values, which stay allocated during training
+
+
+class EvalPrompt(NamedTuple):
+    """Token ids of a prompt, and the text that is printed of it."""
+
+    tokens: list[int]
+    text: str
+
+
+class EvalGenerate(Callback):
+    """Print answers to the prompts of a file at each evaluation.  Collective over all ranks."""
+
+    def __init__(self) -> None:
+        self._prompts: list[EvalPrompt] = []
+        self._stop_ids: tuple[int, ...] = ()
+        self._engine: TrainingEngine | None = None
+        self._generated_at = -1
+
+    def on_train_start(self, run: Runtime) -> None:
+        """Read the prompts, so that a wrong file ends the run before the first step."""
+        assert run.tokenizer is not None, "setup_tokenizer() builds it"
+        path = run.config.validation.eval_generate
+        assert path is not None, "default_callbacks() adds this callback with a file"
+        chat = chat_template_of(run.tokenizer, run.config.tokenizer)
+        self._prompts = read_prompts(path, run.tokenizer, chat, _longest_prompt(run.config))
+        self._stop_ids = () if chat is None else chat.stop_ids()
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        if run.state.iteration % run.config.validation.eval_interval == 0:
+            self._generate(run)
+
+    def on_train_end(self, run: Runtime) -> None:
+        self._generate(run)
+
+    def _generate(self, run: Runtime) -> None:
+        if self._generated_at == run.state.iteration:
+            return
+        self._generated_at = run.state.iteration
+        assert run.tokenizer is not None, "setup_tokenizer() builds it"
+        with run.callbacks.paused(run, "evaluation"):
+            if self._engine is None:
+                self._engine = _engine_of(run, len(self._prompts))
+            self._engine.update()
+            engine = self._engine.writer.engine
+            if not run.is_rank_0:
+                engine.follow()
+                return
+            params = SamplingParams(
+                temperature=0.0,
+                num_tokens_to_generate=run.config.validation.eval_generate_tokens,
+                stop_token_ids=self._stop_ids,
+            )
+            answers = _answers(engine, [prompt.tokens for prompt in self._prompts], params)
+            engine.close()
+        for i, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True), 1):
+            text = run.tokenizer.detokenize(answer)
+            print(
+                f"prompt {i} of {len(self._prompts)} at iteration {run.state.iteration}: "
+                f"{prompt.text}\nanswer {i}: {text}",
+                flush=True,
+            )
+
+
+def read_prompts(
+    path: str, tokenizer: MegatronTokenizer, chat: ChatTemplate | None, longest: int
+) -> list[EvalPrompt]:
+    """Return the prompts of a file of conversations, whose last answers are left out.
+
+    Raises DataError for a wrong row, and a prompt of more than ``longest`` tokens.
+    """
+    rows = open_rows(path)
+    prompts = []
+    for i in range(len(rows)):
+        try:
+            prompt = _prompt_of(rows[i], tokenizer, chat)
+            if not 0 < len(prompt.tokens) <= longest:
+                raise DataError(
+                    f"the prompt has {len(prompt.tokens)} tokens: give 1 to {longest}, so that "
+                    "--seq-length has room for --eval-generate-tokens"
+                )
+        except DataError as error:
+            raise DataError(f"--eval-generate {rows.where(i)}: {error}") from None
+        prompts.append(prompt)
+    if not prompts:
+        raise DataError(f"--eval-generate {path} has no rows: give messages or a prompt in each")
+    return prompts
+
+
+def _prompt_of(
+    row: Mapping[str, Any], tokenizer: MegatronTokenizer, chat: ChatTemplate | None
+) -> EvalPrompt:
+    name = "messages" if "messages" in row else "prompt"
+    found = row.get(name)
+    if isinstance(found, str):
+        return EvalPrompt(tokenizer.tokenize(found), found)
+    messages = messages_of(found, name)
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise DataError("no message precedes the answer")
+    if chat is None:
+        raise DataError("messages need a chat template; give --chat-template")
+    tokens = chat.encode_prompt(messages, tools_of(row)).tolist()
+    return EvalPrompt(tokens, str(messages[-1]["content"]))
+
+
+def _longest_prompt(config: RunConfig) -> int:
+    return config.data.seq_length - config.validation.eval_generate_tokens
+
+
+def _engine_of(run: Runtime, num_prompts: int) -> TrainingEngine:
+    m = run.config.model
+    layout = GenerationLayout(
+        tensor=m.tensor_model_parallel_size,
+        pipeline=m.pipeline_model_parallel_size,
+        expert=m.expert_model_parallel_size,
+        expert_tensor=m.expert_tensor_parallel_size,
+    )
+    options = EngineOptions(
+        buffer_bytes=_BUFFER_BYTES,
+        max_requests=min(num_prompts, 16),
+        max_sequence_length=run.config.data.seq_length,
+        max_waiting=num_prompts,
+        num_cuda_graphs=0,
+    )
+    shares = not is_fully_sharded(run.config.ddp)
+    return open_engine(run, layout=layout, options=options, share_memory=shares)
+
+
+def _answers(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[list[int]]:
+    """Return the ids that continue each prompt.  On rank 0, while the other ranks follow."""
+    answers: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(str(i), prompt, params))
+        answers[str(i)] = []
+    while engine.has_unfinished:
+        for output in engine.step():
+            answers[output.request_id] += [token.token for token in output.new]
+            if output.finish_reason == "error":
+                raise DataError(f"--eval-generate, prompt {output.request_id}: {output.error}")
+    return list(answers.values())
