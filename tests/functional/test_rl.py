@@ -57,6 +57,21 @@ def test_layouts_train_alike(name: str, tmp_path: Path) -> None:
     compare(found, alone)
 
 
+def test_padding_changes_nothing(tmp_path: Path) -> None:
+    short = run_rl(tmp_path / "short")
+    flags = ["--seq-length", "100", "--max-position-embeddings", "100"]
+    compare(run_rl(tmp_path / "long", *flags), short)
+
+
+def test_experts_train_alike_with_and_without_padding(tmp_path: Path) -> None:
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1".split()
+    alone = run_rl(tmp_path / "alone", *experts)
+    flags = "--seq-length 100 --max-position-embeddings 100 --expert-model-parallel-size 2"
+    found = run_rl(tmp_path / "layout", *experts, *flags.split(), world_size=2)
+    assert "load_balancing_loss" in alone[0]
+    compare(found, alone)
+
+
 @pytest.mark.feature("RL: sampled and trained log-probabilities are equal by bits")
 def test_sampled_and_trained_log_probs_are_equal_by_bits(tmp_path: Path) -> None:
     invariant = run_rl(tmp_path / "a", "--batch-invariant-mode", "--global-batch-size", "16")

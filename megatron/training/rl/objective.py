@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.config.rl import RLConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.gpt import GPT
@@ -33,17 +34,19 @@ Reported = dict[str, Tensor]
 def grpo_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     """Return the tensors [b, s] that ``stage`` reads, None for those it does not.
 
-    ``weights`` are 0 outside answers.  Where a round is trained on once, in one step, there are no
-    old log-probabilities: they are those of the step itself.
+    ``weights`` are 0 outside answers.  Experts leave out padding.  Where a round is trained on
+    once, in one step, there are no old log-probabilities: they are those of the step itself.
     """
     shape = config.training.micro_batch_size, config.data.seq_length
     is_first, is_last = stage == 0, stage == num_stages - 1
+    has_experts = config.model.num_moe_experts is not None
     ids = TensorSpec(torch.int64, shape)
     values = TensorSpec(torch.float32, shape) if is_last else None
     return {
         "tokens": ids if is_first else None,
         "position_ids": ids if is_first or is_last else None,
         "labels": ids if is_last else None,
+        "is_padding": TensorSpec(torch.bool, shape) if has_experts else None,
         "weights": values,
         "advantages": values,
         "sampled_log_probs": values,
@@ -63,7 +66,16 @@ def needs_old_log_probs(config: RunConfig) -> bool:
 
 def apply_policy(model: nn.Module, batch: Batch) -> Tensor:
     """Run one stage: return logits [b, s, v/tp] on the last stage, hidden states on the others."""
-    output: Tensor = model(batch["tokens"], batch["position_ids"], None)
+    is_padding = batch["is_padding"]
+    if is_padding is not None and get_attr_wrapped_model(model, "config").sequence_parallel:
+        tp = get_attr_wrapped_model(model, "pg_collection").tp
+        is_padding = is_padding.chunk(tp.size(), 1)[tp.rank()]
+    output: Tensor = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        extra_block_kwargs=None if is_padding is None else {"padding_mask": is_padding},
+    )
     return output
 
 

@@ -8,9 +8,10 @@ All ranks hold the complete round.
 from __future__ import annotations
 
 import base64
+import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.training.config.rl import RLConfig
 from megatron.training.config.run import RunConfig
+
+_UNIT = 64  # tokens: rows of a round have a multiple of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +78,11 @@ def is_kept(rewards: Tensor, rl: RLConfig) -> Tensor:
     return differs.expand_as(groups).flatten()
 
 
-def token_weights(is_answer: Tensor, kept: Tensor, config: RunConfig) -> Tensor:
+def token_weights(is_answer: Tensor, kept: Tensor, config: RunConfig, longest: int) -> Tensor:
     """Return the weight [n, s] of each token in the loss of a step of these ``n`` rollouts.
 
-    The loss of a step is the sum of the weighted token losses divided by ``n``.
+    The loss of a step is the sum of the weighted token losses divided by ``n``.  ``longest``:
+    tokens of the longest possible answer.
     """
     kind, num_rollouts = config.rl.grpo_loss_type, len(is_answer)
     mask = (is_answer & kept[:, None]).float()
@@ -93,24 +97,29 @@ def token_weights(is_answer: Tensor, kept: Tensor, config: RunConfig) -> Tensor:
     scale = num_rollouts / num_kept
     if kind == "grpo":
         return mask * scale / per_rollout
-    longest = config.rl.rl_max_response_length or config.data.seq_length
     return mask * scale / longest
 
 
 def step_batches(
     config: RunConfig, round_: Round, index: Tensor, dp_rank: int
 ) -> list[dict[str, Tensor]]:
-    """Return the micro-batches of data-parallel rank ``dp_rank``: of the rollouts ``index``."""
+    """Return the micro-batches of data-parallel rank ``dp_rank``: of the rollouts ``index``.
+
+    Rows have the length of ``config``, at least that of the longest rollout (`trimmed`).
+    """
     rollouts, rl, size = round_.rollouts, config.rl, config.training.micro_batch_size
     advantages = group_advantages(rollouts.rewards, rl)
     kept = is_kept(rollouts.rewards, rl)
+    longest = rl.rl_max_response_length or rollouts.tokens.shape[1]
     is_answer = rollouts.is_answer[index]
     tokens = rollouts.tokens[index]
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     every: dict[str, Tensor | None] = {
         "tokens": tokens,
         "labels": torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], 1),
-        "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens),
-        "weights": token_weights(is_answer, kept[index], config),
+        "position_ids": positions,
+        "is_padding": positions >= rollouts.bounds[index, 1:],
+        "weights": token_weights(is_answer, kept[index], config, longest),
         "advantages": advantages[index, None] * is_answer,
         "sampled_log_probs": rollouts.sampled_log_probs[index],
         "old_log_probs": _rows(round_.old_log_probs, index),
@@ -118,9 +127,27 @@ def step_batches(
     }
     starts = range(dp_rank * size, len(index), size * config.data_parallel_size)
     return [
-        {name: values[start : start + size] for name, values in every.items() if values is not None}
+        {
+            name: values[start : start + size, : config.data.seq_length]
+            for name, values in every.items()
+            if values is not None
+        }
         for start in starts
     ]
+
+
+def trimmed(config: RunConfig, rollouts: Rollouts) -> RunConfig:
+    """Return ``config`` with rows that are as long as the longest of ``rollouts``, rounded up.
+
+    Layers that are compiled or captured as graphs have rows of one length: then unchanged.
+    """
+    m = config.model
+    if m.uses_graphs or m.compile != "none" or m.tp_comm_overlap:
+        return config
+    unit = math.lcm(_UNIT, 2 * m.tensor_model_parallel_size * m.context_parallel_size)
+    length = -(-int(rollouts.bounds.max()) // unit) * unit
+    length = min(length, config.data.seq_length)
+    return replace(config, data=replace(config.data, seq_length=length))
 
 
 def step_index(config: RunConfig, seed: int, number: int, consumed: int, size: int) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
@@ -34,6 +34,7 @@ from megatron.training.rl.rounds import (
     step_batches,
     step_index,
     to_json,
+    trimmed,
 )
 from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Callback, Runtime
@@ -49,6 +50,7 @@ class RolloutTraining(Callback):
         self.engine: TrainingEngine | None = None
         self._source: PromptSource | None = None  # on rank 0
         self._reference: ReferencePolicy | None = None
+        self._config: RunConfig  # of the run; `trimmed` makes that of a round
         self._number: int | None = None  # of the round that is held
         self._round: Round | None = None
         self._batches: list[dict[str, Tensor]] = []
@@ -58,6 +60,7 @@ class RolloutTraining(Callback):
         config = run.config
         if config.objective != GRPO:
             return
+        self._config = config
         if run.is_rank_0:
             path = config.rl.langrl_env_config
             assert path is not None, "a check requires it"
@@ -83,20 +86,27 @@ class RolloutTraining(Callback):
     def on_step_start(self, run: Runtime) -> None:
         if self.engine is None:
             return
-        rl, config = run.config.rl, run.config
+        rl = run.config.rl
         num_rollouts = rl.grpo_prompts_per_step * rl.grpo_group_size
         consumed = run.state.consumed_train_samples
         number, position = divmod(consumed, num_rollouts * rl.grpo_iterations)
+        size = run.batches.global_batch_size(consumed)
+        if position % size:
+            raise ConfigError(
+                f"--global-batch-size {size}: the checkpoint has {position} samples of a round, "
+                "which is no multiple of it: resume with the batch size of before"
+            )
         if number != self._number:
+            run.config = self._config
             round_, tokens_per_s = _new_round(
                 run, self.engine, self._source, self._reference, number
             )
             self._hold(number, round_)
             self.metrics["rollout tokens/s"] = tokens_per_s
         assert self._round is not None, "a round has begun"
-        size = run.batches.global_batch_size(consumed)
-        index = step_index(config, config.training.seed, number, position, size)
-        self._batches = step_batches(config, self._round, index, run.groups.dp.rank())
+        run.config = trimmed(self._config, self._round.rollouts)
+        index = step_index(run.config, run.config.training.seed, number, position, size)
+        self._batches = step_batches(run.config, self._round, index, run.groups.dp.rank())
         is_last = position + size == num_rollouts * rl.grpo_iterations
         run.objective_state = {
             "reference": None if self._reference is None else self._reference.hash,
@@ -107,7 +117,7 @@ class RolloutTraining(Callback):
     def _hold(self, number: int, round_: Round) -> None:
         self._number = number
         self._round = round_
-        self._saved = to_json(round_)
+        self._saved = to_json(round_) if needs_old_log_probs(self._config) else None
         self.metrics = metrics_of(round_.rollouts)
 
     def _resume(self, run: Runtime) -> None:
@@ -147,6 +157,7 @@ def _new_round(
     """
     engine.update()
     generated = generate_round(run.config, engine.writer.engine, source, number)
+    run.config = trimmed(run.config, generated.rollouts)
     round_ = Round(rollouts=generated.rollouts)
     if needs_old_log_probs(run.config):
         round_ = replace(round_, old_log_probs=round_log_probs(run, round_))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.training.config.run import RunConfig
 from megatron.training.rl.objective import grpo_loss
-from megatron.training.rl.rounds import Rollouts, Round, group_advantages, step_batches
+from megatron.training.rl.rounds import Rollouts, Round, group_advantages, step_batches, trimmed
 from megatron.training.rl.token_scores import score_labels
 from tests.ranks import run_ranks
 from tests.unit.arguments.commands import run_of
@@ -140,6 +140,18 @@ def test_no_token_outside_of_an_answer_has_weight() -> None:
     is_answer = round_of_golden().rollouts.is_answer
     assert ((batch["weights"] > 0) == is_answer).all()
     assert is_answer.sum(1).tolist() == GIVEN["mask"].sum(1).tolist()
+
+
+def test_rows_are_as_long_as_the_longest_rollout() -> None:
+    config = replace(config_of({}), data=replace(config_of({}).data, seq_length=1000))
+    rollouts = round_of_golden().rollouts
+    assert trimmed(config, rollouts).data.seq_length == 64
+    rollouts.bounds[2, 1] = 65
+    assert trimmed(config, rollouts).data.seq_length == 128
+    compiled = replace(config, model=replace(config.model, compile="layer"))
+    assert trimmed(compiled, rollouts) is compiled
+    (batch,) = step_batches(config_of({}), round_of_golden(), torch.arange(ROWS), 0)
+    assert {tuple(t.shape) for t in batch.values()} == {(ROWS, LENGTH)}
 
 
 def scores_of_shards(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
