@@ -56,6 +56,19 @@ class InferenceRequest:
 
 
 @dataclass(kw_only=True)
+class VLMInferenceRequest(InferenceRequest):
+    """A prompt whose tokens ``image_token_index`` of the model stand for images.
+
+    ``imgs`` f32 [t, 3, H, W]: the tiles of all images; ``num_tiles`` i64: tiles of each image.
+    """
+
+    num_img_embeddings_per_tile: int
+    imgs: Tensor
+    num_tiles: Tensor
+    decoder_seq_length: int  # most positions of the prompt, where images have several
+
+
+@dataclass(kw_only=True)
 class DynamicInferenceRequest(InferenceRequest):
     """A request of `DynamicInferenceEngine`; its tokens are a list that grows."""
 

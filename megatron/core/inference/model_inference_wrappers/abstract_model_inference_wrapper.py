@@ -101,19 +101,22 @@ class AbstractModelInferenceWrapper(abc.ABC):
                 "moe_expert_capacity_factor drops tokens of experts, so that a text depends on the "
                 "other requests of its steps: build the model without it"
             )
-        vocab_size = min(
-            int(tokenizer.vocab_size), get_attr_wrapped_model(self.model, "vocab_size")
-        )
+        module = self.text_model()
+        vocab_size = min(int(tokenizer.vocab_size), get_attr_wrapped_model(module, "vocab_size"))
         return GenerationModel(
-            module=self.model,
+            module=module,
             config=config,
             groups=self.model_comm_pgs,
             device=next(self.model.parameters()).device,
             vocab_size=vocab_size,
-            max_sequence_length=get_attr_wrapped_model(self.model, "max_sequence_length"),
+            max_sequence_length=get_attr_wrapped_model(module, "max_sequence_length"),
             eod=token_of(tokenizer, *self._end_roles) if eod is None else eod,
             decoder_start=self.start_of_decoder(tokenizer),
         )
+
+    def text_model(self) -> nn.Module:
+        """Return the part of the model that generates: all of it."""
+        return self.model
 
     def start_of_decoder(self, tokenizer: Any) -> int | None:
         """Return the token that a decoder starts with; None without an encoder."""
@@ -152,7 +155,7 @@ class AbstractModelInferenceWrapper(abc.ABC):
     def forward_pass_without_pipeline_parallel(self, inference_input: dict[str, Any]) -> Tensor:
         """Run a batch through a model of one stage; return logits of its last tokens."""
         logits = self._forward(inference_input)
-        self.inference_context.increment_sequence_len_offset(inference_input["tokens"].shape[1])
+        self.inference_context.increment_sequence_len_offset(self.num_positions(inference_input))
         return logits
 
     def forward_pass_with_pipeline_parallel_small_input_batch(
@@ -163,12 +166,13 @@ class AbstractModelInferenceWrapper(abc.ABC):
         config: TransformerConfig = get_model_config(self.model)
         dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
         if self.pp_group.rank() > 0:
-            shape = (recv_buffer_seq_len or tokens.shape[1], tokens.shape[0], config.hidden_size)
+            length = recv_buffer_seq_len or self.num_positions(inference_input)
+            shape = (length, tokens.shape[0], config.hidden_size)
             received = torch.empty(shape, dtype=dtype, device=tokens.device)
             stages.recv_from_prev_pipeline_rank_(received, self.pp_group)
             get_attr_wrapped_model(self.model, "set_input_tensor")(received)
         out = self._forward(inference_input)
-        self.inference_context.increment_sequence_len_offset(tokens.shape[1])
+        self.inference_context.increment_sequence_len_offset(self.num_positions(inference_input))
         if stages.is_pipeline_last_stage(self.pp_group):
             return out
         stages.send_to_next_pipeline_rank(out.to(dtype), self.pp_group)
@@ -181,6 +185,10 @@ class AbstractModelInferenceWrapper(abc.ABC):
         return self.forward_pass_with_pipeline_parallel_small_input_batch(
             inference_input, recv_buffer_seq_len
         )
+
+    def num_positions(self, inference_input: dict[str, Any]) -> int:
+        """Return the positions of a row that the model adds to its context: its tokens."""
+        return int(inference_input["tokens"].shape[1])
 
     def _forward(self, inference_input: dict[str, Any]) -> Tensor:
         out: Tensor = self.model(

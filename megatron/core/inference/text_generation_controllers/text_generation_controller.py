@@ -21,6 +21,7 @@ from megatron.core.inference.model_inference_wrappers.abstract_model_inference_w
 )
 from megatron.core.inference.paged_engine.collective_engine import CollectiveEngine
 from megatron.core.inference.paged_engine.engine import EngineOptions
+from megatron.core.inference.paged_engine.prompt_images import PromptImage, text_of
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling.one_step import sample_tokens
 from megatron.core.inference.sampling_params import SamplingParams
@@ -134,15 +135,21 @@ class TextGenerationController:
             or params.return_prompt_log_probs
             or has_top,
         )
-        prompt = [int(token) for token in request.prompt_tokens]
+        prompt, images = self.prompt_rows(request)
         source: list[int] = []
         start = engine.model.decoder_start
         if start is not None:
             source = self.source_tokens(request)
             prompt = prompt or [start]
-        engine.add(Request(str(request.request_id), prompt, asked, source=source))
+        name = str(request.request_id)
+        engine.add(Request(name, prompt, asked, source=source, images=images))
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
-        return Answer(request, params, self.tokenizer, engine.model.eod, prompt)
+        return Answer(request, params, self.tokenizer, engine.model.eod, text_of(prompt))
+
+    def prompt_rows(self, request: InferenceRequest) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the ids of a tokenized prompt, and its images: none."""
+        assert request.prompt_tokens is not None, "start_answer() sets them"
+        return [int(token) for token in request.prompt_tokens], ()
 
     def source_tokens(self, request: InferenceRequest) -> list[int]:
         """Return the tokens that an encoder reads.  Raises ConfigError: this model has none."""

@@ -1,0 +1,1 @@
+"""The wrapper of models that read images."""

@@ -1,0 +1,1 @@
+"""Names of Megatron-LM's package of Hugging Face models."""
