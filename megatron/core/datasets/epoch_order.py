@@ -20,10 +20,14 @@ class EpochOrder:
 
     def __getitem__(self, i: int) -> int:
         epoch, place = divmod(i, self.length)
+        return int(self.of_epoch(epoch)[place])
+
+    def of_epoch(self, epoch: int) -> np.ndarray:
+        """Return all elements of an epoch; callers must not change them."""
         if epoch != self._epoch:
             random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
             fits = self.length <= np.iinfo(np.uint32).max
             self._order = np.arange(self.length, dtype=np.uint32 if fits else np.int64)
             random.shuffle(self._order)
             self._epoch = epoch
-        return int(self._order[place])
+        return self._order

@@ -8,8 +8,10 @@ tile.
 from __future__ import annotations
 
 import math
+import os
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -22,10 +24,18 @@ from megatron.core.datasets.conversations import (
     conversation_of,
     parse_record,
 )
+from megatron.core.datasets.images.decode import size_of_image
 from megatron.core.datasets.images.patches import MERGE
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
 from megatron.core.datasets.images.tiling import tile_tags
-from megatron.core.datasets.megatron_dataset import LowLevelDataset, Sample
+from megatron.core.datasets.index_cache import cached_arrays
+from megatron.core.datasets.megatron_dataset import (
+    LowLevelDataset,
+    Sample,
+    describe,
+    description_hash,
+)
+from megatron.core.datasets.packed_rows import RowPlan, packed
 from megatron.core.datasets.replaced_samples import ReplacedSamples, ReplacedSamplesConfig
 from megatron.core.datasets.tar_shards import TarSample, TarShards
 from megatron.core.datasets.utils import Split
@@ -47,6 +57,7 @@ class ImageTextDatasetConfig(ReplacedSamplesConfig):
     image_token_index: int = -200  # id of an image in a sample, outside of any vocabulary
     embeddings_per_tile: int | None = None
     decoder_sequence_length: int | None = None
+    packs_samples: bool = False  # several in one row
     use_tile_tags: bool = False  # NVLM: each tile is a token of its own, after a text like <tile_1>
     caption_prompt: str = ""  # question before a caption
 
@@ -66,6 +77,21 @@ class ImageTextDatasetConfig(ReplacedSamplesConfig):
             )
 
 
+@dataclass(frozen=True)
+class _LaidOut:
+    """A text with images: ids, targets, tiles and positions of each token [n].
+
+    ``end``: number of tokens that a row has room for.
+    """
+
+    ids: np.ndarray
+    target: np.ndarray
+    tiles: np.ndarray
+    positions: np.ndarray
+    end: int
+    arrangements: Sequence[TileArrangement]
+
+
 class ImageTextDataset(ReplacedSamples):
     """Samples of one split of tar shards, shuffled in each epoch, as dictionaries of tensors.
 
@@ -78,6 +104,10 @@ class ImageTextDataset(ReplacedSamples):
 
     A sample cannot be used if an image is damaged, the number of images differs from the text, or
     no answer is within s tokens.
+
+    With ``packs_samples`` a row has several samples, see `packed_rows`: position_ids begin at 0 at
+    each.  An unusable sample is left out then.  The lengths of all samples are counted once, and
+    written beside the first shard, or into the cache directory.
     """
 
     config: ImageTextDatasetConfig
@@ -96,6 +126,16 @@ class ImageTextDataset(ReplacedSamples):
         assert config.images is not None
         self._processor = ImageProcessor(config.images)
         self._image_id = int(config.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+        self._rows: RowPlan | None = None
+        if config.packs_samples:
+            positions = config.decoder_sequence_length or config.sequence_length
+            limits = config.sequence_length, positions
+            self._rows = RowPlan(self._all_lengths()[indices], limits, self._order.seed)
+
+    def __len__(self) -> int:
+        if self._rows is not None and self.num_samples is None:
+            return self._rows.num_rows(0)
+        return super().__len__()
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
@@ -116,33 +156,106 @@ class ImageTextDataset(ReplacedSamples):
         content = self.dataset[element]  # a missing or changed shard ends the run
         return content.name, content
 
-    def _sample(self, content: TarSample, number: int) -> Sample:
-        """Return the tensors of a sample; raise DataError if it cannot be used."""
+    def _usable(self, number: int) -> Sample:
+        if self._rows is None:
+            return super()._usable(number)
+        found: list[Sample] = []
+        for place in self._rows[number]:
+            element = int(self.indices[place])
+            name, content = self._content(element)
+            try:
+                found.append(self._sample(content, number))
+            except DataError as error:
+                self._report(element, name, error)
+        found = found or [super()._usable(number)]
+        return packed(found, self.config.sequence_length, self.config.tokenizer.pad)
+
+    def _all_lengths(self) -> np.ndarray:
+        """Return tokens and positions of all samples of the shards, 0 for unusable ones: [n, 2]."""
+        config = self.config
+        description = describe(
+            OrderedDict(
+                shards=[(shard.path, shard.num_bytes) for shard in self.dataset.shards],
+                images=asdict(self._processor.settings),
+                tokenizer=config.tokenizer,
+                limits=[config.sequence_length, config.decoder_sequence_length],
+                texts=[config.use_tile_tags, config.caption_prompt, config.broken_samples],
+            )
+        )
+        name = f"{description_hash(description)}-packing"
+        first = self.dataset.shards[0].path
+        directory = config.path_to_cache
+        prefix = f"{first}.{name}" if directory is None else os.path.join(directory, name)
+        count = len(self.dataset)
+        (lengths,) = cached_arrays(
+            prefix,
+            description,
+            ("lengths",),
+            lambda: [np.array([self._lengths(i) for i in range(count)], np.int64)],
+            lambda found, completely: found.shape == (count, 2) and found.dtype == np.int64,
+        )
+        return lengths
+
+    def _lengths(self, element: int) -> tuple[int, int]:
+        """Return tokens and positions of a sample, 0 if it cannot be used."""
+        name, content = self._content(element)
+        try:
+            ids, target = self._tokens(content)
+            sizes = [
+                size_of_image(data, f"{name}, image {i}") for i, data in enumerate(content.images)
+            ]
+            laid = self._laid_out(ids, target, sizes)
+        except DataError as error:
+            self._report(element, name, error)
+            return 0, 0
+        return laid.end, int(laid.positions[: laid.end].sum())
+
+    def _tokens(self, content: TarSample) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and targets; raise DataError unless the text has a place for each image."""
         ids, target = self._tokenized(content)
         num_found = int((ids == self._image_id).sum())
         if num_found != len(content.images):
             raise DataError(
                 f"its text has {num_found} {IMAGE_TOKEN} for {len(content.images)} images"
             )
-        images = [
-            self._processor.read(data, f"{content.name}, image {i}")
-            for i, data in enumerate(content.images)
-        ]
-        pixels = [found for found, _ in images]
-        arrangements = self._arrangements([size for _, size in images])
-        ids, target, tiles = self._with_tiles(ids, target, [len(p) for p in pixels])
-        end = self._end(tiles, arrangements)
+        return ids, target
+
+    def _laid_out(
+        self, ids: np.ndarray, target: np.ndarray, sizes: Sequence[tuple[int, int]]
+    ) -> _LaidOut:
+        """Return a text with the tiles of images of these (widths, heights) in their places.
+
+        Raises DataError if no token with a loss is left.
+        """
+        settings = self._processor.settings
+        arrangements = self._arrangements(sizes)
+        counts = [settings.num_tiles(*size) for size in sizes]
+        ids, target, tiles = self._with_tiles(ids, target, counts)
+        positions = np.where(tiles > 0, tiles * (self.config.embeddings_per_tile or 1), 1)
+        if arrangements:
+            positions[tiles > 0] = [len(each.order) for each in arrangements]
+        end = self._end(positions)
         has_loss = target[1 : end + 1] != _NO_LOSS
         if not has_loss.any():
             raise DataError(
                 f"no token of an answer is within the first {end} (--dataloader-seq-length, or "
                 "the row of the language model)"
             )
-        sample = self._tensors(ids, target, tiles, end, pixels)
+        return _LaidOut(ids, target, tiles, positions, end, arrangements)
+
+    def _sample(self, content: TarSample, number: int) -> Sample:
+        """Return the tensors of a sample; raise DataError if it cannot be used."""
+        ids, target = self._tokens(content)
+        images = [
+            self._processor.read(data, f"{content.name}, image {i}")
+            for i, data in enumerate(content.images)
+        ]
+        laid = self._laid_out(ids, target, [size for _, size in images])
+        sample = self._tensors(laid, [pixels for pixels, _ in images])
         kept = int((sample["num_tiles"] > 0).sum())
         settings = self._processor.settings
         if settings.tiling == "anyres":
-            sizes = [(a.rows, a.columns, a.height, a.width) for a in arrangements[:kept]]
+            sizes = [(a.rows, a.columns, a.height, a.width) for a in laid.arrangements[:kept]]
             sample["image_sizes"] = torch.tensor(sizes, dtype=torch.int64).view(-1, 4)
         if settings.tiling == "patches":
             blocks = [settings.grid(*size) for _, size in images[:kept]]
@@ -200,39 +313,29 @@ class ImageTextDataset(ReplacedSamples):
         all_ids, all_targets, all_tiles = zip(*parts, strict=True)
         return np.concatenate(all_ids), np.concatenate(all_targets), np.concatenate(all_tiles)
 
-    def _end(self, tiles: np.ndarray, arrangements: Sequence[TileArrangement]) -> int:
+    def _end(self, positions: np.ndarray) -> int:
         """Return the number of tokens that a row has room for; an image is complete or left out."""
         config = self.config
-        end = min(len(tiles), config.sequence_length)
+        end = min(len(positions), config.sequence_length)
         if config.decoder_sequence_length is None:
             return end
-        assert config.embeddings_per_tile is not None
-        positions = np.where(tiles > 0, tiles * config.embeddings_per_tile, 1)
-        if arrangements:
-            positions[tiles > 0] = [len(each.order) for each in arrangements]
         fitting = np.searchsorted(positions.cumsum(), config.decoder_sequence_length, side="right")
         return min(end, int(fitting))
 
-    def _tensors(
-        self,
-        ids: np.ndarray,
-        target: np.ndarray,
-        tiles: np.ndarray,
-        end: int,
-        pixels: Sequence[np.ndarray],
-    ) -> Sample:
+    def _tensors(self, laid: _LaidOut, pixels: Sequence[np.ndarray]) -> Sample:
+        end = laid.end
         s = self.config.sequence_length
         pad = self.config.tokenizer.pad
-        following = target[1 : end + 1]
+        following = laid.target[1 : end + 1]
         has_loss = following != _NO_LOSS
         tokens = np.full(s, pad, np.int64)
         labels = np.full(s, pad, np.int64)
-        tokens[:end] = ids[:end]
+        tokens[:end] = laid.ids[:end]
         labels[: len(following)] = np.where(has_loss, following, pad)
         loss_mask = np.zeros(s, np.float32)
         num_tiles = np.full(s, -1, np.int64)
         loss_mask[: len(following)] = has_loss
-        num_tiles[:end] = tiles[:end]
+        num_tiles[:end] = laid.tiles[:end]
         shape = self._processor.settings.tile_shape
         all_pixels = np.concatenate([np.empty((0, *shape), np.float32), *pixels])
         return {
@@ -241,5 +344,5 @@ class ImageTextDataset(ReplacedSamples):
             "loss_mask": torch.from_numpy(loss_mask),
             "position_ids": torch.arange(s),
             "num_tiles": torch.from_numpy(num_tiles),
-            "images": torch.from_numpy(all_pixels[: int(tiles[:end].sum())]),
+            "images": torch.from_numpy(all_pixels[: int(laid.tiles[:end].sum())]),
         }

@@ -93,7 +93,8 @@ def images(ns: Namespace) -> Iterator[str]:
     except (ConfigError, ZeroDivisionError):  # a check reports it
         of_tile = 0
     of_image = largest_image(ns, of_tile) if ns.decoder_seq_length is None else of_tile
-    length = max(text + of_image, ns.decoder_seq_length or 0)
+    num_images = 2 if ns.use_packed_sequence and ns.decoder_seq_length is None else 1
+    length = max(text + num_images * of_image, ns.decoder_seq_length or 0)
     if has_placeholders:
         length = text
         text -= of_tile * ns.num_frames + ns.audio_seq_length * (ns.model_provider == "llava_avlm")

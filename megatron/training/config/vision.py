@@ -115,8 +115,9 @@ class VisionConfig:
     )
     use_packed_sequence: bool = _vision(
         False,
-        "Pack samples into one row.",
-        ignored="a row holds one sample, whose attention is causal either way",
+        "Pack several samples of images and text into one row, as many as fit "
+        "--dataloader-seq-length tokens and --decoder-seq-length positions; they do not attend to "
+        "each other.",
     )
     # Positions of a row in every layout, derived; ranks that split it add a few, see --seq-length.
     row_length: int | None = None

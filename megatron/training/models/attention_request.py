@@ -26,8 +26,13 @@ def encoder_attention_request(config: RunConfig) -> AttentionRequest:
     )
 
 
+def packs_documents(config: RunConfig) -> bool:
+    """Return whether a row has parts that do not attend to each other."""
+    return config.data.reset_attention_mask or config.vision.use_packed_sequence
+
+
 def documents_are_bounds(config: RunConfig) -> bool:
-    """Return whether --reset-attention-mask passes the bounds of documents to attention.
+    """Return whether attention gets the bounds of documents, or of samples in a row.
 
     Otherwise it passes a mask of s x s per sample: attention without a kernel that takes lengths,
     CUDA graphs, whose shapes are fixed, and code of the user, which expects tensors.
@@ -35,7 +40,7 @@ def documents_are_bounds(config: RunConfig) -> bool:
     model = config.model
     spec = config.language_model.spec
     needs_mask = (
-        not config.data.reset_attention_mask
+        not packs_documents(config)
         or model.context_parallel_size > 1
         or model.uses_graphs
         or model.softmax_type != "vanilla"
@@ -62,7 +67,7 @@ def _request(config: RunConfig, comm_type: str, *, has_bounds: bool) -> Attentio
         dtype=model.params_dtype,
         head_dim=model.kv_channels,
         value_dim=narrow if narrow < model.kv_channels else 0,
-        has_mask=(config.data.reset_attention_mask and not has_bounds) or is_masked,
+        has_mask=(packs_documents(config) and not has_bounds) or is_masked,
         has_band=has_bounds or model.window_size is not None or comm_type == "allgather",
         has_bias=positions in ("alibi", "relative"),
         has_dropout=model.attention_dropout > 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.models.vision.kinds import KINDS
 from megatron.training.config.mimo import MODALITIES
 from megatron.training.config.run import RunConfig
 from megatron.training.models.audio_encoder import whisper_config
@@ -47,6 +48,13 @@ def mimo_problems(run: RunConfig) -> Iterator[str]:
         yield (
             "--image-grid-pinpoints: a MiMo model has one placeholder for each embedding of a tile "
             "and no others; use --use-tiling, or pretrain_vlm.py"
+        )
+    if vision.use_packed_sequence:
+        yield "--use-packed-sequence: a row of a MiMo model is one sample; use pretrain_vlm.py"
+    if KINDS[vision.vision_model_type].reads_any_size:
+        yield (
+            f"--vision-model-type {vision.vision_model_type}: the images of a MiMo model have one "
+            "size; use another encoder, or pretrain_vlm.py"
         )
     if mimo.encoder_tp is not None:
         if model.tensor_model_parallel_size % mimo.encoder_tp:

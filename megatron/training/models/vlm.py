@@ -15,6 +15,7 @@ from megatron.core.datasets.images.patches import FRAMES, MERGE
 from megatron.core.datasets.images.pixels import ImageSettings
 from megatron.core.datasets.images.tiling import LLAVA_NEXT_GRIDS
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
+from megatron.core.datasets.packed_rows import packed
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
@@ -22,6 +23,7 @@ from megatron.core.models.vision.multimodal_projector import get_projector_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.training.config.run import RunConfig
 from megatron.training.config.vision import VisionConfig
+from megatron.training.models.attention_request import documents_are_bounds
 from megatron.training.models.gpt import gpt_layer_spec, text_arguments
 from megatron.training.models.image_encoder import (
     encoder_config,
@@ -72,8 +74,15 @@ def llava_arguments(config: RunConfig, **stage: Any) -> dict[str, Any]:
         "vision_model_subtype": vision.vision_model_type,
         "row_length": config.data.seq_length,
         "has_image_newline": bool(vision.grids),
+        "packs_samples": _packing(config),
         **arguments,
     }
+
+
+def _packing(config: RunConfig) -> Literal["no", "mask", "bounds"]:
+    if not config.vision.use_packed_sequence:
+        return "no"
+    return "bounds" if documents_are_bounds(config) else "mask"
 
 
 def vlm_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatasetConfig:
@@ -90,7 +99,7 @@ def vlm_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatas
     return MultimodalDatasetConfig(
         image_h=vision.img_h * copies,
         image_w=vision.img_w,
-        preprocess_func=begin,
+        preprocess_func=partial(pack_halves, begin) if vision.use_packed_sequence else begin,
         **text_arguments(config),
         **(common | {"sequence_length": _text_length(config)}),
     )
@@ -104,6 +113,7 @@ def _image_text_config(config: RunConfig, **common: Any) -> ImageTextDatasetConf
         embeddings_per_tile=embeddings_per_tile(vision),
         decoder_sequence_length=vision.row_length,
         use_tile_tags=vision.use_tile_tags,
+        packs_samples=vision.use_packed_sequence,
         caption_prompt=vision.caption_prompt,
         broken_samples=vision.broken_samples,
         **(common | {"sequence_length": _text_length(config) + 1}),
@@ -200,12 +210,28 @@ def begin_with_patches(vision: VisionConfig, sample: dict[str, Any]) -> dict[str
     return sample
 
 
+def pack_halves(
+    begin: Callable[[dict[str, Any]], dict[str, Any]], sample: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a row of two samples: each half of the text after an image, the same in both.
+
+    The last token is left out: a row is as long as with one image.
+    """
+    names = ("tokens", "labels", "loss_mask")
+    text = {name: torch.as_tensor(sample[name]) for name in names}
+    length = len(text["tokens"]) - 1
+    bounds = (slice(0, length // 2), slice(length // 2, length))
+    halves = [{name: part[bound] for name, part in text.items()} for bound in bounds]
+    return packed([begin({**half, "image": sample["image"]}) for half in halves], length + 2, 0)
+
+
 def vlm_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     """Return the tensors that ``stage`` reads, None for those it does not.
 
     tokens, labels, loss_mask, position_ids and num_tiles are [b, s + 1] for s tokens of text;
     images is [t, 3, H, W] for the t tiles of all rows.  Every stage reads tokens, numbers of tiles
     and, where tiles are arranged in rows, image_sizes [images, 4]: the positions follow from them.
+    With --use-packed-sequence they read position_ids, too, which tell where samples begin.
     Images of any size are [blocks, 4, values of a patch], and image_sizes [images, 3].
     """
     vision = config.vision
@@ -226,7 +252,7 @@ def vlm_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
         "image_sizes": sizes if vision.grids or reads_any_size else None,
         "labels": ids if is_last else None,
         "loss_mask": TensorSpec(torch.float32, shape) if is_last else None,
-        "position_ids": ids if is_first else None,
+        "position_ids": ids if is_first or vision.use_packed_sequence else None,
         "images": tiles if is_first else None,
     }
 

@@ -17,6 +17,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 1 << 27  # 134 million; a decoded image has 3 bytes per pixel
 _DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N")
 
+_ORIENTATION = 0x0112  # of EXIF data
+_TURNED = (5, 6, 7, 8)  # orientations that swap width and height
+
 # Exceptions of Pillow's decoders on damaged files.
 _DAMAGED = (
     OSError,
@@ -69,6 +72,22 @@ def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Any:
     except _DAMAGED as error:
         raise DataError(f"{name}: no image that can be decoded ({_short(error)})") from error
     return to_rgb(upright, name)
+
+
+def size_of_image(data: bytes, name: str) -> tuple[int, int]:
+    """Return (width, height) of an image file as `decode_image` returns it, from its header alone.
+
+    Raises DataError for files whose header cannot be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = pillow().open(io.BytesIO(data), formats=FORMATS)
+            width, height = image.size
+            is_turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
+    except _DAMAGED as error:
+        raise DataError(f"{name}: no image that can be decoded ({_short(error)})") from error
+    return (height, width) if is_turned else (width, height)
 
 
 def to_rgb(image: Any, name: str = "image") -> Any:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -87,3 +87,24 @@ def split_over_ranks(
     if config.sequence_parallel and groups.tp.size() > 1:
         mine = scatter_to_sequence_parallel_region(mine, group=groups.tp)
     return mine
+
+
+def mask_of_samples(starts: Tensor, token: Tensor, cp_group: ProcessGroup) -> Tensor:
+    """Return the mask [b, 1, L/cp, L] that is True where a key is of another sample than the query.
+
+    ``starts`` [b, s] is True at the first token of each sample in a row, ``token`` [b, L] the token
+    at each position.
+    """
+    sample = starts.cumsum(1).gather(1, token)
+    mine = held_positions(sample, cp_group)
+    return (mine.unsqueeze(2) != sample.unsqueeze(1)).unsqueeze(1)
+
+
+def bounds_of_samples(starts: Tensor, token: Tensor) -> PackedBounds:
+    """Return the same as bounds of all rows, for kernels; the host waits for their number."""
+    sample = starts.cumsum(1).gather(1, token)
+    is_first = torch.ones_like(sample, dtype=torch.bool)
+    is_first[:, 1:] = sample[:, 1:] != sample[:, :-1]
+    inner = is_first.flatten().nonzero().flatten()
+    cumulative = torch.cat([inner, inner.new_tensor([sample.numel()])]).int()
+    return PackedBounds(cumulative, token.shape[1])

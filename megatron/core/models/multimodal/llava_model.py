@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,12 @@ from megatron.core import device
 from megatron.core.config.errors import DataError
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.multimodal.context_parallel import held_positions, split_over_ranks
+from megatron.core.models.multimodal.context_parallel import (
+    bounds_of_samples,
+    held_positions,
+    mask_of_samples,
+    split_over_ranks,
+)
 from megatron.core.models.multimodal.splicing import IGNORE_INDEX as IGNORE_INDEX
 from megatron.core.models.multimodal.splicing import Splice, splice
 from megatron.core.models.vision.clip_vit_model import (
@@ -28,7 +33,7 @@ from megatron.core.models.vision.clip_vit_model import (
 )
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.models.vision.pixel_shuffle import pixel_shuffle as pixel_shuffle
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -78,6 +83,7 @@ class LLaVAModel(MegatronModule):
         vision_model_subtype: str = "clip",
         row_length: int | None = None,
         has_image_newline: bool = False,
+        packs_samples: Literal["no", "mask", "bounds"] = "no",
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
         **of_language: Any,
@@ -87,8 +93,10 @@ class LLaVAModel(MegatronModule):
         ``language_max_sequence_length``: positions of the language model.  ``row_length``, by
         default the same number: L with pipeline or expert parallelism, its maximum without.
         ``has_image_newline``: tiles are arranged in rows that end with an embedding of their own,
-        as in LLaVA-NeXT.  ``of_language``: further arguments of `GPTModel`.  A stage has the
-        encoder if it is the first and ``add_encoder``.
+        as in LLaVA-NeXT.  ``packs_samples``: a row has several samples, whose ``position_ids``
+        begin at 0 and which do not attend to each other, by a mask or by bounds for attention
+        kernels.  ``of_language``: further arguments of `GPTModel`.  A stage has the encoder if it
+        is the first and ``add_encoder``.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
         super().__init__(language_transformer_config)
@@ -101,6 +109,7 @@ class LLaVAModel(MegatronModule):
         self.drops_class_token = drop_vision_class_token
         self.merges_neighbours = pixel_shuffle
         self.arranges_tiles = has_image_newline
+        self.packs_samples = packs_samples
         self.language_model = GPTModel(
             language_transformer_config,
             language_transformer_layer_spec,
@@ -121,18 +130,12 @@ class LLaVAModel(MegatronModule):
         self.vision_projection: MultimodalProjector | None = None
         self.image_newline: EmbeddingTable | None = None
         if pre_process and add_encoder:
-            self.vision_model = self.build_encoder(
-                vision_transformer_config,
-                vision_transformer_layer_spec,
-                groups.without_context_parallelism(),
-                model_subtype=subtype,
-                patch_dim=patch_dim,
-                img_h=img_h,
-                img_w=img_w,
-            )
-            config = vision_projection_config
-            self._build_projector(config, vision_projection_layer_spec, vision_projection_type)
-            self.image_newline = EmbeddingTable(config, 1) if has_image_newline else None
+            sizes: dict[str, Any] = {"img_h": img_h, "img_w": img_w, "patch_dim": patch_dim}
+            layers = vision_transformer_config, vision_transformer_layer_spec
+            own = groups.without_context_parallelism()
+            self.vision_model = self.build_encoder(*layers, own, model_subtype=subtype, **sizes)
+            projector = vision_projection_config, vision_projection_layer_spec
+            self._build_projector(*projector, vision_projection_type)
         self._finalize_parameters()
 
     def build_encoder(
@@ -148,6 +151,8 @@ class LLaVAModel(MegatronModule):
     def _build_projector(self, config: TransformerConfig, spec: MLPSubmodules, kind: str) -> None:
         assert self.vision_model is not None, "its output is the projector's input"
         width = self.vision_model.config.hidden_size * (4 if self.merges_neighbours else 1)
+        if self.arranges_tiles:
+            self.image_newline = EmbeddingTable(config, 1)
         group = self.pg_collection.tp
         self.vision_projection = MultimodalProjector(config, spec, kind, width, tp_group=group)
 
@@ -229,7 +234,7 @@ class LLaVAModel(MegatronModule):
         output = self.language_model(
             None,
             self.positions(where, is_image, image_sizes),
-            attention_mask,
+            self._hidden_keys(where, position_ids) if attention_mask is None else attention_mask,
             decoder_input=combined,
             labels=None if labels is None else held_positions(where.labels(labels), cp),
             packed_seq_params=packed_seq_params,
@@ -239,6 +244,18 @@ class LLaVAModel(MegatronModule):
         if loss_mask is None:
             return output, None
         return output, held_positions(where.loss_mask(loss_mask), cp)
+
+    def _hidden_keys(self, where: Splice, position_ids: Tensor | None) -> AttentionMask | None:
+        """Return which keys each position does not attend to; None if a row is one sample."""
+        if self.packs_samples == "no":
+            return None
+        assert position_ids is not None, "every stage reads where the samples of a row begin"
+        starts = position_ids == 0
+        if self.packs_samples == "mask":
+            return mask_of_samples(starts, where.token, self.pg_collection.cp)
+        if not self.reads_values:  # of the same shape whatever the number of samples
+            starts = torch.arange(starts.shape[1], device=starts.device).expand_as(starts) == 0
+        return bounds_of_samples(starts, where.token)
 
     def positions(
         self, where: Splice, is_image: Tensor, image_sizes: Tensor | None
