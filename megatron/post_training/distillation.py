@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule, frozen_models
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.post_training.kd_config import KDConfig, LayerPair, read_kd_config
-from megatron.post_training.logits import in_chunks, lm_losses, sum_of_masked
+from megatron.post_training.logits import in_chunks, lm_losses, require_wrapper, sum_of_masked
 from megatron.post_training.losses import HIDDEN_LOSSES, balanced, kl_divergence
 from megatron.post_training.teacher import build_teacher, load_teacher, teacher_config
 from megatron.training.config.run import RunConfig
@@ -209,6 +209,7 @@ def _build(
 def _load_frozen(inner: ModelImplementation, run: Any) -> None:
     if inner.load_frozen is not None:
         inner.load_frozen(run)
+    require_wrapper(run.model_chunks, DistillationModel, "--export-kd-teacher-load")
     load_teacher(run.config, list(frozen_models(run.model_chunks)), run.groups)
 
 

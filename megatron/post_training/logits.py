@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.config.run import RunConfig
@@ -64,3 +65,12 @@ def sum_of_masked(
     mask = batch["loss_mask"].float()
     total, num_tokens = (losses.float() * mask).sum(), mask.sum()
     return total, num_tokens.int(), {"lm loss": torch.stack([total.detach(), num_tokens])}
+
+
+def require_wrapper(chunks: Sequence[nn.Module], wrapper: type[nn.Module], flag: str) -> None:
+    """Raise ConfigError unless each of ``chunks`` contains a ``wrapper``."""
+    if not all(any(isinstance(m, wrapper) for m in chunk.modules()) for chunk in chunks):
+        raise ConfigError(
+            f"{flag} has no effect on this program: its model provider builds a model itself; "
+            "return megatron.training.runtime.setup.build_stage(get_run(), ...) from it"
+        )

@@ -23,11 +23,11 @@ from torch.utils.data import Dataset
 from megatron.core.config.errors import DataError
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.parallel.collectives import all_gather_single
-from megatron.core.parallel.context_parallel_partition import order_of_gathered
+from megatron.core.parallel.context_parallel_partition import order_of_gathered, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.post_training.logits import in_chunks, lm_losses, sum_of_masked
+from megatron.post_training.logits import in_chunks, lm_losses, require_wrapper, sum_of_masked
 from megatron.post_training.logits_store import (
     LogitsStore,
     StoredRows,
@@ -66,6 +66,7 @@ def saving(inner: ModelImplementation) -> ModelImplementation:
         build=partial(_build, TopTokens, inner),
         batch=partial(_saved_batch, inner),
         loss=_rows_to_save,
+        load_frozen=partial(_check_saving, inner),
         wrap_dataset=_with_keys,
     )
 
@@ -171,6 +172,8 @@ def _check_store(inner: ModelImplementation, run: Any) -> None:
     if inner.load_frozen is not None:
         inner.load_frozen(run)
     folder = run.config.distillation.logits_load_dir
+    if run.has_loss:
+        require_wrapper(_last(run), StoredTeacher, "--logits-load-dir")
     settings, size = _settings(folder), run.tokenizer.vocab_size
     if settings.seq_length != run.config.data.seq_length:
         raise DataError(
@@ -182,6 +185,21 @@ def _check_store(inner: ModelImplementation, run: Any) -> None:
             f"--logits-load-dir {folder}: the store has a vocabulary of {settings.vocab_size} "
             f"tokens, this run one of {size}: teacher and student need one tokenizer"
         )
+
+
+def _check_saving(inner: ModelImplementation, run: Any) -> None:
+    if inner.load_frozen is not None:
+        inner.load_frozen(run)
+    if run.has_loss:
+        require_wrapper(_last(run), TopTokens, "--logits-save-dir")
+
+
+def _last(run: Any) -> list[nn.Module]:
+    """Return the model chunk of the last stage, on the ranks that have it."""
+    last = run.placement.num_stages - 1
+    return [
+        chunk for chunk, stage in zip(run.model_chunks, run.stages, strict=True) if stage == last
+    ]
 
 
 def _apply(inner: ModelImplementation, model: nn.Module, batch: Batch) -> Any:
@@ -241,7 +259,7 @@ def _taught_loss(
 
 
 def _rows_to_save(
-    _config: RunConfig,
+    config: RunConfig,
     groups: ProcessGroupCollection,
     batch: Batch,
     output: tuple[Tensor, Tensor],
@@ -252,20 +270,29 @@ def _rows_to_save(
     if not non_loss_data:  # the planner's pass
         zero = output[1].sum()
         return zero, zero.int(), {}
-    ids, log_probs = (_complete(x, groups.cp) for x in output)
-    index, checksum = (batch[name][:, 0] for name in (_INDEX, _CHECKSUM))
-    return StoredRows(*(x.cpu() for x in (index, checksum, ids, log_probs)))
+    packed = batch.get("packed_seq_params")  # of rows that follow each other in one row
+    lengths = None if packed is None else packed.lengths
+    shape = -1, config.data.seq_length
+    index, checksum, ids, log_probs = (
+        _complete(x, groups.cp, lengths).flatten(0, 1).unflatten(0, shape).cpu()
+        for x in (batch[_INDEX], batch[_CHECKSUM], *output)
+    )
+    return StoredRows(index[:, 0], checksum[:, 0], ids, log_probs)
 
 
-def _complete(x: Tensor, cp_group: ProcessGroup) -> Tensor:
-    """Return the complete sequences [b, s, k] of context-parallel parts [b, s/cp, k]."""
+def _complete(x: Tensor, cp_group: ProcessGroup, lengths: tuple[int, ...] | None) -> Tensor:
+    """Return the complete rows [b, s, ...] of context-parallel parts [b, s/cp, ...].
+
+    ``lengths``: of the samples that are packed into a row.
+    """
     size = cp_group.size()
     if size == 1:
         return x
     mine = x.transpose(0, 1).contiguous()
     every = mine.new_empty((len(mine) * size, *mine.shape[1:]))
     all_gather_single(every, mine, group=cp_group)
-    order, _ = order_of_gathered((len(every),), tuple(range(size)), size, x.device)
+    lengths = row_lengths(lengths, len(every))
+    order, _ = order_of_gathered(lengths, tuple(range(size)), size, x.device)
     return every[order].transpose(0, 1)
 
 

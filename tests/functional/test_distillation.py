@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import runpy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from megatron.post_training.distillation import check_pairs
 from megatron.post_training.kd_config import LayerPair
 from megatron.training.plan.rank import cost_of_rank
 from tests import tolerances
-from tests.functional.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
+from tests.functional.runs import TINY, losses, refusal, run_gpt
 from tests.functional.test_pretrain_gpt import steps
 from tests.ranks import run_ranks
 from tests.unit.arguments.commands import run_of
@@ -73,7 +77,7 @@ def test_a_larger_teacher_gives_the_losses_of_one_process_in_any_layout(
     flags += ["--export-kd-teacher-load", str(teachers / "large"), "--log-num-zeros-in-grad"]
     same = ("--untie-embeddings-and-output-weights", "--calculate-per-token-loss")
     alone = run_gpt(tmp_path / "a", *flags, *(flag for flag in same if flag in layout))
-    found, _ = run_gpt_in_virtual_ranks(tmp_path / "b", *flags, *layout.split())
+    found = run_gpt(tmp_path / "b", *flags, *layout.split(), world_size=4)
     torch.testing.assert_close(of_step(found), of_step(alone), **tolerances.LAYOUT_LOSS)
 
 
@@ -91,7 +95,7 @@ def test_intermediate_layers_are_compared_in_any_layout(
     flags = ["--train-iters", "3", "--export-kd-cfg", kd]
     flags += ["--export-kd-teacher-load", str(teachers / "alike")]
     alone = of_step(run_gpt(tmp_path / "a", *flags), INTERMEDIATE)
-    found, _ = run_gpt_in_virtual_ranks(tmp_path / "b", *flags, *layout.split(), ranks=2)
+    found = run_gpt(tmp_path / "b", *flags, *layout.split(), world_size=2)
     torch.testing.assert_close(of_step(found, INTERMEDIATE), alone, **tolerances.LAYOUT_LOSS)
     torch.testing.assert_close(alone[:, 1], 2 * alone[:, 2])
 
@@ -211,3 +215,52 @@ def test_the_plan_counts_the_weights_of_the_teacher(teachers: Path) -> None:
     padding = (128 - 101) * 64  # rows of the vocabulary that no checkpoint has
     parameters = [cost_of_rank(run, 0, 128).state.parameters for run in (plain, taught)]
     assert parameters[1] - parameters[0] == 4 * (sum(sizes) + padding)
+
+
+def test_a_script_that_builds_its_own_model_is_told(teachers: Path, tmp_path: Path) -> None:
+    script = Path(__file__).parent / "user_pretrain.py"
+    for flags in (
+        ["--export-kd-teacher-load", str(teachers / "alike")],
+        ["--logits-save-dir", str(tmp_path)],
+    ):
+        (complaint,) = run_ranks(complaint_of_script, 1, str(script), [*TINY, *flags])
+        assert f"{flags[0]} has no effect on this program" in complaint
+
+
+def complaint_of_script(rank: int, world_size: int, script: str, argv: list[str]) -> str:
+    with (
+        mock.patch("sys.argv", [script, *argv]),
+        contextlib.redirect_stderr(io.StringIO()) as complaint,
+        contextlib.suppress(SystemExit),
+    ):
+        runpy.run_path(script, run_name="__main__")
+    return complaint.getvalue()
+
+
+def test_adapters_learn_from_a_teacher(tmp_path: Path, teachers: Path) -> None:
+    flags = ["--load", str(teachers / "alike"), "--lora-rank", "4", "--lr", "0.05"]
+    flags += ["--export-kd-teacher-load", str(teachers / "large"), "--train-iters", "6"]
+    alone = run_gpt(tmp_path / "a", *flags, "--save", str(tmp_path / "ck"))
+    cut = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    found = run_gpt(tmp_path / "b", *flags, *cut, world_size=2)
+    torch.testing.assert_close(of_step(found), of_step(alone), **tolerances.LAYOUT_LOSS)
+    divergence = losses(alone, "logits distillation loss")
+    assert divergence[-1] < divergence[0]
+    with open_reader(tmp_path / "ck/iter_0000006") as reader:
+        assert all("lora" in key for key in reader.tensors)
+
+
+def test_a_teacher_with_experts_teaches_a_dense_student(tmp_path: Path, teachers: Path) -> None:
+    experts = [*TEACHER, "--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"]
+    short = ["--train-iters", "2", "--eval-iters", "0", "--save", str(tmp_path / "moe")]
+    run_gpt(tmp_path / "t", *experts, *short, "--lr", "0.05")
+    flags = ["--export-kd-teacher-load", str(tmp_path / "moe"), "--train-iters", "3"]
+    alone = of_step(run_gpt(tmp_path / "a", *flags))
+    cut = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    found = of_step(run_gpt(tmp_path / "b", *flags, *cut, world_size=2))
+    torch.testing.assert_close(found, alone, **tolerances.LAYOUT_LOSS)
+    same = ["--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"]
+    both = of_step(run_gpt(tmp_path / "c", *flags, *same))
+    cut = ["--expert-model-parallel-size", "2"]
+    found = of_step(run_gpt(tmp_path / "d", *flags, *same, *cut, world_size=2))
+    torch.testing.assert_close(found, both, **tolerances.LAYOUT_LOSS)

@@ -20,7 +20,6 @@ from tests.functional.runs import (
     losses,
     refusal,
     run_gpt,
-    run_gpt_in_virtual_ranks,
     train_gpt,
 )
 from tests.ranks import run_ranks
@@ -68,7 +67,7 @@ def test_a_store_with_all_tokens_trains_like_the_teacher_itself(
 ) -> None:
     online = run_gpt(tmp_path / "a", "--export-kd-teacher-load", str(teacher))
     stored = run_gpt(tmp_path / "b", "--logits-load-dir", str(store))
-    other, _ = run_gpt_in_virtual_ranks(tmp_path / "c", "--logits-load-dir", str(store), *LAYOUT)
+    other = run_gpt(tmp_path / "c", "--logits-load-dir", str(store), *LAYOUT, world_size=4)
     for found in (stored, other):
         for key in (KL, "lm loss", "total loss"):
             wanted = torch.tensor(losses(online, key))
@@ -79,20 +78,15 @@ def test_a_store_with_all_tokens_trains_like_the_teacher_itself(
 
 
 def test_another_layout_saves_the_same_store(tmp_path: Path, teacher: Path, store: Path) -> None:
-    flags = ["--logits-save-dtype", "fp32", "--logits-save-top-k", "7", "--virtual-ranks", "4"]
+    flags = ["--logits-save-dtype", "fp32", "--logits-save-top-k", "7"]
     folder = tmp_path / "store"
-    layout = [*LAYOUT[:-2], "--pipeline-model-parallel-size", "1"]
-    run_ranks(train_gpt_in_threads, 1, saving(teacher, folder, *flags, *layout))
+    layout = "--tensor-model-parallel-size 2 --context-parallel-size 2".split()
+    run_ranks(train_gpt, 4, saving(teacher, folder, *flags, *layout))
     found, wanted = all_entries(folder), all_entries(store)
     assert len(found) == len(wanted) == 48
     for (ids, log_probs), (all_ids, every) in zip(found, wanted, strict=True):
         torch.testing.assert_close(log_probs, every[:, :7], rtol=1e-5, atol=1e-5)
         assert (ids == all_ids[:, :7]).float().mean() > 0.99  # but for ties
-
-
-def train_gpt_in_threads(rank: int, world_size: int, argv: Sequence[str]) -> None:
-    torch.distributed.destroy_process_group()
-    train_gpt(0, 1, argv)
 
 
 def test_top_p_keeps_the_tokens_that_have_this_probability_together(

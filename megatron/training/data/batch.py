@@ -89,14 +89,14 @@ def _as_one_row(
 ) -> dict[str, Any]:
     """Return this rank's part of a micro-batch whose rows follow each other in one row.
 
-    Tensors [b, s] become [1, b s / cp]; context parallelism splits each packed sample.
+    Tensors [b, s, ...] become [1, b s / cp, ...]; context parallelism splits each packed sample.
     """
     spec = table["packed_seq_params"]
     assert isinstance(spec, DocumentSpec), "every stage reads the bounds of samples"
     bounds = batch.pop("packed_seq_params")
     lengths = (spec.num_tokens,) * spec.num_rows if is_planned else ()
     packed = PackedSeqParams.of_bounds(bounds, lengths)
-    rows = {name: None if x is None else x.view(1, -1) for name, x in batch.items()}
+    rows = {name: None if x is None else x.flatten(0, 1)[None] for name, x in batch.items()}
     if cp_group.size() > 1:
         rows = get_batch_on_this_cp_rank(rows, cp_group, lengths=packed.lengths)
     return {**rows, "packed_seq_params": packed}
