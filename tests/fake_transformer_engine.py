@@ -8,6 +8,7 @@ product was asked to follow is written down in `CALLS`.
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib.machinery
 import sys
 import types
@@ -17,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,6 +27,7 @@ from megatron.core.extensions.transformer_engine import engine
 from megatron.core.tensor_parallel import mappings
 
 CALLS: list[dict[str, Any]] = []
+BUFFERS: list[dict[str, Any]] = []  # what `initialize_ub` was asked for
 _active: list[Any] = []
 
 
@@ -79,9 +82,21 @@ class Linear(_Module):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: str = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
     ) -> None:
         super().__init__()
         assert device == "meta", "our parameters take the place of its own"
+        asked = ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        self.overlaps = ub_name, *asked
+        if any(asked):
+            assert BUFFERS, "initialize_ub() must be called before layer construction."
+            assert ub_name in ("qkv", "proj", "fc1", "fc2")
+            assert sequence_parallel
         assert tp_group is None or tp_group.size() == tp_size
         self.fuse_wgrad_accumulation, self.group = fuse_wgrad_accumulation, tp_group
         self.mode, self.sequence_parallel = parallel_mode, sequence_parallel
@@ -128,6 +143,11 @@ class LayerNormLinear(Linear):
         parallel_mode: str | None = None,
         zero_centered_gamma: bool = False,
         device: str = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
     ) -> None:
         super().__init__(
             in_features,
@@ -140,6 +160,12 @@ class LayerNormLinear(Linear):
             params_dtype,
             parallel_mode,
             device,
+            ub_overlap_ag,
+            False,
+            ub_overlap_rs_dgrad,
+            ub_bulk_dgrad,
+            ub_bulk_wgrad,
+            ub_name,
         )
         self.eps, self.one_off = eps, zero_centered_gamma
         self.parameter("layer_norm_weight", in_features)
@@ -328,9 +354,39 @@ class DelayedScaling:
     amax_compute_algo: str = "max"
 
 
+class UserBufferQuantizationMode(enum.Enum):
+    NONE = "none"
+    FP8 = "fp8"
+
+
+def initialize_ub(
+    shape: list[int],
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: list[UserBufferQuantizationMode] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: dict[str, dict[str, Any]] | None = None,
+    bootstrap_backend: str | None = None,
+) -> None:
+    if BUFFERS:
+        raise RuntimeError("UB communicators are already initialized.")
+    assert bootstrap_backend in ("gloo", "mpi", "nccl")
+    dist.new_group()  # as the package does, on all ranks
+    BUFFERS.append(
+        {
+            "shape": shape,
+            "tp_size": tp_size,
+            "modes": [mode.name for mode in quantization_modes or []],
+            "use_fp8": use_fp8,
+            "settings": ub_cfgs,
+            "backend": bootstrap_backend,
+        }
+    )
+
+
 PARTS = (
     *(Linear, LayerNormLinear, GroupedLinear, LayerNorm, RMSNorm, DotProductAttention),
-    *(Fp8Padding, Fp8Unpadding, autocast),
+    *(Fp8Padding, Fp8Unpadding, autocast, initialize_ub),
 )
 RECIPES = (
     *(Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling),
@@ -344,7 +400,9 @@ def installed(version: str = "2.20.2") -> Iterator[list[dict[str, Any]]]:
     formats = types.SimpleNamespace(HYBRID="hybrid", E4M3="e4m3")
     contents: dict[str, dict[str, Any]] = {
         "transformer_engine": {"__version__": version},
-        "transformer_engine.pytorch": {part.__name__: part for part in PARTS},
+        "transformer_engine.pytorch": {
+            part.__name__: part for part in (*PARTS, UserBufferQuantizationMode)
+        },
         "transformer_engine.common": {},
         "transformer_engine.common.recipe": {r.__name__: r for r in RECIPES} | {"Format": formats},
     }
@@ -356,6 +414,7 @@ def installed(version: str = "2.20.2") -> Iterator[list[dict[str, Any]]]:
         vars(modules[name]).update(content)
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     CALLS.clear()
+    BUFFERS.clear()
     optional.why_missing.cache_clear()
     with (
         mock.patch.dict(sys.modules, modules),

@@ -9,7 +9,6 @@ from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _training = partial(option, group="training")
-_BULK = "these collectives always overlap with GEMMs, without --tp-comm-overlap"
 _distributed = partial(option, group="distributed")
 _moe = partial(option, group="moe")
 
@@ -25,13 +24,14 @@ class ModelParallelConfig:
     )
     tp_comm_overlap: bool = _training(
         False,
-        "Run GEMMs fused with all-gathers and reduce-scatters of sequence parallelism, over the "
-        "symmetric memory of the GPUs of a tensor-parallel group.",
+        "Run GEMMs fused with all-gathers and reduce-scatters of sequence parallelism: over the "
+        "symmetric memory of the GPUs of a tensor-parallel group, or with Transformer Engine over "
+        "its user buffers.",
     )
     tp_comm_overlap_cfg: str | None = _training(
         None,
-        "YAML file that tunes --tp-comm-overlap.",
-        ignored="torch's symmetric memory has nothing to tune",
+        "YAML file with settings of Transformer Engine's user buffers (--tp-comm-overlap): a "
+        "mapping from names such as qkv_fprop to method, num_sm, num_splits and others.",
     )
     tp_comm_overlap_ag: bool = _training(
         True, "Exclude all-gathers from --tp-comm-overlap.", flag="--disable-tp-comm-overlap-ag"
@@ -44,21 +44,19 @@ class ModelParallelConfig:
     )
     tp_comm_bulk_dgrad: bool = _training(
         True,
-        "Exclude the all-gather during input gradients from --tp-comm-overlap.",
-        ignored=_BULK,
+        "Exclude the all-gather during input gradients from Transformer Engine's user buffers.",
         flag="--disable-tp-comm-bulk-dgrad",
     )
     tp_comm_bulk_wgrad: bool = _training(
         True,
-        "Exclude the reduce-scatter during weight gradients from --tp-comm-overlap.",
-        ignored=_BULK,
+        "Exclude the reduce-scatter during weight gradients from Transformer Engine's user "
+        "buffers.",
         flag="--disable-tp-comm-bulk-wgrad",
     )
     tp_comm_bootstrap_backend: str = _training(
         "nccl",
-        "Backend that bootstraps --tp-comm-overlap.",
+        "Backend of the process groups that set up Transformer Engine's user buffers.",
         choices=("nccl", "mpi", "gloo"),
-        ignored="symmetric memory is set up through the store of the run",
     )
     use_cpu_initialization: bool | None = _training(
         None,

@@ -11,11 +11,12 @@ from dataclasses import fields
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.device import CPU
-from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
+from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP, layer_pattern
 from megatron.training.arguments.fine_tuning_flag_requirements import OF_FINE_TUNING
 from megatron.training.arguments.image_flag_requirements import OF_IMAGES
+from megatron.training.arguments.layout_flag_requirements import OF_LAYOUT
 from megatron.training.arguments.requirement import (
     FlagRequirement,
     needs,
@@ -254,78 +255,6 @@ _OF_DISTILLATION = (
     needs_flag("logits_load_dir", "logits_load_kd_loss_alpha logits_load_ignore_errors"),
 )
 
-_OF_LAYOUT = (
-    needs(
-        "--distributed-backend nccl",
-        "high_priority_stream_groups nccl_communicator_config_path nccl_ub",
-        lambda ns: ns.distributed_backend in (None, "nccl"),
-    ),
-    needs_flag("sequence_parallel", "tp_comm_overlap"),
-    needs_flag(
-        "tp_comm_overlap",
-        "tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag "
-        "tp_comm_split_rs",
-    ),
-    needs(
-        "--context-parallel-size of 2 or more",
-        "cp_comm_type",
-        lambda ns: ns.context_parallel_size > 1,
-    ),
-    needs(
-        "--context-parallel-size of 2 or more and --cp-comm-type a2a+p2p",
-        "hierarchical_context_parallel_sizes",
-        lambda ns: ns.context_parallel_size > 1 and "a2a+p2p" in ns.cp_comm_type,
-    ),
-    needs(
-        "--pipeline-model-parallel-size of 2 or more",
-        "overlap_p2p_comm overlap_p2p_comm_warmup_flush align_grad_reduce pipeline_schedule "
-        "pipeline_split encoder_pipeline_model_parallel_size "
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "defer_embedding_wgrad_compute",
-        lambda ns: ns.pipeline_model_parallel_size > 1,
-    ),
-    needs_flag("defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
-    needs(
-        "virtual stages of --pipeline-schedule interleaved",
-        "microbatch_group_size_per_vp_stage",
-        lambda ns: (
-            ns.virtual_pipeline_model_parallel_size is not None and ns.pipeline_schedule != "zb-v"
-        ),
-    ),
-    needs(
-        "--use-distributed-optimizer",
-        "overlap_param_gather overlap_param_gather_with_optimizer_step "
-        "num_distributed_optimizer_instances",
-        lambda ns: ns.use_distributed_optimizer or is_fully_sharded(ns),
-    ),
-    needs_flag("use_torch_fsdp2", "torch_fsdp2_reshard_after_forward"),
-    needs_flag("use_megatron_fsdp", "data_parallel_sharding_strategy"),
-    needs(
-        "--use-megatron-fsdp with fully sharded parameters and "
-        "--num-distributed-optimizer-instances 2 or more",
-        "enable_full_sharding_in_hsdp",
-        shares_instances,
-    ),
-    needs(
-        "fully sharded parameters (--use-torch-fsdp2, or --use-megatron-fsdp with "
-        "--data-parallel-sharding-strategy optim_grads or optim_grads_params)",
-        "gradient_reduce_div_fusion init_model_with_meta_device fsdp_double_buffer",
-        is_fully_sharded,
-    ),
-    needs(
-        "complete parameters on each data-parallel rank, which FSDP does not keep",
-        "check_weight_hash_across_dp_replicas_interval",
-        lambda ns: not is_fully_sharded(ns),
-    ),
-    needs(
-        "gradient buckets; FSDP reduces gradients layer by layer in backward",
-        "overlap_param_gather overlap_param_gather_with_optimizer_step overlap_grad_reduce "
-        "align_grad_reduce ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw "
-        "ddp_average_in_collective",
-        lambda ns: not is_fully_sharded(ns),
-    ),
-)
-
 _OF_MEMORY_AND_SPEED = (
     needs_value("recompute_granularity", "adaptive", "memory_budget_fraction"),
     needs_flag("cpu_offloading", "cpu_offloading_num_layers"),
@@ -422,7 +351,7 @@ NEEDS = (
     *_OF_EXPERTS,
     *_OF_PRECISION,
     *_OF_DISTILLATION,
-    *_OF_LAYOUT,
+    *OF_LAYOUT,
     *_OF_MEMORY_AND_SPEED,
     *_OF_FILES_AND_REPORTS,
 )

@@ -18,6 +18,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.extensions.transformer_engine import use_user_buffers
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.param_groups import (
     ParamCondition,
@@ -34,7 +35,7 @@ from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
 from megatron.training.estimates.pipeline_split import resolve_pipeline_split
-from megatron.training.models.registry import build_model_stage
+from megatron.training.models.registry import build_model_stage, model_kind_of
 from megatron.training.process.rank_print import print_rank_0, ranks_here
 from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Runtime
@@ -147,11 +148,19 @@ def build_stage(run: Runtime, *, vp_stage: int | None = None, **arguments: Any) 
 
 
 def _overlap(run: Runtime) -> None:
-    """Fuse GEMMs with tensor-parallel collectives.  Collective over the tensor-parallel group."""
-    for model in run.model_chunks:
-        if reason := overlap_layers(model, run.groups.tp, run.config.model):
-            print_rank_0(f"WARNING: --tp-comm-overlap is without effect: {reason}")
-            return
+    """Let GEMMs overlap with tensor-parallel collectives.  Collective over all ranks."""
+    model, training = run.config.model, run.config.training
+    of_engine: str | None = "encoder and decoder have other lengths than one of its buffers"
+    if not model_kind_of(run.config).has_encoder:
+        tokens = run.config.data.seq_length * training.micro_batch_size
+        tokens //= model.context_parallel_size
+        of_engine = use_user_buffers(run.model_chunks, model, run.groups.tp, num_tokens=tokens)
+    reasons = [of_engine, *(overlap_layers(x, run.groups.tp, model) for x in run.model_chunks)]
+    if None not in reasons:
+        why = "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+        print_rank_0(f"WARNING: --tp-comm-overlap is without effect: {why}")
+    elif of_engine is not None and model.tp_comm_overlap_cfg is not None:
+        print_rank_0(f"WARNING: --tp-comm-overlap-cfg is without effect: {of_engine}")
 
 
 def _initialize(run: Runtime, model: nn.Module) -> None:

@@ -32,6 +32,7 @@ SINCE = {
     "autocast": "2.12.0",  # fp8_autocast before
     "NVFP4BlockScaling": "2.8.0",
     "DotProductAttention.softmax_type": "2.8.0",
+    "initialize_ub.quantization_modes": "2.8.0",  # use_fp8 before
 }
 NAMES = [part.__name__ for part in (*fake.PARTS, *fake.RECIPES)] + ["fp8_autocast"]
 

@@ -19,6 +19,7 @@ _NAMES = {
     "engine": "unsupported_reason unsupported_matrices_reason",
     "layers": "TEColumnParallelGroupedLinear TEColumnParallelLinear TELinear TENorm "
     "TELayerNormColumnParallelLinear TERowParallelGroupedLinear TERowParallelLinear",
+    "user_buffers": "use_user_buffers",
 }
 _HOMES = {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names.split()}
 __all__ = ["SplitAlongDim", "TEDelayedScaling", *_HOMES]

@@ -109,12 +109,16 @@ class Engine:
         parameters: Callable[[], Mapping[str, nn.Parameter | None]],
         **arguments: object,
     ) -> None:
-        self.module = getattr(package(), kind)(
-            **arguments, params_dtype=config.params_dtype, device="meta"
-        )
+        arguments |= {"params_dtype": config.params_dtype, "device": "meta"}
+        self._kind, self._arguments = kind, arguments
+        self.module = getattr(package(), kind)(**arguments)
         self._parameters = parameters
         self.recipe: object = None  # the package's fp8 or fp4 recipe
         self._seen: list[tuple[int, int]] = []  # (address, version) of the last call's weights
+
+    def rebuild(self, **more: object) -> None:
+        """Create the module anew with ``more`` arguments for its constructor."""
+        self.module = getattr(package(), self._kind)(**self._arguments, **more)
 
     def __call__(self, x: Tensor, *of_layer: object) -> Tensor:
         """Run as the quantizer of `linear`; the module has the layer's other arguments already."""
