@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import CheckpointReader
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference import LLM, PromptWithImages
+from megatron.training.conversion.convert import HF, ConversionRequest, convert
+from megatron.training.inference.engine_flags import GenerationLayout
 from tests import tolerances
 from tests.functional.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
 from tests.ranks import run_ranks
@@ -160,6 +165,55 @@ def test_the_encoder_of_sound_starts_from_a_hugging_face_folder(tmp_path: Path) 
             assert torch.equal(mine.read(prefix + ours), tensors[f"encoder.{theirs}"]), ours
     (said,) = run_ranks(refusal, 1, [*TINY, *FLAGS, "--audio-encoder-model", str(tmp_path)])
     assert "it has no config.json; give the folder of a Whisper model" in said
+
+
+def written(rank: int, world_size: int, load: str, tp: int) -> list[list[int]]:
+    llm = LLM.load(load, device_kind="cpu", layout=GenerationLayout(tensor=tp))
+    params = SamplingParams(num_tokens_to_generate=6, top_k=1, ignore_eos=True)
+    return [[t.token for t in answer.tokens] for answer in llm.generate(prompts(), params)]
+
+
+def prompts() -> list[Any]:
+    image = pytest.importorskip("PIL.Image").new("RGB", (24, 24), (200, 30, 90))
+    return ["5 6 7 8", PromptWithImages("9 <image> 5 6", [image])]
+
+
+def by_logits(rank: int, world_size: int, load: str) -> list[list[int]]:
+    """Continue each prompt by the most likely token of a forward pass over all of it."""
+    llm = LLM.load(load, device_kind="cpu")
+    encode = llm.engine.model.encode_images
+    assert encode is not None
+    assert llm._image_prompts is not None
+    (model,) = encode.args  # type: ignore[attr-defined]
+    found = []
+    for prompt in prompts():
+        of_image, inputs = [], {}
+        if isinstance(prompt, str):
+            ids = llm.tokenizer.tokenize(prompt)
+        else:
+            ids, of_image = llm._image_prompts.prompt(prompt.text, prompt.images)
+            ids = [min(i, 32000) for i in ids]
+            inputs = {"images": {"clip_encoder": {"x": torch.from_numpy(of_image[0].pixels)}}}
+        for _ in range(6):
+            row = torch.tensor([ids])
+            positions = torch.arange(len(ids))[None]
+            with torch.no_grad():
+                logits, _ = model(row, positions, modality_inputs=inputs)
+            ids = [*ids, int(logits[0, -1, : llm.engine.model.vocab_size].argmax())]
+        found.append(ids[-6:])
+    return found
+
+
+@pytest.mark.feature("MiMo: models write text about images")
+def test_models_write_text_about_images(tmp_path: Path) -> None:
+    saved = str(tmp_path / "ck")
+    given = "--model-provider llava_vlm --tensor-model-parallel-size 2 --encoder-tp 2 --lr 1e-2"
+    run_gpt(tmp_path, *FLAGS, *given.split(), "--save", saved, world_size=2)
+    (wanted,) = run_ranks(by_logits, 1, saved)
+    assert run_ranks(written, 1, saved, 1)[0] == wanted
+    assert run_ranks(written, 2, saved, 2)[0] == wanted
+    with pytest.raises(CheckpointError, match="has no form at Hugging Face"):
+        convert(ConversionRequest(source=tmp_path / "ck", target=tmp_path / "hf", format=HF))
 
 
 def write_texts(path: Path, count: int) -> None:

@@ -87,6 +87,8 @@ FORCED_PARALLEL = tuple(
     "expert_model_parallel_size expert_tensor_parallel_size".split()
 )
 _LAYERS_PATH = "heterogeneous_layers_config_path"
+_AUDIO_PATH = "audio_encoder_model"
+_OUTSIDE = "it is a file outside the checkpoint"
 # Set from the checkpoint only if the command line does not have them.
 IF_UNSET = tuple(
     "model_kind num_layers encoder_num_layers decoder_num_layers encoder_seq_length "
@@ -163,8 +165,9 @@ def apply_checkpoint_args(
 def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> JsonObject:
     """Return a checkpoint's command line without values that only this run's may set.
 
-    These are code to import (--spec), unless it is a spec of this project, and a file outside the
-    checkpoint that describes the model (--heterogeneous-layers-config-path).  Tokenizer files are
+    These are code to import (--spec), unless it is a spec of this project, and files outside the
+    checkpoint that describe the model (--heterogeneous-layers-config-path, --audio-encoder-model).
+    Tokenizer files are
     data; --use-tokenizer-model-from-checkpoint-args decides about them.  ``given`` is this run's
     command line.  Raises CheckpointError if the checkpoint has such a value and ``given`` has none.
     """
@@ -172,6 +175,7 @@ def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> Js
     for name, (flag, problem) in {
         "spec": ("--spec MODULE ATTRIBUTE", _problem_of_spec(stored)),
         _LAYERS_PATH: ("--heterogeneous-layers-config-path", _problem_of_layers(stored)),
+        _AUDIO_PATH: ("--audio-encoder-model", _OUTSIDE if stored.get(_AUDIO_PATH) else None),
     }.items():
         if problem is not None and not given.get(name):
             value = stored[name]
@@ -180,7 +184,7 @@ def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> Js
                 f"the checkpoint was saved with {flag.split()[0]} {shown}, which is not taken from "
                 f"it: {problem}; pass {flag} if you trust it"
             )
-        if problem is not None or name == _LAYERS_PATH:
+        if problem is not None or name in (_LAYERS_PATH, _AUDIO_PATH):
             out[name] = None
     return out
 
@@ -195,7 +199,7 @@ def _problem_of_layers(stored: Arguments) -> str | None:
     Older checkpoints contain the path of the file, newer ones its text.
     """
     is_told = not stored.get(_LAYERS_PATH) or stored.get("heterogeneous_layers_config_encoded_json")
-    return None if is_told else "it is a file outside the checkpoint"
+    return None if is_told else _OUTSIDE
 
 
 def _is_given(namespace: argparse.Namespace, name: str) -> bool:

@@ -157,6 +157,11 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     weights = weights_of(source)
     run = run_config(source.args)
     vocab_size = vocab_size_of(source, wanted)
+    if model_kind_of(run).has_placeholders:
+        raise CheckpointError(
+            f"{wanted.source} holds {model_kind_of(run).title}, whose set of encoders has no form "
+            "at Hugging Face: convert it to another --format, or train pretrain_vlm.py"
+        )
     if model_kind_of(run).reads_images:
         config = config_of(run, vocab_size, config_beside(source))
         config = with_attention_bias(config, weights)

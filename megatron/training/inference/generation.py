@@ -27,6 +27,7 @@ from megatron.core.inference.model_inference_wrappers.abstract_model_inference_w
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.runner import GenerationModel
+from megatron.core.models.mimo import MimoModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.arguments.resolve import resolve
@@ -45,6 +46,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
 from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.initialize import connect, create_runtime
+from megatron.training.models.mimo import image_embeddings
 from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.models.vlm import embeddings_per_tile, image_settings
 from megatron.training.process.failure_watch import FailureWatch, failure_watch
@@ -67,7 +69,7 @@ _LEFT_OUT = frozenset(
     "microbatch_group_size_per_vp_stage account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split overlap_moe_expert_parallel_comm tp_comm_overlap "
     "recompute_granularity recompute_method recompute_num_layers recompute_modules "
-    "batch_invariant_mode enable_cuda_graph external_cuda_graph moe_enable_deepep "
+    "batch_invariant_mode enable_cuda_graph external_cuda_graph moe_enable_deepep encoder_tp "
     "moe_expert_capacity_factor moe_pad_expert_input_to_capacity".split()
 )
 # Values set for every generation run.
@@ -135,7 +137,8 @@ def open_writer(
     content = open_checkpoint(load, step)
     kind = model_kind(content.asked.get("model_kind"))
     positions = content.asked.get("position_embedding_type")
-    if kind.reads_images and positions not in ("rope", "none", "mrope"):
+    counts_images_once = kind.reads_images and not kind.has_placeholders
+    if counts_images_once and positions not in ("rope", "none", "mrope"):
         raise ConfigError(
             f"{load} has --position-embedding-type {positions}, which counts an image as one "
             "position: text is generated with rope or none only"
@@ -220,7 +223,10 @@ def generation_model(
     encode_images = None
     if kind.reads_images:
         whole = get_attr_wrapped_model(module, "language_model", return_model_obj=True)
-        encode_images = whole.image_embeddings if whole.vision_model is not None else None
+        if isinstance(whole, MimoModel):
+            encode_images = partial(image_embeddings, whole) if whole.pre_process else None
+        elif whole.vision_model is not None:
+            encode_images = whole.image_embeddings
         text = whole.language_model
         module = Float16Module(text.config, text) if isinstance(module, Float16Module) else text
     return GenerationModel(

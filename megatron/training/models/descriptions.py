@@ -73,6 +73,5 @@ MIMO = replace(
     entry_script="examples/mimo/train.py",
     implementation="megatron.training.models.mimo:MIMO",
     has_placeholders=True,
-    writes_text=False,
     problems=mimo_problems,
 )

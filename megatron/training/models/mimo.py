@@ -208,6 +208,12 @@ def apply_mimo(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
     return output, mask
 
 
+def image_embeddings(model: MimoModel, pixels: Tensor) -> Tensor:
+    """Encode and project tiles on the first stage: [t, 3, H, W] -> [t n, h]."""
+    found: Tensor = model.modality_submodules["images"]({IMAGE_ENCODER: {"x": pixels}})
+    return found
+
+
 MIMO = ModelImplementation(
     build=build_mimo_model,
     datasets=(MimoImageTextDataset, MockMimoDataset),

@@ -44,6 +44,11 @@ def mimo_problems(run: RunConfig) -> Iterator[str]:
             f"--image-token-id {ids['images']} is the placeholder of sound too: set another one "
             "by --hf-assign-unused-tokens <audio>,ID"
         )
+    if KINDS[vision.vision_model_type].reads_any_size:
+        yield (
+            f"--vision-model-type {vision.vision_model_type}: the encoders of MiMo models read "
+            "images of one size; use another one, or pretrain_vlm.py"
+        )
     if vision.image_grid_pinpoints:
         yield (
             "--image-grid-pinpoints: a MiMo model has one placeholder for each embedding of a tile "
