@@ -32,6 +32,7 @@ def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
     """Compare the metrics of two layouts; the rollouts must be equal."""
     for line, other in zip(numbers(found), numbers(wanted), strict=True):
         assert line.keys() == other.keys()
+        assert line["sampling difference"] < 1e-5, "the engine has other weights"
         for key, value in line.items():
             if key not in ROUNDED and isinstance(value, float):
                 assert value == pytest.approx(other[key], abs=2e-5), (line["iteration"], key)
@@ -160,3 +161,19 @@ def test_the_engine_has_the_weights_of_training(tmp_path: Path) -> None:
     argv = f"{flags} {callback} --use-distributed-optimizer --train-iters 3".split()
     run_rl(tmp_path, *argv, world_size=4)
     assert int((tmp_path / "metrics.jsonl.compared").read_text()) > 20
+
+
+@pytest.mark.feature("RL: adapters are trained with their base as the reference policy")
+def test_adapters_train_alike_in_every_layout(pretrained: Path, tmp_path: Path) -> None:
+    adapters = "--lora-rank 4 --lora-target-modules all-linear word_embeddings"
+    flags = f"--load {pretrained} {adapters} --grpo-kl-beta 0.1 --lr 0.05 --min-lr 0.05".split()
+    save = ["--save", str(tmp_path / "saved"), "--exit-interval", "3"]
+    first = run_rl(tmp_path / "first", *flags, *save)
+    assert first[0]["kl"] == 0
+    assert first[-1]["kl"] > 1e-3
+    assert max(line["sampling difference"] for line in first) < 1e-5
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    found = run_rl(tmp_path / "layout", *flags, *layout.split(), world_size=4)
+    compare(found[:3], first)
+    rest = ["--load", str(tmp_path / "saved"), *flags[2:], "--use-distributed-optimizer"]
+    compare(run_rl(tmp_path / "rest", *rest, world_size=2), found[3:])

@@ -1,6 +1,7 @@
 """The reference policy of the KL term: the weights of --pretrained-checkpoint in host memory.
 
-Its log-probabilities are computed by the model of the run, which holds its weights meanwhile.
+Its log-probabilities are computed by the model of the run, which holds its weights meanwhile.  In a
+run with adapters it is their base: the adapters are zero meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.params.param_info import local_part
+from megatron.training.checkpointing.base_model import identify
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
 from megatron.training.checkpointing.load import load_run
 from megatron.training.process.rank_print import print_rank_0
@@ -30,6 +32,10 @@ class ReferencePolicy:
 
     def __init__(self, run: Runtime) -> None:
         """Load the weights of --pretrained-checkpoint; the model keeps its own."""
+        if run.config.adapters.lora is not None:
+            self._weights = [torch.zeros_like(values) for values in _copies(run)]
+            self.hash = identify(_parts(run), None).hash
+            return
         own = _copies(run)
         config = run.config.checkpoint
         print_rank_0(f" loading the reference policy from {config.pretrained_checkpoint}")
@@ -68,11 +74,14 @@ def _parts(run: Runtime) -> RunParts:
 
 
 def _held(run: Runtime) -> list[Tensor]:
+    """Return the tensors that another policy changes: with adapters these alone."""
     model_tensors(_parts(run))  # completes pending all-gathers
+    has_adapters = run.config.adapters.lora is not None
     return [
         local_part(tensor.detach())
         for chunk in run.model_chunks
         for tensor in (*chunk.parameters(), *chunk.buffers())
+        if tensor.requires_grad or not has_adapters
     ]
 
 

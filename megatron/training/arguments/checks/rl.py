@@ -32,7 +32,8 @@ def rollouts_have_rewards_and_a_reference(run: RunConfig) -> Iterator[str]:
         return
     if rl.langrl_env_config is None:
         yield f"{_FLAG} needs --langrl-env-config, a YAML file that lists environments: add it"
-    if rl.grpo_kl_beta and run.checkpoint.pretrained_checkpoint is None:
+    has_base = run.adapters.lora_rank is not None  # the frozen model is the reference
+    if rl.grpo_kl_beta and run.checkpoint.pretrained_checkpoint is None and not has_base:
         yield (
             f"--grpo-kl-beta {rl.grpo_kl_beta:g} needs a reference policy, the weights in "
             "--pretrained-checkpoint: add that flag, or use --grpo-kl-beta 0"
@@ -78,10 +79,10 @@ def policy_reads_rollouts_alone(run: RunConfig) -> Iterator[str]:
     ):
         if is_on:
             yield f"{flag}: {_FLAG} trains on answers to the prompts of environments: leave it out"
-    if run.adapters.lora_rank is not None:
+    if run.adapters.lora_base_dtype is not None:
         yield (
-            f"--lora-rank {run.adapters.lora_rank}: rollouts are generated without adapters: "
-            "train all weights"
+            f"--lora-base-dtype {run.adapters.lora_base_dtype}: the engine needs the weights of "
+            "the base in the precision of the run: leave it out"
         )
     if m.mtp_num_layers is not None:
         yield (
