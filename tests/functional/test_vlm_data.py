@@ -113,6 +113,27 @@ def test_a_run_goes_on_with_another_number_of_data_parallel_ranks(
     same(losses(first) + losses(rest), whole)
 
 
+@pytest.mark.feature("Vision: --balance-image-tiles gives data-parallel ranks equal encoder work")
+@pytest.mark.parametrize("packing", ["", "--use-packed-sequence --decoder-seq-length 80"])
+def test_balanced_ranks_have_the_same_losses(
+    tmp_path: Path, flags: list[str], packing: str
+) -> None:
+    given = [*flags, *packing.split(), "--micro-batch-size", "1"]
+    wanted = losses(run_gpt(tmp_path / "one", *given, base=base_flags()))
+    given.append("--balance-image-tiles")
+    stop = ["--exit-interval", "2", "--save", str(tmp_path / "ck")]
+    found = losses(run_gpt(tmp_path / "two", *given, *stop, base=base_flags(), world_size=2))
+    load = ["--load", str(tmp_path / "ck")]
+    found += losses(run_gpt(tmp_path / "four", *given, *load, base=base_flags(), world_size=4))
+    same(found, wanted)
+
+
+def test_tiles_that_are_not_counted_cannot_be_balanced(flags: list[str]) -> None:
+    given = [*base_flags(), *flags, "--balance-image-tiles", "--dataloader-type", "cyclic"]
+    (said,) = run_ranks(refusal, 1, given)
+    assert "--balance-image-tiles with --dataloader-type cyclic: global batches of one size" in said
+
+
 def test_tile_tags_are_text(tmp_path: Path, flags: list[str]) -> None:
     given = [*flags, "--use-tile-tags", "--dataloader-seq-length", "60"]
     assert len(losses(run_gpt(tmp_path, *given, base=base_flags()))) == 4

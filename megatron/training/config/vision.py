@@ -119,6 +119,12 @@ class VisionConfig:
         "--dataloader-seq-length tokens and --decoder-seq-length positions; they do not attend to "
         "each other.",
     )
+    balance_image_tiles: bool = _vision(
+        False,
+        "Choose the data-parallel rank of each micro-batch of a global batch so that ranks encode "
+        "about equal numbers of tiles; the samples of a micro-batch stay the same. Needs shards of "
+        "images and text, whose tiles are counted once, and --dataloader-type single.",
+    )
     # Positions of a row in every layout, derived; ranks that split it add a few, see --seq-length.
     row_length: int | None = None
 

@@ -55,6 +55,23 @@ def image_classifier_problems(run: RunConfig) -> Iterator[str]:
         yield "--spec: an image classifier has the layers that other flags describe"
 
 
+def _balance_problems(run: RunConfig) -> Iterator[str]:
+    """Yield why --balance-image-tiles cannot count the tiles of samples."""
+    data = run.data
+    for flag, is_on in (
+        ("--mock-data", data.mock_data),
+        ("--dataset-type", data.dataset_type is not None),
+        ("--dataloader-type cyclic", data.dataloader_type == "cyclic"),
+        ("--dataloader-type external", data.dataloader_type == "external"),
+        ("--rampup-batch-size", run.training.rampup_batch_size is not None),
+    ):
+        if is_on:
+            yield (
+                f"--balance-image-tiles with {flag}: global batches of one size from image-text "
+                "shards can be balanced; leave one of the flags out"
+            )
+
+
 def _any_size_problems(run: RunConfig) -> Iterator[str]:
     """Yield which flags contradict an encoder for images of any size."""
     vision = run.vision
@@ -132,6 +149,8 @@ def image_reader_problems(run: RunConfig) -> Iterator[str]:
                 "patches in each direction"
             )
     yield from _grid_problems(run)
+    if vision.balance_image_tiles:
+        yield from _balance_problems(run)
     ckpt = run.checkpoint
     if ckpt.save and (problem := format_problem(ckpt.ckpt_format)):
         yield f"--ckpt-format {problem}"

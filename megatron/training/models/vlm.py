@@ -114,6 +114,7 @@ def _image_text_config(config: RunConfig, **common: Any) -> ImageTextDatasetConf
         decoder_sequence_length=vision.row_length,
         use_tile_tags=vision.use_tile_tags,
         packs_samples=vision.use_packed_sequence,
+        counts_tiles=vision.balance_image_tiles,
         caption_prompt=vision.caption_prompt,
         broken_samples=vision.broken_samples,
         **(common | {"sequence_length": _text_length(config) + 1}),
