@@ -29,6 +29,7 @@ from megatron.core.pipeline_parallel.schedules import Shape
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule, frozen_models
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.post_training.kd_config import KDConfig, LayerPair, read_kd_config
 from megatron.post_training.logits import in_chunks, lm_losses, require_wrapper, sum_of_masked
 from megatron.post_training.losses import HIDDEN_LOSSES, balanced, kl_divergence
@@ -53,6 +54,9 @@ def distilled(inner: ModelImplementation) -> ModelImplementation:
 
 class DistillationModel(MegatronModule):
     """One pipeline stage of the student, ``module``, and the teacher's stage of the same rank."""
+
+    is_loaded = False  # whether the teacher has its weights
+    reads_values = True  # a planner, which has no weights, sets it to False
 
     def __init__(self, student: LanguageModule, teacher: LanguageModule, kd: KDConfig) -> None:
         """Both models have the intermediate layers of ``kd`` on the last stage (`check_pairs`)."""
@@ -89,7 +93,15 @@ class DistillationModel(MegatronModule):
         return next(both), next(both)
 
     def forward(self, *inputs: object, **kwargs: object) -> Tensor:
-        """Run both models; return the losses [n, b, s], or both hidden states on other stages."""
+        """Run both models; return the losses [n, b, s], or both hidden states on other stages.
+
+        Raises ConfigError if a program with its own train loop has not loaded the teacher.
+        """
+        if self.reads_values and not self.is_loaded:
+            raise ConfigError(
+                "--export-kd-teacher-load: this program has not loaded the teacher; build model "
+                "and optimizer with megatron.training.training.setup_model_and_optimizer()"
+            )
         with torch.no_grad():
             self._target = self.frozen[0](*inputs, **kwargs)
         output: Tensor = self.module(*inputs, **kwargs)
@@ -211,6 +223,8 @@ def _load_frozen(inner: ModelImplementation, run: Any) -> None:
         inner.load_frozen(run)
     require_wrapper(run.model_chunks, DistillationModel, "--export-kd-teacher-load")
     load_teacher(run.config, list(frozen_models(run.model_chunks)), run.groups)
+    for chunk in run.model_chunks:
+        get_attr_wrapped_model(chunk, "frozen", return_model_obj=True).is_loaded = True
 
 
 @cache

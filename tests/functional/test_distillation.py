@@ -14,11 +14,15 @@ from unittest import mock
 import pytest
 import torch
 
+import pretrain_gpt
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.enums import ModelType
 from megatron.post_training.distillation import check_pairs
 from megatron.post_training.kd_config import LayerPair
+from megatron.training.initialize import initialize_megatron
 from megatron.training.plan.rank import cost_of_rank
+from megatron.training.training import get_model
 from tests import tolerances
 from tests.functional.runs import TINY, losses, refusal, run_gpt
 from tests.functional.test_pretrain_gpt import steps
@@ -235,6 +239,23 @@ def complaint_of_script(rank: int, world_size: int, script: str, argv: list[str]
     ):
         runpy.run_path(script, run_name="__main__")
     return complaint.getvalue()
+
+
+def untaught(rank: int, world_size: int, argv: list[str]) -> str:
+    """Run a model that get_model() has built; return the error message."""
+    with mock.patch("sys.argv", ["own_loop.py", *argv]):
+        initialize_megatron(args_defaults={"model_kind": "gpt"})
+    (model,) = get_model(pretrain_gpt.model_provider, ModelType.encoder_or_decoder)
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    with pytest.raises(ConfigError) as caught:
+        model(ids, ids, None, labels=ids)
+    return str(caught.value)
+
+
+def test_a_teacher_without_its_weights_never_teaches(teachers: Path) -> None:
+    argv = [*TINY, "--export-kd-teacher-load", str(teachers / "alike")]
+    (complaint,) = run_ranks(untaught, 1, argv)
+    assert "this program has not loaded the teacher" in complaint
 
 
 def test_adapters_learn_from_a_teacher(tmp_path: Path, teachers: Path) -> None:
