@@ -105,7 +105,8 @@ def test_adapters_go_to_peft_and_back(tmp_path: Path) -> None:
     run_gpt(tmp_path / "a", *llama, "--save", str(base), "--train-iters", "1")
     flags = (*LORA, "output_layer", "--lora-alpha", "8", "--lr", "0.05")
     start = ("--load", str(base), "--save", str(adapters), "--train-iters", "2")
-    run_gpt(tmp_path / "b", *llama, *flags, *start)
+    run_gpt(tmp_path / "b", *flags, *start, "--use-checkpoint-args")
+    assert "output_layer.lora.a" in dict(_adapters_in(adapters))
     files = tmp_path / "peft"
     convert(ConversionRequest(source=adapters, target=files, format=PEFT))
     convert(ConversionRequest(source=files, target=back, format="safetensors_dist", base=base))

@@ -224,7 +224,10 @@ def check_kind(asked: Arguments, wanted: str | None) -> None:
 
 def _forced(namespace: argparse.Namespace, asked: Arguments) -> Iterable[str]:
     reads_any_size = asked.get("vision_model_type") == "qwen2_vl"  # then they bound its area
-    yield from (each for each in FORCED if not (reads_any_size and each in ("img_h", "img_w")))
+    omitted = {"img_h", "img_w"} if reads_any_size else set()
+    if asked.get("lora_rank") is None:  # the base of this run's adapters
+        omitted |= set(ADAPTERS)
+    yield from (each for each in FORCED if each not in omitted)
     yield from (name for name in asked if name.startswith(FORCED_PREFIXES))
     if namespace.use_tokenizer_model_from_checkpoint_args:
         yield "tokenizer_model"

@@ -1,0 +1,33 @@
+"""examples/post_training/lora.sh runs: adapters, files of PEFT, a merged model, text."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional.runs import ROOT
+
+
+@pytest.mark.feature("LoRA: an example trains adapters and merges them (examples/post_training)")
+def test_the_example_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    variables = {"PYTHON": sys.executable, "BASE_ITERS": "5", "TRAIN_ITERS": "3"}
+    ended = subprocess.run(
+        ["bash", "examples/post_training/lora.sh", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    written = [line for line in ended.stdout.splitlines() if line.startswith("7 3 = 21:")]
+    assert len(written) == 3
+    assert written[1] == written[2]  # adapters beside the base, and merged into it
+    config = json.loads((folder / "peft" / "adapter_config.json").read_text())
+    assert config["r"] == 8
+    assert "lm_head" in config["target_modules"]
