@@ -26,6 +26,9 @@ CASES = {
     "latent-attention": ("tp sp mla", ""),
     "hybrid": ("tp sp hybrid", ""),
     "recomputed": ("tp recompute-full", ""),
+    "context-parallel": ("cp-p2p gqa", ""),
+    "multi-token-prediction": ("pp tokens-ahead rope", ""),
+    "shared-experts": ("tp sp ep-in-tp experts shared-expert-overlap", ""),
 }
 
 

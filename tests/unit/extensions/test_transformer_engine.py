@@ -25,6 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import info_of, name_parameters
 from megatron.core.params.param_init import initialize_parameters
+from megatron.core.peft.lora import LoraConfig, attach_adapters
 from megatron.core.tensor_parallel.random import get_rng_tracker, model_parallel_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tests import tolerances
@@ -280,3 +281,17 @@ def test_a_gather_of_codes_without_effect_leaves_matrices_to_the_package() -> No
     quantized = tiny_config(fp8="e4m3", fp8_param=True, bf16=True, fp8_recipe="tensorwise")
     assert "--fp8-param-gather" in str(quantized.why_own_matrices)
     assert replace(quantized, fp8_recipe="mxfp8").why_own_matrices is None
+
+
+def test_layers_of_the_package_take_no_adapters() -> None:
+    with installed():
+        layer = te.TEColumnParallelLinear(
+            8,
+            8,
+            config=tiny_config(),
+            init_method=tiny_config().init_method,
+            tp_group=one_rank(),
+        )
+        name_parameters(layer)
+        with pytest.raises(ConfigError, match=r"layers of Transformer Engine take no adapters"):
+            attach_adapters(layer, LoraConfig(rank=2, alpha=2.0, targets=("all-linear",)))

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megatron.training.estimates.adapter_count import adapter_parameters
 from megatron.training.estimates.parameter_count import encoder_parameters, projector_parameters
 from megatron.training.plan.report import plan_lines
 from megatron.training.plan.stages import RunPlan, plan_run
@@ -111,6 +112,21 @@ def test_an_optimizer_in_host_memory_is_not_on_the_device() -> None:
     steps = 4  # the count of steps is in both places
     assert 0 < half.host - (here.optimizer - half.optimizer + steps) < more
     assert any("in host memory" in line for line in plan_lines(planned(f"{words} 1", 1)))
+
+
+@pytest.mark.feature("LoRA: memory of the state is that of adapters and stored weights")
+@pytest.mark.parametrize(("format", "bytes_each"), [("", 2), ("int8", 1), ("nvfp4", 0.5625)])
+def test_the_state_of_a_run_with_adapters_is_small(format: str, bytes_each: float) -> None:
+    sizes = "--hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 4 --disable-bias-linear"
+    words = f"{sizes} --lora-rank 4" + (f" --lora-base-dtype {format}" if format else "")
+    run = run_of(f"--bf16 {words}", 1)
+    adapters = adapter_parameters(run, 128)
+    frozen = 4 * (4 * 256 * 256 + 2 * 256 * 1024)
+    state = planned(words, 1).stages[0].cost.state
+    rest = planned(sizes, 1).stages[0].cost.num_parameters - frozen  # norms, embeddings
+    per_adapter = 2 + 4 + 4 + 8  # weight, gradient, main parameter, moments
+    whole = state.parameters + state.gradients + state.optimizer
+    assert whole <= 1.1 * (bytes_each * frozen + 2 * rest + per_adapter * adapters)
 
 
 def test_tensor_parallel_ranks_that_read_no_data_need_as_much() -> None:
