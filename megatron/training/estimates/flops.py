@@ -25,9 +25,9 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, L
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of
+from megatron.training.models.audio_encoder import AudioEncoder, encoders_of
 from megatron.training.models.image_encoder import (
     ImageEncoder,
-    image_encoder,
     num_patches,
     pixels_of_patch,
 )
@@ -106,7 +106,13 @@ def image_flops(config: RunConfig) -> ModelFlops:
         return ModelFlops(linear=float(MULTIPLY_ADD * embedding), attention=0.0)
     if not kind.reads_images:
         return ModelFlops(linear=0.0, attention=0.0)
-    images = image_encoder(config)
+    found = [_encoder_flops(config, encoder) for encoder in encoders_of(config)]
+    return ModelFlops(
+        linear=sum(each.linear for each in found), attention=sum(each.attention for each in found)
+    )
+
+
+def _encoder_flops(config: RunConfig, images: ImageEncoder | AudioEncoder) -> ModelFlops:
     is_trained = not config.vision.freeze_ViT
     model = images.layers
     num_tokens = images.num_tokens
@@ -117,17 +123,20 @@ def image_flops(config: RunConfig) -> ModelFlops:
         lambda _layer_index, length, _is_causal: length,
     )
     passes = FORWARD_AND_BACKWARD if is_trained else 1
-    patches = images.num_patches * images.pixels * model.hidden_size
+    without, within = images.input_products
+    before = (1 + is_trained) * without + passes * within
     first, second = _projector_columns(images, config.vision.vision_projection_type)
     projected = images.num_embeddings * ((2 + is_trained) * first + FORWARD_AND_BACKWARD * second)
     scale = MULTIPLY_ADD * images.max_tiles
-    weights = passes * model.num_layers * linear + (1 + is_trained) * patches + projected
+    weights = passes * model.num_layers * linear + before + projected
     return ModelFlops(
         linear=float(scale * weights), attention=float(scale * passes * model.num_layers * mixing)
     )
 
 
-def _projector_columns(images: ImageEncoder, projection_type: str) -> tuple[int, int]:
+def _projector_columns(
+    images: ImageEncoder | AudioEncoder, projection_type: str
+) -> tuple[int, int]:
     """Return the elements of the projector's first and of its second matrix."""
     model = images.projector
     source = images.projector_input

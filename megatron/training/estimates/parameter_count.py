@@ -7,7 +7,13 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, L
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of
-from megatron.training.models.image_encoder import image_encoder, num_patches, pixels_of_patch
+from megatron.training.models.audio_encoder import AudioEncoder, audio_encoder, encoders_of
+from megatron.training.models.image_encoder import (
+    ImageEncoder,
+    image_encoder,
+    num_patches,
+    pixels_of_patch,
+)
 from megatron.training.models.layers import Layer
 from megatron.training.models.registry import model_kind_of
 
@@ -59,7 +65,7 @@ def head_parameters(run: RunConfig, padded_vocab_size: int) -> int:
 
 
 def encoder_parameters(run: RunConfig) -> int:
-    """Return the parameters of the encoder of images on one tensor-parallel rank; 0 without one.
+    """Return the parameters of all encoders on one tensor-parallel rank; 0 without one.
 
     Those of an image classifier are its embeddings: `layer_parameters` counts its layers.
     """
@@ -72,20 +78,32 @@ def encoder_parameters(run: RunConfig) -> int:
     images = image_encoder(run)
     m = images.layers
     hidden = images.layers.hidden_size
-    layer = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=m.ffn_hidden_size or 0)
-    each = _layer_parameters(m, layer) + 2 * hidden * images.has_layer_scale
+    layers = _encoder_layers(m) + m.num_layers * 2 * hidden * images.has_layer_scale
     norms = images.kind.has_norm_before + images.kind.has_norm_after
     places = 0 if images.kind.reads_any_size else images.num_tokens
     vectors = places + images.kind.has_class_token + images.kind.has_patch_bias
     vectors += images.pixels + norms * _parameters_per_channel(m)
-    return m.num_layers * each + hidden * vectors
+    total = layers + hidden * vectors
+    if run.mimo.has_sound:
+        sound = audio_encoder(run)
+        norm = sound.layers.hidden_size * _parameters_per_channel(sound.layers)
+        total += sound.input_parameters + _encoder_layers(sound.layers) + norm
+    return total
+
+
+def _encoder_layers(m: TransformerConfig) -> int:
+    layer = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=m.ffn_hidden_size or 0)
+    return m.num_layers * _layer_parameters(m, layer)
 
 
 def projector_parameters(run: RunConfig) -> int:
-    """Return the parameters behind the encoder on one tensor-parallel rank; 0 without one."""
+    """Return the parameters behind the encoders on one tensor-parallel rank; 0 without one."""
     if not model_kind_of(run).reads_images:
         return 0
-    images = image_encoder(run)
+    return sum(_projector_parameters(run, each) for each in encoders_of(run))
+
+
+def _projector_parameters(run: RunConfig, images: ImageEncoder | AudioEncoder) -> int:
     m = images.projector
     source = images.projector_input
     around = source * _parameters_per_channel(m) if images.projector_has_norm else 0

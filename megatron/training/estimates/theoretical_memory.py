@@ -22,7 +22,8 @@ from megatron.training.estimates.parameter_count import (
     layer_parameters,
     projector_parameters,
 )
-from megatron.training.models.image_encoder import image_encoder
+from megatron.training.models.audio_encoder import AudioEncoder, encoders_of
+from megatron.training.models.image_encoder import ImageEncoder
 from megatron.training.models.registry import model_kind_of
 
 _MIB = 2**20
@@ -114,7 +115,7 @@ def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches
 
 
 def image_activation_bytes(config: RunConfig, num_microbatches: int) -> float:
-    """Return the bytes of activations of the encoder and the projector; 0 without them.
+    """Return the bytes of activations of the encoders and projectors; 0 without them.
 
     Every context-parallel rank encodes all images of its rows.  Without sequence parallelism, 10 of
     34 bytes per channel are on every tensor-parallel rank (inputs of norms and of their matmuls,
@@ -122,10 +123,16 @@ def image_activation_bytes(config: RunConfig, num_microbatches: int) -> float:
     """
     if not model_kind_of(config).reads_images:
         return 0.0
-    images = image_encoder(config)
+    encoders = encoders_of(config)
+    return sum(_encoder_activations(config, each, num_microbatches) for each in encoders)
+
+
+def _encoder_activations(
+    config: RunConfig, images: ImageEncoder | AudioEncoder, num_microbatches: int
+) -> float:
     pp = config.model.pipeline_model_parallel_size
     model = images.layers
-    tp = config.model.tensor_model_parallel_size
+    tp = model.tensor_model_parallel_size
     has_chunks = config.model.virtual_pipeline_model_parallel_size is not None
     in_flight = min(num_microbatches, 2 * pp - 1 if has_chunks and pp > 1 else pp)
     tiles = images.max_tiles * config.training.micro_batch_size * in_flight

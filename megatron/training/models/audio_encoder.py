@@ -13,18 +13,62 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.text_files import read_text
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
-from megatron.training.models.image_encoder import Convention, encoder_config
+from megatron.training.models.image_encoder import (
+    Convention,
+    ImageEncoder,
+    encoder_config,
+    image_encoder,
+    projector_config,
+)
 
 _NUM_MEL_BINS = 80
+_KERNEL = 3  # frames of a convolution
 _WHISPER = Convention(F.gelu)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AudioEncoder:
-    """Layers of Whisper's encoder, and the frequencies of its spectrograms."""
+    """Layers of Whisper's encoder, the frequencies of its spectrograms, and its projector.
+
+    A sample has one sound.  Sizes have the names that they have in an `ImageEncoder`.
+    """
 
     layers: TransformerConfig
+    projector: TransformerConfig  # its width is the language model's
     num_mel_bins: int
+    num_tokens: int
+    max_tiles: int = 1
+    projector_has_norm: bool = False
+
+    @property
+    def num_embeddings(self) -> int:
+        """Embeddings of a sound for the language model."""
+        return self.num_tokens
+
+    @property
+    def projector_input(self) -> int:
+        """Channels that the projector reads."""
+        return self.layers.hidden_size
+
+    @property
+    def input_products(self) -> tuple[int, int]:
+        """Multiply-adds of the convolutions: without, and with gradients of inputs."""
+        hidden = self.layers.hidden_size
+        return (
+            2 * self.num_tokens * _KERNEL * self.num_mel_bins * hidden,
+            self.num_tokens * _KERNEL * hidden**2,
+        )
+
+    @property
+    def input_parameters(self) -> int:
+        """Parameters of the convolutions."""
+        hidden = self.layers.hidden_size
+        return hidden * (_KERNEL * (self.num_mel_bins + hidden) + 2)
+
+
+def encoders_of(config: RunConfig) -> list[ImageEncoder | AudioEncoder]:
+    """Return the encoders of a model kind that reads images."""
+    return [image_encoder(config), *([audio_encoder(config)] if config.mimo.has_sound else [])]
 
 
 def audio_encoder(config: RunConfig) -> AudioEncoder:
@@ -32,9 +76,16 @@ def audio_encoder(config: RunConfig) -> AudioEncoder:
 
     Raises ConfigError if the folder has no config.json of a Whisper model.
     """
-    layers, folder = encoder_config(config), config.mimo.audio_encoder_model
+    folder = config.mimo.audio_encoder_model
+    layers = replace(encoder_config(config), **_WHISPER.values)
+    made = AudioEncoder(
+        layers=layers,
+        projector=projector_config(config),
+        num_mel_bins=_NUM_MEL_BINS,
+        num_tokens=config.mimo.audio_seq_length,
+    )
     if folder is None:
-        return AudioEncoder(layers=replace(layers, **_WHISPER.values), num_mel_bins=_NUM_MEL_BINS)
+        return made
     given = whisper_config(folder)
     sizes = {
         "num_layers": given["encoder_layers"],
@@ -44,8 +95,7 @@ def audio_encoder(config: RunConfig) -> AudioEncoder:
         "kv_channels": None,
         "num_query_groups": None,
     }
-    layers = replace(layers, **_WHISPER.values, **sizes)
-    return AudioEncoder(layers=layers, num_mel_bins=given["num_mel_bins"])
+    return replace(made, layers=replace(layers, **sizes), num_mel_bins=given["num_mel_bins"])
 
 
 def whisper_config(folder: str) -> dict[str, Any]:

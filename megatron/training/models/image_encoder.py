@@ -90,6 +90,11 @@ class ImageEncoder:
     projector_input: int  # channels
 
     @property
+    def input_products(self) -> tuple[int, int]:
+        """Multiply-adds before the layers, of one tile: without, and with gradients of inputs."""
+        return self.num_patches * self.pixels * self.layers.hidden_size, 0
+
+    @property
     def num_tokens(self) -> int:
         """Embeddings of a tile in the encoder: patches and the class token."""
         return self.num_patches + self.kind.has_class_token

@@ -81,6 +81,13 @@ OTHERS += [
     f"{VLM} --vision-model-type vit --vision-projection-type affine --disable-bias-linear",
 ]
 
+OTHERS += [
+    "--model-kind mimo --image-size 24 --patch-dim 6",
+    "--model-kind mimo --model-provider llava_avlm --image-size 24 --patch-dim 6 "
+    "--audio-seq-length 5 --vision-num-layers 3 --vision-hidden-size 48 "
+    "--vision-num-attention-heads 6 --swiglu --normalization RMSNorm",
+]
+
 
 @pytest.mark.parametrize("words", OTHERS)
 def test_the_estimate_of_other_kinds_is_exact_on_one_rank(words: str) -> None:

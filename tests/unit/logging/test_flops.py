@@ -168,6 +168,35 @@ def test_torchs_counter_agrees_on_a_model_that_reads_images(more: str, counted) 
     assert flops.attention - images == pytest.approx(found)
 
 
+@pytest.mark.feature("Logging: FLOPs of encoders of sound")
+@pytest.mark.parametrize("more", ["", "--freeze-ViT", "--freeze-LM --freeze-ViT"])
+def test_torchs_counter_agrees_on_a_model_of_images_and_sound(more: str, counted) -> None:
+    config = run_config(
+        f"--model-kind mimo --model-provider llava_avlm --num-layers 2 --seq-length 40 {PLAIN} "
+        "--image-size 24 --patch-dim 6 --vision-num-layers 3 --vision-hidden-size 48 "
+        f"--vision-num-attention-heads 6 --audio-seq-length 5 {more}"
+    )
+    batch = 2
+    length = config.data.seq_length
+    tokens = torch.ones(batch, length, dtype=torch.long)
+    tokens[:, :16] = config.mimo.special_token_ids["images"]
+    tokens[:, 20:25] = config.mimo.special_token_ids["audios"]
+    linear, attention = counted(
+        config,
+        256,
+        tokens=tokens,
+        labels=torch.ones_like(tokens),
+        position_ids=torch.arange(length).expand(batch, length),
+        images=torch.zeros(batch, 3, 24, 24),
+        audios=torch.zeros(batch, 80, 10),
+    )
+    flops = causal_model_flops(config, batch, 256)
+    assert flops.linear == linear
+    of_encoders = batch * image_flops(config).attention
+    found = (attention - of_encoders) * (length + 1) / 2 / length  # under the causal mask
+    assert flops.attention - of_encoders == pytest.approx(found)
+
+
 def test_torchs_counter_and_a_hand_count_agree_on_a_hybrid(counted) -> None:
     config = run_config(
         "--model-kind mamba --transformer-impl local --attention-backend unfused --num-layers 5 "
