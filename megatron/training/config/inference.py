@@ -20,7 +20,10 @@ _engine = partial(_inference, ignored=flag_messages.GENERATION)
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
-    """Flags of the generation engine; training accepts them without effect."""
+    """Flags of the generation engine; training accepts them without effect.
+
+    Reinforcement learning reads the size of the KV cache.
+    """
 
     inference_batch_times_seqlen_threshold: int = _inference(
         -1,
@@ -55,8 +58,10 @@ class InferenceConfig:
         "Let the size of the KV cache limit the requests that run at the same time, not "
         "--inference-max-requests.",
     )
-    inference_dynamic_batching_buffer_size_gb: float = _engine(
-        40.0, "Maximum size of the KV cache of a rank in GB (2^30 bytes)."
+    inference_dynamic_batching_buffer_size_gb: float = _inference(
+        40.0,
+        "Maximum size of the KV cache of a rank in GB (2^30 bytes), also in rollouts of "
+        "--perform-rl-step.",
     )
     inference_dynamic_batching_chunk_size: int = _engine(
         256, "Number of tokens of a page of the KV cache; the default is 16 on a CPU.", at_least=1

@@ -108,7 +108,7 @@ class RLConfig:
 
 
 # Flags that have an effect in reinforcement learning only.
-RL_FLAGS = tuple(
+RL_FLAGS = ("inference_dynamic_batching_buffer_size_gb",) + tuple(
     f.name
     for f in fields(RLConfig)
     if f.name != "perform_rl_step"

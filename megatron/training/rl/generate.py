@@ -80,9 +80,9 @@ def generate_round(
         tasks = source.environments.tasks(first, rl.grpo_prompts_per_step)
         prompts = [_tokenized(task, source, config) for task in tasks]
         answers = _answers(config, engine, prompts, first, source.ends)
-        engine.close()
         of_answers = [task for task in tasks for _ in range(rl.grpo_group_size)]
         rewards = _rewards(of_answers, answers, source)
+        engine.close()  # now: while the other ranks follow, no timeout limits the rewards
         repeated = [prompt for prompt in prompts for _ in range(rl.grpo_group_size)]
         rollouts = _joined(config, repeated, answers, rewards)
     rollouts = _sent(config, rollouts, world)

@@ -204,6 +204,7 @@ def rollout_options(config: RunConfig) -> EngineOptions:
     """Return the sizes of the engine."""
     rl = config.rl
     return EngineOptions(
+        buffer_bytes=int(config.inference.inference_dynamic_batching_buffer_size_gb * 2**30),
         max_requests=rl.rl_max_inflight_requests,
         max_sequence_length=config.data.seq_length,
         num_cuda_graphs=16 if device.is_cuda() else 0,  # a round is too short for recording
