@@ -10,7 +10,9 @@ from typing import Any
 from megatron.core.config.option import MAX_LAYERS, option
 
 _vision = partial(option, group="vision")
-ENCODERS = ("clip", "siglip", "internvit", "internvit300M", "vit", "qwen2_vl")
+ENCODERS = (
+    *("clip", "siglip", "siglip_without_norm", "internvit", "internvit300M", "vit", "qwen2_vl"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

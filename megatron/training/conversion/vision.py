@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -189,6 +189,11 @@ FAMILIES = {
         has_key_bias=False,
     ),
 }
+# Encoders within a larger model that reads their features before the last norm.
+_SIGLIP = FAMILIES["siglip_vision_model"]
+_IGNORED = (*_SIGLIP.ignored, "post_layernorm.")
+_SIGLIP = replace(_SIGLIP, subtype="siglip_without_norm", ignored=_IGNORED)
+WITHOUT_NORM = {_SIGLIP.subtype: _SIGLIP}
 _OF_WHISPER = {
     "num_hidden_layers": "encoder_layers",
     "hidden_size": "d_model",
@@ -417,11 +422,11 @@ def _rule(names: tuple[str, ...]) -> Rule:
 
 def _family_of(config: Config) -> EncoderFamily:
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in FAMILIES | WITHOUT_NORM:
         raise CheckpointError(
             f"config.json has model_type {kind}: only {', '.join(FAMILIES)} can be converted"
         )
-    return FAMILIES[str(kind)]
+    return (FAMILIES | WITHOUT_NORM)[str(kind)]
 
 
 def _activation(name: str) -> Any:

@@ -21,6 +21,7 @@ from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.special_tokens import image_token
 from megatron.training.conversion.vision import (
     ACTIVATIONS,
+    WITHOUT_NORM,
     EncoderFamily,
     layers_of,
     sizes_of,
@@ -48,6 +49,11 @@ _DEFAULTS: Mapping[str, Config] = {
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
     "clip_vision_model": {**_CLIP, "patch_size": 32},
+    "siglip_vision_model": {
+        **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
+        **{"num_attention_heads": 12, "image_size": 224, "patch_size": 16},
+        **{"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    },
     "internvl_vision": {
         **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24},
         **{"num_attention_heads": 16, "image_size": 448, "patch_size": 14},
@@ -147,7 +153,7 @@ class VisionLanguageShape:
     @property
     def encoder_family(self) -> EncoderFamily:
         """Return the family of the encoder."""
-        return ENCODERS[self.images["model_type"]]
+        return {**ENCODERS, **WITHOUT_NORM}[self.images["model_type"]]
 
 
 def is_vision_language(config: Config) -> bool:
@@ -173,11 +179,19 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
             f"{', '.join(ENCODERS)}"
         )
     kind = KINDS.get(ENCODERS[images["model_type"]].subtype)
-    if kind is None or kind.has_norm_after:
+    if images["model_type"] == "siglip_vision_model" and not family.merges_neighbours:
+        images["model_type"] = "siglip_without_norm"
+    elif kind is None or kind.has_norm_after:
         raise CheckpointError(
             f"vision_config has model_type {images['model_type']}: {family.architecture} reads its "
             "features before its last norm, which the encoder here applies; only "
-            "clip_vision_model and internvl_vision can be converted within a larger model"
+            "clip_vision_model, siglip_vision_model (not within InternVL) and internvl_vision can "
+            "be converted within a larger model"
+        )
+    if kind is not None and not kind.has_class_token and _drops_class_token(config):
+        raise CheckpointError(
+            "config.json has vision_feature_select_strategy default, which drops a class token, "
+            f"and the encoder ({images['model_type']}) has none: only full can be converted"
         )
     _complete_text(text, config, family)
     text_family = hf.family_of(text)
@@ -385,6 +399,8 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
         "text_config": text_family.config(text),
         "vision_config": images,
     }
+    if vision.vision_model_type == "siglip_without_norm":
+        images |= {"model_type": "siglip_vision_model", "vision_use_head": False}
     if vision.grids:
         config["image_grid_pinpoints"] = [list(grid) for grid in vision.grids]
     if family is INTERNVL:

@@ -23,6 +23,15 @@ _TEXT = "language_model."
 _IMAGES = "vision_tower."
 _NEWLINE = "image_newline.weight"
 _QWEN_IMAGES = "visual."
+# Tensors of SigLIP's norm and pooling head, which LLaVA does not read: name -> sizes.
+_UNREAD_OF_SIGLIP = {
+    **{"post_layernorm.weight": "h", "post_layernorm.bias": "h", "head.probe": "1 1 h"},
+    **{"head.attention.in_proj_weight": "3h h", "head.attention.in_proj_bias": "3h"},
+    **{"head.attention.out_proj.weight": "h h", "head.attention.out_proj.bias": "h"},
+    **{"head.layernorm.weight": "h", "head.layernorm.bias": "h"},
+    **{"head.mlp.fc1.weight": "f h", "head.mlp.fc1.bias": "f"},
+    **{"head.mlp.fc2.weight": "h f", "head.mlp.fc2.bias": "h"},
+}
 _OUR_TEXT = "language_model."
 _OUR_IMAGES = "vision_model."
 # Beginnings of names as releases of `transformers` have written them -> as they are read here.
@@ -197,6 +206,14 @@ def _blank(shape: VisionLanguageShape, found: list[LazyTensor]) -> Iterator[tupl
                 yield layer + tensor.name.removeprefix(first), tensor
     for name, like in shape.encoder_family.unread.items():
         yield name, next(tensor for tensor in found if tensor.name == like)
+    if shape.encoder_family.subtype == "siglip_without_norm":
+        has_head = shape.images.get("vision_use_head", True)
+        sizes = {"h": shape.images["hidden_size"], "f": shape.images["intermediate_size"], "1": 1}
+        sizes["3h"] = 3 * sizes["h"]
+        for name, letters in _UNREAD_OF_SIGLIP.items():
+            if has_head or not name.startswith("head."):
+                size = tuple(sizes[letter] for letter in letters.split())
+                yield name, replace(found[0], shape=size)
 
 
 def _zeros(name: str, like: LazyTensor) -> LazyTensor:

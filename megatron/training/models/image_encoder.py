@@ -65,6 +65,7 @@ class Convention:
 _CONVENTIONS = {
     "clip": Convention(quick_gelu),
     "siglip": Convention(openai_gelu, eps=1e-6),
+    "siglip_without_norm": Convention(openai_gelu, eps=1e-6),
     "internvit": Convention(
         F.gelu, normalization="RMSNorm", eps=1e-6, has_qk_norm=True, has_layer_scale=True
     ),

@@ -53,6 +53,7 @@ OURS = "safetensors_dist"
 SMALL_IMAGES = {"image_size": 12, "patch_size": 6}
 GRIDS = {"image_grid_pinpoints": [[12, 24], [24, 12], [24, 24], [36, 12], [12, 36]]}
 SIGLIP = {"model_type": "siglip_vision_model", "image_size": 12, "patch_size": 6}
+WHOLE = {"vision_feature_select_strategy": "full"}
 SQUARES = {"image_size": [24, 24], "patch_size": [6, 6]}
 
 
@@ -77,6 +78,12 @@ CASES = {
     ),
     "LLaVA, tied": Case(
         *("Llava", "Llama", "CLIPVision", SMALL_IMAGES, {"tie_word_embeddings": True}, 4)
+    ),
+    "LLaVA of SigLIP": Case(*("Llava", "Qwen2", "SiglipVision", SMALL_IMAGES, WHOLE, 4)),
+    "LLaVA of SigLIP, last layer, no head": Case(
+        *("Llava", "Llama", "SiglipVision", SMALL_IMAGES | {"vision_use_head": False}),
+        WHOLE | {"vision_feature_layer": -1},
+        4,
     ),
     "InternVL of InternViT 300M": Case(
         *("InternVL", "Qwen2", "InternVLVision", SQUARES | {"attention_bias": True}),
@@ -145,7 +152,7 @@ def rows(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     ids[2] = ids[7] = IMAGE
     each = [[IMAGE_TOKEN] * case.tokens_per_image if i == IMAGE else [i] for i in ids]
     spread = [token for tokens in each for token in tokens]
-    size = 24 if case.sizes is not SMALL_IMAGES else 12
+    size = 12 if case.sizes["image_size"] == 12 else 24
     images = torch.randn(2, 3, size, size, generator=generator)
     return torch.tensor([ids]), torch.tensor([spread]), images
 
@@ -253,7 +260,11 @@ def test_a_folder_comes_back_bit_by_bit(name: str, tmp_path: Path) -> None:
     back, info = auto.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    unread = ("post_layernorm", *(f".layers.{n}." for n in range(3 - shape.num_unused_layers, 3)))
+    unread = (
+        "post_layernorm",
+        ".head.",
+        *(f".layers.{n}." for n in range(3 - shape.num_unused_layers, 3)),
+    )
     for each, tensor in model.state_dict().items():
         if "vision_tower" in each and any(part in each for part in unread):
             assert not back.state_dict()[each].any(), each
@@ -303,7 +314,8 @@ def test_entries_that_a_released_folder_omits_have_the_defaults_of_their_class()
         ({"model_type": "blip"}, "model_type blip: the vision-language families are"),
         ({"text_config": None}, "no text_config"),
         ({"vision_config": {"model_type": "dinov9"}}, "vision_config has model_type dinov9"),
-        ({"vision_config": SIGLIP}, "siglip_vision_model: LlavaFor.* before its last norm"),
+        ({"vision_config": SMALL_IMAGES | {"model_type": "vit"}}, "vit: LlavaFor.* last norm"),
+        ({"vision_config": SIGLIP | SMALL}, "drops a class token"),
         ({"vision_feature_layer": [-2, -1]}, r"vision_feature_layer \[-2, -1\]: only one layer"),
         ({"vision_feature_layer": -9}, "vision_feature_layer -9"),
         ({"vision_feature_select_strategy": "mean"}, "vision_feature_select_strategy mean"),

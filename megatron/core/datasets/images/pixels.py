@@ -45,6 +45,7 @@ _IMAGENET = PixelStatistics((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 STATISTICS = {
     "clip": _CLIP,
     "siglip": _HALF,
+    "siglip_without_norm": _HALF,
     "internvit": _IMAGENET,
     "internvit300M": _IMAGENET,
     "radio": _CLIP,

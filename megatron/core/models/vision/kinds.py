@@ -21,6 +21,7 @@ class VisionKind:
 KINDS = {
     "clip": VisionKind(True, False, True, False),
     "siglip": VisionKind(False, True, False, True),
+    "siglip_without_norm": VisionKind(False, True, False, False),  # as LLaVA reads it
     "internvit": VisionKind(True, True, False, False),
     "internvit300M": VisionKind(True, True, False, False),
     "vit": VisionKind(True, True, False, True),
