@@ -31,6 +31,7 @@ from megatron.training.checkpointing.run_checkpoint import (
 )
 from megatron.training.config.run import RunConfig
 from megatron.training.data import loaders
+from megatron.training.data.datasets import prepare_datasets
 from megatron.training.fault_tolerance import sections
 from megatron.training.fault_tolerance.inprocess.coordinator import FINAL_CODES
 from megatron.training.fault_tolerance.inprocess.monitor import run_with_restarts
@@ -272,6 +273,7 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
 
 def _prepare_data(run: Runtime, provider: loaders.Provider) -> None:
     run.timers("train/valid/test-data-iterators-setup", log_level=0).start(barrier=True)
+    prepare_datasets(run)
     loaders.build_data(run, provider)
     run.timers("train/valid/test-data-iterators-setup").stop()
     print_datetime("after dataloaders are built")

@@ -62,7 +62,7 @@ TRAINING_LAYERS = (
     {"entry"},  # files directly in megatron/training
     {"conversion", "preprocess"},
     {"inference"},
-    {"rl"},
+    {"rl", "preference"},
 )
 _ENTRY_ROW = TRAINING_LAYERS.index({"entry"})
 ENTRY = {"__init__", "initialize", "loop", "shutdown", "startup_log", "training"}

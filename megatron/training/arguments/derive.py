@@ -23,6 +23,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
 from megatron.training.arguments.cuda_graph_capture import cuda_graph_capture
 from megatron.training.arguments.derive_images import image_classes, images
+from megatron.training.config.preference import reads_conversations
 from megatron.training.config.run import data_parallel_size
 from megatron.training.models.registry import model_kind
 
@@ -289,12 +290,12 @@ def batch_sizes(ns: Namespace) -> None:
 
 
 def fine_tuning(ns: Namespace) -> None:
-    """Set the normalisation of the loss and the alignment of packed conversations under --sft.
+    """Set the normalisation of the loss and the alignment of packed conversations.
 
     Means of micro-batches would depend on which conversations share a row.  Context parallelism
     splits each conversation into twice as many parts as it has ranks.
     """
-    if not ns.sft:
+    if not reads_conversations(ns):
         return
     ns.calculate_per_token_loss = True
     if ns.sft_alignment is None:

@@ -25,7 +25,6 @@ from megatron.training.arguments.requirement import (
 )
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.config.resilience import RESTART_FLAGS
-from megatron.training.config.rl import RL_FLAGS
 from megatron.training.models.registry import model_kind
 
 
@@ -188,8 +187,6 @@ _OF_EXPERTS = (
     needs_flag("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap"),
     needs_flag("moe_enable_deepep", "moe_deepep_num_sms"),
     needs_flag("moe_use_upcycling", "moe_upcycling_granularity"),
-    needs_flag("lora_rank", "lora_alpha lora_base_dtype lora_dropout lora_target_modules"),
-    needs_flag("lora_rank", "lora_use_rslora"),
     needs_flag("moe_expert_capacity_factor", "moe_token_drop_policy"),
     needs_flag("moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
     needs_flag("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
@@ -244,15 +241,6 @@ _OF_PRECISION = (
         lambda ns: ns.fp8 is not None and ns.fp8_recipe == "delayed",
     ),
     needs_flag("first_last_layers_bf16", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
-)
-
-_OF_DISTILLATION = (
-    needs_flag(
-        "logits_save_dir",
-        "logits_save_top_k logits_save_top_p logits_save_top_p_min_k logits_save_dtype",
-    ),
-    needs_flag("logits_save_top_p", "logits_save_top_p_min_k"),
-    needs_flag("logits_load_dir", "logits_load_kd_loss_alpha logits_load_ignore_errors"),
 )
 
 _OF_MEMORY_AND_SPEED = (
@@ -317,8 +305,6 @@ _OF_FILES_AND_REPORTS = (
     ),
     needs_flag("profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
     needs_flag("inprocess_restart", " ".join(f.name for f in RESTART_FLAGS)),
-    needs_flag("perform_rl_step", " ".join(RL_FLAGS)),
-    needs_flag("rl_inference_logprobs_is_correction", "rl_importance_sampling_truncation_coef"),
     needs_flag("record_memory_history", "memory_snapshot_path"),
     needs_flag("check_only", "check_world_size check_rank check_device_memory_gib"),
 )
@@ -350,7 +336,6 @@ NEEDS = (
     *OF_FINE_TUNING,
     *_OF_EXPERTS,
     *_OF_PRECISION,
-    *_OF_DISTILLATION,
     *OF_LAYOUT,
     *_OF_MEMORY_AND_SPEED,
     *_OF_FILES_AND_REPORTS,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megatron.core.config.errors import ConfigError, DataError, MissingDependency
 from megatron.core.datasets.tar_shards import shard_paths
+from megatron.training.config.preference import reads_conversations
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.models.registry import model_kind
 from megatron.training.tokenizer.build import create_tokenizer
@@ -62,7 +63,7 @@ def missing_files(args: Namespace) -> list[str]:
                     [] if is_there else [f"{_flag(name)} {prefix}: no folder on this machine"]
                 )
                 continue
-            if getattr(args, "sft", False):
+            if reads_conversations(args):
                 is_there = Path(prefix).exists()
                 missing += (
                     [] if is_there else [f"{_flag(name)} {prefix}: no such file or folder here"]

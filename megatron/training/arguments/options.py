@@ -52,6 +52,7 @@ GROUPS = (
     "msc",
     "kitchen",
     "sft",
+    "preference",
     "adapters",
     "distillation",
     "rl",

@@ -34,6 +34,7 @@ from megatron.training.arguments.checks import (
     parallel,
     positions,
     precision,
+    preference,
     ranges,
     recompute,
     required,
@@ -83,6 +84,7 @@ CHECKS: tuple[Check, ...] = tuple(
         adapters,
         rl,
         fine_tuning,
+        preference,
     )
     for name, check in vars(subject).items()
     if isfunction(check) and check.__module__ == subject.__name__ and not name.startswith("_")

@@ -72,6 +72,12 @@ from megatron.training.checkpointing.restore import (
     restore_rank_state,
     restore_scalars,
 )
+from megatron.training.checkpointing.reward_head import (
+    OUTPUT_LAYER,
+    REWARD_HEAD,
+    begins_reward_model,
+    check_begins,
+)
 from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.checkpointing.save import layout_of
 from megatron.training.checkpointing.source import Source, choose_source
@@ -228,6 +234,10 @@ def _load_folder(
         config = replace(config, no_load_optim=True, no_load_rng=True)
         source = {**source, "weights_only": True}
     common = _on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
+    makes_head = begins_reward_model(parts.asked or {}, common["args"])
+    if makes_head:
+        check_begins(source, folder)
+        parts = replace(parts, unused=(*parts.unused, OUTPUT_LAYER))
     explanation = _check_model(parts, common, folder, is_finetuning=source["is_finetuning"])
     at = "" if source["weights_only"] else f" at iteration {common['iteration']}"
     kind = f" {RELEASE}" if folder.name == RELEASE else ""
@@ -241,6 +251,8 @@ def _load_folder(
         wanted = of_base(wanted)
     elif named is not None:
         refuse_adapters(folder)
+    if makes_head:
+        wanted = [tensor for tensor in wanted if tensor.key != REWARD_HEAD]
     if verify_first:
         _load_tensors(config, parts, folder, explanation, [_into_nothing(t) for t in wanted])
     try:

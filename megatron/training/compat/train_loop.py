@@ -29,6 +29,7 @@ from megatron.training.compat.checkpointing import save_checkpoint
 from megatron.training.compat.global_vars import get_run
 from megatron.training.compat.utils import Model, chunks_of
 from megatron.training.data import loaders
+from megatron.training.data.datasets import prepare_datasets
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.process.rank_print import print_rank_0, print_rank_last
 from megatron.training.runtime import setup
@@ -131,6 +132,7 @@ def build_train_valid_test_data_iterators(
     item is a list.
     """
     run = get_run()
+    prepare_datasets(run)
     loaders.build_data(run, build_train_valid_test_datasets_provider)
     valid = [_endless(loader) for loader in run.valid_loaders]
     several = run.config.validation.multiple_validation_sets

@@ -21,6 +21,7 @@ from megatron.training.config.inference import InferenceConfig
 from megatron.training.config.language_model import LanguageModelConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.mimo import MimoConfig
+from megatron.training.config.preference import PreferenceConfig
 from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.rl import RLConfig
@@ -33,6 +34,9 @@ from megatron.training.config.vision import VisionConfig
 PRETRAINING = "pretraining"
 SFT = "sft"
 GRPO = "grpo"
+DPO = "dpo"
+REWARD = "reward"
+OF_CONVERSATIONS = (SFT, DPO, REWARD)  # objectives that read conversations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,7 @@ class RunConfig:
     vision: VisionConfig
     mimo: MimoConfig
     adapters: AdaptersConfig
+    preference: PreferenceConfig
     image_classifier: ImageClassifierConfig
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig
@@ -81,6 +86,10 @@ class RunConfig:
         """What training minimises; a key of `ModelKind.objectives`, or PRETRAINING."""
         if self.rl.perform_rl_step:
             return GRPO
+        if self.preference.dpo_beta is not None:
+            return DPO
+        if self.preference.reward_model:
+            return REWARD
         return SFT if self.data.sft else PRETRAINING
 
     @property

@@ -35,7 +35,7 @@ def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any
     if data.dataset_type is not None:
         reads = reads_data(run)
         return build_user_datasets(run, data.dataset_type, num_samples, reads=reads)
-    config = kind.dataset_config(run.config, **_common(run))
+    config = _dataset_config(run)
     if run.is_rank_0 and not data.mock_data:
         _check_data(run, kind, config)
     reads = reads_data(run)
@@ -50,6 +50,21 @@ def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any
         row: Any = train[0]
         print(sample_as_text(row, run.tokenizer, in_color=sys.stdout.isatty()), flush=True)
     return train, valid, test
+
+
+def prepare_datasets(run: Runtime) -> None:
+    """Compute what the objective adds to its data sets.  Collective over all ranks.
+
+    Must precede the call of a datasets provider, which not every rank calls.
+    """
+    kind = implementation_of(run.config)
+    if kind.prepare_data is not None:
+        run.dataset_settings = kind.prepare_data(run, _dataset_config(run))
+
+
+def _dataset_config(run: Runtime) -> BlendedMegatronDatasetConfig:
+    settings = _common(run) | run.dataset_settings
+    return implementation_of(run.config).dataset_config(run.config, **settings)
 
 
 def _common(run: Runtime) -> dict[str, Any]:

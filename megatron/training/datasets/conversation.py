@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from megatron.core.optional import require
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate, EncodedChat, Message, Span, encode_text
 
+T = TypeVar("T")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _BEFORE = {  # role -> roles that may precede it; None: the beginning
     "system": (None,),
@@ -87,14 +88,19 @@ def files_as_one(files: Sequence[str]) -> Rows:
     return parts[0] if len(parts) == 1 else _JoinedRows(parts)
 
 
-def read_conversation(rows: Rows, i: int) -> Conversation:
-    """Return the conversation in row ``i``, checked.  Raises DataError with file and line."""
+def read_row(rows: Rows, i: int, of_row: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return what ``of_row`` finds in row ``i``.  Raises DataError with file and line."""
     try:
-        return conversation_of(rows[i])
+        return of_row(rows[i])
     except DataError as error:
         where = rows.where(i)
         known = str(error)
         raise DataError(known if known.startswith(where) else f"{where}: {known}") from None
+
+
+def read_conversation(rows: Rows, i: int) -> Conversation:
+    """Return the conversation in row ``i``, checked.  Raises DataError with file and line."""
+    return read_row(rows, i, conversation_of)
 
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:

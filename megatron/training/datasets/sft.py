@@ -23,15 +23,19 @@ from megatron.training.tokenizer.sft_tokenizer import chat_template_of
 
 def sft_dataset_config(config: RunConfig, **common: Any) -> SFTDatasetConfig:
     """Return the dataset config; ``common`` holds the arguments shared by all model kinds."""
+    return SFTDatasetConfig(**sft_settings(config, common["tokenizer"]), **common)
+
+
+def sft_settings(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
+    """Return the settings of `SFTDatasetConfig` of its own."""
     data = config.data
     assert data.sft_alignment is not None, "it follows from --context-parallel-size"
-    return SFTDatasetConfig(
-        chat=chat_template_of(common["tokenizer"], config.tokenizer),
-        packs=data.sft_packing,
-        alignment=data.sft_alignment,
-        truncates=data.sft_long_conversations == "truncate",
-        **common,
-    )
+    return {
+        "chat": chat_template_of(tokenizer, config.tokenizer),
+        "packs": data.sft_packing,
+        "alignment": data.sft_alignment,
+        "truncates": data.sft_long_conversations == "truncate",
+    }
 
 
 def sft_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset, Sample, des
 from megatron.core.datasets.utils import Split
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.training.datasets.conversation import (
+    Conversation,
     encode_conversation,
     open_rows,
     read_conversation,
@@ -63,7 +65,7 @@ class SFTDatasetConfig(GPTDatasetConfig):
 class EncodedRows(NamedTuple):
     """Tokens of all conversations of a file, concatenated.
 
-    tokens int32 [t], is_trained bool [t], and where each conversation ends, int64 [rows].
+    tokens int32 [t], is_trained bool [t], and where each conversation ends, int64 [n].
     """
 
     tokens: np.ndarray
@@ -84,8 +86,13 @@ class EncodedRows(NamedTuple):
 class SFTLowLevelDataset:
     """Conversations of a jsonl or parquet file, or a folder: ``dataset[i]`` is a list of messages.
 
-    Raises DataError for a missing file and a wrong row.
+    Raises DataError for a missing file and a wrong row.  Subclasses read several conversations,
+    ``per_row``, from each row, and name what they encode.
     """
+
+    per_row = 1
+    unit = "conversations"
+    encodes = "EncodedRows"
 
     def __init__(self, dataset_path: str) -> None:
         self.dataset_path = dataset_path
@@ -96,7 +103,7 @@ class SFTLowLevelDataset:
         return len(self.rows)
 
     def __getitem__(self, idx: int) -> list[Any]:
-        return list(read_conversation(self.rows, idx).messages)
+        return list(self.read(idx)[0].messages)
 
     def encoded(self, config: SFTDatasetConfig) -> EncodedRows:
         """Return the tokens of all conversations, from the index cache.  Not a collective.
@@ -104,7 +111,7 @@ class SFTLowLevelDataset:
         Raises DataError that lists the rows which cannot be used.
         """
         identity = {
-            "class": "EncodedRows",
+            "class": self.encodes,
             "dataset_path": self.dataset_path,
             "tokenizer": Fingerprint.of(config.tokenizer).sha256,
             "chat_template": config.chat_hash,
@@ -119,7 +126,8 @@ class SFTLowLevelDataset:
 
             def fits(*arrays: np.ndarray, completely: bool) -> bool:
                 found = EncodedRows(*arrays)
-                return len(found.ends) == len(self) and found.tokens.shape == found.is_trained.shape
+                is_complete = len(found.ends) == len(self) * self.per_row
+                return is_complete and found.tokens.shape == found.is_trained.shape
 
             prefix = os.path.join(folder, f"{named}-SFTDataset")
             arrays = cached_arrays(prefix, description, _ARRAYS, lambda: self._encode(config), fits)
@@ -132,13 +140,13 @@ class SFTLowLevelDataset:
         problems: list[str] = []
         for i in range(len(self)):
             try:
-                found.append(self._encode_row(i, config))
+                found += self._encode_row(i, config)
             except DataError as error:
                 problems.append(str(error))
         if problems:
             more = len(problems) - _SHOWN
             lines = "\n".join(problems[:_SHOWN]) + (f"\nand {more} more" if more > 0 else "")
-            raise DataError(f"{len(problems)} of {len(self)} conversations are wrong:\n{lines}")
+            raise DataError(f"{len(problems)} of {len(self)} {self.unit} are wrong:\n{lines}")
         ends = np.cumsum([len(chat.tokens) for chat in found], dtype=np.int64)
         encoded = EncodedRows(
             np.concatenate([chat.tokens for chat in found] or [np.empty(0, np.int32)]),
@@ -147,8 +155,9 @@ class SFTLowLevelDataset:
         )
         elapsed_s = time.perf_counter() - started_at_s
         logger.info(
-            "encoded %d conversations of %s in %.1f s: %d tokens, of which %d are trained",
+            "encoded %d %s of %s in %.1f s: %d tokens, of which %d are trained",
             len(self),
+            self.unit,
             self.dataset_path,
             elapsed_s,
             len(encoded.tokens),
@@ -156,20 +165,37 @@ class SFTLowLevelDataset:
         )
         return encoded
 
-    def _encode_row(self, i: int, config: SFTDatasetConfig) -> EncodedChat:
-        conversation = read_conversation(self.rows, i)
+    def _encode_row(self, i: int, config: SFTDatasetConfig) -> list[EncodedChat]:
+        conversations = self.read(i)
         try:
-            if config.chat is None and not conversation.is_text:
-                raise DataError(
-                    "messages need a chat template; give --chat-template with a file of jinja "
-                    "text, or a tokenizer whose files have one"
-                )
-            encoded = encode_conversation(conversation, config.tokenizer, config.chat)
-            if not encoded.is_trained[1:].any():
-                raise DataError("no token of it is trained; an answer must have text")
+            return [self.encode(conversation, config) for conversation in conversations]
         except DataError as error:
             raise DataError(f"{self.rows.where(i)}: {error}") from None
+
+    def read(self, i: int) -> Sequence[Conversation]:
+        """Return the conversations of row ``i``.  Raises DataError."""
+        return [read_conversation(self.rows, i)]
+
+    def encode(self, conversation: Conversation, config: SFTDatasetConfig) -> EncodedChat:
+        """Return the tokens of a conversation.  Raises DataError if no answer has text."""
+        if config.chat is None and not conversation.is_text:
+            raise DataError(
+                "messages need a chat template; give --chat-template with a file of jinja "
+                "text, or a tokenizer whose files have one"
+            )
+        encoded = encode_conversation(conversation, config.tokenizer, config.chat)
+        if not encoded.is_trained[1:].any():
+            raise DataError("no token of it is trained; an answer must have text")
         return encoded
+
+
+class Place(NamedTuple):
+    """Positions ``start`` to ``start + length`` of a row, which hold a conversation."""
+
+    row: int  # of the data
+    turn: int  # number of the conversation in this row
+    start: int
+    length: int
 
 
 class SFTDataset(MegatronDataset):
@@ -195,23 +221,26 @@ class SFTDataset(MegatronDataset):
         if not isinstance(config, SFTDatasetConfig):
             config = _as_sft_config(config)
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        self._encoded: EncodedRows = dataset.encoded(config)
+        self.encoded: EncodedRows = dataset.encoded(config)
+        self._per_row: int = dataset.per_row
         tokenizer = config.tokenizer
         self._pad = next(
             (index for role in ("pad", "eod") if (index := tokenizer.id_of(role)) is not None), 0
         )
-        lengths = self._sample_lengths()
+        self.kept_lengths = self._find_kept_lengths()
+        lengths = self._aligned(self.kept_lengths).sum(1)
         self.rows = PackedEpochs(
             lengths, config.sequence_length, self._seed_of_split(), packs=config.packs
         )
         if not self.rows.rows_per_epoch:
             raise DataError(
-                f"{dataset_path}: all conversations of the {index_split.name} split are longer "
+                f"{dataset_path}: all {self.split_unit} of the {index_split.name} split are longer "
                 f"than --seq-length {config.sequence_length} and left out: raise it"
             )
         logger.info(
-            "%d conversations of %s are %d rows of %d tokens, %.1f %% full",
+            "%d %s of %s are %d rows of %d tokens, %.1f %% full",
             int(np.count_nonzero(lengths)),
+            self.split_unit,
             dataset_path or "synthetic data",
             self.rows.rows_per_epoch,
             config.sequence_length,
@@ -251,15 +280,15 @@ class SFTDataset(MegatronDataset):
         positions = np.zeros(s, np.int64)
         is_padding = np.ones(s, bool)
         ends = [0]
-        for number in self.rows[0 if idx is None else int(idx)]:
-            chat = self._encoded[int(self.indices[number])]
-            n = min(len(chat.tokens) - 1, s)
-            start = ends[-1]
-            tokens[start : start + n] = chat.tokens[:n]
-            labels[start : start + n] = chat.tokens[1 : n + 1]
-            is_padding[start : start + n] = False
-            loss_mask[start : start + n] = chat.is_trained[1 : n + 1]
-            ends.append(start + self._aligned(n))
+        for place in self.places(idx):
+            chat = self.chat(place)
+            start = place.start
+            stop = start + place.length
+            tokens[start:stop] = chat.tokens[: place.length]
+            labels[start:stop] = chat.tokens[1 : place.length + 1]
+            is_padding[start:stop] = False
+            loss_mask[start:stop] = chat.is_trained[1 : place.length + 1]
+            ends.append(start + int(self._aligned(place.length)))
             positions[start : ends[-1]] = np.arange(ends[-1] - start)
         if ends[-1] < s:
             positions[ends[-1] :] = np.arange(s - ends[-1])
@@ -276,6 +305,19 @@ class SFTDataset(MegatronDataset):
             "packed_seq_params": PackedBounds(torch.tensor(ends, dtype=torch.int32), longest),
         }
 
+    def places(self, idx: int | None) -> Iterator[Place]:
+        """Yield where row ``idx`` holds conversations."""
+        start = 0
+        for number in self.rows[0 if idx is None else int(idx)]:
+            for turn, length in enumerate(self.kept_lengths[number].tolist()):
+                yield Place(int(self.indices[number]), turn, start, length)
+                start += int(self._aligned(length))
+
+    def chat(self, place: Place) -> EncodedChat:
+        """Return the complete conversation at ``place``."""
+        found: EncodedChat = self.encoded[place.row * self._per_row + place.turn]
+        return found
+
     def _seed_of_split(self) -> int:
         return self.config.random_seed * len(Split) + self.index_split.value
 
@@ -283,33 +325,50 @@ class SFTDataset(MegatronDataset):
         """Return ``n`` rounded up to the alignment."""
         return -(-n // self.config.alignment) * self.config.alignment
 
-    def _sample_lengths(self) -> np.ndarray:
-        """Return the positions that each conversation of the split takes; 0: it is left out.
+    def _find_kept_lengths(self) -> np.ndarray:
+        """Return the positions that each conversation takes: [rows of the split, per_row].
 
-        Logs how many conversations are cut or left out.
+        0 for all of a row that is left out.  Logs how many rows are cut or left out.
         """
         s = self.config.sequence_length
-        lengths = self._encoded.lengths[self.indices] - 1
-        long = np.flatnonzero(lengths > s)
+        lengths = self.encoded.lengths.reshape(-1, self._per_row)[self.indices] - 1
+        long = np.flatnonzero(self._aligned(lengths).sum(1) > s)
         if len(long):
-            kept = [self._has_loss_before(s, i) for i in long] if self.config.truncates else [False]
-            lengths[long] = np.where(kept, s, 0)
-            num_cut = sum(kept)
+            lengths[long] = self._cut(lengths[long], s) if self.config.truncates else 0
+            for number in long:
+                if not self._all_have_loss(number, lengths[number]):
+                    lengths[number] = 0
+            num_left_out = int(np.count_nonzero(lengths[long].sum(1) == 0))
             logger.warning(
-                "%s: %d of %d conversations are longer than --seq-length %d: %d are cut to it, %d "
-                "are left out (--sft-long-conversations)",
+                "%s: %d of %d %s are longer than --seq-length %d: %d are cut to it, %d are left "
+                "out (--sft-long-conversations)",
                 self.dataset_path,
                 len(long),
                 len(lengths),
+                self.split_unit,
                 s,
-                num_cut,
-                len(long) - num_cut,
+                len(long) - num_left_out,
+                num_left_out,
             )
-        return np.asarray(self._aligned(lengths))
+        return np.asarray(lengths)
 
-    def _has_loss_before(self, stop: int, number: int) -> bool:
-        """Return whether one of the first ``stop`` labels of a conversation is trained."""
-        return bool(self._encoded[int(self.indices[number])].is_trained[1 : stop + 1].any())
+    def _cut(self, lengths: np.ndarray, total: int) -> np.ndarray:
+        """Return ``lengths`` [n, per_row], of which those above a fair part of ``total`` are cut.
+
+        One may take what the other of its row leaves.
+        """
+        fair = total // self._per_row // self.config.alignment * self.config.alignment
+        others = self._aligned(np.minimum(lengths, fair))
+        room = total - (others.sum(1, keepdims=True) - others)
+        return np.asarray(np.minimum(lengths, np.maximum(fair, room)))
+
+    def _all_have_loss(self, number: int, lengths: np.ndarray) -> bool:
+        """Return whether each conversation of a row has a trained label in its first positions."""
+        row = int(self.indices[number])
+        return all(
+            self.chat(Place(row, turn, 0, n)).is_trained[1 : n + 1].any()
+            for turn, n in enumerate(lengths.tolist())
+        )
 
 
 class MockSFTDataset(SFTDataset):
@@ -320,11 +379,17 @@ class MockSFTDataset(SFTDataset):
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> Any:
         """Return a source of conversations that needs no file."""
-        return _MockConversations()
+        return MockConversations()
 
 
-class _MockConversations:
-    """1,000 conversations of 120 tokens in the median, which depend on the vocabulary size only."""
+class MockConversations:
+    """1,000 rows of conversations of 120 tokens in the median.
+
+    They depend on the vocabulary size only.
+    """
+
+    def __init__(self, per_row: int = 1) -> None:
+        self.per_row = per_row
 
     def __len__(self) -> int:
         return 1000
@@ -332,11 +397,12 @@ class _MockConversations:
     def encoded(self, config: SFTDatasetConfig) -> EncodedRows:
         """Return the tokens of all conversations."""
         random = np.random.Generator(np.random.Philox(key=len(self)))
-        lengths = random.lognormal(np.log(120), 0.8, len(self)).astype(np.int64) + 2
+        count = len(self) * self.per_row
+        lengths = random.lognormal(np.log(120), 0.8, count).astype(np.int64) + 2
         ends = np.cumsum(lengths)
         starts = np.repeat(ends - lengths, lengths)
         place = np.arange(ends[-1]) - starts
-        firsts = np.repeat(random.integers(config.tokenizer.vocab_size, size=len(self)), lengths)
+        firsts = np.repeat(random.integers(config.tokenizer.vocab_size, size=count), lengths)
         tokens = ((firsts + place) % config.tokenizer.vocab_size).astype(np.int32)
         return EncodedRows(tokens, place >= np.repeat(lengths // 2, lengths), ends)
 

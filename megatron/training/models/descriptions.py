@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.training.config.run import GRPO, SFT
+from megatron.training.config.run import DPO, GRPO, REWARD, SFT
 from megatron.training.models.image_checks import image_classifier_problems, image_reader_problems
 from megatron.training.models.kind import ModelKind
 from megatron.training.models.layers import encoder_decoder_layers, hybrid_layers
@@ -17,6 +17,8 @@ GPT = ModelKind(
     objectives={
         GRPO: "megatron.training.rl.objective:GRPO",
         SFT: "megatron.training.datasets.sft:GPT_SFT",
+        DPO: "megatron.training.preference.objective:DPO",
+        REWARD: "megatron.training.preference.objective:REWARD",
     },
     supports_compile=True,
 )

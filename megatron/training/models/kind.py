@@ -95,7 +95,8 @@ class ModelImplementation:
     checkpoint of the run contains.  ``wrap_dataset(config, dataset, is_training=...)`` returns a
     data set whose samples have more tensors.  ``joins_rows``: the batch table has
     ``packed_seq_params``, the bounds of samples; the model gets all rows of a micro-batch as one
-    row [1, b s] with them.
+    row [1, b s] with them.  ``prepare_data(run, dataset config)`` runs on every rank before the
+    datasets are built, and returns further settings of the config.
     """
 
     build: Callable[..., nn.Module]
@@ -108,6 +109,7 @@ class ModelImplementation:
     load_frozen: Callable[[Any], None] | None = None
     wrap_dataset: Callable[..., Any] | None = None
     joins_rows: bool = False
+    prepare_data: Callable[[Any, Any], dict[str, Any]] | None = None
 
 
 def _no_problems(_run: RunConfig) -> Iterable[str]:

@@ -165,6 +165,7 @@ VALUES = dict.fromkeys(HALVES, "0.5") | {
     "hierarchical_context_parallel_sizes": "1 1",
     "hybrid_override_pattern": "MM",
     "moe_layer_freq": "2",
+    "dpo_label_smoothing": "0.4",
 }
 BESIDE = {
     "error_injection_rate": "--rerun-mode disabled",

@@ -1,0 +1,1 @@
+"""Training on pairs of answers: direct preference optimization and reward models."""

@@ -1,0 +1,157 @@
+"""Training on pairs of answers with the real command line: TRL's numbers, layouts, resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.training.conversion.convert import convert
+from megatron.training.conversion.source import ConversionRequest
+from tests import tolerances
+from tests.functional.runs import losses, refusal, run_gpt
+from tests.golden import trl_preference
+from tests.ranks import run_ranks
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+
+GOLDEN = json.loads(Path(trl_preference.__file__).with_suffix(".json").read_text())
+OURS = {
+    "loss": "dpo loss",
+    "grad_norm": "grad-norm",
+    "rewards/chosen": "reward of chosen",
+    "rewards/rejected": "reward of rejected",
+    "rewards/margins": "reward margin",
+    "rewards/accuracies": "reward accuracy",
+}
+EXACT = {"rtol": tolerances.LAYOUT[torch.float32]["loss"], "atol": 1e-6}
+BASE = (
+    "--device cpu --use-checkpoint-args --finetune --tokenizer-type HuggingFaceTokenizer "
+    "--seq-length 64 --lr 1e-3 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.999 "
+    f"--train-iters {trl_preference.STEPS} --log-interval 1 --eval-interval 1000 --eval-iters 0 "
+    "--num-workers 0 --micro-batch-size 1 --sft-alignment 4"
+).split()
+DPO = f"--dpo-beta {trl_preference.BETA}".split()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Folder with the model in both forms, the tokenizer and the pairs."""
+    folder = tmp_path_factory.mktemp("preference")
+    trl_preference.save_tokenizer(folder / "hf")
+    trl_preference.tiny_llama().save_pretrained(folder / "hf")
+    request = ConversionRequest(
+        source=folder / "hf", target=folder / "base", format="safetensors_dist"
+    )
+    convert(request, say=lambda text: None)
+    write_pairs(folder / "pairs.jsonl", trl_preference.ROWS)
+    return folder
+
+
+def write_pairs(path: Path, rows) -> None:
+    names = "prompt", "chosen", "rejected"
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+
+
+def flags_of(model: Path, batch: int = 2, load: Path | None = None) -> list[str]:
+    return (
+        f"--load {load or model / 'base'} --tokenizer-model {model / 'hf'} "
+        f"--train-data-path {model / 'pairs.jsonl'} --global-batch-size {batch}"
+    ).split()
+
+
+def assert_equal(found, expected) -> None:
+    """Compare the steps of a run with TRL's."""
+    for theirs, ours in OURS.items():
+        numbers = torch.tensor([step[theirs] for step in expected], dtype=torch.float64)
+        mine = torch.tensor(losses(found, ours), dtype=torch.float64)
+        torch.testing.assert_close(mine, numbers, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.feature("DPO: losses, rewards and gradient norms are TRL's")
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])
+def test_losses_and_rewards_are_those_of_trl(tmp_path, model, loss):
+    flags = [*flags_of(model), *DPO, "--dpo-loss-type", loss, "--data-cache-path", str(tmp_path)]
+    assert_equal(run_gpt(tmp_path, *flags, base=BASE), GOLDEN[loss])
+
+
+LAYOUTS = {
+    "micro-batch of 2": (1, "--micro-batch-size 2"),
+    "one pair per row": (1, "--no-sft-packing --global-batch-size 4"),
+    "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "CP2": (2, "--context-parallel-size 2 --seq-length 128"),
+    "DP2 ZeRO": (2, "--use-distributed-optimizer"),
+}
+
+
+@pytest.mark.feature("DPO: the same losses in every layout and micro-batch")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_have_the_losses_of_one_process(tmp_path, model, name):
+    ranks, layout = LAYOUTS[name]
+    cache = ["--data-cache-path", str(tmp_path / "cache")]
+    flags = [*flags_of(model), *DPO, *cache, *layout.split()]
+    assert_equal(run_gpt(tmp_path, *flags, base=BASE, world_size=ranks), GOLDEN["sigmoid"])
+
+
+@pytest.mark.feature("DPO: a run goes on with the log-probabilities of its beginning")
+def test_a_resumed_run_has_the_reference_of_its_beginning(tmp_path, model):
+    save = tmp_path / "save"
+    flags = [*flags_of(model), *DPO, "--save", str(save), "--data-cache-path"]
+    first = [*flags, str(tmp_path / "a"), "--exit-interval", "2"]
+    begun = run_gpt(tmp_path / "first", *first, base=BASE)
+    assert len(list(save.glob("reference-*.npy"))) == 1
+    base = [flag for flag in BASE if flag != "--finetune"]
+    on = [*flags_of(model, load=save), *DPO, "--data-cache-path", str(tmp_path / "b")]
+    layout = ["--tensor-model-parallel-size", "2"]
+    rest = run_gpt(tmp_path / "second", *on, *layout, base=base, world_size=2)
+    assert_equal([*begun, *rest], GOLDEN["sigmoid"])
+    for file in save.glob("reference-*.npy"):
+        file.unlink()
+    shutil.rmtree(tmp_path / "b")
+    (said,) = run_ranks(refusal, 1, [*base, *on])
+    assert "log-probabilities under the reference model" in said
+    assert "restore the files reference-*.npy, or begin anew with --finetune" in said
+    assert "Traceback" not in said
+
+
+def test_the_reference_is_computed_once_for_weights_and_data(tmp_path, model):
+    flags = [*flags_of(model), *DPO, "--data-cache-path", str(tmp_path / "cache")]
+    run_gpt(tmp_path / "first", *flags, "--train-iters", "1", base=BASE)
+    (file,) = (tmp_path / "cache").glob("reference-*.npy")
+    written_at = file.stat().st_mtime_ns
+    assert_equal(run_gpt(tmp_path / "second", *flags, base=BASE), GOLDEN["sigmoid"])
+    assert file.stat().st_mtime_ns == written_at
+    assert len(list((tmp_path / "cache").glob("reference-*.npy"))) == 1
+
+
+def test_wrong_pairs_end_a_run_with_file_and_line(tmp_path, model):
+    path = tmp_path / "pairs.jsonl"
+    write_pairs(path, [*trl_preference.ROWS, ("why", " the cat", " the cat")])
+    flags = [*flags_of(model), "--data-cache-path", str(tmp_path / "cache")]
+    flags[flags.index("--train-data-path") + 1] = str(path)
+    (said,) = run_ranks(refusal, 1, [*BASE, *flags, *DPO])
+    assert "1 of 5 pairs are wrong:" in said
+    assert f"{path}, line 5: chosen and rejected are equal; remove the row" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.feature("Reward models: the same losses in every layout")
+def test_reward_models_are_equal_in_every_layout(tmp_path, model):
+    flags = [*flags_of(model), "--reward-model", "--data-cache-path", str(tmp_path / "cache")]
+    keys = "reward loss", "grad-norm", "reward margin"
+    layouts = [LAYOUTS[name] for name in ("TP2 SP", "PP2", "CP2", "DP2 ZeRO")]
+    one, *others = (
+        run_gpt(tmp_path / str(i), *flags, *layout.split(), base=BASE, world_size=ranks)
+        for i, (ranks, layout) in enumerate([(1, ""), *layouts])
+    )
+    for key in keys:
+        expected = torch.tensor(losses(one, key), dtype=torch.float64)
+        assert len(expected) == trl_preference.STEPS
+        for other in others:
+            found = torch.tensor(losses(other, key), dtype=torch.float64)
+            torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
