@@ -154,7 +154,8 @@ def build_teacher(
         model = build_model_stage(config, groups=groups, vp_stage=vp_stage, **stage)
     assert isinstance(model, LanguageModule), "the checks admit language models only"
     for param in model.parameters():
-        param.data = param.data.to(config.model.params_dtype)
+        # No checkpoint has the padding rows of the vocabulary: they are 0, not what memory held.
+        param.data = torch.zeros_like(param.data, dtype=config.model.params_dtype)
     return model.eval().requires_grad_(False)
 
 

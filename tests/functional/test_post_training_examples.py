@@ -44,7 +44,7 @@ def test_the_examples_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_distillation_recovers_what_pruning_lost(tmp_path: Path) -> None:
-    losses = run_example(tmp_path / "out", 200, 80)
+    losses = run_example(tmp_path / "out", 100, 24)
     lost = losses["pruned"] - losses["teacher"]
     for name in ("distilled", "from-store"):
         assert losses[name] - losses["teacher"] < 0.3 * lost, losses
