@@ -21,6 +21,7 @@ CASES = {
     "zero-bubble": ("pp zb-h1 gqa", "--lora-target-modules q_proj v_proj down_proj"),
     "zero-1": ("tp sp dp zero-1 swiglu", ""),
     "fsdp2": ("tp dp fsdp2 untied", _EVERYWHERE),
+    "fsdp2-on-meta": ("dp fsdp2", "--init-model-with-meta-device"),
     "expert-parallel": ("ep experts swiglu", ""),
     "expert-tensor-parallel": ("tp sp ep etp experts swiglu", ""),
     "latent-attention": ("tp sp mla", ""),

@@ -64,6 +64,27 @@ def test_adapters_resume_in_any_layout(base: Path, tmp_path: Path, format: str) 
         assert any(name.startswith("optimizer.") for name in reader.tensors)
 
 
+MODELS = {
+    "experts": "--num-experts 4 --moe-router-topk 2 --swiglu --moe-ffn-hidden-size 16",
+    "latent": "--multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 8 --position-embedding-type rope",
+    "hybrid": "--model-kind mamba --hybrid-override-pattern M* --mamba-num-groups 2 "
+    "--mamba-state-dim 4 --mamba-head-dim 8 --position-embedding-type none",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_adapters_of_other_layers_resume_in_torch_dist(model: str, tmp_path: Path) -> None:
+    ahead = ("--lr-decay-iters", "3", "--lr", "0.05")
+    flags = (*MODELS[model].split(), *LORA[:2], *ahead, "--ckpt-format", "torch_dist")
+    whole = losses(run_gpt(tmp_path / "whole", *flags, "--train-iters", "3"))
+    save = ("--save", str(tmp_path / "adapters"))
+    found = losses(run_gpt(tmp_path / "a", *flags, *save, "--train-iters", "2", *TP, world_size=2))
+    again = ("--load", str(tmp_path / "adapters"), "--train-iters", "3")
+    found += losses(run_gpt(tmp_path / "b", *flags, *again))
+    assert found == pytest.approx(whole, rel=tolerances.LAYOUT_LOSS["rtol"])
+
+
 @pytest.mark.feature("LoRA: adapters of another base are refused with one message")
 def test_adapters_of_another_base_are_refused(base: Path, tmp_path: Path) -> None:
     adapters, other = str(tmp_path / "adapters"), str(tmp_path / "other")

@@ -100,7 +100,8 @@ class _Linear(Function[Tensor]):
         sequence_parallel: bool,
         multiply: Multiply,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # The input is for the weight gradient alone: a frozen layer does not keep it.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else x.new_empty(0, 0), weight)
         ctx.values = call = LinearCall(weight, bias, is_own, group, sequence_parallel)
         return multiply(call.gathered(x), weight, bias)
 

@@ -278,7 +278,7 @@ class _QuantizedLinear(Function[Tensor]):
         # An all-gather in backward needs the rows of the tokens, not of their transpose.
         turns = saves_codes and gather is None
         rows = quantizer.rows(INPUT, flat, is_gathered=gather is not None, turns=turns)
-        kept: tuple[Tensor, ...] = (flat,)
+        kept: tuple[Tensor, ...] = (flat if ctx.needs_input_grad[1] else flat.new_empty(0, 0),)
         block = None
         if saves_codes:
             is_whole = recipe.block is None
