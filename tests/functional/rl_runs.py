@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pretrain_rl
+from tests import host_gpu
 from tests.functional.runs import without_times
 from tests.ranks import run_ranks
 
@@ -57,6 +58,8 @@ def _heard(rank: int, world_size: int, argv: Sequence[str]) -> str:
 
 def train_rl(rank: int, world_size: int, argv: Sequence[str]) -> None:
     """Run pretrain_rl.py on initialised process groups."""
+    if host_gpu.is_asked() and world_size == 1:  # gloo sends no tensors of a GPU
+        argv = [*argv, "--device", "cuda"]
     with mock.patch("sys.argv", ["pretrain_rl.py", *argv]):
         pretrain_rl.main()
 
