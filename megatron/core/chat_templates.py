@@ -100,8 +100,9 @@ def _generation_block(wanted_by: str, marks: tuple[str, str]) -> type:
     return Generation
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
+    """Return JSON; ``form``: indent, separators and sort_keys."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
 
 def _strftime_now(form: str) -> str:

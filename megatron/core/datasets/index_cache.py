@@ -163,7 +163,8 @@ def _build(build: Callable[[], T], error_path: str) -> T:
     try:
         result = build()
     except BaseException as error:
-        text = f"{_own_name()}, {time.time_ns()}: {error!r}".encode()  # unique text
+        reason = str(error) if isinstance(error, DataError) else repr(error)
+        text = f"{_own_name()}, {time.time_ns()}: {reason}".encode()  # unique text
         with contextlib.suppress(OSError):
             write_atomically(error_path, lambda file: file.write(text))
         raise

@@ -94,7 +94,8 @@ IF_UNSET = tuple(
     "model_kind num_layers encoder_num_layers decoder_num_layers encoder_seq_length "
     "decoder_seq_length dataloader_seq_length hidden_size ffn_hidden_size seq_length "
     "num_attention_heads kv_channels "
-    "max_position_embeddings padded_vocab_size vocab_size vocab_file merge_file".split()
+    "max_position_embeddings padded_vocab_size vocab_size vocab_file merge_file "
+    "sft_alignment".split()  # another one changes the order of samples
 )
 
 # Of these, `same_model` does not compare aliases, layout, kernels and precision.
@@ -118,7 +119,7 @@ LEARNED_ANEW = frozenset(
         *"rotary_base rotary_seq_len_interpolation_factor use_rope_scaling".split(),
         *"rope_scaling_factor rope_type window_size window_attn_skip_freq".split(),
         *"longrope_short_factor longrope_long_factor".split(),
-        *("longrope_original_max_position_embeddings", *YARN),
+        *("longrope_original_max_position_embeddings", "sft_alignment", *YARN),
     )
 )
 # Flags that any run may change; one log line reports both values.
@@ -131,7 +132,7 @@ LOGGED = (
         "tiktoken_pattern "
         "vocab_extra_ids vocab_file merge_file data_path train_data_path valid_data_path "
         "test_data_path data_args_path per_split_data_args_path split seed adam_beta1 "
-        "adam_beta2"
+        "adam_beta2 sft_packing sft_long_conversations"
     ).split(),
 )
 

@@ -44,6 +44,7 @@ _ROTARY = ("rotary_", "rope_", "longrope_", "use_rope_scaling", "no_rope_freq", 
 _OF_ATTENTION = ("num_attention_heads", "num_query_groups", "kv_channels", "softmax_", "window_")
 _DERIVED = "kv_channels softmax_scale ffn_hidden_size max_position_embeddings".split()
 _NO_PLAIN_GELU = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "openai_gelu")
+_OF_ALIGNMENT = ("sft", "context_parallel_size")  # what --sft-alignment follows from
 # Effective values of omitted flags, where the configuration has None.
 _MEANT = {
     "embedding_scale": 1.0,
@@ -167,6 +168,7 @@ def _is_read(name: str, values: Arguments) -> bool:
         (MIMO, kind.has_placeholders),
         (("bert_binary_head",), kind.has_masked_lm_head),
         (("lora_",), values["lora_rank"] is not None),
+        (("sft_",), bool(values["sft"])),
     )
     return all(is_so for names, is_so in conditions if name.startswith(names))
 
@@ -177,7 +179,7 @@ def _has_attention(values: Arguments) -> bool:
 
 def _resolved(asked: Arguments, kind: str) -> JsonObject:
     """Return all flags of the model that ``asked`` describes, derived values included."""
-    names = {*FORCED, *IF_UNSET, *LOGGED}
+    names = {*FORCED, *IF_UNSET, *LOGGED, *_OF_ALIGNMENT}
     said = {
         name: value
         for name, value in asked.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core import device
 from megatron.core.transformer.attention_backends import FLASH, AttentionRequest, choose
 from megatron.training.config.run import RunConfig
 from megatron.training.models.image_encoder import encoder_config
@@ -13,7 +14,9 @@ def attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
 
     ``comm_type`` is a value of --cp-comm-type, the empty string without context parallelism.
     """
-    return _request(config, comm_type, has_bounds=documents_are_bounds(config))
+    # A CPU computes the packed conversations of a row one by one.
+    is_packed = config.data.sft and device.is_cuda() and comm_type in ("", "a2a")
+    return _request(config, comm_type, has_bounds=documents_are_bounds(config) or is_packed)
 
 
 def encoder_attention_request(config: RunConfig) -> AttentionRequest:

@@ -132,6 +132,18 @@ def test_all_differences_are_in_one_message() -> None:
     assert "kv_channels" not in text  # it follows from the others
 
 
+def test_another_alignment_of_conversations_is_another_order_of_samples() -> None:
+    sft = f"{ROPE} --sft"
+    split = f"{sft} --context-parallel-size 2"
+    found = compared(sft, split)
+    assert found.refused == ("sft_alignment: 1 in the checkpoint, 4 in this run (--sft-alignment)",)
+    assert found.may_finetune
+    assert not compared(sft, split, is_finetuning=True).refused
+    assert not compared(f"{sft} --sft-alignment 4", split).refused
+    assert not compared(ROPE, split).refused  # from pretraining
+    assert "sft_packing" in compared(sft, f"{sft} --no-sft-packing").logged[0]
+
+
 @pytest.mark.parametrize(
     "more",
     [

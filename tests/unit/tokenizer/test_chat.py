@@ -251,6 +251,12 @@ def test_a_refusal_of_the_template_is_an_error_of_the_data(tokenizer):
         template_of(tokenizer, "{% for %}")
 
 
+def test_json_has_the_form_that_a_template_asks_for(tokenizer):
+    source = "{{ tools | tojson(indent=1, separators=(',', ':'), sort_keys=true) }}"
+    text, _ = template_of(tokenizer, source).trained_text([QUESTION], [{"b": "\u00e9", "a": 1}])
+    assert text == '[\n {\n  "a":1,\n  "b":"\u00e9"\n }\n]'
+
+
 def test_a_template_cannot_leave_the_sandbox(tokenizer):
     source = "{{ messages.__class__.__mro__ }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match="unsafe"):
