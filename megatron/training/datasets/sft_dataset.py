@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +62,14 @@ class SFTDatasetConfig(GPTDatasetConfig):
         source = "" if self.chat is None else self.chat.source
         return hashlib.sha256(source.encode()).hexdigest()
 
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """Digest of the ids that the tokenizer gives."""
+        return Fingerprint.of(self.tokenizer).sha256
 
-class EncodedRows(NamedTuple):
+
+@dataclass(frozen=True)
+class EncodedRows:
     """Tokens of all conversations of a file, concatenated.
 
     tokens int32 [t], is_trained bool [t], and where each conversation ends, int64 [n].
@@ -77,7 +84,7 @@ class EncodedRows(NamedTuple):
         """Number of tokens of each conversation."""
         return np.diff(self.ends, prepend=0)
 
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: int) -> EncodedChat:
         start = int(self.ends[i - 1]) if i else 0
         stop = int(self.ends[i])
         return EncodedChat(self.tokens[start:stop], self.is_trained[start:stop])
@@ -113,7 +120,7 @@ class SFTLowLevelDataset:
         identity = {
             "class": self.encodes,
             "dataset_path": self.dataset_path,
-            "tokenizer": Fingerprint.of(config.tokenizer).sha256,
+            "tokenizer": config.tokenizer_hash,
             "chat_template": config.chat_hash,
         }
         named = description_hash(json.dumps(identity, indent=4))
@@ -134,7 +141,8 @@ class SFTLowLevelDataset:
             self._encoded = named, EncodedRows(*arrays)
         return self._encoded[1]
 
-    def _encode(self, config: SFTDatasetConfig) -> EncodedRows:
+    def _encode(self, config: SFTDatasetConfig) -> Sequence[np.ndarray]:
+        """Return the arrays of `EncodedRows`."""
         started_at_s = time.perf_counter()
         found: list[EncodedChat] = []
         problems: list[str] = []
@@ -148,11 +156,8 @@ class SFTLowLevelDataset:
             lines = "\n".join(problems[:_SHOWN]) + (f"\nand {more} more" if more > 0 else "")
             raise DataError(f"{len(problems)} of {len(self)} {self.unit} are wrong:\n{lines}")
         ends = np.cumsum([len(chat.tokens) for chat in found], dtype=np.int64)
-        encoded = EncodedRows(
-            np.concatenate([chat.tokens for chat in found] or [np.empty(0, np.int32)]),
-            np.concatenate([chat.is_trained for chat in found] or [np.empty(0, bool)]),
-            ends,
-        )
+        tokens = np.concatenate([chat.tokens for chat in found] or [np.empty(0, np.int32)])
+        is_trained = np.concatenate([chat.is_trained for chat in found] or [np.empty(0, bool)])
         elapsed_s = time.perf_counter() - started_at_s
         logger.info(
             "encoded %d %s of %s in %.1f s: %d tokens, of which %d are trained",
@@ -160,10 +165,10 @@ class SFTLowLevelDataset:
             self.unit,
             self.dataset_path,
             elapsed_s,
-            len(encoded.tokens),
-            int(encoded.is_trained.sum()),
+            len(tokens),
+            int(is_trained.sum()),
         )
-        return encoded
+        return tokens, is_trained, ends
 
     def _encode_row(self, i: int, config: SFTDatasetConfig) -> list[EncodedChat]:
         conversations = self.read(i)
