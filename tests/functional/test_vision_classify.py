@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.training.conversion.convert import ConversionRequest, convert
 from tests import tolerances
 from tests.functional.runs import losses, refusal, run_gpt
 from tests.ranks import run_ranks
+from tests.unit.conversion.test_image_classifier import theirs
 
 BASE = (
     "--model-kind vit --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
@@ -105,6 +107,21 @@ def test_folders_of_images_train_the_same_on_any_number_of_ranks(tmp_path: Path)
     load = ["--load", str(tmp_path / "ck")]
     found += losses(run_gpt(tmp_path / "b", *load, base=base, world_size=2), "loss")
     same(found, wanted)
+
+
+def test_a_converted_model_is_trained(tmp_path: Path) -> None:
+    theirs(tmp_path / "theirs")
+    request = {"source": tmp_path / "theirs", "target": tmp_path / "ours", "verify": False}
+    convert(ConversionRequest(**request, format="safetensors_dist"), lambda _: None)
+    words = f"--model-kind vit --load {tmp_path / 'ours'} --use-checkpoint-args --no-load-optim"
+    shape = ("--num-layers", "--hidden-size", "--num-attention-heads", "--num-classes", "--img-h")
+    base = [*words.split(), *BASE[2:]]
+    for flag in (*shape, "--img-w", "--patch-dim"):
+        at = base.index(flag)
+        del base[at : at + 2]
+    wanted = losses(run_gpt(tmp_path / "one", base=base), "loss")
+    found = run_gpt(tmp_path / "two", "--tensor-model-parallel-size", "2", base=base, world_size=2)
+    same(losses(found, "loss"), wanted)
 
 
 def test_all_conflicts_are_reported_at_once() -> None:

@@ -53,3 +53,10 @@ def test_mock_data_are_packed(tmp_path: Path) -> None:
     one = losses(run_gpt(tmp_path / "one", *given.split()))
     two = losses(run_gpt(tmp_path / "two", *given.split(), world_size=2))
     torch.testing.assert_close(torch.tensor(two), torch.tensor(one), **tolerances.LAYOUT_LOSS)
+
+
+def test_samples_are_packed_in_16_bits(tmp_path: Path) -> None:  # on a GPU by bounds, not by a mask
+    given = "--bf16 --position-embedding-type rope --attention-backend flash".split()
+    wanted = losses(run_gpt(tmp_path / "apart", *APART, *given, base=BASE))
+    found = losses(run_gpt(tmp_path / "packed", *PACKED, *given, base=BASE))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=2e-3, atol=0)

@@ -39,6 +39,11 @@ from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder, peft
 from megatron.training.conversion.adapters import merged
 from megatron.training.conversion.family import Config, Family
+from megatron.training.conversion.image_classifier import (
+    classifier_from_hf,
+    classifier_to_hf,
+    is_image_classifier,
+)
 from megatron.training.conversion.lazy import made_ahead
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.source import BESIDE as BESIDE
@@ -123,6 +128,8 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
 def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     config = hf_folder.read_config(wanted.source)
     weights = hf_folder.read_weights(wanted.source)
+    if is_image_classifier(config):
+        return classifier_from_hf(wanted, config, weights, say)
     fresh: tuple[str, ...] = ()
     images: VisionLanguageShape | None = None
     if is_vision_language(config):
@@ -156,6 +163,8 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
 def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     weights = weights_of(source)
     run = run_config(source.args)
+    if model_kind_of(run).classifies_images:
+        return classifier_to_hf(source, wanted, run, say)
     vocab_size = vocab_size_of(source, wanted)
     if model_kind_of(run).has_placeholders:
         raise CheckpointError(

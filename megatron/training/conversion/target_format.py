@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.training.models.image_checks import format_problem
 from megatron.training.models.registry import model_kind
@@ -18,6 +19,11 @@ def check_format(checkpoint_format: str, keys: Iterable[str], kind: str) -> None
     """
     if model_kind(kind).reads_images and (problem := format_problem(checkpoint_format)):
         raise CheckpointError(f"--format {problem}")
+    if model_kind(kind).classifies_images and FORMATS[checkpoint_format].is_foreign:
+        raise CheckpointError(
+            f"--format {checkpoint_format}: Megatron-LM's image classifiers have other tensors; "
+            "use safetensors_dist, or hf"
+        )
     if checkpoint_format not in ("torch", "torch_dcp"):
         return
     names: dict[str, set[str]] = {}
