@@ -241,6 +241,10 @@ _FEATURES = (
     _drawn("layers", "images",
            "--model-kind vlm --img-h 8 --img-w 32 --patch-dim 4 --disable-vision-class-token "
            "--vision-num-layers 1 --vision-hidden-size 64 --vision-num-attention-heads 8"),
+    _drawn("layers", "images-and-sound",
+           "--model-kind mimo --model-provider llava_avlm --image-size 8 --patch-dim 4 "
+           "--audio-seq-length 3 --vision-num-layers 1 --vision-hidden-size 64 "
+           "--vision-num-attention-heads 8"),
     _drawn("trained", "frozen-encoder", "--freeze-ViT", "images"),
     _drawn("trained", "frozen-language-model", "--freeze-LM", "images"),
     _drawn("projector", "affine-projector", "--vision-projection-type affine", "images"),

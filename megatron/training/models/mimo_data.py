@@ -58,9 +58,9 @@ class PlaceholderRows:
             "labels": torch.cat([torch.zeros_like(before), labels[0]]),
             "loss_mask": torch.cat([mask.new_zeros(num_before), mask[0]]),
             "position_ids": torch.arange(self.length).clamp(max=self.num_positions - 1),
-            "images": torch.as_tensor(sample["images"]),
+            "images": torch.as_tensor(sample["images"]).float(),
         }
-        return row if sounds is None else row | {"audios": sounds}
+        return row if sounds is None else row | {"audios": sounds.float()}
 
 
 @dataclass(kw_only=True)

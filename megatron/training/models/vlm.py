@@ -175,7 +175,7 @@ def begin_with_image(sample: dict[str, Any]) -> dict[str, Any]:
         "loss_mask": torch.cat([loss_mask.new_zeros(1), loss_mask]),
         "position_ids": torch.arange(len(tokens) + 1),
         "num_tiles": num_tiles,
-        "images": torch.as_tensor(sample["image"]).unsqueeze(0),
+        "images": torch.as_tensor(sample["image"]).float().unsqueeze(0),
     }
 
 
