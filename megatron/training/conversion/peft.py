@@ -44,6 +44,7 @@ _UNSUPPORTED = {
 }
 _INNER, _OUTER = "gate_up_proj", "down_proj"  # tensors of all experts, by PEFT's nesting
 _PART_NAMES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "gate": "gate_proj", "up": "up_proj"}
+_TOO_LARGE = 1e6  # of ranks and scales
 _OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -165,6 +166,9 @@ def _their_pairs(
             f"{', '.join(rule.theirs)}; train adapters of all of its parts"
         )
     every = [pairs[part] for part in parts]
+    if all(torch.equal(pair.a, every[0].a) for pair in every):  # as read from such a file
+        yield rule.theirs[0], Pair(every[0].a, torch.cat([p.b for p in every]), every[0].scale)
+        return
     a, b = torch.cat([p.a for p in every]), torch.block_diag(*[p.b for p in every])
     yield rule.theirs[0], Pair(a, b, every[0].scale)
 
@@ -196,10 +200,15 @@ def read_peft(
     every = [pair for pairs in found.values() for pair in pairs.values()]
     if not every:
         raise CheckpointError(f"{folder} holds no adapter")
+    sizes = {
+        name.removesuffix(".weight"): size_of(letters, shape)
+        for name, letters in tensors_of(shape).items()
+    }
     rank, scale = max(len(pair.a) for pair in every), every[0].scale
     tensors: dict[str, LazyTensor] = {}
     for layer, pairs in _with_untrained(found, shape).items():
         for part, pair in pairs.items():
+            _check_size(layer, part, pair, sizes[layer], shape)
             for own, value in _ours(layer, part, pair, rank, scale):
                 value = value.to(dtype).contiguous()
                 make = partial(_same, value)
@@ -221,7 +230,10 @@ def read_peft(
 def _with_untrained(
     found: dict[str, dict[str, Pair]], shape: ModelShape
 ) -> dict[str, dict[str, Pair]]:
-    """Add zeros for layers of the same kinds as those of ``found``, which has not all layers."""
+    """Add zeros for layers of the same kinds as those of ``found``, which has not all layers.
+
+    With A and B zero their gradients are zero: they stay untrained, as in PEFT.
+    """
     kinds = _kinds_of(found)
     letters = tensors_of(shape)
     out = {}
@@ -238,6 +250,23 @@ def _with_untrained(
         if parts:
             out[layer] = parts
     return out
+
+
+def _check_size(
+    layer: str, part: str, pair: Pair, size: tuple[int, ...], shape: ModelShape
+) -> None:
+    """Raise CheckpointError unless B A has the size of the matrix, a part of a layer's weight."""
+    rows, columns = size
+    if part:
+        in_group = rows_of(layer, (rows, columns), shape)
+        rows = rows // sum(in_group.values()) * in_group[part]
+    size = (columns, rows) if layer == EMBEDDING else (rows, columns)
+    found = len(pair.b), *pair.a.shape[1:]
+    if found != size or pair.a.shape[:1] != pair.b.shape[1:]:
+        raise CheckpointError(
+            f"the adapter of {layer} has A {list(pair.a.shape)} and B {list(pair.b.shape)}, of a "
+            f"matrix that is {list(size)}: it is of another model"
+        )
 
 
 def _kinds_of(found: Mapping[str, Mapping[str, Pair]]) -> dict[tuple[str, str, str], Pair]:
@@ -338,9 +367,31 @@ def _read_config(folder: Path) -> JsonObject:
     for name, words in _UNSUPPORTED.items():
         if config.get(name):
             raise CheckpointError(f"{folder / CONFIG} has {name}: {words} are not available")
+    patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+    if not (_is_size(config.get("r")) and _is_size(config.get("lora_alpha", 8))):
+        raise CheckpointError(f"{folder / CONFIG} has no rank r or lora_alpha above 0")
+    if not all(
+        isinstance(found, dict) and all(map(_is_pattern, found.items())) for found in patterns
+    ):
+        raise CheckpointError(
+            f"{folder / CONFIG} has a rank_pattern or alpha_pattern that is no table of names and "
+            "numbers"
+        )
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{folder / CONFIG} has bias {config['bias']}: train it with none")
     return config
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < _TOO_LARGE
+
+
+def _is_pattern(entry: tuple[str, object]) -> bool:
+    try:
+        re.compile(entry[0])
+    except re.error:
+        return False
+    return _is_size(entry[1])
 
 
 def _without_stacks(
@@ -361,6 +412,8 @@ def _without_stacks(
         theirs = _INNER if found[2] else _OUTER
         rank = _rank_of(f"{base}.{theirs}", config)
         value = tensor.make()
+        if value.dim() != 2 or value.shape["AB".index(matrix)] % rank:
+            raise CheckpointError(f"{name} has shape {list(value.shape)}, no multiple of {rank}")
         if matrix == "A":
             entries = value.unflatten(0, (-1, rank))
         else:

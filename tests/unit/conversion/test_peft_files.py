@@ -153,9 +153,9 @@ def test_adapters_of_peft_are_read_merged_and_written(case: Case, tmp_path: Path
         for folder in (tmp_path / "again", files)
     )
     assert written.keys() == original.keys()
-    if not config["rank_pattern"]:
-        assert all(torch.equal(written[name], original[name]) for name in original)
-        assert config["lora_alpha"] == ALPHA
+    assert not config["rank_pattern"]
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    assert config["lora_alpha"] == ALPHA
 
 
 def with_adapters(theirs: Path, files: Path, target: Path) -> Any:
@@ -225,7 +225,10 @@ def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             ("model.layers.0.self_attn.q_proj", {"peft_type": "LOHA"}, "peft_type LOHA: only LORA"),
             ("model.layers.0.self_attn.q_proj", {"use_dora": True}, "has use_dora: DoRA are not"),
             ("model.layers.0.self_attn.q_proj", {"bias": "all"}, "has bias all: train it with no"),
+            ("model.layers.0.self_attn.q_proj", {"r": 0}, "has no rank r or lora_alpha above 0"),
+            ("model.layers.0.self_attn.q_proj", {"alpha_pattern": {"(": 1}}, "that is no table of"),
             ("model.layers.7.self_attn.q_proj", {}, "layers that are not in the model: model.lay"),
+            ("model.layers.0.self_attn.k_proj", {}, r"B \[32, 3\], of a matrix that is \[16, 32\]"),
         )
     ):
         files = tmp_path / str(number) / "peft"
