@@ -88,7 +88,8 @@ class RLConfig:
         False,
         "Pack several rollouts into a sequence.",
         both_ways=True,
-        refused="each rollout has a row of its own: use --no-rl-use-sequence-packing",
+        ignored="each rollout has a row, as long as the longest one of its round; the loss is the "
+        "same",
     )
     rl_partial_rollouts: bool = _rl(
         False,
