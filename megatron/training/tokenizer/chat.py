@@ -110,15 +110,19 @@ class ChatTemplate:
         """Return the text of a conversation, and the parts of it that are trained."""
         text, blocks = self._render(messages, tools)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = blocks
         if not blocks:
             spans = [self._turn(messages, tools, i, text) for i in turns if i >= first_trained]
-            return text, spans
-        if first_trained and any(turn < first_trained for turn in turns):
+        elif first_trained and any(turn < first_trained for turn in turns):
             prompt, _ = self._render(messages[:first_trained], tools)
             if not text.startswith(prompt):
                 raise self._underivable("the messages change the rendering of the prompt", text)
-            blocks = [block for block in blocks if block.start >= len(prompt)]
-        return text, blocks
+            spans = [block for block in blocks if block.start >= len(prompt)]
+        trained = [text[start:end] for start, end in spans]
+        for n, i in enumerate(i for i in turns if i >= first_trained):
+            if not _is_in("".join(trained) if blocks else trained[n], messages[i]):
+                raise self._left_out(messages[i], i, text)
+        return text, spans
 
     def _turn(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, i: int, text: str
@@ -206,6 +210,13 @@ class ChatTemplate:
             f"{self.origin}: the tokens to train cannot be derived from this template: {reason}; "
             "mark what the assistant writes with {% generation %} and {% endgeneration %} in a "
             f"copy of the template, and give it as --chat-template.  A sample:\n{text[:_SHOWN]}"
+        )
+
+    def _left_out(self, message: Message, i: int, text: str) -> DataError:
+        lost = "call of a function" if message.get("tool_calls") else "text"
+        return DataError(
+            f"{self.origin}: the template leaves out the {lost} of message {i}; give a template "
+            f"that writes it with --chat-template.  A sample:\n{text[:_SHOWN]}"
         )
 
     def _require_one_id(self, name: str) -> None:
@@ -310,6 +321,13 @@ def _overlap(left: str, right: str) -> int:
             return len(left) - at
         at = left.find(right[0], at + 1)
     return 0
+
+
+def _is_in(text: str, message: Message) -> bool:
+    """Return whether ``text`` has the last call, or the first or last word, of a message."""
+    content = message.get("content")
+    words = content.split() if isinstance(content, str) and not message.get("tool_calls") else ()
+    return _tail(message) in text or any(word[:_TAIL] in text for word in words[:1])
 
 
 def _tail(message: Message) -> str:

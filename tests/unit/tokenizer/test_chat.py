@@ -244,6 +244,19 @@ def test_a_template_without_derivable_mask_is_refused_with_a_sample(tokenizer):
     )
 
 
+def test_a_template_that_leaves_out_what_the_assistant_says_is_refused(tokenizer):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    result = {"role": "tool", "content": "2"}
+    with pytest.raises(DataError, match="leaves out the call of a function of message 1; give"):
+        template_of(tokenizer, texts.ZEPHYR).encode([QUESTION, call, result, ANSWER])
+    silent = "{% for m in messages %}{{ m.role + eos_token }}{% endfor %}"
+    with pytest.raises(DataError, match=r"leaves out the text of message 1; .*--chat-template"):
+        template_of(tokenizer, silent).encode(TURNS)
+    block = "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}"
+    with pytest.raises(DataError, match="leaves out the text of message 1"):
+        template_of(tokenizer, block).encode(TURNS)
+
+
 def test_a_refusal_of_the_template_is_an_error_of_the_data(tokenizer):
     with pytest.raises(DataError, match="refuses a conversation: System role not supported"):
         template_of(tokenizer, texts.GEMMA).encode([SYSTEM, QUESTION, ANSWER])
