@@ -77,7 +77,7 @@ class _Rotary(Function[Tensor]):
 
 def apply_rotary(x: Tensor, table: RotaryTable, *, fused: bool = True) -> Tensor:
     """Rotate [s, b, n, d] -> [s, b, n, d], contiguous."""
-    return _Rotary.apply(x, table.cos, table.sin, table.interleaved, fused)
+    return _Rotary.call(x, table.cos, table.sin, table.interleaved, fused)
 
 
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -112,7 +112,7 @@ def split_and_rotate(
     if table is not None and fused and packed.is_contiguous():
         has_rows = table.cos.shape[::2] == (packed.shape[0], 1)
         if has_rows and _splitter(packed, table.cos, table.sin):
-            return _SplitRotary.apply(packed, table.cos, table.sin, table.interleaved, width)
+            return _SplitRotary.call(packed, table.cos, table.sin, table.interleaved, width)
     query, key, value = packed.split([packed.shape[-1] - 2 * width, width, width], -1)
     query = query.reshape(*query.shape[:2], -1, width)
     if table is not None:
@@ -164,7 +164,7 @@ def split_norm_and_rotate(
     is_same = all(weight.dtype == packed.dtype for weight in weights)
     if not has_rows or not is_same or not _norm_splitter(packed, table.cos, table.sin, *weights):
         return None
-    return _SplitNormRotary.apply(packed, *weights, table, eps, width)
+    return _SplitNormRotary.call(packed, *weights, table, eps, width)
 
 
 def _norm_splitter(*tensors: Tensor) -> Any:

@@ -53,7 +53,7 @@ def linear(
     asks = torch.is_grad_enabled() and (adds_to_main_grad(weight) or may_be_deferred())
     if group is None and not (is_own and asks) and multiply is F.linear:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, is_own, group, sequence_parallel, multiply)
+    return _Linear.call(x, weight, bias, is_own, group, sequence_parallel, multiply)
 
 
 class LinearCall(NamedTuple):

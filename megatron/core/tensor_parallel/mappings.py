@@ -121,7 +121,7 @@ class _Through(Function[Tensor], Generic[T]):
 
 def through(x: Tensor, about: T, forth: Move[T], back: Move[T]) -> Tensor:
     """Return ``forth(x, about)``, a linear function of x; its backward is ``back(grad, about)``."""
-    return _Through.apply(x, about, forth, back)
+    return _Through.call(x, about, forth, back)
 
 
 def _pair(

@@ -218,20 +218,20 @@ class DotProductAttention(MegatronModule):
             num_rows=query.shape[1],
             first_query=context.first_query,
         )
-        dropout, is_causal = self._dropout(), visible.is_causal
+        dropout, is_causal, is_band = self._dropout(), visible.is_causal, visible.is_band
         names: tuple[str, ...] = (PLAIN,)
         if context.sink is None:
             names = self._choose(
                 query,
                 context,
-                has_mask=visible.needs_mask and not visible.is_band,
-                has_band=visible.is_band,
+                has_mask=visible.needs_mask and not is_band,
+                has_band=is_band,
                 # Decided by training mode, not by grad mode: the forward pass without gradients
                 # and its recomputation must choose the same kernel, or they would sample
                 # different dropout.
                 causal_tokens=num_queries if is_causal and self.training else 0,
             )
-        if visible.is_band and FLASH in names and device.is_cuda(query.device):
+        if is_band and FLASH in names and device.is_cuda(query.device):
             return attend_to_band(query, key, value, visible, self.scale)
         mask = visible.mask(query.device)
         if mask is not None and self.window is not None and not context.is_causal:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.core.fusions.triton import launch as launching
 from tests.host_gpu.host_time import Driver
+
+triton: Any = pytest.importorskip("triton")
+launching: Any = importlib.import_module("megatron.core.fusions.triton.launch")
 
 
 class _Kernel:
@@ -31,12 +34,26 @@ class _Kernel:
 
 
 class _Compiled:
+    function = "function"
+    packed_metadata = "metadata"
+
     def __init__(self, kernel: _Kernel) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        assert len(grid) == 3, "a compiled kernel has a grid of three"
-        return lambda *args: self.kernel.ran.append((grid, *args))
+    def run(self, x: int, y: int, z: int, stream: object, *args: Any) -> None:
+        assert args[:5] == ("function", "metadata", None, None, None)
+        self.kernel.ran.append(((x, y, z), *args[5:]))
+
+
+@pytest.fixture(autouse=True)
+def driver() -> Iterator[Driver]:
+    """Triton launches through a driver that records launches."""
+    driver = Driver()
+    triton.runtime.driver.set_active(driver)
+    launching._compiled.clear()
+    yield driver
+    launching._compiled.clear()
+    triton.runtime.driver.set_active(None)
 
 
 def test_a_kernel_is_compiled_once_for_arguments_of_a_kind() -> None:
@@ -86,10 +103,10 @@ def test_forgotten_kernels_are_compiled_anew(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_kernel_that_cannot_be_launched_directly_is_launched_by_triton(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(self: _Compiled, grid: tuple[int, ...]) -> Any:
+    def refuse(self: _Compiled, *args: Any) -> Any:
         raise error("no such interface in this release")
 
-    monkeypatch.setattr(_Compiled, "__getitem__", refuse)
+    monkeypatch.setattr(_Compiled, "run", refuse)
     kernel, row = _Kernel(), torch.zeros(64)
     with caplog.at_level(logging.WARNING):
         for number in (1, 1, 1, 2, 2):
@@ -99,35 +116,34 @@ def test_a_kernel_that_cannot_be_launched_directly_is_launched_by_triton(
     assert "no such interface in this release" in message
 
 
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no launcher"
+)
 def test_tritons_launcher_gets_the_same_arguments_from_both_launches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The kernel is compiled for an H100; its driver records the arguments."""
-    triton: Any = pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("the interpreter has no launcher")
+    """The kernel is compiled for an H100; its driver records the arguments.  Hooks are called."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launched: list[tuple[object, ...]] = []
-    driver = Driver()
     monkeypatch.setattr(driver, "_launch", lambda *given: launched.append(given))
-    triton.runtime.driver.set_active(driver)
-    try:
-        glu: Any = importlib.import_module("megatron.core.fusions.triton.glu")
-        tensors = torch.zeros(2, 256), None, torch.zeros(2, 128)
-        numbers = 128, 0.0, 1, "silu", False, False, 128
-        for _ in range(2):
-            launching.launch(glu._forward, (2,), tensors, numbers, 4)
-    finally:
-        launching._compiled.clear()
-        glu._forward.device_caches.clear()
-        triton.runtime.driver.set_active(None)
-    first, second = launched
-    assert first[9:] == second[9:] == (*tensors, *numbers)
-    # All but the object for hooks: grid, stream, function, metadata and hooks.
-    assert (*first[:6], *first[7:9]) == (*second[:6], *second[7:9])
+    glu: Any = importlib.import_module("megatron.core.fusions.triton.glu")
+    tensors = torch.zeros(2, 256), None, torch.zeros(2, 128)
+    numbers = 128, 0.0, 1, "silu", False, False, 128
+    hook = triton.knobs.runtime.launch_enter_hook
+    for is_profiled in (False, False, True):
+        if is_profiled:
+            hook.add(print)
+        launching.launch(glu._forward, (2,), tensors, numbers, 4)
+    hook.remove(print)
+    glu._forward.device_caches.clear()
+    by_triton, direct, profiled = launched
+    # Grid, stream, function and metadata; an object for hooks and the hooks; the arguments.
+    assert by_triton[:6] == direct[:6] == profiled[:6]
+    assert direct[6:9] == (None, None, None)
+    assert hook in profiled[6:9]
+    assert by_triton[9:] == direct[9:] == profiled[9:] == (*tensors, *numbers)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 2**20])
 def test_powers_of_2_are_those_of_triton(size: int) -> None:
-    triton = pytest.importorskip("triton")
     assert launching.power_of_2(size) == triton.next_power_of_2(size)

@@ -25,7 +25,7 @@ _LEAST = 64  # rows of a program in backward: then the sums weigh little
 
 def bias_activation(x: Tensor, bias: Tensor, act: str) -> Tensor:
     """Map [..., f], contiguous, and bias [f] to [..., f]; ``act``: see `act_and_slope`."""
-    return _BiasActivation.apply(x, bias, act)
+    return _BiasActivation.call(x, bias, act)
 
 
 class _BiasActivation(Function[Tensor]):

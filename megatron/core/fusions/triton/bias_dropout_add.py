@@ -56,7 +56,7 @@ class _Seam(Function[Tensor]):
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
     """Compute [..., h], [h], [..., h] -> [..., h] in the dtype of ``residual``; all contiguous."""
-    return _Seam.apply(x, bias, residual, prob)
+    return _Seam.call(x, bias, residual, prob)
 
 
 def _launch(

@@ -27,7 +27,7 @@ def glu(
 
     ``act`` is a case of `act_and_slope`.
     """
-    return _GLU.apply(gate_up, weights, act, clamp, offset)
+    return _GLU.call(gate_up, weights, act, clamp, offset)
 
 
 class _Launch(NamedTuple):

@@ -2,22 +2,19 @@
 
 Triton examines every argument of every launch, which takes 10 to 20 microseconds: the eight
 launches of a Llama layer took a third of the host's time.  `launch` keeps the compiled kernel for
-arguments that it has seen, as tests.host_gpu.host_time shows.  Triton
-does not document the launch of a compiled kernel, ``compiled[grid](*arguments)``: where it fails,
-Triton launches the kernel as usual.
+arguments that it has seen, as tests.host_gpu.host_time shows.  Triton does not document the launch
+of a compiled kernel: where it fails, Triton launches the kernel as usual.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import triton
 from torch import Tensor
 
 from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.rank_local import each_rank_owns
-
-if TYPE_CHECKING:
-    import triton
 
 _MOST_KEPT = 4096  # sequences of many lengths have a kernel each
 _compiled: dict[object, Any] = {}
@@ -37,12 +34,13 @@ def launch(
     compiles for dtypes, addresses in multiples of 16, None and some values of integers.
     """
     assert tensors[0] is not None, "a tensor says which device it is"
+    where = tensors[0].get_device()
     kinds = [None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
-    key = id(kernel), tensors[0].get_device(), num_warps, numbers, *kinds
+    key = id(kernel), where, num_warps, numbers, *kinds
     compiled = _compiled.get(key)
     if compiled is not None:
         try:
-            compiled[(*grid, 1, 1)[:3]](*tensors, *numbers)
+            _launch_directly(compiled, where, (*grid, 1, 1)[:3], *tensors, *numbers)
             return
         except (AttributeError, TypeError) as error:
             warn_once(
@@ -55,6 +53,21 @@ def launch(
         if len(_compiled) == _MOST_KEPT:
             _compiled.clear()
         _compiled[key] = result  # None in the interpreter, which compiles nothing
+
+
+def _launch_directly(compiled: Any, where: int, grid: tuple[int, ...], *arguments: object) -> None:
+    """Do what Triton 3.6 to 3.9 do once they have found the compiled kernel.
+
+    ``compiled[grid](*arguments)`` does the same, but creates and passes an object for hooks, of
+    which only profilers have any, and asks twice which device is the current one.
+    """
+    hooks = triton.knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled[grid](*arguments)
+        return
+    stream = triton.runtime.driver.active.get_current_stream(where)
+    function, metadata = compiled.function, compiled.packed_metadata
+    compiled.run(*grid, stream, function, metadata, None, None, None, *arguments)
 
 
 def power_of_2(size: int) -> int:

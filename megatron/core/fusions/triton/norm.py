@@ -112,7 +112,7 @@ class _NormOfSum(Function[tuple[Tensor, Tensor]]):
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Normalise [..., h], contiguous, with weight [h]; LayerNorm with a bias, else RMSNorm."""
-    return _Norm.apply(x, weight, bias, eps)
+    return _Norm.call(x, weight, bias, eps)
 
 
 def norm_of_sum(
@@ -127,7 +127,7 @@ def norm_of_sum(
 
     ``parameters``: weight and bias of the norm, whose dtype the norm has.  All are contiguous.
     """
-    return _NormOfSum.apply(x, bias, residual, *parameters, prob, eps)
+    return _NormOfSum.call(x, bias, residual, *parameters, prob, eps)
 
 
 def _run_forward(

@@ -10,6 +10,8 @@ of width d.  One program handles one token of one sequence.
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,29 +53,25 @@ def _launch(
     s, b, groups, packed_width = packed.shape
     if not packed.numel():
         return
-    half, width = cos.shape[-1], parts[0].shape[-1]
-    block = max(4, power_of_2(half))
-    tail = power_of_2(width)
-    heads = power_of_2(parts[0].shape[2])
+    query, key, value = parts
+    half, heads, width = cos.shape[-1], *query.shape[2:]
     numbers = (
-        *(stride for part in parts for stride in part.stride()[:3]),
-        0 if cos.shape[1] == 1 else half,
-        half * cos.shape[1],
-        b,
-        groups,
-        packed_width // width - 2,
-        width,
-        half,
-        sign,
-        2 if interleaved else 1,
-        2 * half < width,
-        max(1, min(_PAIRS // block, heads)),
-        block,
-        max(1, min(2 * _PAIRS // tail, heads)),
-        tail,
+        *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
+        *(0 if cos.shape[1] == 1 else half, half * cos.shape[1]),
+        *(b, groups, packed_width // width - 2, width, half, sign, 2 if interleaved else 1),
+        *_blocks(half, heads, width),
     )
     tensors = packed, *parts, cos.contiguous(), sin.contiguous()
     launch(_split, (s * b,), tensors, numbers, _WARPS)
+
+
+@cache
+def _blocks(half: int, heads: int, width: int) -> tuple[bool, int, int, int, int]:
+    """Return whether channels are copied, and the blocks of rotated and of copied channels."""
+    block, tail, heads = max(4, power_of_2(half)), power_of_2(width), power_of_2(heads)
+    rotated = max(1, min(_PAIRS // block, heads)), block
+    copied = max(1, min(2 * _PAIRS // tail, heads)), tail
+    return 2 * half < width, *rotated, *copied
 
 
 @triton.jit
