@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--features", nargs="*", default=["grammar"])
     parser.add_argument("--decoder-start", type=int)
     parser.add_argument("--gate", type=Path)
+    parser.add_argument("--chat-template")
     args = parser.parse_args()
     front_end = FrontEndProcess(
         args.host, args.port, api_key_file=args.api_key_file, chat_template=args.chat_template
