@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.runs import ROOT
+from tests.functional.runs import ROOT, run_gpt
 
 
 @pytest.mark.feature("LoRA: an example trains adapters and merges them (examples/post_training)")
@@ -31,3 +31,21 @@ def test_the_example_runs(tmp_path: Path) -> None:
     config = json.loads((folder / "peft" / "adapter_config.json").read_text())
     assert config["r"] == 8
     assert "lm_head" in config["target_modules"]
+
+
+def test_text_is_generated_without_the_layers_that_predict_ahead(tmp_path: Path) -> None:
+    """The base is then loaded in part, so that its hash is another one."""
+    ahead = ("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--train-iters", "1")
+    base, adapters = tmp_path / "base", tmp_path / "adapters"
+    run_gpt(tmp_path / "a", *ahead, "--save", str(base))
+    lora = ("--load", str(base), "--save", str(adapters), "--lora-rank", "2")
+    run_gpt(tmp_path / "b", *ahead, *lora)
+    tool = [sys.executable, "tools/text_generation_cli.py", "--load", str(adapters)]
+    ended = subprocess.run(
+        [*tool, "--num-tokens", "2", "--temperature", "0", "--prompt", "1 2 3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.splitlines()[-1].startswith("1 2 3 ")
