@@ -155,3 +155,21 @@ def test_reward_models_are_equal_in_every_layout(tmp_path, model):
         for other in others:
             found = torch.tensor(losses(other, key), dtype=torch.float64)
             torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.feature("Reward models: the new layer is trained and saved with adapters")
+def test_a_reward_model_with_adapters_goes_on_in_another_layout(tmp_path, model):
+    adapters = "--reward-model --lora-rank 4 --lora-alpha 8 --lora-target-modules all-linear"
+    cache = ["--data-cache-path", str(tmp_path / "cache")]
+    flags = [*flags_of(model), *adapters.split(), *cache]
+    whole = run_gpt(tmp_path / "whole", *flags, base=BASE)
+    save = tmp_path / "save"
+    first = run_gpt(tmp_path / "a", *flags, "--save", str(save), "--exit-interval", "2", base=BASE)
+    base = [flag for flag in BASE if flag != "--finetune"]
+    on = [*flags_of(model, load=save), *adapters.split(), *cache]
+    layout = ["--pipeline-model-parallel-size", "2"]
+    rest = run_gpt(tmp_path / "b", *on, *layout, base=base, world_size=2)
+    found = torch.tensor(losses([*first, *rest], "reward loss"), dtype=torch.float64)
+    expected = torch.tensor(losses(whole, "reward loss"), dtype=torch.float64)
+    torch.testing.assert_close(found, expected, **EXACT)
+    assert expected[-1] < 0.99 * expected[0]

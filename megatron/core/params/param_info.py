@@ -64,6 +64,7 @@ class ParamInfo:
     shared_over: str | None = None
     gathered_as_codes: bool = False  # the distributed optimizer all-gathers it as fp8 codes
     is_duplicate: bool = False  # a copy of a parameter that another rank counts
+    is_new: bool = False  # loaded models do not have it: it is trained with adapters
     part: FlatPart | None = None  # None: this rank holds its complete tensor-parallel shard
     dtype: torch.dtype | None = None  # dtype in which layers compute, if stored in another (FSDP)
 

@@ -72,11 +72,12 @@ class LoraConfig:
 def attach_adapters(model: nn.Module, config: LoraConfig) -> None:
     """Freeze ``model`` and add adapters to the layers that ``config.targets`` selects.
 
-    Their parameters are new, with the device and dtype of the layer, and are initialised by
-    `initialize_parameters`.  No communication.
+    Layers that loaded models do not have stay trainable, without adapters.  Parameters of adapters
+    are new, with the device and dtype of the layer, and are initialised by `initialize_parameters`.
+    No communication.
     """
     for param in model.parameters():
-        param.requires_grad_(False)
+        param.requires_grad_(info_of(param).is_new)
     for name, module, parts in list(_layers(model)):
         selected = {p for target in config.targets for p in targeted_parts(target, name, parts)}
         chosen = [part for part in parts if part in selected]
@@ -97,8 +98,12 @@ def names_in(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
     """Yield global name, layer and parts of each layer that can have an adapter."""
     for local_name, module in model.named_modules():
-        if isinstance(module, Linear | VocabParallelEmbedding):
+        if isinstance(module, Linear | VocabParallelEmbedding) and not _is_new(module):
             yield _global_name(module, local_name), module, tuple(rows_of_parts(module))
+
+
+def _is_new(layer: nn.Module) -> bool:
+    return any(info_of(param).is_new for param in layer.parameters(recurse=False))
 
 
 def is_of_adapter(name: str) -> bool:

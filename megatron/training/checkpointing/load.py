@@ -73,10 +73,10 @@ from megatron.training.checkpointing.restore import (
     restore_scalars,
 )
 from megatron.training.checkpointing.reward_head import (
-    OUTPUT_LAYER,
     REWARD_HEAD,
     begins_reward_model,
     check_begins,
+    without_output_layer,
 )
 from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.checkpointing.save import layout_of
@@ -234,10 +234,10 @@ def _load_folder(
         config = replace(config, no_load_optim=True, no_load_rng=True)
         source = {**source, "weights_only": True}
     common = _on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
-    makes_head = begins_reward_model(parts.asked or {}, common["args"])
+    makes_head = begins_reward_model(parts, common["args"])
     if makes_head:
         check_begins(source, folder)
-        parts = replace(parts, unused=(*parts.unused, OUTPUT_LAYER))
+    parts = without_output_layer(parts)
     explanation = _check_model(parts, common, folder, is_finetuning=source["is_finetuning"])
     at = "" if source["weights_only"] else f" at iteration {common['iteration']}"
     kind = f" {RELEASE}" if folder.name == RELEASE else ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -19,7 +21,7 @@ class RewardModel(GPTModel):
 
     def build_output_layer(self, *, bias: bool = False) -> Any:
         """Build the layer, without an embedding's weight."""
-        return ReplicatedLinear(
+        layer = ReplicatedLinear(
             self.config.hidden_size,
             1,
             config=self.config,
@@ -27,6 +29,8 @@ class RewardModel(GPTModel):
             bias=bias,
             has_partial_gradient=self.config.sequence_parallel,
         )
+        set_info(layer.weight, replace(info_of(layer.weight), is_new=True))
+        return layer
 
     def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
         """Name and initialise the parameters; a checkpoint's output layer is of another shape."""
