@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.convert import convert
 from megatron.training.conversion.source import ConversionRequest
 from tests import tolerances
@@ -18,6 +19,7 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 GOLDEN = json.loads(Path(trl_preference.__file__).with_suffix(".json").read_text())
 OURS = {
@@ -64,9 +66,9 @@ def flags_of(model: Path, batch: int = 2, load: Path | None = None) -> list[str]
     ).split()
 
 
-def assert_equal(found, expected) -> None:
-    """Compare the steps of a run with TRL's."""
-    for theirs, ours in OURS.items():
+def assert_equal(found, expected, names=OURS) -> None:
+    """Compare the steps of a run with TRL's; ``names``: theirs -> ours."""
+    for theirs, ours in names.items():
         numbers = torch.tensor([step[theirs] for step in expected], dtype=torch.float64)
         mine = torch.tensor(losses(found, ours), dtype=torch.float64)
         torch.testing.assert_close(mine, numbers, rtol=2e-5, atol=2e-6)
@@ -138,6 +140,42 @@ def test_wrong_pairs_end_a_run_with_file_and_line(tmp_path, model):
     assert "1 of 5 pairs are wrong:" in said
     assert f"{path}, line 5: chosen and rejected are equal; remove the row" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.feature("Reward models: from Hugging Face and back, with the losses of TRL")
+def test_reward_models_have_the_losses_of_trl_and_go_back(tmp_path, model):
+    hf = tmp_path / "hf"
+    trl_preference.save_tokenizer(hf)
+    trl_preference.tiny_llama("LlamaForSequenceClassification", num_labels=1).save_pretrained(hf)
+    said: list[str] = []
+    request = ConversionRequest(source=hf, target=tmp_path / "base", format="safetensors_dist")
+    convert(request, say=said.append)
+    assert "the logits of 3 prompts agree" in " ".join(said)
+    flags = [*flags_of(model, load=tmp_path / "base"), "--reward-model", "--finetune"]
+    cache = ["--data-cache-path", str(tmp_path / "cache")]
+    found = run_gpt(tmp_path / "run", *flags, *cache, base=BASE)
+    names = {
+        "loss": "reward loss",
+        "grad_norm": "grad-norm",
+        "margin": "reward margin",
+        "accuracy": "reward accuracy",
+    }
+    assert_equal(found, GOLDEN["reward"], names)
+    back = ConversionRequest(source=tmp_path / "base", target=tmp_path / "back", format="hf")
+    convert(back, say=said.append)
+    theirs = load_file(hf / "model.safetensors")
+    ours = load_file(tmp_path / "back" / "model.safetensors")
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+def test_classifiers_of_several_labels_are_refused(tmp_path):
+    hf = tmp_path / "hf"
+    trl_preference.tiny_llama("LlamaForSequenceClassification", num_labels=3).save_pretrained(hf)
+    request = ConversionRequest(source=hf, target=tmp_path / "base", format="safetensors_dist")
+    with pytest.raises(CheckpointError, match="only classifiers of one label"):
+        convert(request, say=lambda text: None)
+    assert not (tmp_path / "base").exists()
 
 
 @pytest.mark.feature("Reward models: the same losses in every layout")

@@ -21,6 +21,7 @@ from megatron.training.conversion.families import FAMILIES, PARTS
 from megatron.training.conversion.family import Config, Family
 from megatron.training.conversion.lazy import Entries, shared_parts, stacked, unstacked
 from megatron.training.conversion.quantized import plain_numbers
+from megatron.training.conversion.reward import is_reward_model, scoring
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule, output_of, size_of, tensors_of
 from megatron.training.models.registry import model_kind
@@ -48,7 +49,8 @@ def family_of(config: Config) -> Family:
         raise CheckpointError(
             f"config.json has model_type {kind}: the families here are {', '.join(FAMILIES)}"
         )
-    return known[str(kind)]
+    family = known[str(kind)]
+    return scoring(family) if is_reward_model(config) else family
 
 
 def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
@@ -288,6 +290,7 @@ def choose_family(shape: ModelShape, wanted: str | None, first: str | None = Non
     nearest: tuple[int, str] | None = None
     for family in map(FAMILIES.__getitem__, names):
         try:
+            family = scoring(family) if shape.is_reward else family
             lacks = list(shape.differences(family.shape(family.config(shape))))
         except CheckpointError as error:  # its config.json would not be supported
             lacks, sentence = [str(error)] * _MANY, f"{family.architecture}: {error}"

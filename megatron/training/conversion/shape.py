@@ -108,6 +108,7 @@ class ModelShape:
     embedding_scale: float = 1.0
     output_scale: float = 1.0  # of the output layer's input
     is_tied: bool = False
+    is_reward: bool = False  # one score in place of the output layer
     num_experts: int | None = None
     expert_layers: tuple[bool, ...] = ()  # whether each layer has experts
     moe_ffn_hidden_size: int | None = None
@@ -168,6 +169,8 @@ class ModelShape:
             (self.moe_router_group_score_topk or 0) * (self.moe_router_group_topk or 0)
         ):
             fill(self, "moe_router_group_score_topk", None)  # the default
+        if self.is_reward:
+            fill(self, "is_tied", False)
         if self.moe_router_topk_scaling_factor == 1:
             fill(self, "moe_router_topk_scaling_factor", None)
         if self.position_embedding_type == "relative" or set(self.pattern) == {"M"}:
@@ -253,6 +256,7 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         "output_scale": 1.0 if m.output_scale is None else m.output_scale or m.hidden_size**-0.5,
         "mtp_num_layers": m.mtp_num_layers or None,
         "is_tied": not lm.untie_embeddings_and_output_weights,
+        "is_reward": run.preference.reward_model,
         "has_binary_head": lm.bert_binary_head,
         "num_experts": m.num_moe_experts,
         "others": tuple(_others(run)),
@@ -281,7 +285,8 @@ def _yarn(m: TransformerConfig, longest: int | None) -> dict[str, float | None]:
 # Fields that `args_of` converts rather than copies.
 _CONVERTED = frozenset(
     "kind vocab_size activation is_gated rope_scaling_factor windows qk_norm softmax_scale "
-    "embedding_scale output_scale is_tied expert_layers has_binary_head pattern others".split()
+    "embedding_scale output_scale is_tied is_reward expert_layers has_binary_head pattern "
+    "others".split()
 )
 
 
@@ -314,6 +319,7 @@ def args_of(shape: ModelShape) -> dict[str, object]:
         values["output_scale"] = 0.0 if is_root else shape.output_scale
     return values | {
         "model_kind": shape.kind,
+        "reward_model": shape.is_reward,
         "seq_length": shape.max_position_embeddings,
         "group_query_attention": shape.num_query_groups != shape.num_attention_heads,
         "rotary_base": int(shape.rotary_base),

@@ -33,7 +33,9 @@ BESIDE = "huggingface"  # folder next to iter_*: config.json, tokenizer, generat
 _EMBEDDING = "embedding.word_embeddings.weight"
 # Arguments that define a model, besides those of --use-checkpoint-args; values that every run
 # needs to be resolved.
-_MORE = ("bias_gelu_fusion", "bias_swiglu_fusion", "tokenizer_model", "encoder_num_layers")
+_MORE = (
+    "bias_gelu_fusion bias_swiglu_fusion tokenizer_model encoder_num_layers reward_model".split()
+)
 TO_RESOLVE = {"skip_train": True, "micro_batch_size": 1, "transformer_impl": "local"}
 
 

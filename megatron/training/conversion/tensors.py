@@ -169,7 +169,9 @@ def _embedding(shape: ModelShape) -> Named:
 
 
 def _output(shape: ModelShape) -> Named:
-    if not shape.is_tied:
+    if shape.is_reward:
+        yield "score.weight", "1 h"
+    elif not shape.is_tied:
         yield output_of(shape), "*v h"
 
 

@@ -80,13 +80,15 @@ def _their_logits(folder: Path, run: RunConfig, prompts: Tensor) -> list[Tensor]
     transformers = optional.require("transformers", "comparing logits")
     transformers.utils.logging.disable_progress_bar()
     kind = model_kind_of(run)
-    auto = kind.transformers_class
+    auto = "SequenceClassification" if is_reward(run) else kind.transformers_class
     if kind.has_masked_lm_head and run.language_model.bert_binary_head:
         auto = "PreTraining"
     options = {"local_files_only": True, "trust_remote_code": False}
     model = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", **options
     )
+    if is_reward(run):
+        model.config.pad_token_id = None  # prompts have no padding
     return list(their_outputs(model.eval(), run, prompts))
 
 
@@ -108,6 +110,8 @@ def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Ten
         config: Any = model.config
         seen = _with_images(run, ids, config.image_token_id)
         yield model(input_ids=seen.ids, use_cache=False, **seen.theirs).logits
+    elif is_reward(run):
+        yield torch.cat([model(row.unsqueeze(0), use_cache=False).logits for row in ids])
     elif kind.has_encoder:
         yield model(input_ids=ids, decoder_input_ids=ids.flip(1), use_cache=False).logits
     elif kind.has_masked_lm_head:
@@ -124,6 +128,8 @@ def our_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tenso
         seen = _with_images(run, ids, None)
         places = torch.arange(seen.ids.shape[1]).expand_as(seen.ids)
         yield model(input_ids=seen.ids, position_ids=places, **seen.ours)[0]
+    elif is_reward(run):
+        yield model(ids, torch.arange(ids.shape[1]).expand_as(ids), None, labels=ids)[:, -1:]
     elif kind.has_encoder:
         yield model(ids, ids.flip(1))
     elif kind.has_masked_lm_head:
@@ -131,6 +137,11 @@ def our_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tenso
         yield from (logits for logits in model(ids, None, types) if logits is not None)
     else:
         yield model(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+
+
+def is_reward(run: RunConfig) -> bool:
+    """Return whether the model's output is a score, which is compared for the last token."""
+    return run.preference.reward_model
 
 
 def _image_token(hf_folder: Path) -> int:

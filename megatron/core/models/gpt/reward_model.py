@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
@@ -37,6 +38,10 @@ class RewardModel(GPTModel):
         super().finalize_parameters(
             *stacks, rename=(rename or {}) | {"output_layer.weight": "score.weight"}
         )
+
+    def logits(self, hidden: Tensor, *, gather: bool) -> Tensor:
+        """Raise ConfigError: there are no logits."""
+        raise ConfigError("a reward model scores tokens and generates none: pass labels")
 
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Map hidden states [s, b, h], or [s/tp, b, h], to the score of each token [b, s], float32.

@@ -1,0 +1,53 @@
+"""Reward models: families of language models with one score in place of the output layer.
+
+Hugging Face calls them sequence classifiers of one label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.core.config.errors import CheckpointError
+from megatron.training.conversion.family import Config, Family, Field, Values
+from megatron.training.conversion.shape import ModelShape
+
+CLASSIFIER = "ForSequenceClassification"
+_LANGUAGE_MODEL = "ForCausalLM"
+_LABELS: Values = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def is_reward_model(config: Config) -> bool:
+    """Return whether config.json names a sequence classifier."""
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and str(architectures[:1]).endswith(f"{CLASSIFIER}']")
+
+
+def scoring(family: Family) -> Family:
+    """Return the family of the reward models of ``family``.
+
+    Raises CheckpointError if that is no family of left-to-right language models.
+    """
+    if not family.architecture.endswith(_LANGUAGE_MODEL) or family.kind != "gpt":
+        raise CheckpointError(f"{family.model_type}: its sequence classifiers are not converted")
+    return replace(
+        family,
+        architecture=family.architecture.replace(_LANGUAGE_MODEL, CLASSIFIER),
+        fields=(*family.fields, Field(_check_labels, _labels)),
+        outside={**family.outside, "score": "score"},
+        always={**family.always, "is_reward": True},
+    )
+
+
+def _labels(shape: ModelShape) -> Values:
+    return dict(_LABELS)
+
+
+def _check_labels(config: Config) -> Values:
+    """Raise CheckpointError unless the classifier has one label."""
+    number = len(config.get("id2label", (0, 1)))
+    if number != 1:
+        raise CheckpointError(
+            f"config.json has {number} labels: only classifiers of one label, which are reward "
+            "models, can be converted"
+        )
+    return {}
