@@ -45,6 +45,7 @@ from megatron.training.conversion.image_classifier import (
     is_image_classifier,
 )
 from megatron.training.conversion.lazy import made_ahead
+from megatron.training.conversion.reward import as_classifier
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.source import BESIDE as BESIDE
 from megatron.training.conversion.source import HF as HF
@@ -291,6 +292,8 @@ def _language_model(
     """Return config.json and the tensors of a model that reads text alone."""
     shape = shape_of(run, vocab_size_of(source, wanted))
     came_with = config_beside(source)
+    if shape.is_reward:
+        came_with = as_classifier(came_with)
     family = hf.choose_family(shape, wanted.family, str(came_with.get("model_type")))
     tensors = hf.export_model(shape, weights, family)
     if _describes(came_with, family, shape):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.training.conversion.family import Config, Family, Field, Values
 from megatron.training.conversion.shape import ModelShape
 
@@ -36,6 +37,14 @@ def scoring(family: Family) -> Family:
         outside={**family.outside, "score": "score"},
         always={**family.always, "is_reward": True},
     )
+
+
+def as_classifier(config: Config) -> JsonObject:
+    """Return the config.json of a language model as that of its reward model."""
+    if is_reward_model(config) or not config:
+        return dict(config)
+    names = [name.replace(_LANGUAGE_MODEL, CLASSIFIER) for name in config.get("architectures", ())]
+    return {**config, "architectures": names, **_LABELS}
 
 
 def _labels(shape: ModelShape) -> Values:

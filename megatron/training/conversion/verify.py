@@ -83,12 +83,12 @@ def _their_logits(folder: Path, run: RunConfig, prompts: Tensor) -> list[Tensor]
     auto = "SequenceClassification" if is_reward(run) else kind.transformers_class
     if kind.has_masked_lm_head and run.language_model.bert_binary_head:
         auto = "PreTraining"
-    options = {"local_files_only": True, "trust_remote_code": False}
+    options: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
+    if is_reward(run):
+        options["pad_token_id"] = None  # prompts have no padding
     model = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", **options
     )
-    if is_reward(run):
-        model.config.pad_token_id = None  # prompts have no padding
     return list(their_outputs(model.eval(), run, prompts))
 
 

@@ -340,7 +340,7 @@ class SFTDataset(MegatronDataset):
         long = np.flatnonzero(self._aligned(lengths).sum(1) > s)
         if len(long):
             lengths[long] = self._cut(lengths[long], s) if self.config.truncates else 0
-            for number in long:
+            for number in long.tolist():
                 if not self._all_have_loss(number, lengths[number]):
                     lengths[number] = 0
             num_left_out = int(np.count_nonzero(lengths[long].sum(1) == 0))

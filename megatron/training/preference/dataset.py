@@ -86,7 +86,7 @@ class PreferenceDataset(SFTDataset):
     @property
     def num_answers(self) -> int:
         """Number of answers of all rows of the data, of other splits too."""
-        return len(ANSWERS) * len(self.dataset)
+        return len(self.encoded.ends)
 
     def answers(self, idx: int) -> list[int]:
         """Return the numbers of the answers in row ``idx``, in order."""

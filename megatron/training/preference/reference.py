@@ -106,7 +106,8 @@ def _references(
 def _all_pairs(run: Runtime, config: PreferenceDatasetConfig, path: str) -> PreferenceDataset:
     cls = implementation_of(run.config).datasets[run.config.data.mock_data]
     pairs = cls.build_low_level_dataset(path or None, config)
-    made = cls(pairs, path, np.arange(len(pairs)), None, Split.train, config)
+    rows = np.arange(cls.numel_low_level_dataset(pairs))
+    made = cls(pairs, path, rows, None, Split.train, config)
     assert isinstance(made, PreferenceDataset), "of this objective"
     return made
 
@@ -121,7 +122,8 @@ def _folders(run: Runtime, config: PreferenceDatasetConfig) -> list[str]:
 def _digest(pairs: PreferenceDataset, weights: str) -> str:
     """Return a digest of the weights, of all tokens, and of how long answers are cut."""
     digest = hashlib.sha256(weights.encode())
-    for array in (*pairs.encoded, pairs.kept_lengths):
+    rows = pairs.encoded
+    for array in (rows.tokens, rows.is_trained, rows.ends, pairs.kept_lengths):
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()[:32]
 
