@@ -142,6 +142,30 @@ def test_wrong_pairs_end_a_run_with_file_and_line(tmp_path, model):
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("objective", ["--sft", "--dpo-beta 0.1", "--reward-model"])
+def test_losses_of_experts_keep_their_weight(tmp_path, model, objective):
+    """A strong balance loss dominates the gradient: its norm must not depend on the objective.
+
+    The loss of --sft is divided by tokens, that of pairs by pairs.
+    """
+    rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in trl_preference.ROWS]
+    if objective == "--sft":
+        rows = [{"prompt": r["prompt"], "completion": r["chosen"]} for r in rows]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    moe = (
+        "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --lr 1e-3 "
+        "--seq-length 64 --max-position-embeddings 64 --train-iters 1 --eval-iters 0 "
+        "--log-interval 1 --num-workers 0 --tokenizer-type HuggingFaceTokenizer --num-experts 4 "
+        "--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e4 "
+        "--position-embedding-type rope --micro-batch-size 1 --hidden-dropout 0 "
+        f"--attention-dropout 0 --tokenizer-model {model / 'hf'} --train-data-path {path} "
+        f"--global-batch-size 2 --untie-embeddings-and-output-weights {objective}"
+    ).split()
+    (norm,) = losses(run_gpt(tmp_path, base=moe), "grad-norm")
+    assert 1.6e4 < norm < 2.2e4, norm
+
+
 @pytest.mark.feature("Reward models: from Hugging Face and back, with the losses of TRL")
 def test_reward_models_have_the_losses_of_trl_and_go_back(tmp_path, model):
     hf = tmp_path / "hf"

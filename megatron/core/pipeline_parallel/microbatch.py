@@ -73,12 +73,15 @@ class LossRule:
         # Gradients are averaged over dp and cp: the factor keeps the sum over cp.
         return loss * (cp_size / self.num_microbatches)
 
-    def aux_weight(self, grad_scale_func: Callable[[Tensor], Tensor] | None) -> float | Tensor:
+    def aux_weight(
+        self, grad_scale_func: Callable[[Tensor], Tensor] | None, loss_share: float = 1.0
+    ) -> float | Tensor:
         """Return the factor of the gradient of auxiliary losses, which layers add to the graph.
 
-        An auxiliary loss counts once per micro-batch; with a loss per token, once per token.
+        An auxiliary loss counts once per micro-batch; with a loss per token, once per token, times
+        ``loss_share`` (`StepHooks`).
         """
-        weight = 1.0 if self.per_token else self.cp_group.size() / self.num_microbatches
+        weight = loss_share if self.per_token else self.cp_group.size() / self.num_microbatches
         if grad_scale_func is None:
             return weight
         return grad_scale_func(torch.full((), weight, device=device.current()))

@@ -136,7 +136,7 @@ def forward_backward(
         hooks.first_microbatch_func()
     if not forward_only:
         for aux_losses in aux_losses_of(chunks):
-            aux_losses.begin(task.rule.aux_weight(hooks.grad_scale_func))
+            aux_losses.begin(task.rule.aux_weight(hooks.grad_scale_func, hooks.loss_share))
         for i, chunk in enumerate(chunks):
             for graphs in graphs_of(chunk):
                 graphs.begin_step(most_in_flight(plan[rank], i))

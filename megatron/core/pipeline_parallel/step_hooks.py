@@ -30,6 +30,9 @@ class StepHooks:
     loss_check_func: Callable[[Tensor, int], None] | None = None
     # Called with the kind of each pass of a micro-batch before the pass begins.
     pass_func: Callable[[PassKind], None] | None = None
+    # What a loss per token is divided by, as share of all tokens.  Auxiliary losses are means over
+    # all tokens, and have to keep their weight beside a loss of few tokens, or of pairs of answers.
+    loss_share: float = 1.0
     timers: Timers | None = None
     # Whether timers of level 1 synchronise all ranks before they start.
     barrier_with_level_1_timers: bool = True

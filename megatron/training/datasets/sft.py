@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training.config.run import RunConfig
+from megatron.training.config.run import SFT, RunConfig
 from megatron.training.datasets.sft_dataset import MockSFTDataset, SFTDataset, SFTDatasetConfig
 from megatron.training.models.gpt import build_gpt_model
 from megatron.training.models.kind import (
@@ -18,6 +19,8 @@ from megatron.training.models.kind import (
     ModelImplementation,
     TensorSpec,
 )
+from megatron.training.models.registry import implementation_of
+from megatron.training.runtime.runtime import Runtime
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
 
 
@@ -36,6 +39,29 @@ def sft_settings(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
         "alignment": data.sft_alignment,
         "truncates": data.sft_long_conversations == "truncate",
     }
+
+
+def set_loss_share(run: Runtime, config: SFTDatasetConfig) -> dict[str, Any]:
+    """Set ``run.loss_share`` to that of the training data, for the auxiliary losses of experts.
+
+    The loss is divided by the number of trained tokens, or of pairs of answers.  Returns no
+    settings.  Collective over all ranks.
+    """
+    if run.config.model.num_moe_experts is None:
+        return {}
+    counts = [0, 0]
+    if run.is_rank_0:
+        cls = implementation_of(run.config).datasets[run.config.data.mock_data]
+        blend = config.blend if config.blend is not None else (config.blend_per_split or [None])[0]
+        for path in blend[0] if blend is not None else [None]:
+            source: Any = cls.build_low_level_dataset(path, config)
+            rows = source.encoded(config)
+            is_of_pairs = run.config.objective != SFT
+            counts[0] += len(rows.ends) // 2 if is_of_pairs else int(rows.is_trained.sum())
+            counts[1] += len(rows.tokens) - len(rows.ends)
+    num_losses, num_tokens = broadcast_json(counts, run.groups.world)
+    run.loss_share = num_losses / max(1, num_tokens)
+    return {}
 
 
 def sft_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
@@ -86,4 +112,5 @@ GPT_SFT = ModelImplementation(
     batch=sft_batch,
     apply=apply_sft,
     joins_rows=True,
+    prepare_data=set_loss_share,
 )

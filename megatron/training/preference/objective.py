@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt.reward_model import RewardModel
 from megatron.training.config import run
 from megatron.training.config.run import RunConfig
-from megatron.training.datasets.sft import GPT_SFT, sft_batch, sft_settings
+from megatron.training.datasets.sft import GPT_SFT, set_loss_share, sft_batch, sft_settings
 from megatron.training.models.gpt import gpt_layer_spec
 from megatron.training.models.kind import BatchTable, TensorSpec, language_arguments
 from megatron.training.preference.dataset import (
@@ -65,4 +65,4 @@ DPO = replace(
     loss=preference_loss,
     prepare_data=references_of_data,
 )
-REWARD = replace(DPO, build=build_reward_model, loss=reward_loss, prepare_data=None)
+REWARD = replace(DPO, build=build_reward_model, loss=reward_loss, prepare_data=set_loss_share)

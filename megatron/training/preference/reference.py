@@ -32,7 +32,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.data.batch import next_batch
 from megatron.training.data.loaders import chunk_iterators, reads_data
-from megatron.training.datasets.sft import apply_sft
+from megatron.training.datasets.sft import apply_sft, set_loss_share
 from megatron.training.models.kind import Batch
 from megatron.training.models.registry import implementation_of
 from megatron.training.preference.dataset import PreferenceDataset, PreferenceDatasetConfig
@@ -51,6 +51,7 @@ def references_of_data(run: Runtime, config: PreferenceDatasetConfig) -> dict[st
 
     Raises CheckpointError if a run goes on, and the files of its beginning are gone.
     """
+    set_loss_share(run, config)
     state = run.objective_state or {}
     begins = _WEIGHTS not in state
     parts = RunParts(model_chunks=run.model_chunks, groups=run.groups)

@@ -105,6 +105,7 @@ class RolloutTraining(Callback):
             self.metrics["rollout tokens/s"] = tokens_per_s
         assert self._round is not None, "a round has begun"
         run.config = trimmed(self._config, self._round.rollouts)
+        run.loss_share = 1 / run.config.data.seq_length  # the loss is divided by rollouts
         index = step_index(run.config, run.config.training.seed, number, position, size)
         self._batches = step_batches(run.config, self._round, index, run.groups.dp.rank())
         is_last = position + size == num_rollouts * rl.grpo_iterations

@@ -212,6 +212,7 @@ class Runtime:
     process_non_loss_data_func: Callable[..., Any] | None = None
     non_loss_data_func: Callable[..., Any] | None = None
     step_graph: StepGraph | None = None  # with --cuda-graph-scope full_iteration
+    loss_share: float = 1.0  # see `StepHooks`
     dataset_settings: dict[str, Any] = field(default_factory=dict)  # computed by `prepare_data`
     train_data: Any = None  # iterator; with several model chunks a list of one per chunk
     train_loader: Any = None  # of the program, with --dataloader-type external

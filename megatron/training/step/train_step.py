@@ -227,6 +227,7 @@ def forward_backward(
         finalize_model_grads_func=partial(_finalize, run, check),
         loss_check_func=check,
         pass_func=partial(_begin_pass, run),
+        loss_share=run.loss_share,
         timers=None if forward_only else run.timers,  # evaluation is not training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )
