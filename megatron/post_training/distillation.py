@@ -73,8 +73,8 @@ class DistillationModel(MegatronModule):
             student.loss_runner = self._losses
             teacher.loss_runner = _hidden_states
             for pair in kd.intermediate_layer_pairs:
-                for which, (model, index) in enumerate(zip((student, teacher), pair, strict=False)):
-                    self._keep_output(which, model, index)
+                self._keep_output(0, student, pair.student)
+                self._keep_output(1, teacher, pair.teacher)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the hidden states of both models that the previous stage sent."""

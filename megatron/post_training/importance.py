@@ -94,7 +94,8 @@ class Importance:
             self._add(key(index, EXPERTS), total[:-1])
 
         self._after(layer, add_layer)
-        norms = partial(_norms_of_heads, layer.config.kv_channels)
+        config: Any = layer.config
+        norms = partial(_norms_of_heads, config.kv_channels)
         for name, module in layer.named_modules():
             if name in ("input_layernorm", "pre_mlp_layernorm"):
                 self._after(module, self._add_channels)
@@ -135,5 +136,6 @@ def _absolute(x: Tensor) -> Tensor:
 
 def _norms_of_heads(width: int, x: Tensor) -> Tensor:
     """Return the sum over tokens of the norm of each head's output: [s, b, n d] -> [n]."""
-    heads = x.float().unflatten(-1, (-1, width))
-    return heads.norm(dim=-1).flatten(0, -2).sum(0, dtype=torch.float64)
+    heads: Tensor = x.float().unflatten(-1, (-1, width))
+    norms: Tensor = heads.norm(dim=-1)
+    return norms.flatten(0, -2).sum(0, dtype=torch.float64)

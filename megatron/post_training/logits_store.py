@@ -61,7 +61,7 @@ class StoreSettings:
 class StoredRows(NamedTuple):
     """Entries of samples: sample keys [n], ids and log-probabilities [n, s, k], -inf for none."""
 
-    index: Tensor
+    sample: Tensor
     checksum: Tensor
     ids: Tensor
     log_probs: Tensor
@@ -96,13 +96,13 @@ def read_settings(folder: str | os.PathLike[str], flag: str) -> StoreSettings:
     what = f"{flag} {folder}: {SETTINGS}"
     try:
         values = json.loads(read_text(path, what, DataError, "a folder of --logits-save-dir"))
-        sizes = [int(values[name]) for name in ("vocab_size", "seq_length", "top_k")]
-        is_valid = values["dtype"] in _DTYPES and min(sizes) > 0
+        sizes = {name: int(values[name]) for name in ("vocab_size", "seq_length", "top_k")}
+        is_valid = values["dtype"] in _DTYPES and min(sizes.values()) > 0
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{what} is damaged: {error!r}; save the store again") from None
     if not is_valid:
         raise DataError(f"{what} is damaged: {values}; save the store again")
-    return StoreSettings(*sizes, values["dtype"])
+    return StoreSettings(**sizes, dtype=str(values["dtype"]))
 
 
 def write_rows(
@@ -120,7 +120,7 @@ def write_rows(
         for a, b in zip(ids.split(sizes), log_probs.split(sizes), strict=True)
     ]
     tensors = {
-        "index": torch.cat([x.index for x in rows]),
+        "index": torch.cat([x.sample for x in rows]),
         "checksum": torch.cat([x.checksum for x in rows]),
         "damage": torch.tensor(damage, dtype=torch.int64),
         "counts": counts,

@@ -211,7 +211,7 @@ def _best_heads(
     groups = _best(each.sum(1).tolist(), num_groups)
     assert groups is not None
     heads = [
-        _best(each[group].tolist(), num_heads // num_groups) + group * each.shape[1]  # type: ignore
+        _best(each[group].tolist(), num_heads // num_groups) + group * each.shape[1]
         for group in groups.tolist()
     ]
     return groups, torch.cat(heads)

@@ -301,7 +301,7 @@ class _Wrapped(Dataset[Any]):
 
     def __init__(self, samples: Any) -> None:
         assert isinstance(samples, Sized)
-        self.samples = samples
+        self.samples: Any = samples
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -332,8 +332,9 @@ class _WithEntries(_Wrapped):
     def __getitem__(self, index: int | None) -> dict[str, Any]:
         sample = dict(self.samples[index])
         entries = no_entries(self.settings)
-        if index in self.trained and self.store is not None and index in self.store:
-            entries = self.store.entries(index, checksum_of(sample))
+        store = self.store
+        if store is not None and index is not None and index in self.trained and index in store:
+            entries = store.entries(index, checksum_of(sample))
         return sample | dict(zip((_IDS, _LOG_PROBS), entries, strict=True))
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -200,7 +201,7 @@ class LinearAdapter(nn.Module):
         info = replace(info, name=f"{layer}{_INSIDE}{own}")
         self.register_parameter(own, new_parameter(shape, self.dtype, info))
 
-    def matrices(self, matrix: str) -> list[nn.Parameter]:
+    def matrices(self, matrix: str) -> list[Tensor]:
         """Return ``matrix`` ("a" or "b") of each part."""
         return [self.get_parameter(f"{part}_{matrix}" if part else matrix) for part in self.parts]
 
@@ -306,28 +307,27 @@ def _shape_of(layer: Linear) -> _Shape:
             shard_index=tp.rank(),
             shard_count=tp.size(),
         )
-        local, dtype = (layer.output_size // tp.size(), layer.input_size), layer.dtype
+        rows, columns, dtype = layer.output_size // tp.size(), layer.input_size, layer.dtype
     else:
-        info, local, dtype = info_of(weight), tuple(weight.shape), weight.dtype
+        info = info_of(weight)
+        rows, columns = weight.shape
+        dtype = weight.dtype
     plain = _plain(info)
-    common = {"info": info, "local_rows": local[0], "local_columns": local[1], "dtype": dtype}
+    shape = partial(_Shape, info=info, local_rows=rows, local_columns=columns, dtype=dtype)
     if isinstance(layer, ColumnParallelLinear):
         group = layer.grad_group
         is_partial = info.shard_count > 1 and (layer.sequence_parallel or group is None)
-        return _Shape(
+        return shape(
             info_of_a=_unsharded(info, is_partial=is_partial),
             info_of_b=plain,
             group=group,
             is_sequence_sharded=layer.sequence_parallel,
             forks_for_tokens=layer.sequence_parallel or (info.is_expert and info.shard_count == 1),
-            **common,
         )
     if isinstance(layer, RowParallelLinear):
         is_partial = info.shard_count > 1
-        return _Shape(info_of_a=plain, info_of_b=_unsharded(info, is_partial=is_partial), **common)
-    return _Shape(
-        info_of_a=plain, info_of_b=plain, forks_for_tokens=info.sequence_parallel, **common
-    )
+        return shape(info_of_a=plain, info_of_b=_unsharded(info, is_partial=is_partial))
+    return shape(info_of_a=plain, info_of_b=plain, forks_for_tokens=info.sequence_parallel)
 
 
 def _plain(info: ParamInfo) -> ParamInfo:
