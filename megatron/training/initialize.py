@@ -34,6 +34,7 @@ from megatron.core.num_microbatches_calculator import (
     install_num_microbatches_calculator,
 )
 from megatron.core.parallel import parallel_state
+from megatron.core.parallel.group_threads import end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import plan
@@ -68,7 +69,7 @@ from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.schedule import number_of_train_iters
 from megatron.training.runtime.setup import setup_tokenizer
 from megatron.training.runtime.step_graph import StepGraph
-from megatron.training.shutdown import end_group_threads_at_exit, shut_down
+from megatron.training.shutdown import shut_down
 from megatron.training.step.rerun import install_state_machine
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]

@@ -1,9 +1,6 @@
-"""The end of a run: clear the global state, destroy the process groups, end their threads."""
+"""The end of a run: clear the global state, destroy the process groups."""
 
 from __future__ import annotations
-
-import atexit
-import gc
 
 import torch.distributed as dist
 
@@ -42,15 +39,3 @@ def shut_down(run: Runtime | None = None) -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def end_group_threads_at_exit() -> None:
-    """Free the process groups before the interpreter finalizes, which ends the threads of gloo.
-
-    Such a thread may hold the last reference to a tensor of the last collective.  If it drops the
-    reference after finalization has begun, Python ends the thread inside a C++ destructor, and the
-    process aborts: "terminate called without an active exception".  `shut_down` alone does not free
-    the groups, because the objects of a run refer to each other.
-    """
-    atexit.unregister(gc.collect)
-    atexit.register(gc.collect)

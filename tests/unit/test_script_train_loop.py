@@ -9,11 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.compat import checkpointing, global_vars, train_loop
-from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.initialize import initialize_megatron
 from megatron.training.yaml_arguments import core_transformer_config_from_yaml
 from tests.unit.arguments.commands import run_of
@@ -77,12 +74,3 @@ def test_process_groups_are_always_made():
 def test_a_yaml_file_gives_the_config_of_its_values():
     args = argparse.Namespace(**flat_values(run_of("--swiglu")))
     assert core_transformer_config_from_yaml(args).gated_linear_unit
-
-
-def test_conversations_are_refused_by_name():
-    config = GPTDatasetConfig(random_seed=1, sequence_length=8)
-    builder = BlendedMegatronDatasetBuilder(SFTDataset, [1, 0, 0], lambda: True, config)
-    with pytest.raises(ConfigError, match="SFTDataset: fine-tuning on conversations is not avail"):
-        builder.build()
-    with pytest.raises(ConfigError, match="SFTDataset: fine-tuning"):
-        SFTDataset.numel_low_level_dataset(None)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.parallel.communicators import Communicators
+from megatron.core.parallel.group_threads import end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
@@ -78,6 +79,7 @@ def initialize_model_parallel(
         encoder_stages=encoder_pipeline_model_parallel_size,
     )
     install(groups)
+    end_group_threads_at_exit()
 
 
 def destroy_model_parallel() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NoReturn
 
+from megatron.core.config.errors import ConfigError
 from megatron.training.arguments import config_keys
 from megatron.training.arguments.sections import options_by_dest
 from megatron.training.arguments.suggestions import suggestion
@@ -25,6 +27,24 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, usage=usage, allow_abbrev=False)
         self.problems: list[str] = []
         self.warnings: list[str] = []
+
+    @contextlib.contextmanager
+    def may_replace(self, flags: Collection[str]) -> Iterator[None]:
+        """Let a program add flags of its own that replace ``flags``.
+
+        Raises ConfigError at the end for another flag that is added a second time.
+        """
+        before = dict(self._option_string_actions)
+        self.conflict_handler = "resolve"
+        yield
+        self.conflict_handler = "error"
+        after = self._option_string_actions
+        for flag, action in before.items():
+            if flag not in flags and after.get(flag) is not action:
+                raise ConfigError(
+                    f"the program adds the flag {flag}, which exists: give its flag another name, "
+                    "or read the value of this one"
+                )
 
     def read_value(self, action: argparse.Action, text: str) -> object:
         """Parse one word for ``action``; on an error record the message and return None."""

@@ -10,13 +10,17 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from megatron.core.config.option import flag_of, options_of
 from megatron.training.arguments.argument_parser import Parser
 from megatron.training.arguments.config_file import read_config_file, set_defaults_from
 from megatron.training.arguments.describe import help_line
 from megatron.training.arguments.options import add_options, groups_of
 from megatron.training.arguments.sections import ALL_CLASSES, flags_and_defaults
+from megatron.training.config.mimo import MimoConfig
 from megatron.training.process.user_code import modules_to_import, problems_of_imports
 
+# Flags of examples/mimo/train.py, whose general names other programs have for flags of their own.
+_OF_ONE_PROGRAM = frozenset(flag_of(f, opt) for f, opt in options_of(MimoConfig))
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
 
 
@@ -30,7 +34,8 @@ def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser
     for config_class in ALL_CLASSES:
         add_options(groups, config_class, help_line)
     if extra_args_provider is not None:
-        extended = extra_args_provider(parser)
+        with parser.may_replace(_OF_ONE_PROGRAM):
+            extended = extra_args_provider(parser)
         if isinstance(extended, Parser):
             parser = extended
     return parser

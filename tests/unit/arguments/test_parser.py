@@ -6,6 +6,7 @@ import argparse
 
 import pytest
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.config.parse import int_pair, layer_frequency, member_of, strict_bool
 from megatron.core.enums import AttnBackend
 from megatron.training.arguments.options import GROUPS
@@ -189,3 +190,22 @@ def test_words_for_truth_are_strict() -> None:
 def test_pairs_and_members_are_read() -> None:
     assert int_pair("(128, 0)") == int_pair("128,0") == (128, 0)
     assert member_of(AttnBackend)("flash") is AttnBackend.flash
+
+
+def test_a_program_may_have_a_flag_that_only_another_program_reads() -> None:
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument_group("mine").add_argument("--model-provider", choices=("gpt", "mamba"))
+        return parser
+
+    args = parse_args(add, argv=["--model-provider", "mamba"])
+    assert args.model_provider == "mamba"
+    assert parse_args(argv=[]).model_provider == "mock"
+
+
+def test_a_program_cannot_replace_other_flags() -> None:
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--seed", type=int)
+        return parser
+
+    with pytest.raises(ConfigError, match="the program adds the flag --seed, which exists"):
+        parse_args(add, argv=[])

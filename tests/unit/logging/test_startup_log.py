@@ -99,7 +99,7 @@ def test_each_exchange_of_a_divided_sequence_names_what_computes_it(
             "--multi-latent-attention --position-embedding-type rope --qk-head-dim 128 "
             "--qk-pos-emb-head-dim 64 --kv-lora-rank 64",
             "fused",
-            "only a GPU shows whether cuDNN takes values narrower than keys",
+            "chosen",
         ),
     ],
 )
