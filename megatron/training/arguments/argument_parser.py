@@ -35,9 +35,12 @@ class Parser(argparse.ArgumentParser):
         Raises ConfigError at the end for another flag that is added a second time.
         """
         before = dict(self._option_string_actions)
-        self.conflict_handler = "resolve"
+        takers = self, self._optionals  # of new groups, and of flags outside of groups
+        for taker in takers:
+            taker.conflict_handler = "resolve"
         yield
-        self.conflict_handler = "error"
+        for taker in takers:
+            taker.conflict_handler = "error"
         after = self._option_string_actions
         for flag, action in before.items():
             if flag not in flags and after.get(flag) is not action:
