@@ -117,7 +117,7 @@ def run_virtual_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> li
 def default_backend(world_size: int) -> str:
     """nccl beside gloo where every rank has a GPU of its own, else gloo."""
     if host_gpu.is_asked():
-        return "cpu:gloo,cuda:gloo"
+        return host_gpu.LIKE_BOTH
     return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= world_size else "gloo"
 
 

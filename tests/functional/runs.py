@@ -51,7 +51,8 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
     With --optimizer-cpu-offload or --cpu-offloading, host memory counts as separate from device
     memory, as on a GPU, and small activations are offloaded too.
     """
-    argv = [*argv, "--device", "cuda"] if host_gpu.is_asked() else argv
+    is_virtual = "--virtual-ranks" in argv  # threads, which run on the host
+    argv = [*argv, "--device", "cuda"] if host_gpu.is_asked() and not is_virtual else argv
     kind = argv[argv.index("--model-kind") + 1] if "--model-kind" in argv else "gpt"
     entry, script = entry_of(kind), model_kind(kind).entry_script
     with (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import device
 from megatron.core.config.errors import CheckpointError
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
@@ -20,6 +21,7 @@ from megatron.training.inference.generation import Writer, open_writer
 from megatron.training.inference.refit import TrainingEngine, open_engine
 from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.state import StepResult
+from tests import host_gpu
 from tests.functional.runs import losses, run_gpt
 from tests.ranks import run_ranks
 
@@ -79,10 +81,11 @@ def training_log_probs(run: Runtime, prompt: list[int]) -> list[float]:
     """Return the log-probabilities that the forward pass of training gives a prompt's tokens."""
     (model,) = run.model_chunks
     even = [*prompt, 0] if len(prompt) % 2 else prompt  # for sequence parallelism
-    tokens = torch.tensor([even])
-    labels = torch.tensor([[*even[1:], 0]])
+    where = device.current()
+    tokens = torch.tensor([even], device=where)
+    labels = torch.tensor([[*even[1:], 0]], device=where)
     model.eval()
-    losses = model(tokens, torch.arange(len(even))[None], None, labels=labels)
+    losses = model(tokens, torch.arange(len(even), device=where)[None], None, labels=labels)
     model.train()
     return [-x for x in losses[0, : len(prompt) - 1].tolist()]
 
@@ -146,6 +149,7 @@ def test_an_engine_in_training_writes_what_one_of_the_checkpoint_writes(
     assert lines[0][1] != lines[1][1], "training has changed nothing"
 
 
+@pytest.mark.skipif(host_gpu.is_asked(), reason="--batch-invariant-mode runs on a CPU only")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_batch_invariant_run_computes_the_bits_of_its_engine(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 ASKED = "TESTS_HOST_GPU"  # the compiled device; set where a process is to find a GPU
+# Backends of ranks with gloo for the host and NCCL, for which gloo stands in, for their devices.
+# The third device has no tensors: it tells this group from one of gloo alone.
+LIKE_BOTH = "cpu:gloo,cuda:gloo,xpu:gloo"
 _HERE = Path(__file__).resolve().parent
 
 

@@ -31,6 +31,7 @@ _DOING_NOTHING = {
 
 
 _LIKE_NCCL = "cuda:gloo,cpu:gloo"  # what the device's operations ask is the CPU's
+_GLOO = "cpu:gloo,cuda:gloo"  # as torch describes a group of gloo alone
 _P2P = ("send", "recv", "isend", "irecv")
 _COLLECTIVES = (
     *_P2P,
@@ -57,7 +58,8 @@ def _of_the_device(collective: Any) -> Any:
         is_nccl = _is_like_nccl(group)
         if is_nccl and not all(t.is_cuda for t in tensors):
             raise RuntimeError("No backend type associated with device type cpu")
-        if not is_nccl and collective.__name__ in _P2P and any(t.is_cuda for t in tensors):
+        is_gloo = str(dist.get_backend_config(group)) == _GLOO
+        if is_gloo and collective.__name__ in _P2P and any(t.is_cuda for t in tensors):
             raise RuntimeError("gloo sends from memory of the host, and receives into it")
         return collective(*given, group=group, **options)
 
