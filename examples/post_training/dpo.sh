@@ -7,7 +7,8 @@
 # pairs are messages; PAIRS is a jsonl or parquet file with prompt, chosen and rejected.  Everything
 # is written under FOLDER, else under dpo/.  REWARD=1 trains a reward model instead.
 # RANKS=8 TP=2 PP=1 use eight devices; SEQ_LENGTH, TRAIN_ITERS, BATCH, LR and BETA are settings of the
-# run.  PYTHON=... uses that environment as it is.
+# run.  LM_EVAL="--tasks hellaswag" evaluates the trained model with these flags of lm-eval.
+# PYTHON=... uses that environment as it is.
 set -euo pipefail
 model=$(realpath "$1")
 pairs=$(realpath "$2")
@@ -60,6 +61,12 @@ if ((ranks > 1)); then
         pretrain_gpt.py "${flags[@]}"
 else
     "$python" pretrain_gpt.py "${flags[@]}"
+fi
+
+if [[ -n ${LM_EVAL:-} && ${REWARD:-0} != 1 ]]; then
+    say "evaluation by lm-eval"
+    read -ra asked <<< "$LM_EVAL"
+    "$python" tools/run_lm_eval.py --model megatron --model_args "load=$out/tuned" "${asked[@]}"
 fi
 
 say "to Hugging Face"

@@ -6,7 +6,8 @@
 # MODEL is a Hugging Face folder whose tokenizer has a chat template (else CHAT_TEMPLATE=file), CHATS
 # a jsonl or parquet file with messages.  Everything is written under FOLDER, else under sft/.
 # RANKS=8 TP=2 PP=1 use eight devices; SEQ_LENGTH, TRAIN_ITERS, BATCH and LR are settings of the run.
-# PYTHON=... uses that environment as it is.
+# LM_EVAL="--tasks hellaswag" evaluates the trained model with these flags of lm-eval.  PYTHON=...
+# uses that environment as it is.
 set -euo pipefail
 model=$(realpath "$1")
 chats=$(realpath "$2")
@@ -57,6 +58,12 @@ if ((ranks > 1)); then
         pretrain_gpt.py "${flags[@]}"
 else
     "$python" pretrain_gpt.py "${flags[@]}"
+fi
+
+if [[ -n ${LM_EVAL:-} ]]; then
+    say "evaluation by lm-eval"
+    read -ra asked <<< "$LM_EVAL"
+    "$python" tools/run_lm_eval.py --model megatron --model_args "load=$out/tuned" "${asked[@]}"
 fi
 
 say "to Hugging Face"
