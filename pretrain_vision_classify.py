@@ -37,7 +37,8 @@ def loss_func(
     the last batch of an evaluation, do not count.
     """
     losses = F.cross_entropy(logits.float(), labels, reduction="none")
-    loss, num_images = torch.sum(losses * loss_mask), loss_mask.sum()
+    loss = torch.sum(losses * loss_mask)
+    num_images = loss_mask.sum()
     num_correct = torch.sum((logits.argmax(-1) == labels) * loss_mask)
     reported = {
         "loss": torch.stack([loss.detach(), num_images]),

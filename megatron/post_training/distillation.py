@@ -65,7 +65,8 @@ class DistillationModel(MegatronModule):
         # In a tuple it is no submodule: neither optimizer nor checkpoint nor wrapper finds it.
         self.frozen = (teacher,)
         self.kd = kd
-        self.pre_process, self.post_process = student.pre_process, student.post_process
+        self.pre_process = student.pre_process
+        self.post_process = student.post_process
         self.vp_stage = student.vp_stage
         self._outputs: dict[tuple[int, int], Tensor] = {}  # (model, layer) -> its output
         self._target: Tensor | None = None  # the teacher's output in this pass
@@ -105,7 +106,8 @@ class DistillationModel(MegatronModule):
         with torch.no_grad():
             self._target = self.frozen[0](*inputs, **kwargs)
         output: Tensor = self.module(*inputs, **kwargs)
-        target, self._target = self._target, None
+        target = self._target
+        self._target = None
         self._outputs.clear()
         if self.post_process:
             return output
@@ -117,7 +119,8 @@ class DistillationModel(MegatronModule):
         student, (teacher,), target = self.module, self.frozen, self._target
         assert isinstance(student, LanguageModule)
         assert target is not None, "forward() runs the teacher first"
-        weight, its_weight = student.output_weight(), teacher.output_weight()
+        weight = student.output_weight()
+        its_weight = teacher.output_weight()
 
         def losses_of(x: Tensor, y: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             """Map hidden states [c, b, h] of both models and labels [c, b] to losses [c, b]."""
@@ -171,7 +174,8 @@ class DistillationModel(MegatronModule):
 def check_pairs(pairs: Sequence[LayerPair], student: RunConfig, teacher: RunConfig) -> None:
     """Raise ConfigError unless the last stages of both models have the layers of ``pairs``."""
     what = "intermediate_layer_pairs of --export-kd-cfg"
-    mine, its = student.model.hidden_size, teacher.model.hidden_size
+    mine = student.model.hidden_size
+    its = teacher.model.hidden_size
     if pairs and mine != its:
         raise ConfigError(
             f"{what}: hidden size {mine} of the student and {its} of the teacher: only states of "

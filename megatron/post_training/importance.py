@@ -29,7 +29,11 @@ from megatron.core.transformer.pending_sum import summed
 
 HIDDEN = "hidden"
 # Name of a part of layer N -> key of its scores: the layer itself, heads, neurons, experts.
-LAYER, HEADS, FFN, SHARED, EXPERTS = "layer", "heads", "ffn", "shared_ffn", "experts"
+LAYER = "layer"
+HEADS = "heads"
+FFN = "ffn"
+SHARED = "shared_ffn"
+EXPERTS = "experts"
 Scores = dict[str, list[float]]
 
 
@@ -57,7 +61,8 @@ class Importance:
 
     def gathered(self) -> Scores:
         """Return the scores of the complete model, on every rank.  Collective over all ranks."""
-        tp, world = self.groups.tp, self.groups.world
+        tp = self.groups.tp
+        world = self.groups.world
         mine: Scores = {}
         for name, total in self._sums.items():
             if self._is_sharded[name]:
@@ -76,7 +81,8 @@ class Importance:
         return broadcast_json(merged, world)
 
     def _hook_model(self, model: GPTModel) -> None:
-        decoder, self.sequence_parallel = model.decoder, model.config.sequence_parallel
+        decoder = model.decoder
+        self.sequence_parallel = model.config.sequence_parallel
         if decoder.final_layernorm is not None:
             self._after(decoder.final_layernorm, self._add_channels)
         for index, layer in zip(decoder.layer_range, decoder.layers, strict=True):
@@ -84,7 +90,8 @@ class Importance:
 
     def _hook_layer(self, index: int, layer: nn.Module) -> None:
         def add_layer(inputs: Any, output: Any) -> None:
-            x, y = summed(inputs[0]).float(), output[0].float()
+            x = summed(inputs[0]).float()
+            y = output[0].float()
             distance = (1 - F.cosine_similarity(x, y, dim=-1)).sum()
             self._add(key(index, LAYER), distance.reshape(1))
 

@@ -63,7 +63,8 @@ def sum_of_masked(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the loss of pretraining: the sum over tokens, their number, and what is logged."""
     mask = batch["loss_mask"].float()
-    total, num_tokens = (losses.float() * mask).sum(), mask.sum()
+    total = (losses.float() * mask).sum()
+    num_tokens = mask.sum()
     return total, num_tokens.int(), {"lm loss": torch.stack([total.detach(), num_tokens])}
 
 

@@ -184,7 +184,8 @@ class _StoreFile:
     """One file of a store, mapped into memory."""
 
     def __init__(self, path: Path, settings: StoreSettings) -> None:
-        self.path, self.settings = path, settings
+        self.path = path
+        self.settings = settings
         try:
             self._entries: dict[str, TensorEntry] = read_header(path)
         except CheckpointError as error:
@@ -211,7 +212,8 @@ class _StoreFile:
 
     def entries(self, row: int, checksum: int, name: str) -> tuple[Tensor, Tensor]:
         """Return `LogitsStore.entries` of row ``row``, which is called ``name`` in messages."""
-        length, top_k = self.settings.seq_length, self.settings.top_k
+        length = self.settings.seq_length
+        top_k = self.settings.top_k
         if self._keys is None or self._begins is None:
             self._keys = self.read("checksum"), self.read("damage")
             counts = self.read("counts").view(-1, length).sum(1)
@@ -223,11 +225,13 @@ class _StoreFile:
                 "seed and the number of samples of this run"
             )
         begin, end = (int(x) for x in self._begins[row : row + 2])
-        ids, log_probs = self.read("ids", begin, end), self.read("log_probs", begin, end)
+        ids = self.read("ids", begin, end)
+        log_probs = self.read("log_probs", begin, end)
         if zlib.crc32(bytes_of(log_probs), zlib.crc32(bytes_of(ids))) != damage:
             raise DataError(f"{self.path} is damaged at {name}: save the store again")
         counts = self.read("counts", row * length, (row + 1) * length)
         is_given = torch.arange(top_k) < counts.unsqueeze(1)
         found_ids, found = no_entries(self.settings)
-        found_ids[is_given], found[is_given] = ids, log_probs.float()
+        found_ids[is_given] = ids
+        found[is_given] = log_probs.float()
         return found_ids, found

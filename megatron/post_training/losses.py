@@ -193,11 +193,14 @@ def balanced(
     sizes = sums.detach().clone()
     if cp_group.size() > 1:
         dist.all_reduce(sizes, group=cp_group)
-    lm, logits = sums[0], sums[1]
-    total, size = logits, sizes[1]
+    lm = sums[0]
+    logits = sums[1]
+    total = logits
+    size = sizes[1]
     if len(sums) > 2:
         scale = _ratio(sizes[1], sizes[2])
-        total, size = total + scale * sums[2], size + scale * sizes[2]
+        total = total + scale * sums[2]
+        size = size + scale * sizes[2]
     if skip_lm_loss:
         return total
     return lm + kd_loss_scale * _ratio(sizes[0], size) * total

@@ -63,7 +63,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def prune_checkpoint(run: Runtime) -> None:
     """Prune --load to the sizes of the flags, and write --save.  Collective over all ranks."""
-    checkpoint, extra = run.config.checkpoint, run.config.extra
+    checkpoint = run.config.checkpoint
+    extra = run.config.extra
     for flag in ("load", "save"):
         if getattr(checkpoint, flag) is None:
             raise ConfigError(f"--{flag} is required: the directory of a checkpoint")
@@ -89,7 +90,8 @@ def prune_checkpoint(run: Runtime) -> None:
         if run.is_rank_0:
             assert checkpoint.load is not None
             assert checkpoint.save is not None
-            source, target = Path(checkpoint.load), Path(checkpoint.save)
+            source = Path(checkpoint.load)
+            target = Path(checkpoint.save)
             prune(source, target, run.config, kept, checkpoint.ckpt_step)
 
     all_or_none(write, checkpoint.save, run.groups.world)

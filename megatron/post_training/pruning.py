@@ -253,7 +253,8 @@ def _pruned(
     if found is None:
         indices = _outside_layers(name, kept.hidden)
         return _sliced(name, tensor, indices, name)
-    index, own = int(found[1]), found[2]
+    index = int(found[1])
+    own = found[2]
     if index not in kept.layers:
         return None
     layer = kept.layers[index]

@@ -48,12 +48,14 @@ def _known_steps(run: Runtime, folder: Path) -> list[int]:
         return [0, 0]
     prepare_store(folder, _settings(run))
     store = LogitsStore(str(folder), "--logits-save-dir")
-    steps, samples = 0, 0
+    steps = 0
+    samples = 0
     while steps < run.train_iters:
         size = run.batches.global_batch_size(samples)
         if not all(index in store for index in range(samples, samples + size)):
             break
-        steps, samples = steps + 1, samples + size
+        steps = steps + 1
+        samples = samples + size
     return [steps, samples]
 
 
@@ -80,7 +82,8 @@ def save_logits(run: Runtime) -> None:
     for chunk in run.model_chunks:
         chunk.eval()
     rows: list[StoredRows] = []
-    first, began_s = run.state.iteration + 1, time.monotonic()
+    first = run.state.iteration + 1
+    began_s = time.monotonic()
     while not run.finished():
         consumed = run.state.consumed_train_samples
         with torch.no_grad():
@@ -97,7 +100,8 @@ def save_logits(run: Runtime) -> None:
         if run.finished() or (step - first + 1) * _bytes_of_step(run) >= _FILE_BYTES:
             save = partial(_write, run, rows, (first, step))
             all_or_none(save, str(_folder(run)), run.groups.world)
-            rows, first = [], step + 1
+            rows = []
+            first = step + 1
         if step % run.config.logging.log_interval == 0 or run.finished():
             print_rank_0(
                 f" step {step:8d}/{run.train_iters:8d} | log-probabilities of "

@@ -40,8 +40,10 @@ from megatron.post_training.losses import divergence_from_stored, most_probable
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import Batch, BatchTable, ModelImplementation, TensorSpec
 
-_IDS, _LOG_PROBS = "teacher_ids", "teacher_log_probs"
-_INDEX, _CHECKSUM = "sample_index", "sample_checksum"
+_IDS = "teacher_ids"
+_LOG_PROBS = "teacher_log_probs"
+_INDEX = "sample_index"
+_CHECKSUM = "sample_checksum"
 
 
 @cache
@@ -126,9 +128,11 @@ class TopTokens(MegatronModule):
         return self.module(*inputs, **kwargs)
 
     def _top(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        teacher, kd = self.module, self.kd
+        teacher = self.module
+        kd = self.kd
         assert isinstance(teacher, LanguageModule)
-        weight, k = teacher.output_weight(), top_k_of(kd.logits_save_top_k, self.vocab_size)
+        weight = teacher.output_weight()
+        k = top_k_of(kd.logits_save_top_k, self.vocab_size)
 
         def top_of(x: Tensor, _labels: Tensor) -> tuple[Tensor, ...]:
             logits = teacher.sharded_logits(x, weight)
@@ -174,7 +178,8 @@ def _check_store(inner: ModelImplementation, run: Any) -> None:
     folder = run.config.distillation.logits_load_dir
     if run.has_loss:
         require_wrapper(_last(run), StoredTeacher, "--logits-load-dir")
-    settings, size = _settings(folder), run.tokenizer.vocab_size
+    settings = _settings(folder)
+    size = run.tokenizer.vocab_size
     if settings.seq_length != run.config.data.seq_length:
         raise DataError(
             f"--logits-load-dir {folder}: the store has sequences of {settings.seq_length} tokens, "
@@ -327,7 +332,9 @@ class _WithEntries(_Wrapped):
         self, samples: Any, settings: StoreSettings, store: LogitsStore | None, trained: range
     ) -> None:
         super().__init__(samples)
-        self.settings, self.store, self.trained = settings, store, trained
+        self.settings = settings
+        self.store = store
+        self.trained = trained
 
     def __getitem__(self, index: int | None) -> dict[str, Any]:
         sample = dict(self.samples[index])

@@ -111,7 +111,8 @@ def _check_tokens(config: RunConfig, stored: Arguments, what: str) -> None:
 
     Other vocabularies of one kind have other sizes, which the loader compares.
     """
-    theirs, mine = stored.get("tokenizer_type"), config.tokenizer.tokenizer_type
+    theirs = stored.get("tokenizer_type")
+    mine = config.tokenizer.tokenizer_type
     if theirs not in (None, mine):
         raise ConfigError(
             f"{what}: the teacher was trained with --tokenizer-type {theirs}, this run has {mine}: "
@@ -137,7 +138,8 @@ def _namespace(config: RunConfig, stored: Arguments) -> Namespace:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
-    num_layers, num_stages = values["num_layers"] or 0, config.placement.num_stages
+    num_layers = values["num_layers"] or 0
+    num_stages = config.placement.num_stages
     if num_layers % num_stages == 0:
         values["num_virtual_stages_per_pipeline_rank"] = config.placement.num_chunks
     else:

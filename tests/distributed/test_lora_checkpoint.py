@@ -87,7 +87,8 @@ def test_adapters_of_other_layers_resume_in_torch_dist(model: str, tmp_path: Pat
 
 @pytest.mark.feature("LoRA: adapters of another base are refused with one message")
 def test_adapters_of_another_base_are_refused(base: Path, tmp_path: Path) -> None:
-    adapters, other = str(tmp_path / "adapters"), str(tmp_path / "other")
+    adapters = str(tmp_path / "adapters")
+    other = str(tmp_path / "other")
     start = ("--load", str(base), "--save", adapters, "--train-iters", "1")
     run_gpt(tmp_path / "a", *start, *LORA)
     run_gpt(tmp_path / "b", "--save", other, "--train-iters", "1", "--seed", "5")
@@ -122,7 +123,9 @@ def test_adapters_go_to_peft_and_back(tmp_path: Path) -> None:
         "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
         "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
     ).split()
-    base, adapters, back = tmp_path / "base", tmp_path / "adapters", tmp_path / "back"
+    base = tmp_path / "base"
+    adapters = tmp_path / "adapters"
+    back = tmp_path / "back"
     run_gpt(tmp_path / "a", *llama, "--save", str(base), "--train-iters", "1")
     flags = (*LORA, "output_layer", "--lora-alpha", "8", "--lr", "0.05")
     start = ("--load", str(base), "--save", str(adapters), "--train-iters", "2")

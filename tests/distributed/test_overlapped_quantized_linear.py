@@ -24,7 +24,9 @@ from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, tiny_config
 from tests.unit.tensor_parallel.test_quantized_linear import RECIPES, draw
 
-WIDTH, INNER, TOKENS = 32, 64, (8, 3)
+WIDTH = 32
+INNER = 64
+TOKENS = (8, 3)
 CASES: dict[str, dict[str, Any]] = {
     "delayed": RECIPES["delayed"],
     "tensorwise": RECIPES["tensorwise"],
@@ -103,7 +105,8 @@ def fused_and_separate(rank: int, world_size: int, case: str) -> dict[str, list[
 @pytest.mark.feature("Speed: --tp-comm-overlap fuses fp8 GEMMs with collectives of their codes")
 @pytest.mark.parametrize("case", CASES)
 def test_fused_layers_have_the_bits_of_separate_ones(case: str) -> None:
-    gather, scatter = "scaled gather", "scaled scatter"
+    gather = "scaled gather"
+    scatter = "scaled scatter"
     gathers_gradients = [] if case == "weight gradients in 16 bits" else [gather]
     for calls in run_ranks(fused_and_separate, 2, case):
         assert calls["default"] == [gather, scatter, *gathers_gradients] * 2

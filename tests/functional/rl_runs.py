@@ -33,7 +33,8 @@ def run_rl(
 ) -> list[dict[str, Any]]:
     """Train on ``world_size`` ranks; return the metrics of the run, one dict per line."""
     folder.mkdir(parents=True, exist_ok=True)
-    metrics, environments = folder / "metrics.jsonl", folder / "environments.yaml"
+    metrics = folder / "metrics.jsonl"
+    environments = folder / "environments.yaml"
     environments.write_text(json.dumps(env or ECHO))  # JSON is YAML
     argv = [*TINY, "--langrl-env-config", str(environments), "--metrics-file", str(metrics)]
     run_ranks(train_rl, world_size, [*argv, *flags], **options)

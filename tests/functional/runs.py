@@ -54,7 +54,8 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
     is_virtual = "--virtual-ranks" in argv  # threads, which run on the host
     argv = [*argv, "--device", "cuda"] if host_gpu.is_asked() and not is_virtual else argv
     kind = argv[argv.index("--model-kind") + 1] if "--model-kind" in argv else "gpt"
-    entry, script = entry_of(kind), model_kind(kind).entry_script
+    entry = entry_of(kind)
+    script = model_kind(kind).entry_script
     with (
         mock.patch("sys.argv", [script, *argv]),
         _host_apart(argv),

@@ -36,7 +36,8 @@ def test_the_example_runs(tmp_path: Path) -> None:
 def test_text_is_generated_without_the_layers_that_predict_ahead(tmp_path: Path) -> None:
     """The base is then loaded in part, so that its hash is another one."""
     ahead = ("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--train-iters", "1")
-    base, adapters = tmp_path / "base", tmp_path / "adapters"
+    base = tmp_path / "base"
+    adapters = tmp_path / "adapters"
     run_gpt(tmp_path / "a", *ahead, "--save", str(base))
     lora = ("--load", str(base), "--save", str(adapters), "--lora-rank", "2")
     run_gpt(tmp_path / "b", *ahead, *lora)

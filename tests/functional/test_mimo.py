@@ -36,7 +36,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
     for key in ("lm loss", "grad-norm"):
-        mine, one = torch.tensor(losses(found, key)), torch.tensor(losses(wanted, key))
+        mine = torch.tensor(losses(found, key))
+        one = torch.tensor(losses(wanted, key))
         assert len(one)
         torch.testing.assert_close(mine, one, **tolerances.LAYOUT_LOSS)
 
@@ -187,7 +188,8 @@ def by_logits(rank: int, world_size: int, load: str) -> list[list[int]]:
     (model,) = encode.args  # type: ignore[attr-defined]
     found = []
     for prompt in prompts():
-        of_image, inputs = [], {}
+        of_image = []
+        inputs = {}
         if isinstance(prompt, str):
             ids = llm.tokenizer.tokenize(prompt)
         else:

@@ -39,7 +39,8 @@ CALIBRATION += ["--num-workers", "0"]
 
 def prune(rank: int, world_size: int, argv: Sequence[str]) -> tuple[str, str, object]:
     """Run the tool on initialised process groups; return stdout, stderr and the exit code."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     code: object = 0
     with (
         mock.patch("sys.argv", ["prune.py", *argv]),

@@ -82,7 +82,8 @@ def test_another_layout_saves_the_same_store(tmp_path: Path, teacher: Path, stor
     folder = tmp_path / "store"
     layout = "--tensor-model-parallel-size 2 --context-parallel-size 2".split()
     run_ranks(train_gpt, 4, saving(teacher, folder, *flags, *layout))
-    found, wanted = all_entries(folder), all_entries(store)
+    found = all_entries(folder)
+    wanted = all_entries(store)
     assert len(found) == len(wanted) == 48
     for (ids, log_probs), (all_ids, every) in zip(found, wanted, strict=True):
         torch.testing.assert_close(log_probs, every[:, :7], rtol=1e-5, atol=1e-5)

@@ -22,7 +22,11 @@ from trl.trainer.grpo_trainer import (  # type: ignore[import-not-found,unused-i
 )
 
 TARGET = Path(__file__).with_suffix(".json")
-ROWS, PROMPT, LENGTH, VOCAB, GROUP = 6, 3, 7, 11, 3
+ROWS = 6
+PROMPT = 3
+LENGTH = 7
+VOCAB = 11
+GROUP = 3
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 CASES: dict[str, dict[str, Any]] = {
     **{kind: {"loss_type": kind} for kind in LOSS_TYPES},

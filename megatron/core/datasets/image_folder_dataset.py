@@ -188,7 +188,8 @@ class MockImageFolderDataset(SyntheticDataset, ImageFolderDataset):
     """
 
     def __getitem__(self, idx: int | None) -> Sample:
-        config, random = self.config, self.random_of(0 if idx is None else int(idx))
+        config = self.config
+        random = self.random_of(0 if idx is None else int(idx))
         label = int(random.integers(config.num_classes))
         pattern = np.random.Generator(np.random.Philox(key=[_ORDER_SEED, label]))
         shape = (3, config.img_h, config.img_w)

@@ -82,7 +82,7 @@ class ImageTextDatasetConfig(ReplacedSamplesConfig):
 class _LaidOut:
     """A text with images: ids, targets, tiles and positions of each token [n].
 
-    ``end``: number of tokens that a row has room for.
+    ``end``: number of tokens that fit into a row.
     """
 
     ids: np.ndarray

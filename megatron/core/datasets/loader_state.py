@@ -10,7 +10,7 @@ import torch
 
 
 def write_loader_state(loader: Any, path: Path) -> None:
-    """Write ``{"dataloader_state_dict": loader.save_state()}`` to ``path``, whole or not at all.
+    """Write ``{"dataloader_state_dict": loader.save_state()}`` to ``path``, or nothing at all.
 
     The state is pickled, because only the loader's package knows its types; it is never read here.
     """

@@ -67,7 +67,8 @@ def product(
     """Compute a b^T: [m, k] and [n, k] -> [m, n], as `low_precision.product` does."""
     takes_blocks = block_scaled_mm.takes(a, b, dtype)
     if takes_blocks or (a.block is None and b.block is None):  # torch's operations of 8 bits
-        a, b = in_rows(a), in_rows(b)
+        a = in_rows(a)
+        b = in_rows(b)
     if takes_blocks:
         return block_scaled_mm.product(a, b, dtype, out)
     return low_precision.product(a, b, dtype, fast=fast, out=out)

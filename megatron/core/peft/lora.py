@@ -130,7 +130,8 @@ def rows_of_parts(layer: nn.Module) -> dict[str, int]:
     """
     if not isinstance(layer, Linear) or layer.weight is None:
         return {WHOLE: 0}
-    info, rows = info_of(layer.weight), layer.weight.shape[0]
+    info = info_of(layer.weight)
+    rows = layer.weight.shape[0]
     if info.interleaved:
         return dict(zip("qkv"[-len(info.interleaved) :], info.interleaved, strict=True))
     if info.blocks == (1, 1):
@@ -173,7 +174,8 @@ class LinearAdapter(nn.Module):
         self.parts = tuple(parts)
         shape = _shape_of(layer)
         self.num_groups = shape.local_rows // max(1, sum(self.rows.values()))
-        self.group, self.is_sequence_sharded = shape.group, shape.is_sequence_sharded
+        self.group = shape.group
+        self.is_sequence_sharded = shape.is_sequence_sharded
         self.is_row = shape.info.shard_dim == 1
         self.forks_for_tokens = shape.forks_for_tokens
         self.dtype = shape.dtype
@@ -186,7 +188,8 @@ class LinearAdapter(nn.Module):
                 init_std=columns**-0.5,
             )
             self._add("a", part, name, (config.rank, shape.local_columns), a)
-            rows, b = shape.local_rows, shape.info_of_b
+            rows = shape.local_rows
+            b = shape.info_of_b
             if part != WHOLE:
                 rows = self.rows[part] * self.num_groups
                 b = replace(b, blocks=(1,), global_shape=(rows * b.shard_count, config.rank))
@@ -254,7 +257,8 @@ class EmbeddingAdapter(nn.Module):
     def __init__(self, layer: VocabParallelEmbedding, name: str, config: LoraConfig) -> None:
         super().__init__()
         self.config = config
-        info, width = info_of(layer.weight), layer.weight.shape[1]
+        info = info_of(layer.weight)
+        width = layer.weight.shape[1]
         a = replace(
             _plain(info),
             global_shape=(info.global_shape[0], config.rank),
@@ -307,7 +311,9 @@ def _shape_of(layer: Linear) -> _Shape:
             shard_index=tp.rank(),
             shard_count=tp.size(),
         )
-        rows, columns, dtype = layer.output_size // tp.size(), layer.input_size, layer.dtype
+        rows = layer.output_size // tp.size()
+        columns = layer.input_size
+        dtype = layer.dtype
     else:
         info = info_of(weight)
         rows, columns = weight.shape

@@ -30,7 +30,8 @@ from megatron.core.tensor_parallel.mappings import (
 
 StoredFormat = Literal["fp8", "int8", "nvfp4"]
 FORMATS: tuple[StoredFormat, ...] = ("fp8", "int8", "nvfp4")
-_FP8_BLOCK, _FP4_BLOCK = (1, 128), (1, 16)
+_FP8_BLOCK = (1, 128)
+_FP4_BLOCK = (1, 16)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, in the order of its codes
 
 

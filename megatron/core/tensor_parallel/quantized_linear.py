@@ -43,7 +43,8 @@ from megatron.core.tensor_parallel.weight_gradient import (
     has_been_added,
 )
 
-INPUT, GRADIENT = 0, 1  # rows of an amax history
+INPUT = 0
+GRADIENT = 1  # rows of an amax history
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,9 @@ class DotProductAttention(MegatronModule):
             num_rows=query.shape[1],
             first_query=context.first_query,
         )
-        dropout, is_causal, is_band = self._dropout(), visible.is_causal, visible.is_band
+        dropout = self._dropout()
+        is_causal = visible.is_causal
+        is_band = visible.is_band
         names: tuple[str, ...] = (PLAIN,)
         if context.sink is None:
             names = self._choose(

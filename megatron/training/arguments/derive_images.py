@@ -38,11 +38,14 @@ def image_classes(ns: Namespace) -> Iterator[str]:
                 f"{flag} {given} is without effect: an image has {length} positions, its patches "
                 "and the class token"
             )
-    ns.seq_length, ns.encoder_seq_length = -(-length // part) * part, None
+    ns.seq_length = -(-length // part) * part
+    ns.encoder_seq_length = None
     ns.max_position_embeddings = length  # the table must not depend on the layout
     words: tuple[str, ...] = tuple(ns.data_path or ())
     if len(words) == 2 and not _is_number(words[0]):
-        ns.train_data_path, ns.valid_data_path, ns.data_path = words[:1], words[1:], None
+        ns.train_data_path = words[:1]
+        ns.valid_data_path = words[1:]
+        ns.data_path = None
 
 
 def _is_number(word: str) -> bool:
@@ -64,7 +67,9 @@ def images(ns: Namespace) -> Iterator[str]:
     """
     has_placeholders = model_kind(ns.model_kind).has_placeholders
     if not has_placeholders:
-        ns.model_provider, ns.num_frames, ns.encoder_tp = "mock", 1, None
+        ns.model_provider = "mock"
+        ns.num_frames = 1
+        ns.encoder_tp = None
     if not model_kind(ns.model_kind).reads_images:
         return
     if ns.ckpt_format == "torch":

@@ -20,7 +20,8 @@ from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
 from megatron.training.checkpointing.paths import is_same_directory, resolve_folder
 
-_FOLDER, _HASH = "lora_base_folder", "lora_base_hash"
+_FOLDER = "lora_base_folder"
+_HASH = "lora_base_hash"
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,9 @@ def _load_folder(
     kind = f" {RELEASE}" if folder.name == RELEASE else ""
     print_rank_0(f" loading{kind} distributed checkpoint from {source['root']}{at}")
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
-    wanted, named, base = _wanted_tensors(config, parts), base_named_in(common["args"]), None
+    wanted = _wanted_tensors(config, parts)
+    named = base_named_in(common["args"])
+    base = None
     if with_adapters and named is not None:
         base = _load_base(config, parts, folder, named, explanation)
         wanted = of_adapters(wanted)

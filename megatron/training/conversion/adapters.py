@@ -92,7 +92,8 @@ def pairs_of(
         layer, matrix, part = split_name(name)
         if matrix == "b":
             continue
-        a, b = weights[name].make(), weights[f"{name[:-1]}b"].make()
+        a = weights[name].make()
+        b = weights[f"{name[:-1]}b"].make()
         a = a[: shape.vocab_size].t() if layer == EMBEDDING else a
         b = b[: shape.vocab_size] if layer == _OUTPUT else b
         found.setdefault(layer, {})[part] = Pair(a, b, config.scale)

@@ -215,7 +215,8 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
 
 def _hash_of(base: Source, wanted: ConversionRequest) -> str:
     """Return the hash of the frozen weights, as a run computes it."""
-    vocab_size, total = vocab_size_of(base, wanted), 0
+    vocab_size = vocab_size_of(base, wanted)
+    total = 0
     for name, tensor in weights_of(base).items():
         if not name.endswith(_ALWAYS_FP32):
             if name.endswith(_VOCABULARY):  # without padding

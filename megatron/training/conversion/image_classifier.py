@@ -166,7 +166,8 @@ def _config_of(run: RunConfig, came_with: Config) -> JsonObject:
     flags = flags_of_classifier(config)
     built = run_config(vars(build_parser().parse_args([])) | flags | TO_RESOLVE)
     for name in ("activation_func", "bias_activation_fusion", *_LAYERS):
-        mine, theirs = getattr(model, name), getattr(built.model, name)
+        mine = getattr(model, name)
+        theirs = getattr(built.model, name)
         if mine != theirs:
             raise CheckpointError(f"a {ARCHITECTURE} has {name} {theirs}, and this model {mine}")
     if is_image_classifier(came_with) and flags_of_classifier(came_with) == flags:

@@ -34,7 +34,8 @@ from megatron.training.conversion.hf_folder import read_safetensors
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule, size_of, tensors_of
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 _UNSUPPORTED = {
@@ -42,7 +43,8 @@ _UNSUPPORTED = {
     "modules_to_save": "complete modules beside adapters",
     "lora_bias": "biases of adapters",
 }
-_INNER, _OUTER = "gate_up_proj", "down_proj"  # tensors of all experts, by PEFT's nesting
+_INNER = "gate_up_proj"
+_OUTER = "down_proj"  # tensors of all experts, by PEFT's nesting
 _PART_NAMES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "gate": "gate_proj", "up": "up_proj"}
 _TOO_LARGE = 1e6  # of ranks and scales
 _OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -169,7 +171,8 @@ def _their_pairs(
     if all(torch.equal(pair.a, every[0].a) for pair in every):  # as read from such a file
         yield rule.theirs[0], Pair(every[0].a, torch.cat([p.b for p in every]), every[0].scale)
         return
-    a, b = torch.cat([p.a for p in every]), torch.block_diag(*[p.b for p in every])
+    a = torch.cat([p.a for p in every])
+    b = torch.block_diag(*[p.b for p in every])
     yield rule.theirs[0], Pair(a, b, every[0].scale)
 
 
@@ -204,7 +207,8 @@ def read_peft(
         name.removesuffix(".weight"): size_of(letters, shape)
         for name, letters in tensors_of(shape).items()
     }
-    rank, scale = max(len(pair.a) for pair in every), every[0].scale
+    rank = max(len(pair.a) for pair in every)
+    scale = every[0].scale
     tensors: dict[str, LazyTensor] = {}
     for layer, pairs in _with_untrained(found, shape).items():
         for part, pair in pairs.items():
@@ -238,14 +242,16 @@ def _with_untrained(
     letters = tensors_of(shape)
     out = {}
     for name in letters:
-        layer, size = name.removesuffix(".weight"), size_of(letters[name], shape)
+        layer = name.removesuffix(".weight")
+        size = size_of(letters[name], shape)
         parts = dict(found.get(layer, {}))
         if layer != name and len(size) == 2:
             rows = rows_of(layer, size, shape)
             groups = size[0] // sum(rows.values())
             for part in rows:
                 if part not in parts and (like := kinds.get((*_kind_of(layer), part))):
-                    a, b = like.a.new_zeros(1, size[1]), like.b.new_zeros(groups * rows[part], 1)
+                    a = like.a.new_zeros(1, size[1])
+                    b = like.b.new_zeros(groups * rows[part], 1)
                     parts[part] = Pair(a, b, like.scale)
         if parts:
             out[layer] = parts
@@ -408,7 +414,8 @@ def _without_stacks(
         if not found:
             yield name, tensor.make()
             continue
-        base, matrix = found[1], found[3]
+        base = found[1]
+        matrix = found[3]
         theirs = _INNER if found[2] else _OUTER
         rank = _rank_of(f"{base}.{theirs}", config)
         value = tensor.make()

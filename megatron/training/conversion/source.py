@@ -28,7 +28,8 @@ from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf_folder
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, pad_vocab_size
 
-HF, PEFT = "hf", "peft"
+HF = "hf"
+PEFT = "peft"
 BESIDE = "huggingface"  # folder next to iter_*: config.json, tokenizer, generation config
 _EMBEDDING = "embedding.word_embeddings.weight"
 # Arguments that define a model, besides those of --use-checkpoint-args; values that every run
@@ -160,7 +161,8 @@ def vocab_size_of(source: Source, wanted: ConversionRequest) -> int:
         tokens = create_tokenizer(TokenizerSpec.of(argparse.Namespace(**args))).vocab_size
     except (MegatronError, OSError):  # its files may be on another machine
         return rows
-    multiple, tp = args["make_vocab_size_divisible_by"], args["tensor_model_parallel_size"]
+    multiple = args["make_vocab_size_divisible_by"]
+    tp = args["tensor_model_parallel_size"]
     return tokens if pad_vocab_size(tokens, multiple, tp) == rows else rows
 
 

@@ -176,7 +176,8 @@ def _with_images(run: RunConfig, ids: Tensor, their_token: int | None) -> RowsWi
         height, width = v.grids[-1]
         grid = (height // v.img_h, width // v.img_w, height, width - 1)
         arrangement = TileArrangement(*grid, side=math.isqrt(count))
-        num_tiles, count = arrangement.num_tiles, len(arrangement.order)
+        num_tiles = arrangement.num_tiles
+        count = len(arrangement.order)
         ours["image_sizes"] = torch.tensor([grid] * len(ids))
         theirs["image_sizes"] = torch.tensor([grid[2:]] * len(ids))
     tiles = (len(ids), num_tiles, 3, v.img_h, v.img_w)

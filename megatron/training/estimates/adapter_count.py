@@ -47,7 +47,8 @@ def _count(matrices: Matrices, config: LoraConfig) -> int:
 
 def _matrices(m: TransformerConfig, layer: Layer) -> Matrices:
     """Yield the linear layers of a layer, by the end of their names."""
-    hidden, heads = m.hidden_size, m.num_attention_heads
+    hidden = m.hidden_size
+    heads = m.num_attention_heads
     if layer.has_mixer:
         shape = mixer_shape(m)
         yield "mixer.in_proj", {WHOLE: sum(shape.projected)}, hidden
@@ -65,7 +66,8 @@ def _matrices(m: TransformerConfig, layer: Layer) -> Matrices:
         yield "self_attention.linear_kv_up_proj", {WHOLE: raised}, m.kv_lora_rank
         yield "self_attention.linear_proj", {WHOLE: hidden}, heads * m.v_head_dim
     elif layer.attention == FULL:
-        q, k = m.kv_channels * heads, m.kv_channels * m.num_query_groups
+        q = m.kv_channels * heads
+        k = m.kv_channels * m.num_query_groups
         yield "self_attention.linear_qkv", {"q": q, "k": k, "v": k}, hidden
         yield "self_attention.linear_proj", {WHOLE: hidden}, q
     if layer.has_experts:

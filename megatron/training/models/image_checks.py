@@ -20,7 +20,8 @@ def format_problem(checkpoint_format: str) -> str | None:
 
 def image_classifier_problems(run: RunConfig) -> Iterator[str]:
     """Yield why an image classifier cannot be built, or read images, as the flags describe it."""
-    vision, classes = run.vision, run.image_classifier
+    vision = run.vision
+    classes = run.image_classifier
     yield from image_problems("vit", vision.img_h, vision.img_w, vision.patch_dim)
     for flag, given, available in (
         ("--num-channels", classes.num_channels, 3),
@@ -132,7 +133,8 @@ def image_reader_problems(run: RunConfig) -> Iterator[str]:
         )
     size, flag = model.tensor_model_parallel_size, "--tensor-model-parallel-size"
     if run.mimo.encoder_tp is not None:
-        size, flag = run.mimo.encoder_tp, "--encoder-tp"
+        size = run.mimo.encoder_tp
+        flag = "--encoder-tp"
     if heads % size:
         yield (
             f"{flag} {size} does not divide the "

@@ -49,7 +49,8 @@ from megatron.training.models.mimo_data import (
 )
 from megatron.training.models.vlm import VLM
 
-IMAGE_ENCODER, AUDIO_ENCODER = "clip_encoder", "whisper_encoder"
+IMAGE_ENCODER = "clip_encoder"
+AUDIO_ENCODER = "whisper_encoder"
 
 
 def build_mimo_model(
@@ -77,7 +78,8 @@ def build_mimo_model(
 
 def encoder_groups(config: RunConfig, groups: ProcessGroupCollection) -> ProcessGroupCollection:
     """Return the groups of encoders: whole rows, and the tensor parallelism of --encoder-tp."""
-    own, size = groups.without_context_parallelism(), config.mimo.encoder_tp
+    own = groups.without_context_parallelism()
+    size = config.mimo.encoder_tp
     if size is None:
         return own
     grid = HyperCommGrid([size, config.world_size // size], ["tp", "copies"])
@@ -88,7 +90,8 @@ def encoder_groups(config: RunConfig, groups: ProcessGroupCollection) -> Process
 
 def image_spec(config: RunConfig, groups: ProcessGroupCollection) -> ModuleSpec:
     """Return the spec of the encoder of images and its projection."""
-    vision, layers = config.vision, encoder_config(config)
+    vision = config.vision
+    layers = encoder_config(config)
     encoder = {
         "transformer_config": layers,
         "transformer_layer_spec": get_vit_layer_with_local_spec(
@@ -148,7 +151,8 @@ def _projection(
 def mimo_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatasetConfig:
     """Return the dataset config: that of the vision-language model, and the rows."""
     of_images = VLM.dataset_config(config, **common)
-    mimo, vision = config.mimo, config.vision
+    mimo = config.mimo
+    vision = config.vision
     assert vision.row_length is not None, "it follows from --seq-length"
     rows = PlaceholderRows(
         length=config.data.seq_length,
@@ -174,9 +178,11 @@ def _audio_shape(config: RunConfig) -> tuple[int, int]:
 
 def mimo_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     """Return the tensors that ``stage`` reads, None for those it does not."""
-    vision, rows = config.vision, config.training.micro_batch_size
+    vision = config.vision
+    rows = config.training.micro_batch_size
     shape = rows, config.data.seq_length
-    is_first, is_last = stage == 0, stage == num_stages - 1
+    is_first = stage == 0
+    is_last = stage == num_stages - 1
     max_tiles = rows * image_encoder(config).max_tiles
     ids = TensorSpec(torch.int64, shape)
     tiles = TensorSpec(torch.float32, (-1, 3, vision.img_h, vision.img_w), max_tiles)

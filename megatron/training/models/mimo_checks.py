@@ -17,7 +17,9 @@ def mimo_problems(run: RunConfig) -> Iterator[str]:
     """Yield why the encoders cannot be built, or cannot feed the language model."""
     found = list(image_reader_problems(run))
     yield from found
-    mimo, vision, model = run.mimo, run.vision, run.model
+    mimo = run.mimo
+    vision = run.vision
+    model = run.model
     if not found:
         of_image = image_encoder(run).num_embeddings
         if mimo.image_seq_length not in (None, of_image):

@@ -68,8 +68,10 @@ def vit_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
 
     The first stage reads images [b, 3, H, W], the last labels and loss_mask [b].
     """
-    vision, b = config.vision, config.training.micro_batch_size
-    is_first, is_last = stage == 0, stage == num_stages - 1
+    vision = config.vision
+    b = config.training.micro_batch_size
+    is_first = stage == 0
+    is_last = stage == num_stages - 1
     images = TensorSpec(torch.float32, (b, 3, vision.img_h, vision.img_w))
     return {
         "images": images if is_first else None,

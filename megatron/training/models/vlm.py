@@ -93,9 +93,11 @@ def vlm_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatas
     begin: Callable[[dict[str, Any]], dict[str, Any]] = begin_with_image
     copies = 1  # of an image's values
     if vision.grids:
-        begin, copies = partial(begin_with_tiles, vision), vision.max_tiles
+        begin = partial(begin_with_tiles, vision)
+        copies = vision.max_tiles
     elif KINDS[vision.vision_model_type].reads_any_size:
-        begin, copies = partial(begin_with_patches, vision), FRAMES
+        begin = partial(begin_with_patches, vision)
+        copies = FRAMES
     return MultimodalDatasetConfig(
         image_h=vision.img_h * copies,
         image_w=vision.img_w,
@@ -186,7 +188,8 @@ def begin_with_tiles(vision: VisionConfig, sample: dict[str, Any]) -> dict[str, 
     """
     sample = begin_with_image(sample)
     height, width = vision.grids[int(sample["tokens"].sum()) % len(vision.grids)]
-    rows, columns = height // vision.img_h, width // vision.img_w
+    rows = height // vision.img_h
+    columns = width // vision.img_w
     num_tiles = 1 + rows * columns
     tiles = sample["images"].view(3, -1, vision.img_h, vision.img_w).transpose(0, 1)
     sample["num_tiles"][0] = num_tiles

@@ -129,7 +129,8 @@ class Environments:
         The environments take turns by their weights; each pass over one has an order of its own.
         """
         if first < self._next:
-            self._counts, self._next = [0] * len(self._entries), 0
+            self._counts = [0] * len(self._entries)
+            self._next = 0
         found = []
         while self._next < first + count:
             self._next += 1
@@ -173,7 +174,9 @@ def _opened(
         raise ConfigError(
             f"{what} is {entry!r}: give agent_type, and agent_args and weight at most"
         )
-    name, arguments, weight = entry["agent_type"], entry.get("agent_args"), entry.get("weight", 1.0)
+    name = entry["agent_type"]
+    arguments = entry.get("agent_args")
+    weight = entry.get("weight", 1.0)
     if not isinstance(weight, int | float) or not 0 < weight < math.inf:
         raise ConfigError(f"{what}: weight {weight!r}: give a number above 0")
     if not isinstance(arguments, dict | None):

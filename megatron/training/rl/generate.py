@@ -71,7 +71,8 @@ def generate_round(
     Rank 0 has the ``source``.
     """
     began_s = time.perf_counter()
-    rl, world = config.rl, engine.model.groups.world
+    rl = config.rl
+    world = engine.model.groups.world
     rollouts = None
     if source is None:
         engine.follow()
@@ -171,7 +172,8 @@ def _joined(
 ) -> Rollouts:
     rollouts = _empty(config)
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        begin, end = len(prompt), len(prompt) + len(answer.tokens)
+        begin = len(prompt)
+        end = len(prompt) + len(answer.tokens)
         rollouts.tokens[i, :end] = torch.tensor(prompt + answer.tokens)
         rollouts.bounds[i] = torch.tensor([begin, end])
         rollouts.sampled_log_probs[i, begin - 1 : end - 1] = torch.tensor(answer.log_probs)

@@ -30,9 +30,12 @@ def round_log_probs(run: Runtime, round_: Round) -> Tensor:
 
     Each data-parallel rank computes its share of the rollouts.
     """
-    rollouts, groups = round_.rollouts, run.groups
-    count, size = len(rollouts.tokens), run.config.training.micro_batch_size
-    rank, step = groups.dp.rank(), size * groups.dp.size()
+    rollouts = round_.rollouts
+    groups = run.groups
+    count = len(rollouts.tokens)
+    size = run.config.training.micro_batch_size
+    rank = groups.dp.rank()
+    step = size * groups.dp.size()
     blank = torch.zeros_like(rollouts.sampled_log_probs)
     filled = replace(round_, old_log_probs=blank, reference_log_probs=blank)
     batches = step_batches(run.config, filled, torch.arange(count), rank)

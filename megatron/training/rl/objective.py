@@ -38,7 +38,8 @@ def grpo_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     once, in one step, there are no old log-probabilities: they are those of the step itself.
     """
     shape = config.training.micro_batch_size, config.data.seq_length
-    is_first, is_last = stage == 0, stage == num_stages - 1
+    is_first = stage == 0
+    is_last = stage == num_stages - 1
     has_experts = config.model.num_moe_experts is not None
     ids = TensorSpec(torch.int64, shape)
     values = TensorSpec(torch.float32, shape) if is_last else None
@@ -109,7 +110,8 @@ def token_losses(rl: RLConfig, batch: Batch, scores: TokenScores) -> tuple[Tenso
     old = log_probs.detach() if old is None else old
     advantages = batch["advantages"]
     ratio = torch.exp(log_probs - old)
-    low, high = 1 - rl.grpo_clamp_eps_lower, 1 + rl.grpo_clamp_eps_upper
+    low = 1 - rl.grpo_clamp_eps_lower
+    high = 1 + rl.grpo_clamp_eps_upper
     losses = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
     found["clip fraction"] = ((ratio < low) & (advantages < 0)) | (
         (ratio > high) & (advantages > 0)
@@ -117,7 +119,8 @@ def token_losses(rl: RLConfig, batch: Batch, scores: TokenScores) -> tuple[Tenso
     difference = old - batch["sampled_log_probs"]
     found["sampling difference"] = difference.abs()
     if rl.rl_inference_logprobs_is_correction:
-        weight, limit = difference.exp(), rl.rl_importance_sampling_truncation_coef
+        weight = difference.exp()
+        limit = rl.rl_importance_sampling_truncation_coef
         if limit is not None:
             found["truncated fraction"] = weight > limit
             weight = weight.clamp(max=limit)

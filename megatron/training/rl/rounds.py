@@ -40,7 +40,8 @@ class Rollouts:
     def is_answer(self) -> Tensor:
         """Return [n, s]: whether the position predicts a token of the answer."""
         positions = torch.arange(self.tokens.shape[1])[None]
-        first, last = self.bounds[:, :1] - 1, self.bounds[:, 1:] - 1
+        first = self.bounds[:, :1] - 1
+        last = self.bounds[:, 1:] - 1
         return (positions >= first) & (positions < last)
 
     @property
@@ -84,7 +85,8 @@ def token_weights(is_answer: Tensor, kept: Tensor, config: RunConfig, longest: i
     The loss of a step is the sum of the weighted token losses divided by ``n``.  ``longest``:
     tokens of the longest possible answer.
     """
-    kind, num_rollouts = config.rl.grpo_loss_type, len(is_answer)
+    kind = config.rl.grpo_loss_type
+    num_rollouts = len(is_answer)
     mask = (is_answer & kept[:, None]).float()
     per_rollout = mask.sum(1, keepdim=True).clamp(min=1)
     num_kept = kept.sum().clamp(min=1)
@@ -107,7 +109,9 @@ def step_batches(
 
     Rows have the length of ``config``, at least that of the longest rollout (`trimmed`).
     """
-    rollouts, rl, size = round_.rollouts, config.rl, config.training.micro_batch_size
+    rollouts = round_.rollouts
+    rl = config.rl
+    size = config.training.micro_batch_size
     advantages = group_advantages(rollouts.rewards, rl)
     kept = is_kept(rollouts.rewards, rl)
     longest = rl.rl_max_response_length or rollouts.tokens.shape[1]

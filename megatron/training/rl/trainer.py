@@ -191,7 +191,8 @@ def metrics_of(rollouts: Rollouts) -> dict[str, float]:
 
 def rollout_layout(config: RunConfig) -> GenerationLayout:
     """Return the parallel sizes of rollouts; the default is the layout of training."""
-    rl, m = config.rl, config.model
+    rl = config.rl
+    m = config.model
     return GenerationLayout(
         tensor=rl.rl_inference_tensor_model_parallel_size or m.tensor_model_parallel_size,
         pipeline=rl.rl_inference_pipeline_model_parallel_size or m.pipeline_model_parallel_size,

@@ -149,7 +149,8 @@ def build_stage(run: Runtime, *, vp_stage: int | None = None, **arguments: Any) 
 
 def _overlap(run: Runtime) -> None:
     """Let GEMMs overlap with tensor-parallel collectives.  Collective over all ranks."""
-    model, training = run.config.model, run.config.training
+    model = run.config.model
+    training = run.config.training
     of_engine: str | None = "encoder and decoder have other lengths than one of its buffers"
     if not model_kind_of(run.config).has_encoder:
         tokens = run.config.data.seq_length * training.micro_batch_size

@@ -35,12 +35,14 @@ safetensors = pytest.importorskip("safetensors.torch")
 try:
     import peft
 except (ImportError, RuntimeError) as error:  # it raises where transformer_engine has no framework
-    peft, reason = None, str(error)
+    peft = None
+    reason = str(error)
 else:
     reason = ""
 needs_peft = pytest.mark.skipif(peft is None, reason=f"needs peft: {reason[:40]}")
 
-RANK, ALPHA = 3, 6.0
+RANK = 3
+ALPHA = 6.0
 ATTENTION = "q_proj k_proj v_proj o_proj"
 MLP = "gate_proj up_proj down_proj"
 # case -> target modules by PEFT's names
@@ -61,7 +63,9 @@ Case = tuple[Any, Path, Path, Path]  # model of transformers, its folder, ours, 
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
     """A model in both forms, and random adapters in PEFT's."""
-    theirs, base, files = tmp_path / "hf", tmp_path / "base", tmp_path / "peft"
+    theirs = tmp_path / "hf"
+    base = tmp_path / "base"
+    files = tmp_path / "peft"
     model = models.make(request.param).eval()
     model.save_pretrained(theirs)
     convert(ConversionRequest(source=theirs, target=base, format="safetensors_dist", verify=False))
@@ -162,7 +166,8 @@ def with_adapters(theirs: Path, files: Path, target: Path) -> Any:
     """Return their model, loaded from weights to which B A was added."""
     weights = safetensors.load_file(theirs / "model.safetensors")
     adapters = safetensors.load_file(files / "adapter_model.safetensors")
-    scale, count = ALPHA / RANK, 0
+    scale = ALPHA / RANK
+    count = 0
     for name, a in adapters.items():
         if "_A" not in name:
             continue
@@ -216,7 +221,8 @@ def test_adapters_that_peft_has_saved_are_read(case: Case, tmp_path: Path) -> No
 
 
 def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    theirs, base = tmp_path / "hf", tmp_path / "base"
+    theirs = tmp_path / "hf"
+    base = tmp_path / "base"
     models.make("llama").save_pretrained(theirs)
     convert(ConversionRequest(source=theirs, target=base, format="safetensors_dist", verify=False))
     layer = torch.empty(32, 32, device="meta")

@@ -54,7 +54,8 @@ def test_each_epoch_reads_every_image_once(root: Path) -> None:
 
 
 def test_a_sample_depends_on_seed_and_number_only(root: Path) -> None:
-    one, other = dataset(root), dataset(root)
+    one = dataset(root)
+    other = dataset(root)
     for i in (7, 0, 13):
         assert torch.equal(one[i]["images"], other[i]["images"])
     assert not torch.equal(one[0]["images"], dataset(root, random_seed=4)[0]["images"])

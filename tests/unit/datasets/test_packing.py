@@ -10,7 +10,8 @@ from megatron.training.datasets.packing import PackedEpochs, first_fit_decreasin
 
 def plain_first_fit_decreasing(lengths, capacity):
     """The definition: one item after the other."""
-    bins, room = [], []
+    bins = []
+    room = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = next((b for b, left in enumerate(room) if left >= lengths[item]), None)
         if place is None:

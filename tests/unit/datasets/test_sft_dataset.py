@@ -62,7 +62,8 @@ def build(config, sizes=(None, 0, 0), cls=SFTDataset):
 def test_a_row_holds_complete_conversations_one_after_the_other(folder):
     config = config_of(folder)
     dataset = build(config)
-    chat, low = config.chat, SFTLowLevelDataset(str(folder / "chats.jsonl"))
+    chat = config.chat
+    low = SFTLowLevelDataset(str(folder / "chats.jsonl"))
     seen = []
     for i in range(len(dataset)):
         row = dataset[i]

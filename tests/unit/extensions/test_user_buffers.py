@@ -81,7 +81,8 @@ def test_layers_of_the_package_overlap_in_its_user_buffers(tmp_path: Path) -> No
             "settings": {"qkv_fprop": {"method": "ring_exchange", "num_sm": 2}},
             "backend": "nccl",
         }
-        column, row = (True, False, False, True, True), (True, True, False, False, False)
+        column = (True, False, False, True, True)
+        row = (True, True, False, False, False)
         assert found["layers"] == {
             "linear_qkv": ("qkv", *column),
             "linear_proj": ("proj", *row),

@@ -107,7 +107,8 @@ def test_a_kernel_that_cannot_be_launched_directly_is_launched_by_triton(
         raise error("no such interface in this release")
 
     monkeypatch.setattr(_Compiled, "run", refuse)
-    kernel, row = _Kernel(), torch.zeros(64)
+    kernel = _Kernel()
+    row = torch.zeros(64)
     with caplog.at_level(logging.WARNING):
         for number in (1, 1, 1, 2, 2):
             launching.launch(kernel, (5,), (row, None), (number,), 4)

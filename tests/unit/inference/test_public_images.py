@@ -32,7 +32,9 @@ from tests.unit.inference.scripts_for_megatron import Letters
 from tests.unit.models.test_llava_model import IMAGE, llava
 from tests.unit.one_process import one_process_groups
 
-LENGTH, PER_TILE, COUNT = 48, 4, 6
+LENGTH = 48
+PER_TILE = 4
+COUNT = 6
 GREEDY = SamplingParams(top_k=1, num_tokens_to_generate=COUNT)
 PROMPT = [9, IMAGE, 11, 12, IMAGE, 13]
 NUM_TILES = torch.tensor([1, 2])
@@ -81,7 +83,8 @@ def request(number: int = 0, **changes: Any) -> VLMInferenceRequest:
 
 def by_hand() -> list[int]:
     """Greedy tokens of forward passes without a cache."""
-    model, tokens = model_of(one_process_groups()), list(PROMPT)
+    model = model_of(one_process_groups())
+    tokens = list(PROMPT)
     with torch.no_grad():
         for _ in range(COUNT):
             ids = torch.tensor([tokens])

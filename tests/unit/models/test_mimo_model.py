@@ -30,10 +30,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, tiny_config
 
-IMAGE, SOUND = 64, 65  # outside of the vocabulary
+IMAGE = 64
+SOUND = 65  # outside of the vocabulary
 SPECIAL = {"images": IMAGE, "audios": SOUND}
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-NUM_PATCHES, NUM_FRAMES = 4, 3  # embeddings of an image, and of a sound
+NUM_PATCHES = 4
+NUM_FRAMES = 3  # embeddings of an image, and of a sound
 LENGTH = 16
 
 
@@ -199,7 +201,8 @@ def test_videos_have_the_embeddings_of_their_frames() -> None:
     encoder: Any = mimo(one_process_groups()).modality_submodules["images"]
     frames = torch.randn(6, 3, 12, 12, dtype=torch.float64)
     video = frames.view(2, 3, 3, 12, 12)
-    one, other = encoder({"clip": {"x": frames}}), encoder({"clip": {"x": video}})
+    one = encoder({"clip": {"x": frames}})
+    other = encoder({"clip": {"x": video}})
     assert torch.equal(one, other)
     assert one.shape == (6 * NUM_PATCHES, 32)
 

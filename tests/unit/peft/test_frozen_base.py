@@ -59,7 +59,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.feature("LoRA: the frozen model is stored in fp8, int8 or nvfp4")
 @pytest.mark.parametrize("format", FORMATS)
 def test_gradients_are_those_of_the_rounded_base(format: StoredFormat) -> None:
-    model, plain = adapted(format), adapted(None)
+    model = adapted(format)
+    plain = adapted(None)
     with torch.no_grad():
         for one, other in zip(model.modules(), plain.modules(), strict=True):
             if isinstance(one, Linear) and isinstance(one.quantizer, FrozenWeight):
@@ -67,7 +68,8 @@ def test_gradients_are_those_of_the_rounded_base(format: StoredFormat) -> None:
                 assert other.weight is not None
                 other.weight.copy_(one.quantizer.weight.values(torch.float32))
                 torch.testing.assert_close(one.effective_weight(), other.effective_weight())
-    found, expected = gradients(model), gradients(plain)
+    found = gradients(model)
+    expected = gradients(plain)
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, **tolerances.GRADIENT)

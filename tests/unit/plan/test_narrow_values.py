@@ -12,7 +12,10 @@ from megatron.core.transformer.attention_backends import AttentionRequest, choos
 from megatron.training.plan.rank import cost_of_rank
 from tests.unit.arguments.commands import run_of
 
-TOKENS, ROWS, HEADS, LAYERS = 64, 2, 4, 2
+TOKENS = 64
+ROWS = 2
+HEADS = 4
+LAYERS = 2
 MLA = (
     "--bf16 --multi-latent-attention --position-embedding-type rope --attention-dropout 0 "
     f"--seq-length {TOKENS} --max-position-embeddings {TOKENS} --num-attention-heads {HEADS} "
@@ -29,7 +32,8 @@ def kept(words: str) -> int:
 @pytest.mark.feature("Plan: MLA's values of 128 are not padded to keys of 192 on a GPU")
 def test_a_plan_counts_values_of_their_own_width() -> None:
     """Padding keeps values and outputs in the width of keys, and outputs in their own again."""
-    own, padded = kept("--qk-head-dim 128"), kept("--qk-head-dim 128 --attention-backend flash")
+    own = kept("--qk-head-dim 128")
+    padded = kept("--qk-head-dim 128 --attention-backend flash")
     of_layer = TOKENS * ROWS * HEADS * 2 * ((192 - 128) + 192)
     of_layer -= 2 * 8  # cuDNN's state of dropout, which a plan of flash attention leaves out
     assert padded - own == LAYERS * of_layer

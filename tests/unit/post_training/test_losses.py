@@ -23,7 +23,8 @@ from tests import tolerances
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_rank
 
-SIZE, PADDED = 37, 40
+SIZE = 37
+PADDED = 40
 EXACT: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
 
 
@@ -39,7 +40,8 @@ def expected(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_the_divergence_of_logits_is_torchs(temperature: float) -> None:
-    student, teacher = draw(4, 3, SIZE, seed=0).requires_grad_(), draw(4, 3, SIZE, seed=1)
+    student = draw(4, 3, SIZE, seed=0).requires_grad_()
+    teacher = draw(4, 3, SIZE, seed=1)
     scale = draw(4, 3, seed=2)
     found = kl_divergence(student, teacher, temperature, tp_group=one_rank())
     (gradient,) = torch.autograd.grad((found * scale).sum(), student)
@@ -62,7 +64,8 @@ def sharded(rank: int, world_size: int, temperature: float) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_sharded_vocabulary_with_padding_gives_the_same(world_size: int) -> None:
-    student, teacher = draw(4, 3, SIZE, seed=0).requires_grad_(), draw(4, 3, SIZE, seed=1)
+    student = draw(4, 3, SIZE, seed=0).requires_grad_()
+    teacher = draw(4, 3, SIZE, seed=1)
     wanted = expected(student, teacher, 2.0)
     (gradient,) = torch.autograd.grad((wanted * draw(4, 3, seed=2)).sum(), student)
     parts = run_ranks(sharded, world_size, 2.0)
@@ -85,7 +88,8 @@ def test_16_bit_logits_are_compared_in_float32() -> None:
 
 
 def test_distances_of_hidden_states_are_those_of_torch() -> None:
-    x, y = draw(6, 2, 8, seed=0), draw(6, 2, 8, seed=1)
+    x = draw(6, 2, 8, seed=0)
+    y = draw(6, 2, 8, seed=1)
     ones = torch.ones(12)
     wanted = F.cosine_embedding_loss(x.flatten(0, 1), y.flatten(0, 1), ones, reduction="none")
     torch.testing.assert_close(cosine_loss(x, y).flatten(), wanted, **tolerances.of(torch.float32))
@@ -119,16 +123,19 @@ def from_store(student: Tensor, teacher: Tensor, k: int) -> Tensor:
 
 
 def test_a_store_of_all_tokens_gives_the_complete_divergence() -> None:
-    student, teacher = draw(4, 3, SIZE, seed=0).requires_grad_(), draw(4, 3, SIZE, seed=1)
+    student = draw(4, 3, SIZE, seed=0).requires_grad_()
+    teacher = draw(4, 3, SIZE, seed=1)
     scale = draw(4, 3, seed=2)
-    found, wanted = from_store(student, teacher, SIZE), expected(student, teacher, 1.0)
+    found = from_store(student, teacher, SIZE)
+    wanted = expected(student, teacher, 1.0)
     torch.testing.assert_close(found, wanted, **EXACT)
     gradients = [torch.autograd.grad((x * scale).sum(), student)[0] for x in (found, wanted)]
     torch.testing.assert_close(*gradients, **EXACT)
 
 
 def test_tokens_that_are_not_stored_count_as_one() -> None:
-    student, teacher = draw(6, SIZE, seed=0).double(), draw(6, SIZE, seed=1).double()
+    student = draw(6, SIZE, seed=0).double()
+    teacher = draw(6, SIZE, seed=1).double()
     student.requires_grad_()
     ids = teacher.topk(4).indices
 
@@ -146,7 +153,8 @@ def test_tokens_that_are_not_stored_count_as_one() -> None:
 
 def test_a_token_without_entries_has_no_loss() -> None:
     student = draw(2, SIZE, seed=0).requires_grad_()
-    ids, log_probs = torch.zeros(2, 3, dtype=torch.int32), torch.full((2, 3), float("-inf"))
+    ids = torch.zeros(2, 3, dtype=torch.int32)
+    log_probs = torch.full((2, 3), float("-inf"))
     log_probs[1, 0] = -0.1
     group: Any = {"tp_group": one_rank(), "vocab_size": SIZE}
     loss = divergence_from_stored(student, ids, log_probs, **group)
@@ -173,7 +181,8 @@ def top_sharded(rank: int, world_size: int, k: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("k", [3, 12, SIZE])
 def test_the_most_probable_tokens_of_a_sharded_vocabulary_are_the_same(k: int) -> None:
-    student, teacher = draw(4, SIZE, seed=0).requires_grad_(), draw(4, SIZE, seed=1)
+    student = draw(4, SIZE, seed=0).requires_grad_()
+    teacher = draw(4, SIZE, seed=1)
     ids, log_probs = most_probable(teacher, k, tp_group=one_rank(), vocab_size=SIZE)
     loss = from_store(student, teacher, k)
     (gradient,) = torch.autograd.grad(loss.sum(), student)

@@ -108,7 +108,8 @@ class Service(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    Service.failures, Service.body = [], b""
+    Service.failures = []
+    Service.body = b""
     server = HTTPServer(("127.0.0.1", 0), Service)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -50,7 +50,8 @@ def config_of(case: dict[str, Any], micro_batch_size: int = ROWS) -> RunConfig:
 
 
 def round_of_golden(is_on_policy: bool = False) -> Round:
-    mask, prompt = GIVEN["mask"], GOLDEN["prompt"]
+    mask = GIVEN["mask"]
+    prompt = GOLDEN["prompt"]
 
     def full(values: Tensor) -> Tensor:
         out = torch.zeros(ROWS, LENGTH)
@@ -75,7 +76,8 @@ def round_of_golden(is_on_policy: bool = False) -> Round:
 
 def trained(case: dict[str, Any], size: int = ROWS) -> tuple[float, Tensor, dict[str, float]]:
     """Return loss, gradient, and the logged values of a step with micro-batches of ``size``."""
-    config, policy = config_of(case, size), nn.Parameter(GIVEN["weight"].clone())
+    config = config_of(case, size)
+    policy = nn.Parameter(GIVEN["weight"].clone())
     groups = one_process_groups()
     batches = step_batches(config, round_of_golden("on_policy" in case), torch.arange(ROWS), 0)
     total = 0.0

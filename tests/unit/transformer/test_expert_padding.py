@@ -16,7 +16,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from tests.unit.one_process import one_process_groups, tiny_config
 
-EXPERTS, HIDDEN, LENGTH, PADDING = 4, 8, 9, 5
+EXPERTS = 4
+HIDDEN = 8
+LENGTH = 9
+PADDING = 5
 SITUATIONS: dict[str, dict[str, Any]] = {
     "no losses": {},
     "aux": {"moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.3,)},

@@ -22,7 +22,8 @@ def augmented(image: Any, size: tuple[int, int], random: np.random.Generator) ->
     The result is a function of the image and of ``random``.
     """
     part = _random_box(image.size, random)
-    image_module, enhance = pillow(), pillow("PIL.ImageEnhance")
+    image_module = pillow()
+    enhance = pillow("PIL.ImageEnhance")
     image = image.resize(size, resample=image_module.Resampling.BICUBIC, box=part)
     if random.random() < 0.5:
         image = image.transpose(image_module.Transpose.FLIP_LEFT_RIGHT)
@@ -38,12 +39,14 @@ def _random_box(size: tuple[int, int], random: np.random.Generator) -> tuple[int
     for _ in range(_ATTEMPTS):
         area = width * height * random.uniform(*_AREA)
         ratio = _MAX_ASPECT_RATIO ** random.uniform(-1, 1)
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        w = round(math.sqrt(area * ratio))
+        h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             left = int(random.integers(width - w + 1))
             top = int(random.integers(height - h + 1))
             return left, top, left + w, top + h
     w = max(1, min(width, round(height * _MAX_ASPECT_RATIO)))
     h = max(1, min(height, round(width * _MAX_ASPECT_RATIO)))
-    left, top = (width - w) // 2, (height - h) // 2
+    left = (width - w) // 2
+    top = (height - h) // 2
     return left, top, left + w, top + h

@@ -31,7 +31,8 @@ def size_in_blocks(size: tuple[int, int], block: int, max_blocks: int) -> tuple[
             f"an image of {width} x {height} pixels is too long and narrow: one side may be "
             f"{_MOST_ELONGATED} times as long as the other"
         )
-    columns, rows = round(width / block), round(height / block)
+    columns = round(width / block)
+    rows = round(height / block)
     area = width * height
     if columns * rows > max_blocks:
         scale = math.sqrt(area / (max_blocks * block**2))

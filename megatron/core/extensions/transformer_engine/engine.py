@@ -110,7 +110,8 @@ class Engine:
         **arguments: object,
     ) -> None:
         arguments |= {"params_dtype": config.params_dtype, "device": "meta"}
-        self._kind, self._arguments = kind, arguments
+        self._kind = kind
+        self._arguments = arguments
         self.module = getattr(package(), kind)(**arguments)
         self._parameters = parameters
         self.recipe: object = None  # the package's fp8 or fp4 recipe

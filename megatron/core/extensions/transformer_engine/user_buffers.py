@@ -89,7 +89,8 @@ def _unsupported_reason(config: TransformerConfig, tp_group: ProcessGroup) -> st
             f"--{config.format_flag}: user buffers of Transformer Engine need bf16, or fp8 with "
             "--fp8-recipe tensorwise or mxfp8"
         )
-    ranks, size = dist.get_process_group_ranks(tp_group), tp_group.size()
+    ranks = dist.get_process_group_ranks(tp_group)
+    size = tp_group.size()
     if ranks[0] % size or ranks != list(range(ranks[0], ranks[0] + size)):
         return f"user buffers of Transformer Engine need tensor parallelism innermost, not {ranks}"
     return None

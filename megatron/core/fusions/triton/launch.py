@@ -66,7 +66,8 @@ def _launch_directly(compiled: Any, where: int, grid: tuple[int, ...], *argument
         compiled[grid](*arguments)
         return
     stream = triton.runtime.driver.active.get_current_stream(where)
-    function, metadata = compiled.function, compiled.packed_metadata
+    function = compiled.function
+    metadata = compiled.packed_metadata
     compiled.run(*grid, stream, function, metadata, None, None, None, *arguments)
 
 

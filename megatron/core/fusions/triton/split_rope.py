@@ -68,7 +68,9 @@ def _launch(
 @cache
 def _blocks(half: int, heads: int, width: int) -> tuple[bool, int, int, int, int]:
     """Return whether channels are copied, and the blocks of rotated and of copied channels."""
-    block, tail, heads = max(4, power_of_2(half)), power_of_2(width), power_of_2(heads)
+    block = max(4, power_of_2(half))
+    tail = power_of_2(width)
+    heads = power_of_2(heads)
     rotated = max(1, min(_PAIRS // block, heads)), block
     copied = max(1, min(2 * _PAIRS // tail, heads)), tail
     return 2 * half < width, *rotated, *copied

@@ -64,8 +64,10 @@ class DispatchedTokens:
 
     def padded(self, capacity: int) -> DispatchedTokens:
         """Pad the rows of each expert with zeros to ``capacity``, and remove the tail."""
-        num_experts, where = len(self.counts), self.rows.device
-        size, groups = num_experts * capacity, RowGroups.on(where, self.counts)
+        num_experts = len(self.counts)
+        where = self.rows.device
+        size = num_experts * capacity
+        groups = RowGroups.on(where, self.counts)
         row = torch.arange(len(self.rows), dtype=torch.int32, device=where)
         expert = groups.expert_of(row)
         begin = F.pad(groups.ends, (1, 0)).index_select(0, expert)
@@ -80,7 +82,8 @@ class DispatchedTokens:
     def without_tail(self) -> DispatchedTokens:
         """Remove the tail.  The host reads the counts."""
         counts = list(self.counts)
-        num_rows, missing = sum(counts), len(self.rows) - sum(counts)
+        num_rows = sum(counts)
+        missing = len(self.rows) - sum(counts)
         if not missing:
             return self
         return DispatchedTokens(
@@ -211,7 +214,8 @@ def sorted_here(x: Tensor, routing: Routing, counts: Sequence[int]) -> Dispatche
     With `LazyTokenCounts` the host does not know how many tokens are dropped: there are as many
     rows as there can be, and those of dropped tokens are the tail.
     """
-    num_rows, dropped = None, None
+    num_rows = None
+    dropped = None
     if not isinstance(counts, LazyTokenCounts):
         num_rows = sum(counts)
     elif routing.may_have_dropped:

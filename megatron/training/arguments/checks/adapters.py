@@ -13,7 +13,8 @@ _FORMATS = ("safetensors_dist", "torch_dist")
 
 def adapters_fit_the_model(run: RunConfig) -> Iterator[str]:
     """Require a model kind with adapters, and a dropout probability."""
-    a, kind = run.adapters, run.language_model.model_kind
+    a = run.adapters
+    kind = run.language_model.model_kind
     if a.lora is None:
         return
     if a.lora_dropout >= 1:
@@ -27,7 +28,8 @@ def adapters_fit_the_model(run: RunConfig) -> Iterator[str]:
 
 def a_stored_base_has_no_other_precision(run: RunConfig) -> Iterator[str]:
     """Refuse a base in few bits with low-precision GEMMs, and with sharded parameters."""
-    a, m = run.adapters, run.model
+    a = run.adapters
+    m = run.model
     if a.lora is None or a.lora_base_dtype is None:
         return
     if m.fp8 is not None or m.fp4 is not None:

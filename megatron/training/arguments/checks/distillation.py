@@ -55,7 +55,8 @@ def distillation_compares_logits_of_gpt(run: RunConfig) -> Iterator[str]:
 
 def a_store_has_samples_in_order(run: RunConfig) -> Iterator[str]:
     """Require the order of samples, and the start, by which a store is complete."""
-    kd, kind = run.distillation, run.data.dataloader_type
+    kd = run.distillation
+    kind = run.data.dataloader_type
     for flag, folder in (
         ("--logits-save-dir", kd.logits_save_dir),
         ("--logits-load-dir", kd.logits_load_dir),

@@ -41,7 +41,8 @@ def conversations_have_bounds_of_their_own(run: RunConfig) -> Iterator[str]:
 
 def packed_conversations_fit_the_layout(run: RunConfig) -> Iterator[str]:
     """Require rows of complete parts, each of which context parallelism can split."""
-    d, cp = run.data, run.model.context_parallel_size
+    d = run.data
+    cp = run.model.context_parallel_size
     if run.objective not in OF_CONVERSATIONS or d.sft_alignment is None:
         return
     part = sequence_divisor(cp=cp)
@@ -60,8 +61,9 @@ def packed_conversations_fit_the_layout(run: RunConfig) -> Iterator[str]:
 
 
 def the_model_answers_prompts(run: RunConfig) -> Iterator[str]:
-    """Require a model that writes text, and room for a prompt and its answer."""
-    v, kind = run.validation, model_kind_of(run)
+    """Require a model that writes text, and space for a prompt and its answer."""
+    v = run.validation
+    kind = model_kind_of(run)
     if v.eval_generate is None:
         return
     if not kind.writes_text or kind.reads_images or kind.has_encoder:

@@ -22,7 +22,7 @@ def one_objective(run: RunConfig) -> Iterator[str]:
 
 
 def preference_values(run: RunConfig) -> Iterator[str]:
-    """Check the numbers of the loss."""
+    """Check the settings of the loss."""
     p = run.preference
     if p.dpo_beta is not None and not 0 < p.dpo_beta < float("inf"):
         yield f"--dpo-beta {p.dpo_beta}: give a number above 0, such as 0.1"

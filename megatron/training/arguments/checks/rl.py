@@ -10,8 +10,9 @@ _FLAG = "--perform-rl-step"
 
 
 def rollouts_fill_whole_steps(run: RunConfig) -> Iterator[str]:
-    """Require that each pass over the rollouts of a round is a number of whole steps."""
-    rl, batch = run.rl, run.training.global_batch_size
+    """Require that each pass over the rollouts of a round is a number of complete steps."""
+    rl = run.rl
+    batch = run.training.global_batch_size
     if not rl.perform_rl_step:
         return
     count = rl.grpo_prompts_per_step * rl.grpo_group_size
@@ -67,7 +68,8 @@ def sampling_has_probabilities(run: RunConfig) -> Iterator[str]:
 
 def policy_reads_rollouts_alone(run: RunConfig) -> Iterator[str]:
     """Refuse options of data sets and models that rollouts do not have."""
-    d, m = run.data, run.model
+    d = run.data
+    m = run.model
     if not run.rl.perform_rl_step:
         return
     for flag, is_on in (

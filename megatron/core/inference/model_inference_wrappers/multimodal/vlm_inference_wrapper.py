@@ -79,7 +79,8 @@ class VLMInferenceWrapper(GPTInferenceWrapper):
         context_end_position: int,
     ) -> dict[str, Any]:
         """Return the tokens of positions start to end - 1, and the images that these stand for."""
-        start, end = context_start_position, context_end_position
+        start = context_start_position
+        end = context_end_position
         found = super().get_batch_for_context_window(inference_input, start, end)
         is_image = inference_input["tokens"] == self.whole_model.image_token_index
         tiles = self._tiles(is_image, inference_input["num_tiles"])[:, start:end]
@@ -104,7 +105,8 @@ class VLMInferenceWrapper(GPTInferenceWrapper):
         return int(per_row[0])
 
     def _forward(self, inference_input: dict[str, Any]) -> Tensor:
-        whole, tokens = self.whole_model, inference_input["tokens"]
+        whole = self.whole_model
+        tokens = inference_input["tokens"]
         combined: Tensor | None = None
         if whole.pre_process:
             is_image = tokens == whole.image_token_index

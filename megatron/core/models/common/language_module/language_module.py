@@ -287,7 +287,8 @@ class LanguageModule(MegatronModule):
         followed by `compute_language_model_loss`, which are used if the output layer is of another
         class or has another matmul.
         """
-        hidden, config = self.scaled(hidden), self.config
+        hidden = self.scaled(hidden)
+        config = self.config
         layer, weight = self.output_layer, self.output_weight()
         is_plain = layer.bias is None and config.final_logit_softcapping is None
         is_usual = type(layer) is ColumnParallelLinear and layer.multiply is F.linear
@@ -319,7 +320,8 @@ class LanguageModule(MegatronModule):
 
         Gathered logits have the unpadded vocabulary; in sharded logits padding is -inf.
         """
-        hidden, weight = self.scaled(hidden), self.output_weight()
+        hidden = self.scaled(hidden)
+        weight = self.output_weight()
         logits, _ = self.output_layer(hidden, weight, runtime_gather_output=gather)
         logits = self.cap(logits).transpose(0, 1)
         if self.num_tokens is None:
