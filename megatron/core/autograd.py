@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 R = TypeVar("R", covariant=True)
 V = TypeVar("V")
+# Bound once: every layer asks several times.
+_is_compiling = torch.compiler.is_compiling
+_is_transforming = torch._C._are_functorch_transforms_active
 
 
 class Function(torch.autograd.Function, Generic[R]):
@@ -22,6 +25,13 @@ class Function(torch.autograd.Function, Generic[R]):
         @classmethod
         def apply(cls, *args: object) -> R: ...
 
+    _apply_in_c: ClassVar[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        base: Any = super(torch.autograd.Function, cls)
+        cls._apply_in_c = base.apply
+
     @classmethod
     def call(cls, *args: object) -> R:
         """Do what ``apply`` does, without torch's Python code around it, which takes 2 to 3 us.
@@ -29,10 +39,9 @@ class Function(torch.autograd.Function, Generic[R]):
         That code binds defaults of functions with ``setup_context``, which these do not have, and
         unwraps tensors of ended functorch transforms (vmap, grad).  torch.compile knows ``apply``.
         """
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if _is_compiling() or _is_transforming():
             return cls.apply(*args)
-        base: Any = super(torch.autograd.Function, cls)
-        result: R = base.apply(*args)
+        result: R = cls._apply_in_c(*args)
         return result
 
 

@@ -7,7 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from megatron.core import device
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel import overlapped_linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -52,7 +55,7 @@ def fused_and_separate(rank: int, world_size: int) -> dict[str, list[str]]:
             for name, flags in FLAGS.items():
                 for later in (False, True):
                     model = build(case, groups, 128, sequence_parallel=True)
-                    assert overlap_layers(model, groups.tp, tiny_config(**flags)) is None
+                    assert overlap_layers(model, groups.tp, tiny_config(**flags)) == (8, [])
                     symmetric_memory.calls.clear()
                     found = gradients(model, later=later)
                     torch.testing.assert_close(found, wanted, **tolerances.of(torch.float64))
@@ -72,7 +75,7 @@ def test_fused_layers_have_the_loss_and_gradients_of_separate_ones() -> None:
         assert calls["gradients"] == ["scatter"] * 4
 
 
-def without_memory(rank: int, world_size: int) -> list[str | None]:
+def without_memory(rank: int, world_size: int) -> list[Any]:
     groups = create_process_groups(*make_grids(world_size, tp=2))
     parallel = build("llama", groups, 128, sequence_parallel=True)
     reasons = [overlap_layers(parallel, groups.tp, tiny_config())]
@@ -84,6 +87,53 @@ def without_memory(rank: int, world_size: int) -> list[str | None]:
 
 def test_without_symmetric_memory_the_layers_stay_as_they_are() -> None:
     for no_memory, no_shards in run_ranks(without_memory, 2):
-        assert no_memory == "it needs a GPU"
-        assert no_shards is not None
-        assert no_shards.startswith("no layer has sequence parallelism")
+        assert no_memory == (0, ["it needs a GPU"])
+        assert no_shards == (0, ["no layer of this program has sequence parallelism"])
+
+
+class SymmetricMemory:
+    """What torch keeps by the name of a group, also after the group's end."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.mapped: list[str] = []  # each is a meeting of all ranks of the group
+
+    def is_symm_mem_enabled_for_group(self, name: str) -> bool:
+        return name in self.names
+
+    def enable_symm_mem_for_group(self, name: str) -> None:
+        self.names.add(name)
+
+    def get_symm_mem_workspace(self, name: str, _: int) -> None:
+        self.mapped.append(name)
+
+
+def two_runs(rank: int, world_size: int) -> list[tuple[str | None, int]]:
+    """Return for each run why it has no memory, and how often it was mapped so far.
+
+    Before the second one a new process takes the place of rank 1.
+    """
+    memory = SymmetricMemory()
+    found = []
+    with (
+        mock.patch.object(overlapped_linear, "require", side_effect=lambda *_: memory),
+        mock.patch.object(device, "launches_kernels", return_value=True),
+    ):
+        for run in range(2):
+            group = dist.new_group(range(world_size))
+            for _ in range(2):  # model chunks
+                reason = overlapped_linear._why_no_symmetric_memory(group)
+            found.append((reason, len(memory.mapped)))
+            if run == 0:
+                store = dist.PrefixStore("second", c10d._get_default_store())
+                dist.destroy_process_group()
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+                memory = SymmetricMemory() if rank == 1 else memory
+    return found
+
+
+def test_a_second_run_of_a_process_does_not_use_the_memory_of_the_first() -> None:
+    reason = "an earlier run of this process has used symmetric memory: start new processes"
+    first, second = run_ranks(two_runs, 2)
+    assert first == [(None, 2), (reason, 2)]
+    assert second == [(None, 2), (reason, 0)], "its peer would not come"

@@ -34,14 +34,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(group: Any, settings: dict[str, Any], dtype: torch.dtype) -> nn.ModuleList:
+def build(
+    group: Any, settings: dict[str, Any], dtype: torch.dtype, inner: int = INNER
+) -> nn.ModuleList:
     """A column layer with bias and a row layer, as one rank of ``group`` has them."""
     config = tiny_config(params_dtype=dtype, sequence_parallel=True, **settings)
     recipe = recipe_of(config)
     assert recipe is not None
     common: Any = {"config": config, "init_method": Init("normal", 1), "tp_group": group}
     layers = nn.ModuleList(
-        [ColumnParallelLinear(WIDTH, INNER, **common), RowParallelLinear(INNER, WIDTH, **common)]
+        [ColumnParallelLinear(WIDTH, inner, **common), RowParallelLinear(inner, WIDTH, **common)]
     )
     for layer in layers:
         with torch.no_grad():
@@ -92,7 +94,7 @@ def fused_and_separate(rank: int, world_size: int, case: str) -> dict[str, list[
             for name, flags in FLAGS.items():
                 for later in (False, True):
                     layers = build(group, CASES[case], dtype)
-                    assert overlap_layers(layers, group, tiny_config(**flags)) is None
+                    assert overlap_layers(layers, group, tiny_config(**flags)) == (2, [])
                     symmetric_memory.calls.clear()
                     found = two_steps(layers, dtype, later=later)
                     for have, want in zip(found, wanted, strict=True):
@@ -116,17 +118,42 @@ def test_fused_layers_have_the_bits_of_separate_ones(case: str) -> None:
         assert calls["gradients"] == [scatter] * 2
 
 
-def excluded(rank: int, world_size: int) -> list[str | None]:
+BLOCKS: dict[str, dict[str, Any]] = {
+    "mxfp8": {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
+    "blockwise": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "fp4": {"fp4": "e2m1"},
+}
+
+
+def excluded(rank: int, world_size: int) -> dict[str, Any]:
     group = dist.group.WORLD
+    found = {}
     with mock.patch.object(overlapped_linear, "_why_no_symmetric_memory", return_value=None):
-        without_fp8 = overlap_layers(
-            build(group, CASES["delayed"], torch.bfloat16), group, tiny_config()
-        )
+        delayed = build(group, CASES["delayed"], torch.bfloat16)
+        found["no fp8"] = overlap_layers(delayed, group, tiny_config())
         with mock.patch.object(device, "multiplies_fp8", return_value=True):
-            blocks = build(group, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, torch.bfloat16)
-            return [without_fp8, overlap_layers(blocks, group, tiny_config())]
+            for name, settings in BLOCKS.items():
+                layers = build(group, settings, torch.bfloat16)
+                found[name] = overlap_layers(layers, group, tiny_config())
+            narrow = build(group, CASES["delayed"], torch.bfloat16, inner=48)
+            found["widths"] = overlap_layers(narrow, group, tiny_config())
+            layers[0].quantizer = None  # --first-last-layers-bf16
+            found["mixed"] = overlap_layers(layers, group, tiny_config())
+    return found
 
 
 def test_recipes_with_blocks_and_devices_without_fp8_keep_separate_collectives() -> None:
-    for reasons in run_ranks(excluded, 2):
-        assert all(reason.startswith("no layer has") for reason in reasons)
+    takes = "torch's fused GEMMs take one"
+    instead = "use --fp8-recipe tensorwise or delayed"
+    fp8 = f"{takes} fp8 scale per tensor or row, not one for each {{}} values of a row: {instead}"
+    fp4 = fp8.replace("fp8 scale", "fp4 scale").format(16)
+    widths = "fused fp8 GEMMs need multiples of 16 in a rank's part of a weight, which has {}"
+    for found in run_ranks(excluded, 2):
+        assert found == {
+            "no fp8": (0, ["this device has no GEMMs in fp8"]),
+            "widths": (0, [widths.format((24, 32)), widths.format((32, 24))]),
+            "mxfp8": (0, [fp8.format(32)]),
+            "blockwise": (0, [fp8.format(128)]),
+            "fp4": (0, [fp4]),
+            "mixed": (1, [fp4]),
+        }

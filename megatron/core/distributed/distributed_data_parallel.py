@@ -111,12 +111,12 @@ class DistributedDataParallel(DataParallelBase):
         for i, bucket in enumerate(self.buckets):
             if bucket.checked is not None:
                 named = ((slot.name, slot.main_grad) for slot in bucket.slots)
-                self.check.validate(bucket.checked.get(), i, named)
+                self.check.validate(bucket.checked, i, named)
         if self.check.for_large:
             read = self.check.read([p.grad for p in self.direct if p.grad is not None])
             if read is not None:
                 named = ((info_of(p).name, p.grad) for p in self.direct if p.grad is not None)
-                self.check.validate(read.get(), len(self.buckets), named)
+                self.check.validate(read, len(self.buckets), named)
 
     def zero_grad_buffer(self) -> None:
         for param in self.direct:
@@ -319,12 +319,19 @@ class DistributedDataParallel(DataParallelBase):
             for slot in buffer.slots:
                 if uses[slot.param] == 1 and takes_products(slot.param, key.grad_dtype):
                     slot.open_to_layers()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if uses[slot.param] == 1:
+                    slot.open_to_functions(partial(self._on_complete, slot, bucket))
 
     def _on_gradient(self, slot: GradSlot, bucket: GradBucket, _: Tensor) -> None:
+        if slot.take() and not slot.uses:
+            self._on_complete(slot, bucket)
+
+    def _on_complete(self, slot: GradSlot, bucket: GradBucket) -> None:
         assert not bucket.is_started, f"{slot.name} got a gradient after its bucket was reduced"
-        has_come = slot.take()
         is_due = self.is_last_microbatch and self.ddp_config.overlap_grad_reduce
-        if has_come and is_due and bucket.mark_ready(slot):
+        if is_due and bucket.mark_ready(slot):
             while self._next < len(self.buckets) and self.buckets[self._next].is_ready:
                 self._start_next()
 

@@ -48,6 +48,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp_double_buffer import (
@@ -141,7 +142,7 @@ class FullyShardedDataParallel(DataParallelBase):
         if self._sums:
             total = torch.stack(list(self._sums.values())).sum()
             value = total.sqrt() if self.check.for_large else total
-            self.check.validate(float(value), 0, self._sums.items())
+            self.check.validate(AsyncHostCopy(value), 0, self._sums.items())
         # Experts process tokens of all expert-parallel ranks: their mean is over dp_cp, too.
         grads = [grad for p in self._summed if (grad := gradient_of(p)) is not None]
         if grads and not self.config.calculate_per_token_loss:

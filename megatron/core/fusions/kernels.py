@@ -13,6 +13,8 @@ from megatron.core import device
 from megatron.core.device import cpu_kernels
 from megatron.core.optional import available, why_missing
 
+_FLOAT64 = torch.float64
+_is_compiling = torch.compiler.is_compiling
 _ON_CPU = {"adam", "cross_entropy", "glu", "rope", "rows"}  # modules of fusions.cpu
 
 
@@ -22,12 +24,13 @@ def find(name: str, *tensors: Tensor | None) -> ModuleType | None:
     None also without triton or the compiled kernels, in float64, and inside torch.compile, which
     fuses by itself.  The modules of both have the same functions, which take contiguous tensors.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return None
-    for tensor in tensors:  # a GPU's host asks several times per layer: no generators, no lists
+    # A GPU's host asks several times per layer: no generators, no lists.
+    for tensor in tensors:
         if tensor is None:
             continue
-        if tensor.dtype is torch.float64 or not device.launches_kernels(tensor.device):
+        if tensor.dtype is _FLOAT64 or not device.launches_kernels(tensor.device):
             break
     else:
         return _module(name)

@@ -187,7 +187,7 @@ def gradient_from_sums(
     cap = vocabulary.cap
     rows = _Rows(target, vocabulary, logits.shape[1])
     if cap is None and (fused := _kernels(logits)):
-        fused.turn(logits, target, log_sum, rows.first, rows.columns, grad.contiguous())
+        fused.turn(logits, target, log_sum, rows.first, rows.columns, grad)
         return
     _squash(logits, cap)
     rows.hide_padding(logits)

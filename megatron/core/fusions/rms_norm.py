@@ -78,8 +78,9 @@ def norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Ten
 
 def adds_in_norm(x: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
     """Return whether `norm_rows_of_sum` takes residual + x + bias: contiguous rows on a GPU."""
-    fits = x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
-    can = fits and x.shape[-1] in _WIDTHS
+    shape = x.shape
+    fits = shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
+    can = fits and shape[-1] in _WIDTHS
     return can and kernels.find("norm", x, bias, residual) is not None
 
 

@@ -113,8 +113,10 @@ def split_and_rotate(
         has_rows = table.cos.shape[::2] == (packed.shape[0], 1)
         if has_rows and _splitter(packed, table.cos, table.sin):
             return _SplitRotary.call(packed, table.cos, table.sin, table.interleaved, width)
-    query, key, value = packed.split([packed.shape[-1] - 2 * width, width, width], -1)
-    query = query.reshape(*query.shape[:2], -1, width)
+    *outer, packed_width = packed.shape
+    query, key, value = packed.split_with_sizes([packed_width - 2 * width, width, width], -1)
+    if packed_width != 3 * width:
+        query = query.reshape(outer[0], outer[1], -1, width)
     if table is not None:
         query, key = (apply_rotary(x, table, fused=fused) for x in (query, key))
     return query, key, value

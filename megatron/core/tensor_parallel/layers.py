@@ -31,7 +31,7 @@ from megatron.core.device import cpu_kernels
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
-from megatron.core.tensor_parallel.linear import Multiply, Quantizer, linear
+from megatron.core.tensor_parallel.linear import Multiply, Quantizer, linear, sum_output
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -260,7 +260,9 @@ class RowParallelLinear(_ShardedLinear):
         local_size = divide_over_group(input_size, tp_group, "input size")
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.is_expert = is_expert
-        self.sequence_parallel = config.sequence_parallel and tp_group.size() > 1 and not is_expert
+        communicates = tp_group.size() > 1 and not is_expert
+        self.sequence_parallel = config.sequence_parallel and communicates
+        self.sum_group = tp_group if communicates else None
         info = param_info_for(
             (output_size, input_size), init_method, over=tp_group, dim=1, is_expert=is_expert
         )
@@ -293,10 +295,19 @@ class RowParallelLinear(_ShardedLinear):
         """Return x W^T, reduced over the ranks; for an expert the dispatcher reduces instead."""
         if self.overlapped is not None:
             return self.overlapped(x, self.weight)
-        y = self._product(x, None)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
-        return y if self.is_expert else reduce_from_tensor_model_parallel_region(y, self.tp_group)
+        group = self.sum_group
+        y = linear(
+            x,
+            self.weight,
+            None,
+            output_group=group if self.lora is None else None,
+            scatters_output=self.sequence_parallel,
+            quantizer=self.quantizer,
+            multiply=self.multiply,
+        )
+        if self.lora is None or group is None:
+            return self._adapted(x, y)
+        return sum_output(self._adapted(x, y), group, scatters=self.sequence_parallel)
 
 
 class ReplicatedLinear(Linear):

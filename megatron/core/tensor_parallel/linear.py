@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
-from megatron.core.tensor_parallel.mappings import all_gather_first_dim, reduce_scatter_single
+from megatron.core.params.direct_gradient import Given, GradSink, can_be_direct, deliver, direct
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_first_dim,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_first_dim,
+    reduce_scatter_single,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.weight_gradient import (
     WeightGrad,
     adds_to_main_grad,
@@ -38,22 +45,35 @@ def linear(
     is_own: bool = True,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    output_group: ProcessGroup | None = None,
+    scatters_output: bool = False,
     quantizer: Quantizer | None = None,
     multiply: Multiply = F.linear,
 ) -> Tensor:
     """Compute x W^T + b.
 
     ``group``: ranks over which the input gradient is summed; None for a layer without collectives.
-    ``is_own``: only this layer uses the weight, so backward may defer its gradient or add it to
-    ``main_grad``.  ``quantizer``: runs the GEMMs in low precision.  ``multiply``: runs the GEMM of
-    the forward pass; it needs no gradient.  Collective over ``group``.
+    ``output_group``: ranks over which the output is summed, by a reduce-scatter along dim 0 if
+    ``scatters_output``.  ``is_own``: only this layer uses the weight, so backward may defer its
+    gradient or add it to ``main_grad``.  ``quantizer``: runs the GEMMs in low precision.
+    ``multiply``: runs the GEMM of the forward pass; it needs no gradient.  Collective over both
+    groups.
     """
     if quantizer is not None:
-        return quantizer(x, weight, bias, group, sequence_parallel)
-    asks = torch.is_grad_enabled() and (adds_to_main_grad(weight) or may_be_deferred())
-    if group is None and not (is_own and asks) and multiply is F.linear:
-        return F.linear(x, weight, bias)
-    return _Linear.call(x, weight, bias, is_own, group, sequence_parallel, multiply)
+        y = quantizer(x, weight, bias, group, sequence_parallel)
+        return y if output_group is None else sum_output(y, output_group, scatters=scatters_output)
+    adds = is_own and adds_to_main_grad(weight)
+    may_defer = may_be_deferred()
+    asks = torch.is_grad_enabled() and (adds or (is_own and may_defer))
+    if group is None and not asks and multiply is F.linear:
+        y = F.linear(x, weight, bias)
+        return y if output_group is None else sum_output(y, output_group, scatters=scatters_output)
+    call = LinearCall(weight, bias, is_own, group, sequence_parallel, output_group, scatters_output)
+    if not adds or may_defer or not can_be_direct(x):  # a queue gives gradients to autograd
+        return _Linear.call(x, weight, bias, call, multiply)
+    given = direct(weight)
+    given_bias = direct(bias) if given is not weight else bias
+    return _Linear.call(x, given, given_bias, call, multiply)
 
 
 class LinearCall(NamedTuple):
@@ -64,6 +84,8 @@ class LinearCall(NamedTuple):
     is_own: bool
     group: ProcessGroup | None
     sequence_parallel: bool
+    output_group: ProcessGroup | None = None
+    scatters_output: bool = False
 
     @property
     def gather_group(self) -> ProcessGroup | None:
@@ -82,6 +104,16 @@ class LinearCall(NamedTuple):
         _, needs_weight, needs_bias, *_ = needs_input_grad
         return self.weight if needs_weight else None, self.bias if needs_bias else None
 
+    def summed(self, y: Tensor) -> Tensor:
+        """Sum the output, which nothing else uses, over ``output_group``, whose ranks all call."""
+        if self.output_group is None:
+            return y
+        if self.scatters_output:
+            return reduce_scatter_first_dim(y, self.output_group)
+        y = y.contiguous()
+        dist.all_reduce(y, group=self.output_group)
+        return y
+
 
 class _Linear(Function[Tensor]):
     """x W^T + b with a weight gradient that may be deferred in a queue, if the weight ``is_own``.
@@ -91,28 +123,43 @@ class _Linear(Function[Tensor]):
 
     @staticmethod
     def forward(
-        ctx: Context[LinearCall],
+        ctx: Context[tuple[LinearCall, Given, Given]],
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        is_own: bool,
-        group: ProcessGroup | None,
-        sequence_parallel: bool,
+        weight: Given,
+        bias: Given,
+        call: LinearCall,
         multiply: Multiply,
     ) -> Tensor:
         # The input is for the weight gradient alone: a frozen layer does not keep it.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else x.new_empty(0, 0), weight)
-        ctx.values = call = LinearCall(weight, bias, is_own, group, sequence_parallel)
-        return multiply(call.gathered(x), weight, bias)
+        keeps_input = ctx.needs_input_grad[1] or isinstance(weight, GradSink)
+        ctx.save_for_backward(x if keeps_input else x.new_empty(0, 0), call.weight)
+        ctx.values = call, weight, bias
+        return call.summed(multiply(call.gathered(x), call.weight, call.bias))
 
     @staticmethod
-    def backward(ctx: Context[LinearCall], grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Context[tuple[LinearCall, Given, Given]], grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        call = ctx.values
-        weight_param, bias = call.params(ctx.needs_input_grad)
-        item = WeightGrad(weight_param, bias, grad, x, group=call.gather_group, is_own=call.is_own)
-        grad_x = partial(grad.matmul, weight) if ctx.needs_input_grad[0] else None
-        return *linear_backward(item, grad_x, call), None, None, None, None
+        call, given_weight, given_bias = ctx.values
+        if call.output_group is not None and call.scatters_output:
+            grad = all_gather_first_dim(grad, call.output_group)
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        is_direct = isinstance(given_weight, GradSink)
+        item = WeightGrad(
+            call.weight if needs_weight or is_direct else None,
+            call.bias if needs_bias or isinstance(given_bias, GradSink) else None,
+            grad,
+            x,
+            group=call.gather_group,
+            is_own=call.is_own,
+            is_direct=is_direct,
+        )
+        grad_x = partial(grad.matmul, weight) if needs_x else None
+        of_x, of_weight, of_bias = linear_backward(item, grad_x, call)
+        if isinstance(given_weight, GradSink):
+            given_weight.note_added()
+        return of_x, of_weight, deliver(given_bias, of_bias), None, None
 
 
 def linear_backward(
@@ -152,3 +199,10 @@ def start_reduction(
         return dist.all_reduce(grad, group=group, async_op=True), grad
     total = grad.new_empty((grad.shape[0] // group.size(), *grad.shape[1:]))
     return reduce_scatter_single(total, grad, group=group, async_op=True), total
+
+
+def sum_output(y: Tensor, group: ProcessGroup, *, scatters: bool) -> Tensor:
+    """Sum ``y`` over the group, differentiably.  Collective."""
+    if scatters:
+        return reduce_scatter_to_sequence_parallel_region(y, group)
+    return reduce_from_tensor_model_parallel_region(y, group)

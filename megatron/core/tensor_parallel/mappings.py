@@ -50,9 +50,11 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def all_gather_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     """Concatenate [n, ...] of every rank along dim 0: [n * size, ...]."""
-    if group.size() == 1:
+    size = group.size()
+    if size == 1:
         return x
-    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    rows, *rest = x.shape
+    out = x.new_empty((rows * size, *rest))
     all_gather_single(out, x.contiguous(), group=group)
     return out
 
@@ -69,7 +71,8 @@ def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the group; each rank keeps its slice of dim 0: [n, ...] -> [n / size, ...]."""
     if group.size() == 1:
         return x
-    out = x.new_empty((_share(x.shape[0], group), *x.shape[1:]))
+    rows, *rest = x.shape
+    out = x.new_empty((_share(rows, group), *rest))
     reduce_scatter_single(out, x.contiguous(), group=group)
     return out
 

@@ -12,7 +12,8 @@ Collectives over the tensor-parallel group, in the order of `linear` and of the 
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 from megatron.core.autograd import Context, Function
 from megatron.core.optional import require
+from megatron.core.params.param_info import info_of
+from megatron.core.rank_local import each_rank_owns
+from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.linear import LinearCall, linear_backward
 from megatron.core.tensor_parallel.mappings import reduce_scatter_first_dim
@@ -33,6 +37,9 @@ from megatron.core.tensor_parallel.overlapped_quantized_linear import (
 )
 from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad, is_deferred
+
+_mapped: WeakSet[ProcessGroup] = WeakSet()  # groups whose ranks map each other's memory
+each_rank_owns(__name__, "_mapped")
 
 
 class OverlapConfig(Protocol):
@@ -50,21 +57,41 @@ class OverlapConfig(Protocol):
     def tp_comm_overlap_rs_dgrad(self) -> bool: ...
 
 
-def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig) -> str | None:
-    """Let the linear layers of ``model`` overlap; return why they cannot, or None.
+class Overlapped(NamedTuple):
+    """What `overlap_layers` did: the number of layers that overlap, and why others do not."""
 
-    Layers of Transformer Engine or with adapters, and layers in a low precision that `_can_overlap`
-    excludes, keep their own GEMMs.  Collective over ``group``.
+    num_layers: int
+    reasons: list[str]
+
+
+_Sharded = ColumnParallelLinear | RowParallelLinear
+
+
+def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig) -> Overlapped:
+    """Let the linear layers of ``model`` that have sequence parallelism overlap.
+
+    Skips the output layer, whose GEMM is fused with the loss, and layers of Transformer Engine,
+    whose quantizer is its own.  Collective over ``group``.
     """
-    layers = [
-        layer
-        for layer in model.modules()
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and _can_overlap(layer)
-    ]
+    layers = []
+    reasons = []
+    for layer in model.modules():
+        if not isinstance(layer, _Sharded) or not layer.sequence_parallel:
+            continue
+        if layer.weight is None or info_of(layer.weight).is_embedding_or_output:
+            continue
+        if not isinstance(layer.quantizer, LinearQuantizer | FrozenWeight | None):
+            continue
+        reason = _unsupported_reason(layer)
+        if reason is None:
+            layers.append(layer)
+        else:
+            reasons.append(reason)
+    reasons = list(dict.fromkeys(reasons))
     if not layers:
-        return "no layer has sequence parallelism and GEMMs of this program in 8, 16 or 32 bits"
-    if reason := _why_no_symmetric_memory(group):
-        return reason
+        return Overlapped(0, reasons or ["no layer of this program has sequence parallelism"])
+    if without_memory := _why_no_symmetric_memory(group):
+        return Overlapped(0, [*reasons, without_memory])
     overlap = Overlap(
         group,
         gathers=config.tp_comm_overlap_ag and config.tp_comm_split_ag,
@@ -81,17 +108,38 @@ def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig)
             layer.overlapped = partial(run, overlap, layer.quantizer)
         else:
             layer.overlapped = partial(column_product if is_column else row_product, overlap)
-    return None
+    return Overlapped(len(layers), reasons)
 
 
-def _can_overlap(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
-    """Return whether the layer has a GEMM that torch can fuse: in fp8 only with tensor scales."""
-    is_plain = layer.multiply is F.linear and layer.lora is None
-    if not layer.sequence_parallel or not is_plain:
-        return False
+def _unsupported_reason(layer: _Sharded) -> str | None:
+    """Return why torch cannot fuse the layer's GEMM with a collective; None if it can.
+
+    torch's operations (2.11 and 2.13) call ``_scaled_mm`` with a slice of the scales of the input:
+    one scale for all slices, or one scale per row.
+    """
+    if layer.multiply is not F.linear:
+        return "layers with a GEMM of their own have no fused one"
+    if layer.lora is not None:
+        return "layers with adapters have no fused GEMM"
+    if isinstance(layer.quantizer, FrozenWeight):
+        return "layers with frozen weights in low precision have no fused GEMM"
     if not isinstance(layer.quantizer, LinearQuantizer):
-        return layer.quantizer is None
-    return layer.quantizer.recipe.block is None and device.multiplies_fp8(device.current())
+        return None
+    recipe = layer.quantizer.recipe
+    if recipe.block is not None:
+        name = "fp4" if recipe.is_fp4 else "fp8"
+        return (
+            f"torch's fused GEMMs take one {name} scale per tensor or row, not one for each "
+            f"{recipe.block} values of a row: use --fp8-recipe tensorwise or delayed"
+        )
+    if not device.multiplies_fp8(device.current()):
+        return "this device has no GEMMs in fp8"
+    assert layer.weight is not None, "checked by the caller"
+    shape = tuple(layer.weight.shape)
+    if any(n % 16 for n in shape):  # `low_precision.scaled_mm` pads, torch's operations do not
+        limit = "fused fp8 GEMMs need multiples of 16 in a rank's part of a weight"
+        return f"{limit}, which has {shape}"
+    return None
 
 
 def _why_no_symmetric_memory(group: ProcessGroup) -> str | None:
@@ -99,19 +147,32 @@ def _why_no_symmetric_memory(group: ProcessGroup) -> str | None:
 
     Collective over ``group``: the result is the same on all ranks.
     """
-    reason = None
     if not device.launches_kernels(device.current()):
-        reason = "it needs a GPU"
-    else:
-        symmetric_memory = require("torch.distributed._symmetric_memory", "--tp-comm-overlap")
-        try:
-            symmetric_memory.enable_symm_mem_for_group(group.group_name)
-            symmetric_memory.get_symm_mem_workspace(group.group_name, 1)
-        except RuntimeError as error:  # another node, or GPUs without access to each other
-            reason = f"no symmetric memory: {str(error).splitlines()[0]}"
-    works = torch.tensor(reason is None, dtype=torch.int32, device=device.current())
-    dist.all_reduce(works, op=dist.ReduceOp.MIN, group=group)
-    return None if works.item() else reason or "another rank has no symmetric memory"
+        return "it needs a GPU"
+    symmetric_memory = require("torch.distributed._symmetric_memory", "--tp-comm-overlap")
+    name = group.group_name
+    # torch keeps the memory of a destroyed group under its name, which groups of a later run of the
+    # process get again.  All ranks ask first: a rank that maps memory waits for the others.
+    is_free = group in _mapped or not symmetric_memory.is_symm_mem_enabled_for_group(name)
+    if not _on_all_ranks(is_free, group):
+        return "an earlier run of this process has used symmetric memory: start new processes"
+    _mapped.add(group)
+    reason = None
+    try:
+        symmetric_memory.enable_symm_mem_for_group(name)
+        symmetric_memory.get_symm_mem_workspace(name, 1)
+    except RuntimeError as error:  # another node, or GPUs without access to each other
+        reason = f"no symmetric memory: {str(error).splitlines()[0]}"
+    if _on_all_ranks(reason is None, group):
+        return None
+    return reason or "another rank has no symmetric memory"
+
+
+def _on_all_ranks(value: bool, group: ProcessGroup) -> bool:
+    """Return whether ``value`` holds on all ranks of ``group``.  Collective."""
+    flag = torch.tensor(value, dtype=torch.int32, device=device.current())
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag.item())
 
 
 def column_product(overlap: Overlap, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

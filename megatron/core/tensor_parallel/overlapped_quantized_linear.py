@@ -1,7 +1,7 @@
 """`overlapped_linear` in fp8 with one scale per tensor: codes are gathered and multiplied as one.
 
 Dimensions as in `quantized_linear`.  Recipes with blocks keep separate collectives: torch's fused
-operations take one scale per tensor or per row.
+operations take one scale per tensor or per row (docs/log.md).
 
 Collectives over the tensor-parallel group, in the order of `overlapped_linear`, and the amax
 reductions of `quantized_linear`.  A row-parallel layer all-gathers the codes of its output gradient

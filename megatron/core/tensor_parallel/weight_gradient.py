@@ -47,6 +47,7 @@ class WeightGrad:
 
     A parameter that needs no gradient is None.  With ``group`` the rows of ``x`` are sharded over
     its ranks.  ``is_own``: only this layer uses the weight, so its gradient can be deferred alone.
+    ``is_direct``: autograd does not see the weight, whose main gradient the GEMM adds to.
     Keeps ``grad`` and ``x`` alive until the gradients are computed.
     """
 
@@ -59,8 +60,10 @@ class WeightGrad:
         *,
         group: ProcessGroup | None,
         is_own: bool,
+        is_direct: bool = False,
     ) -> None:
         self.weight, self.bias, self.is_own = weight, bias, is_own
+        self.is_direct = is_direct
         self.grad, self.x = grad.flatten(0, -2), x.flatten(0, -2)
         self.group = None if weight is None else group
         self._gathering: dist.Work | None = None
@@ -98,7 +101,8 @@ class WeightGrad:
     def _product(self, weight: Tensor) -> Tensor | None:
         """Return grad^T x, or `has_been_added` if the GEMM adds to the main gradient."""
         if self.is_own and adds_to_main_grad(weight):
-            return _add_product(weight, self.grad.t(), self.x)
+            _add_product(weight, self.grad.t(), self.x)
+            return None if self.is_direct else has_been_added(weight)
         return self.grad.t().matmul(self.x)
 
 
@@ -112,8 +116,8 @@ def has_main_grad(param: nn.Parameter) -> TypeGuard[MainGradParameter]:
     return hasattr(param, "main_grad")
 
 
-def _add_product(weight: MainGradParameter, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Accumulate ``grad`` @ x in the main gradient with one GEMM; return `has_been_added`.
+def _add_product(weight: MainGradParameter, grad: Tensor, x: Tensor) -> None:
+    """Accumulate ``grad`` @ x in the main gradient with one GEMM.
 
     The first GEMM of a step overwrites (beta = 0), so the buffer needs no zeroing.
     """
@@ -122,7 +126,7 @@ def _add_product(weight: MainGradParameter, grad: Tensor, x: Tensor) -> Tensor |
         torch.addmm(total, grad, x, beta=keep, out=total)
     else:
         torch.addmm(total, grad, x, out_dtype=total.dtype, beta=keep, out=total)
-    return has_been_added(weight)
+    weight.overwrite_main_grad = False
 
 
 def add_to_main_grad(weight: MainGradParameter, grad: Tensor) -> Tensor | None:
@@ -238,4 +242,6 @@ def may_be_deferred() -> bool:
 def is_deferred(item: WeightGrad) -> bool:
     """Offer ``item`` to this thread's queue; return whether it took it, else compute it at once."""
     queue = _collecting.get()
-    return queue is not None and item.is_own and bool(item.params) and queue.takes(item)
+    if queue is None or not item.is_own or item.is_direct:
+        return False
+    return bool(item.params) and queue.takes(item)
