@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.process import exit_report
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.stop_requests import on_any_rank
 from megatron.training.step.rerun import StepRejected
-from megatron.training.step.train_step import train_step
+from megatron.training.step.train_step import finish_deferred_step, train_step
 
 
 def train(run: Runtime) -> None:
@@ -17,10 +18,13 @@ def train(run: Runtime) -> None:
     for chunk in run.model_chunks:
         chunk.train()
     run.callbacks.on_train_start(run)
+    # A script may have callbacks on some ranks only, but all ranks must judge a step together.
+    is_watched = on_any_rank(_has_watcher(run))
     while not run.finished():
         run.callbacks.on_step_start(run)
+        is_needed = is_watched or run.callbacks.needs_result(run, run.state.iteration + 1)
         try:
-            result = train_step(run)
+            result = train_step(run, may_defer=not is_needed)
         except StepRejected as rejected:
             _stop(run, rejected)
             break
@@ -28,7 +32,19 @@ def train(run: Runtime) -> None:
         run.state.advance(result, flops)
         exit_report.note(iteration=run.state.iteration)
         run.callbacks.on_step_end(run, result)
+    try:
+        finish_deferred_step(run)
+    except StepRejected as rejected:
+        _stop(run, rejected)
     run.callbacks.on_train_end(run)
+
+
+def _has_watcher(run: Runtime) -> bool:
+    """Return whether a callback of this rank needs the result of every step by default."""
+    return any(
+        type(callback).needs_result is Callback.needs_result and callback.needs_result(run, 0)
+        for callback in run.callbacks
+    )
 
 
 def _stop(run: Runtime, rejected: StepRejected) -> None:

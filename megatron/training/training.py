@@ -64,6 +64,7 @@ from megatron.training.startup_log import (
     print_compiled_regions,
     print_datetime,
     print_deepep,
+    print_expert_waits,
     print_fused_operations,
     print_gradient_accumulation_fusion,
     print_layout,
@@ -260,6 +261,7 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     setup.build_model_chunks(run, model_provider)
     setup.check_adapter_targets(run)
     print_gradient_accumulation_fusion(run)
+    print_expert_waits(run)
     is_saving = run.config.distillation.logits_save_dir is not None
     if not (run.config.validation.skip_train or is_saving):
         setup.build_optimizer(run)

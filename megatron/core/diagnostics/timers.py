@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.parallel.collectives import wait_for_ranks
 
 MAX_LOG_LEVEL = 2
 CONSOLE = "console"
@@ -96,7 +97,7 @@ class Timer:
 
     def _wait(self, barrier: bool) -> None:
         if barrier and dist.is_initialized() and dist.get_world_size(self._barrier_group) > 1:
-            dist.barrier(group=self._barrier_group)
+            wait_for_ranks(self._barrier_group)
         device.synchronize()
 
 
@@ -152,7 +153,7 @@ class Timers:
         """
         names = list(self._timers) if names is None else list(names)
         if barrier and _world_size() > 1:
-            dist.barrier()
+            wait_for_ranks()
         mine = [
             self._timers[name].elapsed(reset=reset, reader=reader) if name in self._timers else 0.0
             for name in names

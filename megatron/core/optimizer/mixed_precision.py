@@ -68,17 +68,15 @@ class OptimizedParam:
     def bind_main_grad(self) -> Tensor:
         """Bind the reduced gradient to ``main.grad``, without a copy; return it.
 
-        An offloaded parameter gets a copy on the host; the returned tensor is on the device.  A
-        missing gradient counts as zero: a parameter without one would skip weight decay, and
-        whether it has one depends on the layout.
+        An offloaded parameter gets its copy by `HostBufferSlot.fetch`.  A missing gradient counts
+        as zero: a parameter without one would skip weight decay, and whether it has one depends on
+        the layout.
         """
         grad = gradient_of(self.model)
         grad = torch.zeros_like(local_part(self.model)) if grad is None else grad
         grad = _part_of(grad, self.part)
         if self.host is None:
             self.main.grad = grad
-        else:
-            self.host.fetch(grad)
         return grad
 
 

@@ -7,7 +7,8 @@ it if the run checks for NaN, else it is skipped.
 
 The host queues the update before it reads the norm: the device decides whether the step changes
 anything, and computes the update while the host prepares the next step.  Where the device cannot
-decide, the host reads the norm first (`MegatronOptimizer._can_queue`).
+decide, the host reads the norm first (`MegatronOptimizer.can_queue`).  The train loop may read it
+when the passes of the next step are queued (`MegatronOptimizer.queue_step`).
 
 Order of collectives: the norm, then the count of zeros if it is logged (`clip_grads`); before
 NonFiniteError, one all-gather of the error messages of all ranks.
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import NonFiniteError
+from megatron.core.diagnostics.sent_norm import SentNorm
 from megatron.core.diagnostics.timers import Timers, timed
 from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.non_finite import non_finite_gradients
@@ -41,6 +43,7 @@ from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.offload import batches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
+from megatron.core.optimizer.queued_step import QueuedStep, is_not_finite, validate_norm
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.optimizer.update_rules import RuleState, UpdateRule, update_rule
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -94,6 +97,7 @@ class MegatronOptimizer:
         self._grads: list[tuple[ParamInfo, Tensor]] = []
         self._squares = 0.0
         self._is_queued = False
+        self._queued: QueuedStep | None = None  # the last one
 
     def _make_rule(
         self,
@@ -126,12 +130,21 @@ class MegatronOptimizer:
             p.model.grad = p.main.grad = None
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale, to call backward on."""
+        """Return the loss times the loss scale, to call backward on.
+
+        A dynamic loss scale depends on the step before: the host reads its norm here if it has not
+        done so yet.
+        """
+        if self._queued is not None and isinstance(self.grad_scaler, DynamicGradScaler):
+            self._queued.read()
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
 
     def get_loss_scale(self) -> Tensor:
         """Return the current loss scale; 1 without a gradient scaler."""
-        return torch.tensor(1.0 if self.grad_scaler is None else self.grad_scaler.scale)
+        return torch.tensor(self._scale())
+
+    def _scale(self) -> float:
+        return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """Update the parameters; return (whether updated, gradient norm, number of zeros).
@@ -153,44 +166,71 @@ class MegatronOptimizer:
         for a step that ``machine`` rejects, and the update of another one may be queued.
         """
         machine = machine or get_rerun_state_machine()
-        is_checked = self.check_for_nan and not isinstance(self.grad_scaler, DynamicGradScaler)
-        with self._timed("optimizer-copy-to-main-grad"):
-            if self.config.overlap_cpu_optimizer_d2h_h2d and any(p.host for p in self.params):
-                self._copies = device.side_stream()
-            with device.on_stream(self._copies):
-                grads = [(p.info, p.bind_main_grad()) for p in self.params]
-        with self._timed("optimizer-clip-main-grad"):
-            squares = squared_norm(grads, self.groups, is_sharded=self.is_sharded)
-            sent = machine.send_norm(squares, is_checked=is_checked)
-        self._is_queued = may_update and self._can_queue(machine)
-        if self._is_queued:
-            self.rule.begin_step(sent.accepted)
-            self._update(gradient_divisor(squares, self._scale, self.config.clip_grad).float())
+        self._is_queued = may_update and self.can_queue(machine)
+        sent = self._send_norm(machine, queues=self._is_queued)
         # The host waits for the device to compute the norm.
         self._squares = machine.read_squared_norm(sent)
-        self._grads = grads
         norm = math.sqrt(self._squares)
-        found_inf = _is_not_finite(norm)
-        if is_checked:
+        found_inf = is_not_finite(norm)
+        if self.is_checked:
             culprits = self._non_finite_gradients() if found_inf else None
             if found_inf and not machine.is_running:
                 self._refuse(culprits)
             # The reduction over data-parallel ranks gives each of them the NaN of the others.
-            machine.validate_result(
-                norm,
-                _is_not_finite,
-                "found NaN or Inf in the global gradient norm",
-                is_shared=culprits is None or self.groups.dp_cp.size() > 1,
-                detail=lambda: "" if culprits is None else f"; {culprits}",
-            )
+            is_shared = culprits is None or self.groups.dp_cp.size() > 1
+            validate_norm(machine, norm, culprits, is_shared=is_shared)
         return found_inf
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether a norm that is not finite is rejected, instead of skipping the step."""
+        return self.check_for_nan and not isinstance(self.grad_scaler, DynamicGradScaler)
+
+    def _send_norm(
+        self, machine: RerunStateMachine, *, queues: bool, losses: Sequence[Tensor] = ()
+    ) -> SentNorm:
+        """Start to copy the norm of the gradients to the host; with ``queues`` queue the update."""
+        with self._timed("optimizer-copy-to-main-grad"):
+            # The compute stream reads the gradients, too: it allocates those that are missing.
+            self._grads = [(p.info, p.bind_main_grad()) for p in self.params]
+            self._fetch_offloaded([grad for _, grad in self._grads])
+        with self._timed("optimizer-clip-main-grad"):
+            squares = squared_norm(self._grads, self.groups, is_sharded=self.is_sharded)
+            sent = machine.send_norm(squares, is_checked=self.is_checked, losses=losses)
+        if queues:
+            self.rule.begin_step(sent.accepted)
+            self._update(gradient_divisor(squares, self._scale(), self.config.clip_grad).float())
+        return sent
+
+    def queue_step(self, machine: RerunStateMachine, losses: Sequence[Tensor] = ()) -> QueuedStep:
+        """Queue the update of the step and return; the host does not wait for the device.
+
+        Collective as `step`.  ``losses`` (scalars on the device) are checked with the norm: if one
+        is not finite, or ``machine`` rejects the step, the device changes nothing.  Only if
+        `can_queue`.  The caller reads the result before it queues the next update.
+        """
+        sent = self._send_norm(machine, queues=True, losses=losses)
+        self._queued = QueuedStep(sent, self.grad_scaler, is_checked=self.is_checked)
+        self.drop_gradients()
+        return self._queued
+
+    def _fetch_offloaded(self, grads: Sequence[Tensor]) -> None:
+        """Start to copy the gradients of offloaded parameters to the host."""
+        places = [p.host for p in self.params]
+        if self.config.overlap_cpu_optimizer_d2h_h2d and any(places):
+            self._copies = self._copies or device.side_stream()
+            device.wait_stream(self._copies)
+        with device.on_stream(self._copies):
+            for place, grad in zip(places, grads, strict=True):
+                if place is not None:
+                    place.fetch(grad)
 
     def finish_step(self) -> tuple[bool, float | None, int | None]:
         """Update the parameters by the gradients of `prepare_grads`; return as `step`."""
         grads = self._grads
         scaled_norm = math.sqrt(self._squares)
-        found_inf = _is_not_finite(scaled_norm)
-        scale = self._scale
+        found_inf = is_not_finite(scaled_norm)
+        scale = self._scale()
         if self.grad_scaler is not None:
             self.grad_scaler.update(found_inf)
         if found_inf:
@@ -209,11 +249,7 @@ class MegatronOptimizer:
         self.drop_gradients()
         return True, scaled_norm / scale, num_zeros
 
-    @property
-    def _scale(self) -> float:
-        return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
-
-    def _can_queue(self, machine: RerunStateMachine) -> bool:
+    def can_queue(self, machine: RerunStateMachine) -> bool:
         """Return whether the device can decide if a step is updated.  The same on all ranks.
 
         Offloaded parameters are updated by the host, and zeros are counted in gradients of which
@@ -392,7 +428,6 @@ class MegatronOptimizer:
         for p in self.params:
             p.main.grad = None
         device.join_stream(self._copies)
-        self._copies = None
 
     def state_tensors(self, *, on_host: bool) -> list[Tensor]:
         """Return main parameters and the state allocated so far, on the device or on the host."""
@@ -413,7 +448,3 @@ class MegatronOptimizer:
 
     def _timed(self, name: str) -> AbstractContextManager[None]:
         return timed(self.timers, name, log_level=1, barrier=self.config.barrier_with_L1_time)
-
-
-def _is_not_finite(value: float) -> bool:
-    return not math.isfinite(value)

@@ -75,10 +75,11 @@ def validation_block(record: EvalRecord) -> str:
     if record.is_final:
         where += f" on {record.split} set"
     text = f" validation{record.suffix} loss at {where} | "
-    for (key, loss), perplexity in zip(
-        record.losses.items(), record.perplexities.values(), strict=True
-    ):
-        text += f"{key} value: {loss:.6E} | {key} PPL: {perplexity:.6E} | "
+    perplexities = record.perplexities
+    for key, loss in record.losses.items():
+        text += f"{key} value: {loss:.6E} | "
+        if key in perplexities:
+            text += f"{key} PPL: {perplexities[key]:.6E} | "
     rule = "-" * (len(text) + 1)
     return f"{rule}\n{text}\n{rule}"
 
@@ -131,6 +132,9 @@ class ProgressBar(Callback):
         left = f" {_duration(elapsed_s / steps * (total - done))} left" if steps else ""
         self._stream.write(f"\r[{bar}] {done}/{total}{left}\x1b[K")
         self._stream.flush()
+
+    def needs_result(self, run: Runtime, iteration: int) -> bool:
+        return False
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         self._stream.write("\r\x1b[K")

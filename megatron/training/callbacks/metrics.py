@@ -8,22 +8,21 @@ for the console (one all-gather).  All ranks take part; only the last rank has s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.diagnostics.timers import TENSORBOARD, largest_s
 from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.interval import Interval
+from megatron.training.callbacks.late_step import LateStep, run_values, step_values
 from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
-from megatron.training.callbacks.user_metrics import user_values
+from megatron.training.callbacks.user_metrics import has_metrics, user_values
 from megatron.training.estimates.peak_flops import Peak, device_peak
 from megatron.training.estimates.theoretical_memory import print_memory
+from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.runtime import (
     Callback,
     CheckpointEvent,
@@ -58,10 +57,7 @@ class Metrics(Callback):
         self._stall_s = 0.0  # time spent in saves since the last write
         self._memory_is_reported = False
         self._in_loop = False
-        # The pending step: its record, its losses, and per-layer losses with users' metrics.
-        self._late: tuple[StepRecord, dict[str, AsyncHostCopy], dict[str, AsyncHostCopy]] | None = (
-            None
-        )
+        self._late: LateStep | None = None
         self._evaluated_at: dict[tuple[str, str], int] = {}  # split and suffix -> iteration
 
     def on_train_start(self, run: Runtime) -> None:
@@ -73,6 +69,11 @@ class Metrics(Callback):
         run.timers(_INTERVAL_TIMER, log_level=0).start(barrier=True)
         self._in_loop = True
 
+    def needs_result(self, run: Runtime, iteration: int) -> bool:
+        logging = run.config.logging
+        is_due = iteration % logging.tensorboard_log_interval == 0
+        return iteration % logging.log_interval == 0 or (is_due and has_metrics())
+
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         self._interval.add(run, result)
         self._steps_since_write += 1
@@ -82,10 +83,12 @@ class Metrics(Callback):
         times = self._timer_values(run) | self._stall() if is_due else {}
         shown = self._end_interval(run) if is_shown else None
         self._write_late()
-        values = (step_values(run, result) if is_due else {}) | times
+        values = (run_values(run, result) if is_due else {}) | times
         values |= interval_tags(run, shown or {})
         own: dict[str, Tensor | float] = {}
         if is_due or is_shown:
+            if is_due and result.is_judged:
+                values |= step_values(result)
             own = user_values(run, result, {*values, *result.losses, *(shown or {})})
         if shown is not None:
             shown |= {tag: float(value) for tag, value in own.items()}
@@ -98,11 +101,7 @@ class Metrics(Callback):
                 values=values,
                 interval=shown,
             )
-            self._late = (
-                record,
-                _late_reads(result.losses if is_due else {}),
-                _late_reads({**result.layer_losses, **own} if is_due else {}),
-            )
+            self._late = LateStep(record, result, own, is_due=is_due)
             if is_shown:
                 self._write_late()
         if result.params_hash is not None and run.is_last_loss_rank:
@@ -142,6 +141,7 @@ class Metrics(Callback):
                 suffix=suffix,
                 is_final=result.is_final,
                 is_repeated=result.is_final and before == iteration,
+                likelihoods=_likelihoods(run),
             )
         )
 
@@ -167,13 +167,12 @@ class Metrics(Callback):
         """Write the pending step to the sinks.
 
         Except at a log interval this happens after the next step was launched, so that reading the
-        losses does not leave the device idle.
+        losses does not leave the device idle.  A step that was rejected is never written.
         """
-        if self._late is not None:
-            record, losses, layers = self._late
+        if self._late is not None and self._late.is_judged:
+            record = self._late.complete()
             self._late = None
-            values = {**record.values, **_values_of(layers)}
-            self._sinks.write_step(replace(record, losses=_values_of(losses), values=values))
+            self._sinks.write_step(record)
 
     def _timer_values(self, run: Runtime) -> dict[str, float]:
         """Return seconds per step since the last write.
@@ -222,39 +221,10 @@ def _announced(peak: Peak) -> Peak | None:
     return peak
 
 
-def _late_reads(losses: Mapping[str, Tensor | float]) -> dict[str, AsyncHostCopy]:
-    return {key: AsyncHostCopy(torch.as_tensor(loss)) for key, loss in losses.items()}
-
-
-def _values_of(reads: Mapping[str, AsyncHostCopy]) -> dict[str, float]:
-    return {key: read.get() for key, read in reads.items()}
-
-
-def step_values(run: Runtime, result: StepResult) -> dict[str, float]:
-    """Return the values of this step by TensorBoard tag, without the losses."""
-    logging = run.config.logging
-    values: dict[str, float | None] = {
-        "learning-rate": result.learning_rate,
-        "decoupled-learning-rate": result.decoupled_learning_rate,
-        "skipped-train-samples": run.state.skipped_train_samples or None,
-        "batch-size": result.batch_size,
-        "loss-scale": result.loss_scale,
-        "world-size": run.config.world_size if logging.log_world_size_to_tensorboard else None,
-        "grad-norm": None if result.grad_norm is None else float(result.grad_norm),
-        "num-zeros": result.num_zeros,
-        "params-norm": result.params_norm,
-        # the bits that a TensorBoard float holds; the log has all 64
-        "params-hash": None if result.params_hash is None else result.params_hash >> 40,
-    }
-    if logging.log_memory_to_tensorboard:
-        stats = device.memory_stats()
-        values |= {
-            "mem-reserved-bytes": stats["reserved"],
-            "mem-allocated-bytes": stats["allocated"],
-            "mem-max-allocated-bytes": stats["max_allocated"],
-            "mem-allocated-count": stats["allocated_count"],
-        }
-    return {tag: value for tag, value in values.items() if value is not None}
+def _likelihoods(run: Runtime) -> frozenset[str] | None:
+    """Return the losses of an evaluation that have a perplexity; None: all, as in Megatron-LM."""
+    objective = implementation_of(run.config)
+    return None if objective.loss is None else frozenset({"lm loss"})
 
 
 def interval_tags(run: Runtime, shown: Mapping[str, float]) -> dict[str, float]:

@@ -45,10 +45,12 @@ class MetricsFileSink(Sink):
     def write_eval(self, record: EvalRecord) -> None:
         line = _head(record.split, record)
         line["final"] = record.is_final
-        for key, perplexity in record.perplexities.items():
+        perplexities = record.perplexities
+        for key, loss in record.losses.items():
             tag = f"{key} {record.split}{record.suffix}"
-            line[tag] = record.losses[key]
-            line[f"{tag} ppl"] = perplexity
+            line[tag] = loss
+            if key in perplexities:
+                line[f"{tag} ppl"] = perplexities[key]
         self._write(line)
 
     def close(self) -> None:

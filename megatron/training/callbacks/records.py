@@ -32,7 +32,10 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """Result of one evaluation of one dataset."""
+    """Result of one evaluation of one dataset.
+
+    ``likelihoods``: the losses that are mean negative log-likelihoods of tokens; None: all.
+    """
 
     iteration: int
     consumed_samples: int
@@ -41,11 +44,16 @@ class EvalRecord:
     suffix: str  # "" or, with several validation sets, "-0", "-1", ...
     is_final: bool
     is_repeated: bool = False  # the same evaluation was logged at this iteration before
+    likelihoods: frozenset[str] | None = None
 
     @property
     def perplexities(self) -> dict[str, float]:
-        """exp of each loss, with the loss limited to 20; NaN if the loss is NaN."""
-        return {key: math.exp(min(loss, 20.0)) for key, loss in self.losses.items()}
+        """exp of each of ``likelihoods``, which are limited to 20; NaN if the loss is NaN."""
+        return {
+            key: math.exp(min(loss, 20.0))
+            for key, loss in self.losses.items()
+            if self.likelihoods is None or key in self.likelihoods
+        }
 
 
 class Sink(ABC):

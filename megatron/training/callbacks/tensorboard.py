@@ -69,11 +69,12 @@ class TensorBoardSink(Sink):
             self._writer.flush()  # keep what the console has shown if the run is killed
 
     def write_eval(self, record: EvalRecord) -> None:
+        perplexities = record.perplexities
         for key, loss in record.losses.items():
             tag = f"{key} {record.split}{record.suffix}"
             values = {tag: loss}
-            if self._config.log_validation_ppl_to_tensorboard:
-                values[f"{tag} ppl"] = record.perplexities[key]
+            if self._config.log_validation_ppl_to_tensorboard and key in perplexities:
+                values[f"{tag} ppl"] = perplexities[key]
             for name, value in values.items():
                 self._writer.add_scalar(name, value, record.iteration)
                 self._writer.add_scalar(name + SAMPLES, value, record.consumed_samples)

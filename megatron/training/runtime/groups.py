@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
+from megatron.core.device import launch_order
 from megatron.core.distributed.sharding import is_fully_sharded, num_instances
 from megatron.core.parallel.communicators import Communicators
 from megatron.core.parallel.process_groups_config import (
@@ -59,14 +60,13 @@ def high_priority_groups(config: RunConfig) -> tuple[str, ...]:
 
     FSDP's all-gathers run beside the kernels of the previous layer and must not queue after them.
     Without FSDP the same holds for tensor- and context-parallel collectives, which overlap with
-    GEMMs.  CUDA_DEVICE_MAX_CONNECTIONS=1 starts kernels in the order of their launch, which does it
-    too, but only before Blackwell GPUs, and not beside FSDP.
+    GEMMs, unless their kernels start in the order of their launch.
     """
     model = config.model
     groups = config.distributed.high_priority_stream_groups
     if is_fully_sharded(config.ddp):
         groups += ("dp_cp", "ep_dp") if model.expert_model_parallel_size > 1 else ("dp_cp",)
-    elif os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+    elif not launch_order.is_kept(os.environ):
         groups += ("tp",) if model.tensor_model_parallel_size > 1 else ()
         groups += ("cp", "cp_inner", "cp_outer") if model.context_parallel_size > 1 else ()
     return tuple(dict.fromkeys(groups))

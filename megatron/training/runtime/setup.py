@@ -156,11 +156,16 @@ def _overlap(run: Runtime) -> None:
         tokens = run.config.data.seq_length * training.micro_batch_size
         tokens //= model.context_parallel_size
         of_engine = use_user_buffers(run.model_chunks, model, run.groups.tp, num_tokens=tokens)
-    reasons = [of_engine, *(overlap_layers(x, run.groups.tp, model) for x in run.model_chunks)]
-    if None not in reasons:
-        why = "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+    found = [overlap_layers(x, run.groups.tp, model) for x in run.model_chunks]
+    reasons = [reason for overlapped in found for reason in overlapped.reasons]
+    if of_engine is not None and not any(overlapped.num_layers for overlapped in found):
+        why = "; ".join(dict.fromkeys([of_engine, *reasons]))
         print_rank_0(f"WARNING: --tp-comm-overlap is without effect: {why}")
-    elif of_engine is not None and model.tp_comm_overlap_cfg is not None:
+        return
+    if of_engine is not None and reasons:
+        why = "; ".join(dict.fromkeys(reasons))
+        print_rank_0(f"WARNING: --tp-comm-overlap is without effect on some layers: {why}")
+    if of_engine is not None and model.tp_comm_overlap_cfg is not None:
         print_rank_0(f"WARNING: --tp-comm-overlap-cfg is without effect: {of_engine}")
 
 

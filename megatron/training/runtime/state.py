@@ -11,7 +11,13 @@ from torch import Tensor
 
 @dataclass
 class StepResult:
-    """Result of one optimizer step.  Tensors stay on the device until a sink reads them."""
+    """Result of one optimizer step.  Tensors stay on the device until a sink reads them.
+
+    While ``is_judged`` is False the host does not know yet whether the step was updated: the norm,
+    the learning rates, the loss scale, ``skipped`` and ``nan`` are placeholders.  Before the update
+    of the next step they get their values; if the step was rejected and computed again, all fields
+    do.  A callback sees such a result only if its `Callback.needs_result` is False.
+    """
 
     losses: Mapping[str, Tensor | float]  # reduced over data-parallel ranks; last stage only
     grad_norm: Tensor | float | None
@@ -28,6 +34,7 @@ class StepResult:
     params_hash: int | None = None  # 64 bits; with --log-params-hash-interval
     # TensorBoard tag -> auxiliary loss of one layer (--moe-per-layer-logging); last stage only
     layer_losses: dict[str, Tensor] = field(default_factory=dict)
+    is_judged: bool = True
 
 
 @dataclass

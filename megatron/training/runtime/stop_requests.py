@@ -14,11 +14,16 @@ from megatron.training.runtime.runtime import Runtime
 
 def received_anywhere(stop_signal: StopSignal) -> bool:
     """Return whether any rank has received the signal.  Collective over all ranks."""
+    return on_any_rank(stop_signal.received)
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Return whether ``flag`` is True on a rank.  Collective over all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return stop_signal.received
-    flag = torch.tensor([int(stop_signal.received)], device=device.current())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
+        return flag
+    largest = torch.tensor([int(flag)], device=device.current())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return bool(largest.item())
 
 
 def reason_to_hurry(run: Runtime) -> str | None:

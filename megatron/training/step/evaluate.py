@@ -17,7 +17,8 @@ from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import EvalResult, Runtime
 from megatron.training.runtime.stop_requests import reason_to_hurry
-from megatron.training.step.train_step import forward_backward, reduce_losses, sum_losses
+from megatron.training.step.step_result import reduce_losses, sum_losses
+from megatron.training.step.train_step import forward_backward
 
 
 class Loader(Protocol):

@@ -122,21 +122,24 @@ class StepSnapshot:
     def __init__(self, run: Runtime) -> None:
         self._run = run
         self._places: list[tuple[dict[str, Tensor | None], str]] | None = None
-        self._buffers: dict[int, _Buffer] = {}
+        self._buffers: dict[int, _Buffer] = {}  # of the last `save`
 
     def save(self) -> Any:
-        """Return the random states; copy the buffers that have changed since the last call."""
+        """Return the random states and copies of the buffers; copy those that have changed.
+
+        The result stays valid after later calls.
+        """
         # A replay of a CUDA graph changes buffers, but not their versions.
         always = self._run.config.model.uses_graphs
         stale: list[tuple[Tensor, Tensor]] = []
         for i, buffer in self._live_buffers():
             known = self._buffers.get(i)
-            is_same = known is not None and known.original is buffer
-            if known is None or not is_same or known.copy.shape != buffer.shape:
-                known = _Buffer(torch.empty_like(buffer), buffer, -1)
-            if always or known.version != buffer._version:
-                stale.append((known.copy, buffer))
-                self._buffers[i] = known._replace(version=buffer._version)
+            if known is None or known.original is not buffer or known.copy.shape != buffer.shape:
+                known = None
+            if always or known is None or known.version != buffer._version:
+                copy = torch.empty_like(buffer)
+                stale.append((copy, buffer))
+                self._buffers[i] = _Buffer(copy, buffer, buffer._version)
         _copy(stale)
         return (
             random.getstate(),
@@ -144,16 +147,17 @@ class StepSnapshot:
             torch.get_rng_state(),
             device.rng_state(),
             get_rng_tracker().get_states(),
+            {i: known.copy for i, known in self._buffers.items()},
         )
 
     def restore(self, states: Any) -> None:
-        """Restore the state of the last `save`; drop auxiliary losses and gradients."""
+        """Restore ``states``, a result of `save`; drop auxiliary losses and gradients."""
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
         device.set_rng_state(states[3])
         get_rng_tracker().set_states(states[4])
-        _copy([(buffer, self._buffers[i].copy) for i, buffer in self._live_buffers()])
+        _copy([(buffer, states[5][i]) for i, buffer in self._live_buffers()])
         for losses in aux_losses_of(self._run.model_chunks):
             losses.take()
         assert self._run.optimizer is not None, "a run that trains has one"

@@ -34,6 +34,14 @@ def test_a_validation_block_has_loss_and_perplexity_between_rules() -> None:
     )
 
 
+def test_only_likelihoods_have_a_perplexity() -> None:
+    losses = {"lm loss": 7.12, "reward accuracy": 0.5}
+    record = _record(losses=losses, likelihoods=frozenset({"lm loss"}))
+    assert list(record.perplexities) == ["lm loss"]
+    text = validation_block(record)
+    assert "lm loss PPL: 1.236450E+03 | reward accuracy value: 5.000000E-01 | \n" in text
+
+
 def test_the_last_evaluations_name_their_set_and_several_sets_their_number() -> None:
     final = validation_block(_record(split="test", is_final=True)).splitlines()[1]
     assert final.startswith(" validation loss at iteration 100 on test set | ")

@@ -5,6 +5,8 @@ The ways of a GPU are taken with the CPU's memory in both places.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -100,6 +102,41 @@ def test_a_skipped_step_leaves_everything(alone: ProcessGroupCollection):
     before = state(run)
     assert run.step(factor=float("nan")) == (False, None, None)
     torch.testing.assert_close(state(run), before, **tolerances.BITWISE)
+
+
+@pytest.mark.usefixtures("_host_is_apart")
+def test_the_stream_of_copies_allocates_nothing_that_the_compute_stream_reads(
+    alone: ProcessGroupCollection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps use one stream, so that copies of two steps never overlap."""
+    run = Run(alone, overlap_cpu_optimizer_d2h_h2d=True, **OFFLOAD)  # without gradient buffers
+    streams: list[object] = []
+    inside: list[object] = []
+    zeros_like = torch.zeros_like
+
+    def side_stream() -> object:
+        streams.append(object())
+        return streams[-1]
+
+    @contextlib.contextmanager
+    def on_stream(stream: object) -> Iterator[None]:
+        inside.append(stream)
+        yield
+        inside.pop()
+
+    def checked(*args: Any, **options: Any) -> Tensor:
+        assert not inside, "the compute stream does not wait for this stream to write zeros"
+        return zeros_like(*args, **options)
+
+    monkeypatch.setattr(device, "side_stream", side_stream)
+    monkeypatch.setattr(device, "on_stream", on_stream)
+    for name in ("wait_stream", "join_stream"):
+        monkeypatch.setattr(device, name, lambda stream: None)
+    monkeypatch.setattr(torch, "zeros_like", checked)
+    for _ in range(2):
+        run.optimizer.zero_grad()  # all gradients are missing
+        run.optimizer.step()
+    assert len(streams) == 1
 
 
 def test_a_fraction_is_filled_in_order_and_never_exceeded():
