@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -66,6 +66,8 @@ class PackedSeqParams:
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
+    # Upper bound of the lengths of all sequences of the row, none of whose tokens follows the last.
+    _bounded_length: int | None = field(default=None, repr=False)
 
     @classmethod
     def of_bounds(cls, bounds: PackedBounds, lengths: Sequence[int] = ()) -> PackedSeqParams:
@@ -79,6 +81,7 @@ class PackedSeqParams:
             cu_seqlens_kv=bounds.cumulative,
             max_seqlen_q=bounds.longest,
             max_seqlen_kv=bounds.longest,
+            _bounded_length=bounds.longest,
         )
         if lengths:
             found.lengths = tuple(lengths)
@@ -118,10 +121,13 @@ class PackedSeqParams:
         return {}
 
     def longest(self, num_tokens: int) -> int:
-        """Return an upper bound of a sequence's length, exact if `lengths` is known already."""
-        if "lengths" not in self.__dict__:
-            return num_tokens
-        return max((*self.lengths, num_tokens - sum(self.lengths)))
+        """Return an upper bound of a sequence's length, without a wait for the device.
+
+        Exact if `lengths` is known already.
+        """
+        if "lengths" in self.__dict__:
+            return max((*self.lengths, num_tokens - sum(self.lengths)))
+        return num_tokens if self._bounded_length is None else self._bounded_length
 
     def is_padding(self, num_tokens: int) -> Tensor | None:
         """Return a mask [num_tokens], True for padding; None if no padding is described."""

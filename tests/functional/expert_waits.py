@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "recompute_granularity": "selective",
         "recompute_modules": ["moe_act"],
     },
+    "without the flag": {"moe_grouped_gemm": False},
     "one by one, in fp32": {
         **DROPPING,
         "params_dtype": torch.float32,

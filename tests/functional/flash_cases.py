@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.transformer import attention_masks, narrow_values
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tests import tolerances
+from tests.gpu import test_attention_blocks as blocks
 from tests.host_gpu import torch_cuda
 from tests.unit.one_process import tiny_config
 
@@ -150,6 +151,8 @@ def main() -> None:
     """Print the waits of each case; raise where a value is wrong."""
     device.choose("cuda")
     try_narrow_values()
+    for name, dtype in blocks.CASES:
+        blocks.check(name, dtype, "cuda")
     attention_masks.band = attention_masks.band_at = no_mask  # type: ignore[assignment]
     attention_masks.same_document = no_mask
     print(json.dumps({f"{n}, {g}": run(c, g) for n, c in CASES.items() for g in (4, 2, 1)}))

@@ -1,6 +1,7 @@
 """Kernels of the GPU on a CPU: run by triton's interpreter, and compiled for three GPUs.
 
-Each in a process of its own: triton decides when it is imported who runs a kernel.
+Each in a process of its own: triton decides when it is imported who runs a kernel, so that those
+that compile may be forked from one that has imported it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.optional import why_missing
+from tests import forked
 from tests.ranks import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -20,9 +22,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def outcome(*command: str, **environ: str) -> str:
+def outcome(python: str, *command: str, **environ: str) -> str:
     ended = subprocess.run(
-        [sys.executable, "-m", *command],
+        [python, "-m", *command],
         cwd=ROOT,
         env={**os.environ, **environ},
         capture_output=True,
@@ -35,7 +37,8 @@ def outcome(*command: str, **environ: str) -> str:
 
 @pytest.mark.feature("Speed: on a GPU, kernels in Triton with the values of their plain forms")
 def test_interpreted_kernels_have_values_and_gradients_of_their_plain_forms() -> None:
-    said = outcome("pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", TRITON_INTERPRET="1")
+    command = ("pytest", "-q", "-p", "no:cacheprovider", "tests/gpu")
+    said = outcome(sys.executable, *command, TRITON_INTERPRET="1")
     assert "passed" in said
     assert "skipped" not in said
 
@@ -45,11 +48,11 @@ def test_interpreted_kernels_have_values_and_gradients_of_their_plain_forms() ->
 def test_each_kernel_compiles(target: int, tmp_path: Path) -> None:
     """With the arguments of the first test that calls it."""
     words = ("tests.gpu.compiling", str(target), "--once")
-    assert "passed" in outcome(*words, TRITON_CACHE_DIR=str(tmp_path))
+    assert "passed" in outcome(forked.python(), *words, TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [80, 90, 100])
 def test_each_kernel_compiles_with_the_arguments_of_all_tests(target: int, tmp_path: Path) -> None:
     words = ("tests.gpu.compiling", str(target))
-    assert "passed" in outcome(*words, TRITON_CACHE_DIR=str(tmp_path))
+    assert "passed" in outcome(forked.python(), *words, TRITON_CACHE_DIR=str(tmp_path))

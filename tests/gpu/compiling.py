@@ -3,9 +3,10 @@
     python -m tests.gpu.compiling [80|90|100] [--once] [arguments of pytest]
 
 The target is a compute capability, 90 (an H100) by default.  With --once, each kernel is compiled
-for the first arguments that a test gives it, and not for those of other tests.  The tests run on
-tensors of the CPU; a launch ends after ptxas, and nothing is compared but the shared memory with
-that of the GPU.
+for the first arguments that a test gives it, and not for those of other tests; for an H100, it must
+not spill registers.  The tests run on tensors of the CPU; a launch ends in an emulated driver, and
+nothing is compared but the shared memory with that of the GPU, and what the driver receives from
+Triton with what it receives from `fusions.triton.launch`.  Needs gcc.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,25 +26,10 @@ import torch
 
 from megatron.core.fusions import triton as ours
 from tests.gpu import TARGET
+from tests.host_gpu.triton_driver import cuda_driver
 
+_STACK_BYTES = 256  # of a thread; `_cast_both` has 192, other kernels 24 at most
 _SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10, 100: 227 * 2**10}  # that a block can have
-
-
-class _Driver:
-    """What triton asks of a driver before it launches."""
-
-    def __init__(self, architecture: int) -> None:
-        self.architecture = architecture
-
-    def get_current_target(self) -> Any:
-        target = importlib.import_module("triton.backends.compiler").GPUTarget
-        return target("cuda", self.architecture, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
 
 
 def main() -> int:
@@ -48,15 +38,28 @@ def main() -> int:
     architecture = int(arguments.pop(0)) if arguments and arguments[0].isdigit() else 90
     is_once = "--once" in arguments
     triton = importlib.import_module("triton")
-    triton.runtime.driver.set_active(_Driver(architecture))
+    driver, last = cuda_driver(Path(tempfile.mkdtemp()), architecture)
+    triton.runtime.driver.set_active(driver)
     run = triton.runtime.JITFunction.run
+    launching: Any = importlib.import_module("megatron.core.fusions.triton.launch")
     compiled = set()
 
-    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_once or self.fn not in compiled:
-            compiled.add(self.fn)
-            kernel = run(self, *args, **{**kwargs, "warmup": True})
-            assert kernel.metadata.shared <= _SHARED_BYTES[architecture], self.fn.__name__
+    def compile_only(self: Any, *args: Any, grid: Any, **kwargs: Any) -> None:
+        if is_once and self.fn in compiled:
+            return
+        compiled.add(self.fn)
+        kernel = run(self, *args, **{**kwargs, "grid": grid, "warmup": True})
+        assert kernel.metadata.shared <= _SHARED_BYTES[architecture], self.fn.__name__
+        if is_once and architecture == 90:
+            spilled = _stack_bytes(kernel.asm["cubin"])
+            assert spilled <= _STACK_BYTES, f"{self.fn.__name__} spills {spilled} bytes a thread"
+        if set(kwargs) - {"warmup", "num_warps"}:
+            return  # `launch` passes all arguments by position
+        last.expect(kernel.asm["ptx"])
+        run(self, *args, grid=grid, **kwargs)
+        by_triton = last.values()
+        launching._launch_directly(kernel, 0, (*grid, 1, 1)[:3], args)
+        assert last.values() == by_triton, self.fn.__name__
 
     triton.runtime.JITFunction.run = compile_only
     for module in pkgutil.iter_modules(ours.__path__):
@@ -66,6 +69,20 @@ def main() -> int:
     torch.testing.assert_close = lambda *args, **kwargs: None
     rest = [word for word in arguments if word != "--once"]
     return pytest.main(["-q", "-p", "no:cacheprovider", "tests/gpu", *rest])
+
+
+def _stack_bytes(cubin: bytes) -> int:
+    """Return the bytes of a thread's stack, where the compiler puts what has no register."""
+    triton: Any = importlib.import_module("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        words = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    found = re.search(r" STACK:(\d+) ", text)
+    assert found, text
+    return int(found[1])
 
 
 if __name__ == "__main__":

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core import device, low_precision
 from megatron.core.device.async_host_copy import AsyncHostCopy
+from megatron.core.fusions import kernels
+from megatron.core.low_precision import E4M3, E5M2
+from megatron.core.params.param_init import Init
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.quantized_linear import Recipe
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.core.transformer.moe import fused_routing, routing
 from megatron.core.transformer.moe.grouped_linear import RowGroups, grouped_linear
+from megatron.core.transformer.moe.grouped_quantized_linear import (
+    GroupQuantizer,
+    grouped_quantized_linear,
+)
 from megatron.core.transformer.moe.lazy_token_counts import LazyTokenCounts
 from megatron.core.transformer.moe.permute import by_expert
 from megatron.core.transformer.moe.routing import Choice
 from tests import tolerances
+from tests.gpu.conftest import has_fp8
+from tests.unit.one_process import one_rank, tiny_config
 
 CHOICES = {
     "softmax over the chosen": Choice(k=3),
@@ -153,7 +168,7 @@ def test_deferred_weight_gradients_are_added_without_counts_on_the_host(
     weights, memory = parameters_of_a_buffer(4, torch.float32, where)
     for weight in weights:
         weight.overwrite_main_grad = True  # type: ignore[attr-defined]
-    rows, grad = (torch.randn(9, n, device=where).bfloat16() for n in (IN, OUT))
+    rows, grad = (integers(where, 9, n).bfloat16() for n in (IN, OUT))
     queue = WeightGradQueue()
     y = grouped_linear(rows, RowGroups.on(rows.device, counts), weights)
     with queue.collecting():
@@ -164,4 +179,234 @@ def test_deferred_weight_gradients_are_added_without_counts_on_the_host(
     parts = zip(memory[:, 0], grad.split((4, 0, 3, 2)), rows.split((4, 0, 3, 2)), strict=True)
     for total, mine, x in parts:
         expected = (mine.double().t() @ x.double()).float()
-        torch.testing.assert_close(total, expected, **tolerances.of(torch.float32))
+        torch.testing.assert_close(total, expected, **tolerances.BITWISE)
+
+
+RECIPES: dict[str, Recipe] = {
+    "current scaling": Recipe(E4M3, E5M2),
+    "e4m3 gradients": Recipe(E4M3, E4M3),
+    "delayed scaling": Recipe(E4M3, E5M2, history=2, takes_max=True, margin=1),
+    "weight gradients in 16 bits": Recipe(E4M3, E5M2, wgrad=False),
+    "blocks of 128": Recipe(E4M3, E4M3, block=128),
+    "hybrid blocks of 128": Recipe(E4M3, E5M2, block=128, wgrad=False),
+    "blocks of 32": Recipe(E4M3, E4M3, block=32, has_square_blocks=False),
+    "hybrid blocks of 32": Recipe(E4M3, E5M2, block=32, has_square_blocks=False),
+}
+
+
+WIDE = 144  # more than a tile
+NARROW = 48
+needs_fp8 = pytest.mark.skipif(
+    not has_fp8(), reason="fp8 formats need a compute capability of 8.9 or higher"
+)
+
+
+def few_bits(where: str, *shape: int, seed: int) -> Tensor:
+    """Values that fp8 represents exactly, of magnitudes that differ by rows and columns."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-3, 4, shape, generator=generator).double()
+    rows, columns = (torch.arange(size) for size in shape)
+    exponent = (rows // 30 % 4)[:, None] + (columns // 20 % 3)[None, :]
+    return (codes * 2.0**exponent).to(where, torch.bfloat16)
+
+
+def quantized_experts(
+    recipe: Recipe, where: str, *, has_main_grad: bool, count: int, dtype: torch.dtype
+) -> list[ColumnParallelLinear]:
+    linears = []
+    memory = torch.zeros(count, WIDE, NARROW, device=where)
+    for number in range(count):
+        linear = ColumnParallelLinear(
+            NARROW,
+            WIDE,
+            config=tiny_config(params_dtype=dtype),
+            init_method=Init("normal", 1),
+            tp_group=one_rank(),
+            bias=False,
+            is_expert=True,
+        ).to(where)
+        assert linear.weight is not None
+        linear.weight.data.copy_(few_bits(where, WIDE, NARROW, seed=number))
+        if has_main_grad:
+            linear.weight.main_grad = memory[number]  # type: ignore[attr-defined]
+            linear.weight.overwrite_main_grad = True  # type: ignore[attr-defined]
+        linear.quantize(recipe, one_rank())
+        linears.append(linear)
+    return linears
+
+
+def trained(
+    linears: Any, run: Any, counts: tuple[int, ...], where: str, *, batches: int
+) -> list[Tensor]:
+    """Outputs and gradients of some micro-batches, and the amax values that they leave."""
+    found = []
+    dtype = linears[0].weight.dtype
+    for batch in range(batches):
+        rows = few_bits(where, sum(counts), NARROW, seed=10 + batch).to(dtype).requires_grad_()
+        y = run(linears, rows)
+        y.backward(few_bits(where, sum(counts), WIDE, seed=20 + batch).to(dtype))
+        assert rows.grad is not None
+        found += [y.detach(), rows.grad]
+    weights = [linear.weight for linear in linears]
+    found += [getattr(weight, "main_grad", weight.grad) for weight in weights]
+    delayed = [linear.quantizer for linear in linears if linear.quantizer.recipe.history]
+    return found + [quantizer.amax for quantizer in delayed]
+
+
+@needs_fp8
+@pytest.mark.feature("Experts: fp8 GEMMs of all experts in one kernel without row counts (GPU)")
+@pytest.mark.parametrize(
+    ("name", "of_rows", "has_main_grad"),
+    [
+        *((name, "uneven", True) for name in RECIPES),
+        ("current scaling", "first empty", True),
+        ("delayed scaling", "no rows", True),
+        ("current scaling", "uneven", False),
+        ("blocks of 128", "first empty", False),
+        ("blocks of 32", "first empty", True),
+        ("weight gradients in 16 bits", "uneven", False),
+    ],
+)
+def test_fp8_experts_are_those_of_a_loop(
+    name: str,
+    of_rows: str,
+    has_main_grad: bool,
+    where: str,
+    plain: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+
+    counts = ROWS[of_rows]
+    batches = 2 if has_main_grad else 1  # 16 bits would round the sum of two
+
+    def loop(linears: Any, rows: Tensor) -> Tensor:
+        parts = zip(linears, rows.split(counts), strict=True)
+        return torch.cat([linear(mine)[0] for linear, mine in parts])
+
+    def grouped(linears: Any, rows: Tensor) -> Tensor:
+        assert GroupQuantizer.unsupported_reason(linears, rows.device) is None
+        quantizer = GroupQuantizer(linears)
+        sizes = LazyTokenCounts(torch.tensor(counts, device=where))
+        groups = RowGroups.on(rows.device, sizes)
+        weights = [linear.weight for linear in linears]
+        return grouped_quantized_linear(rows, groups, weights, quantizer)
+
+    monkeypatch.setattr(device, "multiplies_fp8", lambda _: True)
+    monkeypatch.setattr(AsyncHostCopy, "get_ints", lambda _: pytest.fail("the host waits"))
+    recipe = RECIPES[name]
+    build = partial(quantized_experts, recipe, where, count=len(counts))
+    linears = build(has_main_grad=has_main_grad, dtype=torch.bfloat16)
+    found = trained(linears, grouped, counts, where, batches=batches)
+    linears = build(has_main_grad=False, dtype=torch.float32)
+    monkeypatch.setattr(device, "multiplies_fp8", lambda _: False)
+    expected = plain(lambda: trained(linears, loop, counts, where, batches=batches))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, **tolerances.of(torch.bfloat16))
+
+
+@needs_fp8
+@pytest.mark.parametrize("name", ["current scaling", "blocks of 128"])
+def test_deferred_weight_gradients_of_fp8_experts_are_the_same(
+    name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some weights are frozen, so that no kernel can add to all main gradients at once."""
+    monkeypatch.setattr(device, "multiplies_fp8", lambda _: True)
+    counts = (5, 0, 40)
+    found = []
+    for is_later, frozen in ((False, None), (True, None), (True, 1)):
+        linears = quantized_experts(
+            RECIPES[name], where, has_main_grad=True, count=3, dtype=torch.bfloat16
+        )
+        weights: list[Any] = [linear.weight for linear in linears]
+        if frozen is not None:
+            weights[frozen].requires_grad_(False)
+        sizes = LazyTokenCounts(torch.tensor(counts, device=where))
+        monkeypatch.setattr(AsyncHostCopy, "get_ints", lambda _: pytest.fail("the host waits"))
+        rows = few_bits(where, sum(counts), NARROW, seed=1).requires_grad_()
+        groups = RowGroups.on(rows.device, sizes)
+        queue = WeightGradQueue()
+        y = grouped_quantized_linear(rows, groups, weights, GroupQuantizer(linears))
+        with queue.collecting() if is_later else nullcontext():
+            y.backward(few_bits(where, *y.shape, seed=2))
+        assert len(queue) == is_later
+        queue.run()
+        assert [weight.overwrite_main_grad for weight in weights] == [
+            number == frozen for number in range(3)
+        ]
+        found.append([weight.main_grad.clone() for weight in weights])
+    torch.testing.assert_close(found[1], found[0], **tolerances.BITWISE)
+    torch.testing.assert_close(found[2][::2], found[0][::2], **tolerances.BITWISE)
+    torch.testing.assert_close(found[0][0].any(), torch.tensor(True, device=where))
+
+
+@needs_fp8
+@pytest.mark.parametrize("block", [0, 32, 128])
+@pytest.mark.parametrize("of_rows", ROWS)
+def test_codes_of_all_experts_are_those_of_each(block: int, of_rows: str, where: str) -> None:
+    """Codes and scales, in rows and transposed, whose padding is 0."""
+    fused = kernels.find("grouped_quantize", torch.empty(1, device=where))
+    assert fused is not None
+    counts = ROWS[of_rows]
+    x = few_bits(where, sum(counts) + 3, WIDE, seed=0)
+    ends = torch.tensor(counts, device=where).cumsum(0, dtype=torch.int32)
+    amax = None if block else fused.amax_of_groups(x, ends)
+    found = fused.quantize_groups(
+        x, torch.float8_e5m2, ends, amax=amax, block=block, rows=True, turned=True
+    )
+    begin = 0
+    at = 0  # in the transposed codes
+    for number, count in enumerate(counts):
+        mine = x[begin : begin + count]
+        high = -(-count // 128) * 128
+        rows = low_precision.quantize(mine, E5M2, (1, block) if block else None)
+        columns = low_precision.quantize(mine, E5M2, (block, 1) if block else None)
+        codes = [found[0][0][begin : begin + count], found[1][0][:, at : at + high].t()]
+        if block:
+            blocks = slice(at // block, at // block + len(columns.scale))
+            scales = [found[0][1][:, begin : begin + count].t(), found[1][1][blocks]]
+        else:
+            scales = [found[0][1][number], found[1][1][number]] if count else []
+        expected = [rows.codes, F.pad(columns.codes.float(), (0, 0, 0, high - count))]
+        for ours, theirs in zip(codes, expected, strict=True):
+            torch.testing.assert_close(ours.float(), theirs.float(), **tolerances.BITWISE)
+        for ours, theirs in zip(scales, (rows.scale, columns.scale), strict=bool(scales)):
+            torch.testing.assert_close(ours, theirs, **tolerances.BITWISE)
+        begin += count
+        at += high
+
+
+@needs_fp8
+@pytest.mark.parametrize(("block", "is_square"), [(128, True), (32, False)])
+def test_blocks_of_matrices_are_those_of_each(block: int, is_square: bool, where: str) -> None:
+    fused = kernels.find("grouped_quantize", torch.empty(1, device=where))
+    assert fused is not None
+    matrices = torch.stack([few_bits(where, WIDE, NARROW, seed=number) for number in range(3)])
+    for turned in (False,) if is_square else (False, True):
+        codes, scale = fused.quantize_matrices(
+            matrices, torch.float8_e4m3fn, block, is_square=is_square, turned=turned
+        )
+        for number, matrix in enumerate(matrices.transpose(1, 2) if turned else matrices):
+            shape = (block if is_square else 1, block)
+            expected = low_precision.quantize(matrix.contiguous(), E4M3, shape)
+            own = scale[number, : expected.scale.shape[1]].t()
+            torch.testing.assert_close(own, expected.scale, **tolerances.BITWISE)
+            ours = codes[number].float()
+            torch.testing.assert_close(ours, expected.codes.float(), **tolerances.BITWISE)
+
+
+@needs_fp8
+def test_a_value_of_an_expert_that_is_not_finite_makes_its_results_nan(where: str) -> None:
+    fused = kernels.find("grouped_quantize", torch.empty(1, device=where))
+    assert fused is not None
+    x = few_bits(where, 40, 32, seed=0)
+    x[3, 5] = float("inf")
+    ends = torch.tensor([0, 10, 30], dtype=torch.int32, device=where)
+    amax = fused.amax_of_groups(x, ends)
+    expected_amax = torch.stack([x.new_zeros(()), x[:10].abs().max(), x[10:30].abs().max()])
+    torch.testing.assert_close(amax, expected_amax.float(), **tolerances.BITWISE)
+    (codes, scale), _ = fused.quantize_groups(x, torch.float8_e4m3fn, ends, amax=amax)
+    is_nan = torch.tensor([False, True, False], device=where)
+    torch.testing.assert_close(scale.isnan(), is_nan, **tolerances.BITWISE)
+    expected = low_precision.quantize(x[10:30], E4M3)
+    torch.testing.assert_close(scale[2], expected.scale, **tolerances.BITWISE)
+    torch.testing.assert_close(codes[10:30].float(), expected.codes.float(), **tolerances.BITWISE)

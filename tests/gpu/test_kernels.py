@@ -128,6 +128,7 @@ def test_splitting_and_rotating_a_packed_projection(
     interleaved: bool,
     dtype: torch.dtype,
     where: str,
+    kernels_used: set[str],
 ) -> None:
     """The gradients of queries, keys and values come in attention's order of dimensions."""
     width, counts = 24, (groups * per_group, groups, groups)
@@ -148,12 +149,14 @@ def test_splitting_and_rotating_a_packed_projection(
     compare(
         ours, reference, torch.randn(tokens, 2, groups, (per_group + 2) * width).to(where, dtype)
     )
+    assert "split_rope" in kernels_used
 
 
 def some_logits(where: str, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
     logits = torch.randn(4, width, device=where).mul_(5).to(dtype)
     logits[1] -= 1000
-    target = torch.tensor([0, width - 3, -100, 77], device=where)
+    columns = torch.tensor([[0, 1], [width - 3, 2], [-100, 3], [77, 4]], device=where)
+    target = columns[:, 0]  # not contiguous, as a caller's labels may be
     return logits, target
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from megatron.core.fusions.quantize import product, quantize, quantize_and_look
 from megatron.core.low_precision import E4M3, E5M2, Block, FloatFormat, Scaled
 from tests import tolerances
 from tests.gpu.conftest import has_fp8
+from tests.unit.tensor_parallel.test_quantized_linear import IN, OUT, TOKENS, make
 
 pytestmark = pytest.mark.skipif(
     not has_fp8(), reason="fp8 formats need a compute capability of 8.9 or higher"
@@ -90,6 +93,24 @@ def test_one_kernel_writes_the_codes_of_both_orientations(
     scaled, amax = quantize_and_look(x, to, known, 1, turns=True)
     same(scaled, low_precision.quantize(x, to, amax=known, margin=1))
     torch.testing.assert_close(amax, low_precision.largest(x), **tolerances.BITWISE)
+
+
+def test_a_layer_transposes_its_weight_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that quantises an input or a gradient writes the transposed codes too."""
+    kernel = "megatron.core.fusions.triton.quantize.transposed"
+    transpose = pkgutil.resolve_name(kernel.replace(".transposed", ":transposed"))
+    shapes = []
+
+    def noted(codes: Tensor) -> Tensor:
+        shapes.append(tuple(codes.shape))
+        return transpose(codes)
+
+    monkeypatch.setattr(kernel, noted)
+    layer = make("tensorwise", torch.bfloat16).to(where)
+    x = torch.randn(*TOKENS, IN, device=where).bfloat16().requires_grad_()
+    y = layer(x)
+    y.backward(torch.randn_like(y))
+    assert shapes == [(OUT, IN)]
 
 
 def test_a_transposed_matrix_is_multiplied(where: str) -> None:

@@ -49,17 +49,20 @@ def chunked_scan(
     [b, h, p, n]: state before the first token (default: zeros).  ``sequence`` [s]: index of each
     token's packed sequence; the first one starts from ``state``, the others from zeros.
 
-    Returns y [s, b, h, p] in the dtype of x, and the state [b, h, p, n] after the last token.
+    Returns y [s, b, h, p] in the dtype of x, and the state [b, h, p, n] after the last token.  On a
+    GPU, kernels have chunks of their own size.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     (s, b, h, p), (g, n) = x.shape, B.shape[2:]
-    length = min(chunk_size, s)
-    if fused := _kernels(x, B, C, length):
+    if fused := _kernels(x, B, C):
+        length = fused.length(x)
         steps = F.pad(dt.to(wide), (0, 0, 0, 0, 0, -s % length)).unflatten(0, (-1, length))
-        steps = torch.stack([steps, cumulative_sum(steps * A.to(wide), 1)])
+        steps = steps.permute(0, 2, 3, 1)
+        steps = torch.stack([steps, cumulative_sum(steps * A.to(wide)[:, None], 3)])
         places = None if sequence is None else _in_chunks(sequence, length)
         both: tuple[Tensor, Tensor] = fused.scan(x, steps, B, C, D, state, places)
         return both
+    length = min(chunk_size, s)
 
     def chunks(m: Tensor, *heads: int) -> Tensor:
         """Split into chunks: [s, b, ...] -> [c, b, g, l, ...]; padding has dt 0, so no effect."""
@@ -98,11 +101,11 @@ def chunked_scan(
     return y if D is None else torch.addcmul(y, x, D.to(x.dtype)[:, None]), S.view(b, h, p, n)
 
 
-def _kernels(x: Tensor, B: Tensor, C: Tensor, length: int) -> ModuleType | None:
+def _kernels(x: Tensor, B: Tensor, C: Tensor) -> ModuleType | None:
     if not x.numel() or x.dtype != B.dtype or x.dtype != C.dtype:
         return None
     fused = kernels.find("scan", x, B, C)
-    return fused if fused and fused.takes(x, B.shape[3], length) else None
+    return fused if fused and fused.takes(x, B.shape[3]) else None
 
 
 def _in_chunks(sequence: Tensor, length: int) -> Tensor:

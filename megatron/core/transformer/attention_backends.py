@@ -7,10 +7,11 @@ in torch operations, which supports every request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.backends import cuda
@@ -158,6 +159,13 @@ def _refusal_of_blocks(request: AttentionRequest) -> str | None:
 
 
 @lru_cache
+def choose_for(wanted: AttnBackend, *properties: Any) -> tuple[str, ...]:
+    """Call `choose` with the fields of a request in their order: a request takes 5 us to make."""
+    names = (each.name for each in fields(AttentionRequest))
+    return choose(wanted, AttentionRequest(**dict(zip(names, properties, strict=True))))
+
+
+@lru_cache
 def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
     """Return the implementations to use: one or more kernels (torch selects), or one of the others.
 
@@ -186,19 +194,26 @@ def only_kernels(names: tuple[str, ...]) -> AbstractContextManager[None]:
     """
     if torch.compiler.is_compiling():  # torch.compile knows that one, and would break at switches
         return sdpa_kernel([KERNELS[name] for name in names])
-    return _switched_to(names)
+    return _Switches(names)
 
 
-@contextmanager
-def _switched_to(names: tuple[str, ...]) -> Iterator[None]:
-    wrong = [(n, s) for n, (is_on, s) in _SWITCHES.items() if is_on() != (n in names)]
-    for name, switch in wrong:
-        switch(name in names)
-    try:
-        yield
-    finally:
-        for name, switch in wrong:
-            switch(name not in names)
+class _Switches(AbstractContextManager[None]):
+    """A context in which torch's attention uses only ``names``; faster than a generator's."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._wrong = [
+            (switch, name in names)
+            for name, (is_on, switch) in _SWITCHES.items()
+            if is_on() is not (name in names)
+        ]
+
+    def __enter__(self) -> None:
+        for switch, is_wanted in self._wrong:
+            switch(is_wanted)
+
+    def __exit__(self, *_: object) -> None:
+        for switch, is_wanted in self._wrong:
+            switch(not is_wanted)
 
 
 def fallback_warning(wanted: AttnBackend, request: AttentionRequest) -> str | None:

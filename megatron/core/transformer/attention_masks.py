@@ -92,16 +92,19 @@ class VisibleKeys(NamedTuple):
     @property
     def needs_mask(self) -> bool:
         """Whether a kernel that knows only ``is_causal`` needs a mask."""
-        has_more = self.hidden is not None or self._has_parts or self.window[0] >= 0
-        is_all = self.window[1] < 0 or (self.num_queries == 1 and self.window[1] == 0)
-        return has_more or not (is_all or self.is_causal)
+        left, right = self.window
+        if self.hidden is not None or left >= 0 or self._has_parts:
+            return True
+        is_all = right < 0 or (self.num_queries == 1 and right == 0)
+        return not is_all and not self.is_causal
 
     @property
     def is_band(self) -> bool:
         """Whether a mask is needed, and window, packed sequences and documents describe it."""
+        if self.hidden is not None or not self.needs_mask:
+            return False
         is_at_end = self.first_query in (None, self.num_keys - self.num_queries)
-        has_rows_only = not self._has_parts or self.num_queries == self.num_keys
-        return self.needs_mask and self.hidden is None and is_at_end and has_rows_only
+        return is_at_end and (not self._has_parts or self.num_queries == self.num_keys)
 
     @property
     def _has_parts(self) -> bool:

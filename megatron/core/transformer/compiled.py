@@ -8,6 +8,7 @@ uncompiled, as graph breaks between compiled regions.  Shapes are static: a batc
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sysconfig
@@ -15,10 +16,12 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core import device
+from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import MissingDependency
+from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -27,12 +30,24 @@ def compile_layers(model: nn.Module, regions: str) -> None:
     """Compile the transformer layers of ``model`` according to --compile.
 
     ``regions``: each layer on its own ("layer"), all layers of a stage at once ("model"), or no
-    layer ("none").  Raises MissingDependency on a CPU without a C++ compiler.
+    layer ("none").  Raises MissingDependency on a CPU without a C++ compiler.  Compiles nothing,
+    with a warning, if this torch would lose gradients.
     """
     if regions == "none":
         return
     if not device.is_cuda():
         _require_compiler(regions)
+    if not _keeps_gradients():
+        warn_once(
+            f"--compile {regions} is without effect: torch {torch.__version__} compiles custom "
+            "autograd functions to gradients of zero; use torch 2.13"
+        )
+        return
+    if not device.is_cuda():
+        warn_once(
+            f"--compile {regions} makes training on a CPU slower: --compile layer by 1 to 7 % "
+            "where it was measured (benchmarks/train_cpu.md); use --compile none, the default"
+        )
     # Dynamo warns that it traces through the lru_cache of masks; recomputing them is cheap.
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     for module in list(model.modules()):
@@ -44,6 +59,30 @@ def compile_layers(model: nn.Module, regions: str) -> None:
         elif isinstance(module, TransformerBlock):
             for layer in module.layers:
                 vars(layer)["forward"] = torch.compile(layer.forward, dynamic=False)
+
+
+class _InPlace(Function[Tensor]):
+    @staticmethod
+    def forward(ctx: Context[None], x: Tensor) -> Tensor:
+        return (x * 2).mul_(3)
+
+    @staticmethod
+    def backward(ctx: Context[None], grad: Tensor) -> Tensor:
+        return grad * 6
+
+
+@functools.cache
+def _keeps_gradients() -> bool:
+    """Return whether compiled autograd functions may write in place in their forward pass.
+
+    torch 2.11 gives zeros in place of their gradients, without an error; torch 2.13 gives the
+    gradients.  The function tries it once.
+    """
+    x = torch.ones(1, requires_grad=True)
+    function = torch.compile(lambda x: _InPlace.apply(x), backend="aot_eager")
+    with torch.enable_grad():
+        function(x).backward()
+    return x.grad is not None and bool(x.grad == 6)
 
 
 def _require_compiler(regions: str) -> None:

@@ -32,8 +32,7 @@ from megatron.core.transformer.attention_backends import (
     FLASH,
     FUSED,
     PLAIN,
-    AttentionRequest,
-    choose,
+    choose_for,
     only_kernels,
 )
 from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel, wide
@@ -207,7 +206,8 @@ class DotProductAttention(MegatronModule):
             return self._attend_one_by_one(query, key, value, context)
         if context.sink is not None and _is_one_row(query, key, context):
             return attend_alone(self, query, key, value, context)
-        num_queries, num_keys = len(query), len(key)
+        num_queries = query.shape[0]
+        num_keys = key.shape[0]
         visible = VisibleKeys(
             num_queries=num_queries,
             num_keys=num_keys,
@@ -220,13 +220,14 @@ class DotProductAttention(MegatronModule):
         )
         dropout = self._dropout()
         is_causal = visible.is_causal
-        is_band = visible.is_band
+        needs_mask = visible.needs_mask
+        is_band = needs_mask and visible.is_band
         names: tuple[str, ...] = (PLAIN,)
         if context.sink is None:
             names = self._choose(
                 query,
                 context,
-                has_mask=visible.needs_mask and not is_band,
+                has_mask=needs_mask and not is_band,
                 has_band=is_band,
                 # Decided by training mode, not by grad mode: the forward pass without gradients
                 # and its recomputation must choose the same kernel, or they would sample
@@ -235,7 +236,7 @@ class DotProductAttention(MegatronModule):
             )
         if is_band and FLASH in names and device.is_cuda(query.device):
             return attend_to_band(query, key, value, visible, self.scale)
-        mask = visible.mask(query.device)
+        mask = visible.mask(query.device) if needs_mask else None
         if mask is not None and self.window is not None and not context.is_causal:
             # A query in the padding may attend to no key, and an empty softmax is NaN: let it
             # attend to all keys.
@@ -247,7 +248,9 @@ class DotProductAttention(MegatronModule):
                 return out.flatten(2)
         if is_causal and (PLAIN in names or context.bias is not None):
             mask, is_causal = band(len(query), len(key), -1, 0, query.device), False
-        q_bnsd, k_bnsd, v_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        q_bnsd = query.permute(1, 2, 0, 3)
+        k_bnsd = key.permute(1, 2, 0, 3)
+        v_bnsd = value.permute(1, 2, 0, 3)
         with fork_if(dropout > 0):
             if PLAIN in names:
                 out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, context)
@@ -327,20 +330,23 @@ class DotProductAttention(MegatronModule):
         by_blocks: bool = False,
         value_dim: int = 0,
     ) -> tuple[str, ...]:
-        request = AttentionRequest(
-            is_cuda=device.is_cuda(query.device),
-            dtype=query.dtype,
-            head_dim=query.shape[-1],
-            value_dim=value_dim,
-            has_mask=has_mask,
-            has_band=has_band,
-            has_bias=context.bias is not None,
-            has_dropout=self._dropout() > 0,
-            has_softcap=self.softcap is not None,
-            causal_tokens=causal_tokens,
-            by_blocks=by_blocks,
+        return choose_for(
+            self.config.attention_backend,
+            # The fields of an `AttentionRequest` in their order.
+            query.dtype,
+            query.shape[-1],
+            value_dim,
+            device.is_cuda(query.device),
+            has_mask,
+            has_band,
+            context.bias is not None,
+            self._dropout() > 0,
+            self.softcap is not None,
+            causal_tokens,
+            by_blocks,
+            torch.are_deterministic_algorithms_enabled(),
+            device.launches_kernels(device.current()),
         )
-        return choose(self.config.attention_backend, request)
 
     def _kernel(
         self,

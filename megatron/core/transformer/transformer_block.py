@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -206,11 +206,13 @@ class TransformerBlock(MegatronModule):
                 return recording.run(stream, shared)
         if self.offload is not None and self.training and torch.is_grad_enabled():
             return self.offload.run(self.layers, summed(stream), shared)
-        for i in range(start, stop):
-            layer = self.layers[i]
+        # An index into a ModuleList costs as much as 20 layers that are skipped.
+        for i, layer in enumerate(islice(self.layers, start, stop), start):
             # Hooks take tensors, and those of FSDP free the layer's bias before the sum.
-            defers = self._defer_sums[i] and not layer._forward_hooks
-            stream, _ = layer(stream, **shared, **({"defers_sum": True} if defers else {}))
+            if self._defer_sums[i] and not layer._forward_hooks:
+                stream, _ = layer(stream, **shared, defers_sum=True)
+            else:
+                stream, _ = layer(stream, **shared)
         return stream
 
 

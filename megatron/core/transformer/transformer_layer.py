@@ -110,14 +110,19 @@ class ResidualLayer(MegatronModule):
         ``norms``: the norms of the sublayer's input and (or None) of its output.  On a GPU the
         addition waits for the norm of the next sublayer (`PendingSum`).
         """
-        norm = _NormCall(norms[0], self.recomputes_norms and self.training)
-        stream, normed = norm(stream)
-        added = part(normed)
-        norm.is_used_by(added)
+        if self.recomputes_norms and self.training:
+            norm = _RecomputedNorm(norms[0])
+            stream, normed = norm(stream)
+            added = part(normed)
+            norm.is_used_by(added)
+        else:
+            stream, normed = norm_hidden(norms[0], stream)
+            added = part(normed)
         residual = normed if self.config.apply_residual_connection_post_layernorm else stream
         if self.config.fp32_residual_connection:
             residual = residual.float()
-        added = _normed(norms[1], added)
+        if norms[1] is not None:
+            added = _normed(norms[1], added)
         prob = self.hidden_dropout if self.training else 0.0
         is_ours = bda is get_bias_dropout_add and self.config.bias_dropout_fusion
         if is_ours and adds_in_norm(*added, residual):
@@ -227,11 +232,10 @@ class TransformerLayer(ResidualLayer):
     def add_mlp(self, hidden_states: Stream, padding_mask: Tensor | None = None) -> Stream:
         """Run the MLP or MoE, the last sublayer of `forward`."""
         norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
-        has_padding = padding_mask is not None and isinstance(self.mlp, MoELayer)
-        masks = (padding_mask,) if has_padding else ()
-        return self.add_part(
-            lambda normed: self._run_mlp(normed, *masks), hidden_states, norms, self.mlp_bda
-        )
+        run = self._run_mlp if self.recomputes_mlp and self.training else self.mlp
+        if padding_mask is not None and isinstance(self.mlp, MoELayer):
+            run = partial(_with_padding, run, padding_mask)
+        return self.add_part(run, hidden_states, norms, self.mlp_bda)
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
         """See `ResidualLayer`.  MoE is not captured: the host must read token counts."""
@@ -243,9 +247,13 @@ class TransformerLayer(ResidualLayer):
 
     def _run_mlp(self, normed: Tensor, *padding_mask: Tensor) -> WithBias:
         mlp: Callable[..., WithBias] = self.mlp
-        if self.recomputes_mlp and self.training:
-            return checkpoint(mlp, False, normed, *padding_mask)
-        return mlp(normed, *padding_mask)
+        return checkpoint(mlp, False, normed, *padding_mask)
+
+
+def _with_padding(
+    mlp: Callable[[Tensor, Tensor], WithBias], padding_mask: Tensor, normed: Tensor
+) -> WithBias:
+    return mlp(normed, padding_mask)
 
 
 def _hidden_states_of(layer: ResidualLayer, hidden_states: Tensor, **shared: object) -> Tensor:
@@ -287,16 +295,15 @@ def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodul
         )
 
 
-class _NormCall:
-    """A call of a norm whose output, if ``recompute``, is freed after use and recomputed.
+class _RecomputedNorm:
+    """A call of a norm whose output is freed after use and recomputed.
 
     It returns the input, summed, and the output.
     """
 
-    def __init__(self, norm: nn.Module, recompute: bool) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
-        recompute = recompute and not isinstance(norm, IdentityOp)
-        self.memory = CheckpointWithoutOutput() if recompute else None
+        self.memory = None if isinstance(norm, IdentityOp) else CheckpointWithoutOutput()
 
     def __call__(self, stream: Stream) -> tuple[Tensor, Tensor]:
         if self.memory is None:
@@ -310,9 +317,9 @@ class _NormCall:
             self.memory.discard_output_and_register_recompute(result[0])
 
 
-def _normed(norm: nn.Module | None, x_with_bias: WithBias) -> WithBias:
+def _normed(norm: nn.Module, x_with_bias: WithBias) -> WithBias:
     """Apply ``norm`` to a sublayer's output including its bias; return it with bias None."""
-    if norm is None or isinstance(norm, IdentityOp):
+    if isinstance(norm, IdentityOp):
         return x_with_bias
     x, bias = x_with_bias
     return norm(x if bias is None else x + bias), None

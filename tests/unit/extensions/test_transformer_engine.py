@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core import device
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.extensions import transformer_engine as te
-from megatron.core.extensions.transformer_engine import engine
+from megatron.core.extensions.transformer_engine import attention, engine
 from megatron.core.models.common.layer_modules import LOCAL, transformer_engine_parts
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -160,6 +163,16 @@ def test_ranks_that_share_a_sequence_are_told_of_each_other(size):
         sizes: Any = [2, 2] if size == 4 else 2
         kinds = [kind for kind in CP_KINDS if (kind == "a2a+p2p") == (size == 4)]
         assert told == [(kind, CP_KINDS[kind], sizes, list(range(size))) for kind in kinds]
+
+
+def test_the_rings_of_all_layers_share_their_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is freed on a stream serves this stream alone."""
+    monkeypatch.setattr(device, "side_stream", object)
+    monkeypatch.setattr(device, "current", lambda: torch.device("meta"))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
+    exchange: Any = SimpleNamespace(heads=None, ring="ring", cp="cp")
+    streams = [attention._exchange(exchange)["cp_stream"] for _ in range(2)]
+    assert streams[0] is streams[1]
 
 
 def model_of(spec: Any, config: Any) -> GPTModel:

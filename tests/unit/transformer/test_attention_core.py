@@ -375,8 +375,9 @@ def test_blocks_are_the_kernel(num_groups: int) -> None:
 
 def test_evaluation_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
+    place = 1 + [*AttentionRequest.__dataclass_fields__].index("causal_tokens")
     monkeypatch.setattr(
-        dot_product_attention, "choose", lambda _, r: [seen.append(r.causal_tokens), ("flash",)][1]
+        dot_product_attention, "choose_for", lambda *p: [seen.append(p[place]), ("flash",)][1]
     )
     core = DotProductAttention(tiny_config(), layer_number=1)
     core(*inputs())

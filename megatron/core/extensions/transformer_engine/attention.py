@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -128,9 +130,20 @@ def _exchange(exchange: Exchange) -> dict[str, object]:
     return {
         "cp_group": group,
         "cp_global_ranks": dist.get_process_group_ranks(exchange.cp),
-        "cp_stream": device.side_stream(),
+        "cp_stream": _second_stream(device.current()),
         "cp_comm_type": kind,
     }
+
+
+@cache
+def _second_stream(where: torch.device) -> device.Stream | None:
+    """Return the stream on which the package computes every other step of a ring.
+
+    All layers share it: torch's allocator reuses memory on the stream that it was allocated for,
+    so each further stream would hold the buffers of a layer for itself.
+    """
+    del where  # a process may choose its device after a CPU run
+    return device.side_stream()
 
 
 def _choose_kernels(backend: AttnBackend) -> None:

@@ -18,7 +18,7 @@ def merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) ->
     block = triton.next_power_of_2(width)
     at_once = max(1, _VALUES // block)
     if out.numel():
-        _merge_attention[(triton.cdiv(queries, at_once), rows * heads)](
+        _merge_attention[(triton.cdiv(queries, at_once) * rows * heads,)](
             out,
             lse,
             part,
@@ -57,9 +57,11 @@ def _merge_attention(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    b = (tl.program_id(1) // num_heads).to(tl.int64)
-    n = (tl.program_id(1) % num_heads).to(tl.int64)
-    q = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    blocks = tl.cdiv(num_queries, ROWS)
+    head = tl.program_id(0) // blocks
+    b = (head // num_heads).to(tl.int64)
+    n = (head % num_heads).to(tl.int64)
+    q = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     has_query = q < num_queries
     lse_at = Lse + b * lse_b + n * lse_n + q * lse_q
     part_lse_at = PartLse + b * part_lse_b + n * part_lse_n + q * part_lse_q
@@ -72,6 +74,8 @@ def _merge_attention(
     new_weight = tl.exp(new - base)
     both = old_weight + new_weight
     scale = 1.0 / tl.where(both == 0.0, 1.0, both)
+    # Several warps load the same log-sum-exp, and one stores it.
+    tl.debug_barrier()
     tl.store(lse_at, base + tl.log(both), mask=has_query)
     d = tl.arange(0, BLOCK)
     inside = has_query[:, None] & (d < width)[None, :]

@@ -20,7 +20,14 @@ def loss_and_gradient(logits: Tensor, target: Tensor, columns: int, scale: float
     """Return the loss of each token; ``logits`` become (softmax - onehot) * scale."""
     loss = logits.new_empty(len(logits), dtype=torch.float32)
     _loss_and_gradient[(len(logits),)](
-        logits, target, loss, logits.stride(0), logits.shape[1], columns, scale, **_shape(logits)
+        logits,
+        target.contiguous(),
+        loss,
+        logits.stride(0),
+        logits.shape[1],
+        columns,
+        scale,
+        **_shape(logits),
     )
     return loss
 
@@ -29,7 +36,14 @@ def own_sums(logits: Tensor, target: Tensor, first: int, columns: int) -> tuple[
     """Return the log-sum-exp of each row and the target's logit (or 0), in one read."""
     log_sum, at_target = logits.new_empty(2, len(logits), dtype=torch.float32)
     _own_sums[(len(logits),)](
-        logits, target, log_sum, at_target, logits.stride(0), first, columns, **_shape(logits)
+        logits,
+        target.contiguous(),
+        log_sum,
+        at_target,
+        logits.stride(0),
+        first,
+        columns,
+        **_shape(logits),
     )
     return log_sum, at_target
 
@@ -40,13 +54,13 @@ def turn(
     """Overwrite ``logits`` with (softmax - onehot) * scale; ``scale`` is a scalar or [t]."""
     _turn[(len(logits),)](
         logits,
-        target,
-        log_sum,
+        target.contiguous(),
+        log_sum.contiguous(),
         logits.stride(0),
         logits.shape[1],
         first,
         columns,
-        scale,
+        scale.contiguous() if isinstance(scale, Tensor) else scale,
         HAS_SCALES=isinstance(scale, Tensor),
         **_shape(logits),
     )
@@ -104,6 +118,8 @@ def _loss_and_gradient(Logits, Target, Loss, stride, width, columns, scale, BLOC
     else:
         at_target = tl.load(row + index).to(tl.float32)
         highest, total = _sums(row, columns, BLOCK)
+        # Of a small vocabulary, several warps have loaded the same logits, and one overwrites them.
+        tl.debug_barrier()
         tl.store(Loss + t, tl.log(total) + (highest - at_target))
         _write_gradient(row, highest, 1 / total, index, width, columns, scale, BLOCK)
 

@@ -75,9 +75,11 @@ def _add_products(
         row = start + tl.arange(0, STEP)
         is_row = row < end
         place = row.to(tl.int64)[:, None]
-        a = tl.load(Grad + place * o + at_o[None, :], mask=is_row[:, None] & is_o[None, :], other=0)
-        b = tl.load(Rows + place * i + at_i[None, :], mask=is_row[:, None] & is_i[None, :], other=0)
-        sums = tl.dot(tl.trans(a), b, sums)
+        is_a = is_row[:, None] & is_o[None, :]
+        is_b = is_row[:, None] & is_i[None, :]
+        a = tl.load(Grad + place * o + at_o[None, :], mask=is_a, other=0.0)
+        b = tl.load(Rows + place * i + at_i[None, :], mask=is_b, other=0.0)
+        sums = tl.dot(tl.trans(a), b, sums, input_precision="ieee")
     at = Total + expert.to(tl.int64) * expert_stride
     at += at_o.to(tl.int64)[:, None] * i + at_i[None, :]
     if KEEP:  # without rows, neither read nor write

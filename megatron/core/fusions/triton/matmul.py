@@ -23,7 +23,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = x.new_empty(m, n)
     if not y.numel():
         return y
-    _linear[(triton.cdiv(n, _COLUMNS), triton.cdiv(m, _ROWS))](
+    # One dimension: the others of a grid end at 65535.
+    _linear[(triton.cdiv(n, _COLUMNS) * triton.cdiv(m, _ROWS),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -61,15 +62,16 @@ def _linear(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    across = tl.cdiv(n, COLUMNS)
+    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
     is_row = row < m
     is_column = column < n
     at_x = row.to(tl.int64) * x_row
     at_weight = column.to(tl.int64) * weight_row
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, k, STEP):
-        inner = start + tl.arange(0, STEP)
+        inner = (start + tl.arange(0, STEP)).to(tl.int64)  # a transposed matrix has wide columns
         is_inner = inner < k
         a = tl.load(
             X + at_x[:, None] + inner[None, :] * x_column,

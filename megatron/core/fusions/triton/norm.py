@@ -13,6 +13,7 @@ programs sums its rows, then these sums are added.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions.triton.dropout import draw_seed, stays
 from megatron.core.fusions.triton.launch import launch, power_of_2
+from megatron.core.params.direct_gradient import Given, can_be_direct, deliver, direct, value_of
 
 _PROGRAMS = 528  # in backward: four for each of the 132 processors of an H100
 _ROWS = 16  # of each, at least: then the first sums weigh little
@@ -46,28 +48,35 @@ class _Sum(NamedTuple):
 
 
 class _Values(NamedTuple):
-    has_shift: bool  # LayerNorm
+    weight: Given
+    shift: Given  # of a LayerNorm
+    bias: Given = None  # of the x that is added
     prob: float = 0.0
     dtype: torch.dtype | None = None  # of the x that is added
-    bias_dtype: torch.dtype | None = None
+
+    @property
+    def bias_dtype(self) -> torch.dtype | None:
+        """The dtype of the bias that is added; None without one."""
+        bias = value_of(self.bias)
+        return None if bias is None else bias.dtype
 
 
 class _Norm(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Context[_Values], x: Tensor, weight: Tensor, shift: Tensor | None, eps: float
+        ctx: Context[_Values], x: Tensor, weight: Given, shift: Given, eps: float
     ) -> Tensor:
         out = torch.empty_like(x)
-        ctx.values = _Values(shift is not None)
-        ctx.save_for_backward(*_run_forward(x, out, (weight, shift), eps, _Sum()))
+        ctx.values = values = _Values(weight, shift)
+        ctx.save_for_backward(*_run_forward(x, out, values, eps, _Sum()))
         return out
 
     @staticmethod
     def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
         rows = _Rows(*ctx.saved_tensors)
         out = torch.empty_like(rows.x)
-        of_weight, *of_shift = _run_backward(rows, grad, out, _Sum(), ctx.values)
-        return out, of_weight, of_shift[0] if of_shift else None, None
+        of_weight, of_shift, _ = _run_backward(rows, grad, out, _Sum(), ctx.values)
+        return out, of_weight, of_shift, None
 
 
 class _NormOfSum(Function[tuple[Tensor, Tensor]]):
@@ -75,19 +84,20 @@ class _NormOfSum(Function[tuple[Tensor, Tensor]]):
     def forward(
         ctx: Context[_Values],
         x: Tensor,
-        bias: Tensor | None,
+        bias: Given,
         residual: Tensor,
-        weight: Tensor,
-        shift: Tensor | None,
+        weight: Given,
+        shift: Given,
         prob: float,
         eps: float,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        total, out = torch.empty_like(residual), torch.empty_like(residual, dtype=weight.dtype)
+        total, out = torch.empty_like(residual), torch.empty_like(residual, dtype=dtype)
         seed = draw_seed(prob, x)
-        bias_dtype = None if bias is None else bias.dtype
-        ctx.values = _Values(shift is not None, prob, x.dtype, bias_dtype)
+        ctx.values = values = _Values(weight, shift, bias, prob, x.dtype)
         ctx.set_materialize_grads(False)
-        rows = _run_forward(total, out, (weight, shift), eps, _Sum(x, bias, residual, seed), prob)
+        added = _Sum(x, value_of(bias), residual, seed)
+        rows = _run_forward(total, out, values, eps, added)
         ctx.save_for_backward(*rows, seed)
         return total, out
 
@@ -103,15 +113,15 @@ class _NormOfSum(Function[tuple[Tensor, Tensor]]):
         ends = _Sum(of_x, None, None if of_total is None else of_total.contiguous(), seed)
         if grad is None:
             grad = torch.zeros_like(rows.x)
-        of_weight, *others = _run_backward(rows, grad, of_residual, ends, values)
-        of_bias = others.pop() if values.bias_dtype is not None else None
+        of_weight, of_shift, of_bias = _run_backward(rows, grad, of_residual, ends, values)
         of_x = of_residual if of_x is None else of_x
-        of_shift = others[0] if others else None
-        return of_x, of_bias, of_residual, of_weight, of_shift, None, None
+        return of_x, of_bias, of_residual, of_weight, of_shift, None, None, None
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Normalise [..., h], contiguous, with weight [h]; LayerNorm with a bias, else RMSNorm."""
+    if can_be_direct(x):
+        return _Norm.call(x, direct(weight), direct(bias), eps)
     return _Norm.call(x, weight, bias, eps)
 
 
@@ -127,55 +137,71 @@ def norm_of_sum(
 
     ``parameters``: weight and bias of the norm, whose dtype the norm has.  All are contiguous.
     """
-    return _NormOfSum.call(x, bias, residual, *parameters, prob, eps)
+    weight, shift = parameters
+    dtype = weight.dtype
+    if can_be_direct(x):
+        given = direct(bias), residual, direct(weight), direct(shift)
+        return _NormOfSum.call(x, *given, prob, eps, dtype)
+    return _NormOfSum.call(x, bias, residual, weight, shift, prob, eps, dtype)
 
 
 def _run_forward(
     x: Tensor,
     out: Tensor,
-    parameters: tuple[Tensor, Tensor | None],
+    values: _Values,
     eps: float,
     added: _Sum,
-    prob: float = 0.0,
 ) -> _Rows:
     """Write the norm of ``x`` to ``out``; with ``added``, write the sum to ``x`` first."""
-    weight, shift = parameters
+    weight, shift, prob = value_of(values.weight), value_of(values.shift), values.prob
+    assert weight is not None, "a norm has a weight"
     width = x.shape[-1]
     rows = x.numel() // width
     stats = x.new_empty(1 if shift is None else 2, rows, dtype=torch.float32)
     if rows:
         tensors = x, weight, shift, out, stats, *added
-        numbers = width, eps, prob, 1 / (1 - prob), power_of_2(width)
-        launch(_forward, (rows,), tensors, numbers, _warps(width))
+        block, warps = _sizes(width)
+        launch(_forward, (rows,), tensors, (width, eps, prob, 1 / (1 - prob), block), warps)
     return _Rows(x, weight, stats)
 
 
 def _run_backward(
     rows: _Rows, grad: Tensor, out: Tensor, ends: _Sum, values: _Values
-) -> list[Tensor]:
-    """Write the gradient of the rows to ``out``; return those of weight, shift and added bias."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Write the gradient of the rows to ``out``; deliver those of weight, shift and added bias."""
     width = rows.x.shape[-1]
     count = rows.stats.shape[1]
     programs = max(1, min(count // _ROWS, _PROGRAMS))
     dtype = rows.weight.dtype
     bias_dtype = values.bias_dtype
-    parts = 1 + values.has_shift + (bias_dtype is not None)
+    has_shift = values.shift is not None
+    parts = 1 + has_shift + (bias_dtype is not None)
     sums = rows.x.new_empty(parts, programs, width, dtype=torch.float32)
     tensors = *rows, grad.contiguous(), out, ends.x, ends.residual, ends.seed, sums
+    block, warps = _sizes(width)
     numbers = (
         *(count, -(-count // programs), width, values.prob, 1 / (1 - values.prob)),
-        *(values.has_shift, bias_dtype is not None, power_of_2(width)),
+        *(has_shift, bias_dtype is not None, block),
     )
-    launch(_backward, (programs,), tensors, numbers, _warps(width))
+    launch(_backward, (programs,), tensors, numbers, warps)
     totals = sums.sum(1)
     if bias_dtype is None or bias_dtype == dtype:
-        return list(totals.to(dtype).unbind())
-    *others, of_bias = totals.unbind()
-    return [*(of.to(dtype) for of in others), of_bias.to(bias_dtype)]
+        grads = totals.to(dtype).unbind()
+    else:
+        *others, of_bias = totals.unbind()
+        grads = (*(of.to(dtype) for of in others), of_bias.to(bias_dtype))
+    return (
+        deliver(values.weight, grads[0]),
+        deliver(values.shift, grads[1]) if has_shift else None,
+        deliver(values.bias, grads[-1]) if bias_dtype is not None else None,
+    )
 
 
-def _warps(width: int) -> int:
-    return min(max(power_of_2(width) // 512, 1), 16)
+@cache
+def _sizes(width: int) -> tuple[int, int]:
+    """Return the number of values of a block, and its number of warps."""
+    block = power_of_2(width)
+    return block, min(max(block // 512, 1), 16)
 
 
 @triton.jit

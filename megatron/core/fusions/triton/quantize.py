@@ -6,6 +6,8 @@ are compared as bits, so that NaN is the largest.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -75,7 +77,8 @@ def by_block(x: Tensor, to: torch.dtype, block: tuple[int, int]) -> tuple[Tensor
     down, across = max(1, 32 // high), max(1, _TILE // wide)
     exponent = _EXPONENTS[to]
     if codes.numel():
-        _by_block[(triton.cdiv(shape[1], across), triton.cdiv(shape[0], down))](
+        # One dimension: the others of a grid end at 65535.
+        _by_block[(triton.cdiv(shape[1], across) * triton.cdiv(shape[0], down),)](
             x,
             codes,
             scales,
@@ -94,11 +97,11 @@ def by_block(x: Tensor, to: torch.dtype, block: tuple[int, int]) -> tuple[Tensor
 
 
 def transposed(codes: Tensor) -> Tensor:
-    """Transpose [r, c] -> [c, r]; rows of both are contiguous."""
-    rows, columns = codes.shape
-    out = codes.new_empty(columns, rows)
+    """Transpose [.., r, c] -> [.., c, r]; all are contiguous."""
+    *outer, rows, columns = codes.shape
+    out = codes.new_empty(*outer, columns, rows)
     if out.numel():
-        grid = triton.cdiv(columns, _TILE), triton.cdiv(rows, _TILE)
+        grid = triton.cdiv(columns, _TILE), triton.cdiv(rows, _TILE), math.prod(outer)
         bits = codes.view(torch.int8), out.view(torch.int8)
         _transposed[grid](*bits, rows, columns, TILE=_TILE, num_warps=_WARPS)
     return out
@@ -193,8 +196,9 @@ def _by_block(
     ACROSS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    i = tl.program_id(1) * DOWN + tl.arange(0, DOWN)
-    j = tl.program_id(0) * ACROSS + tl.arange(0, ACROSS)
+    in_row = tl.cdiv(blocks_across, ACROSS)
+    i = tl.program_id(0) // in_row * DOWN + tl.arange(0, DOWN)
+    j = tl.program_id(0) % in_row * ACROSS + tl.arange(0, ACROSS)
     r = (i * HIGH)[:, None, None, None] + tl.arange(0, HIGH)[None, :, None, None]
     c = (j * WIDE)[None, None, :, None] + tl.arange(0, WIDE)[None, None, None, :]
     at, inside = r.to(tl.int64) * columns + c, (r < rows) & (c < columns)
@@ -212,5 +216,8 @@ def _transposed(From, To, rows, columns, TILE: tl.constexpr):
     r = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     c = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (r < rows)[:, None] & (c < columns)[None, :]
+    matrix = tl.program_id(2).to(tl.int64) * rows * columns
+    From += matrix
+    To += matrix
     tile = tl.load(From + r[:, None] * columns + c[None, :], mask=inside, other=0)
     tl.store(To + c[:, None] * rows + r[None, :], tl.trans(tile), mask=tl.trans(inside))

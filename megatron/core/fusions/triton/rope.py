@@ -144,10 +144,10 @@ def move_heads(
         for begin in range(0, num_heads, HEADS):
             n = (begin + tl.arange(0, HEADS))[:, None]
             inside = (n < num_heads) & (pair < half)[None, :]
-            x = From + (n // per_group) * from_group + (n % per_group) * from_head
+            x = From + _of_heads(n, per_group, from_group, from_head)
             u = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
             v = tl.load(x + second, mask=inside, other=0.0).to(tl.float32)
-            to = To + (n // per_group) * to_group + (n % per_group) * to_head
+            to = To + _of_heads(n, per_group, to_group, to_head)
             tl.store(to + first, (u * cos - v * sin).to(To.dtype.element_ty), mask=inside)
             tl.store(to + second, (v * cos + u * sin).to(To.dtype.element_ty), mask=inside)
     if COPIES:
@@ -156,6 +156,12 @@ def move_heads(
         for begin in range(0, num_heads, COPIED):
             n = (begin + tl.arange(0, COPIED))[:, None]
             inside = (n < num_heads) & is_copied
-            x = From + (n // per_group) * from_group + (n % per_group) * from_head
-            to = To + (n // per_group) * to_group + (n % per_group) * to_head
+            x = From + _of_heads(n, per_group, from_group, from_head)
+            to = To + _of_heads(n, per_group, to_group, to_head)
             tl.store(to + c, tl.load(x + c, mask=inside), mask=inside)
+
+
+@triton.jit
+def _of_heads(n, per_group, group, head):
+    """Return the offsets of heads; tokens may be the inner dimension: beyond 2^31 values."""
+    return (n // per_group).to(tl.int64) * group + (n % per_group).to(tl.int64) * head

@@ -42,7 +42,11 @@ class MoEConfig:
         "Overlap shared experts with the token all-to-all; excludes --moe-enable-deepep and "
         "needs dispatcher alltoall or flex.",
     )
-    moe_grouped_gemm: bool = _moe(False, "Compute all local experts in one grouped GEMM, on a GPU.")
+    moe_grouped_gemm: bool = _moe(
+        False,
+        "Let Transformer Engine compute all local experts in one grouped GEMM; this program's own "
+        "bf16 experts are grouped on every GPU, with or without the flag.",
+    )
     moe_use_legacy_grouped_gemm: bool = _moe(
         False, "Use the legacy grouped GEMM.", ignored=flag_messages.NO_KERNEL
     )

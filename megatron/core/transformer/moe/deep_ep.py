@@ -17,6 +17,7 @@ from megatron.core.device import is_cuda
 from megatron.core.optional import require, why_missing
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.pass_interleaving import yield_to_peer
+from megatron.core.rank_local import each_rank_owns
 from megatron.core.tensor_parallel.mappings import through
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -100,9 +101,10 @@ class DeepEPDispatcher(FlexDispatcher):
         return DispatchedTokens(arrived.rows, arrived.weights, arrived.counts, back)
 
 
-_buffers: dict[
-    ProcessGroup, tuple[int, _Buffer]
-] = {}  # group -> (bytes per row that the buffer is made for, buffer)
+# Group -> (bytes per row that the buffer is made for, buffer).  A run that a fault ends, and that
+# starts again in this process, drops them with its groups.
+_buffers: dict[ProcessGroup, tuple[int, _Buffer]] = {}
+each_rank_owns(__name__, "_buffers")
 
 
 def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> _Buffer:

@@ -16,15 +16,20 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.moe.grouped_linear import (
     RowGroups,
     bias_of_rows,
-    can_group,
     grouped_linear,
     share_storage,
+    unsupported_reason,
+)
+from megatron.core.transformer.moe.grouped_quantized_linear import (
+    GroupQuantizer,
+    grouped_quantized_linear,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -93,16 +98,12 @@ class Experts(MegatronModule):
         )
         experts = [self.local_experts[str(number)] for number in local_experts]
         self._in_order = [expert for expert in experts if isinstance(expert, Expert)]
-        self._can_group = (
-            config.moe_grouped_gemm
-            and not config.is_quantized
-            and all(
-                can_group([linear.weight for linear in self._linears(name)]) for name in _MATRICES
-            )
-        )
-        if self._can_group and device.is_cuda():
+        # Why the 16-bit kernel cannot compute all experts; None if it can.
+        self._unsupported = self._unsupported_reason()
+        if self._unsupported is None and device.is_cuda():
             for name in _MATRICES:
                 share_storage([linear.weight for linear in self._linears(name)])
+        self._quantizers: dict[str, GroupQuantizer] = {}  # of fp8 experts that are grouped
         # Grouped GEMMs of an external package (Transformer Engine), by the name of the matrix.
         self._products: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {}
         if config.moe_grouped_gemm and hasattr(self._in_order[0].linear_fc1, "product_of_all"):
@@ -112,18 +113,58 @@ class Experts(MegatronModule):
     def _linears(self, name: str) -> list[Any]:
         return [getattr(expert, name) for expert in self._in_order]
 
+    def _unsupported_reason(self) -> str | None:
+        for linears in map(self._linears, _MATRICES):
+            # A layer of another class, such as Transformer Engine's, computes its GEMM itself.
+            if type(linears[0]) not in (ColumnParallelLinear, RowParallelLinear):
+                return f"a {type(linears[0]).__name__} computes its own GEMM"
+            if reason := unsupported_reason([linear.weight for linear in linears]):
+                return reason
+        return None
+
     def takes_tail(self, where: torch.device) -> bool:
         """Return whether rows after those of the last expert are allowed; see `grouped_linear`."""
-        has_adapters = any(linear.lora is not None for linear in self._of_first)
-        return self._multiplies_together(where) and not self._products and not has_adapters
+        return self._multiplies_together(where) and not self._has_adapters()
+
+    def wait_reason(self, where: torch.device) -> str | None:
+        """Return why the host waits for the row counts of experts on the GPU ``where``.
+
+        None if it does not.  Call it once the layers are quantised and have their adapters.
+        """
+        if self._products:
+            return "Transformer Engine's grouped GEMM reads them on the host"
+        if reason := self._loop_reason(where):
+            return f"a loop computes them ({reason})"
+        return "a loop computes their adapters" if self._has_adapters() else None
+
+    def _has_adapters(self) -> bool:
+        return any(getattr(self._in_order[0], name).lora is not None for name in _MATRICES)
+
+    def _loop_reason(self, where: torch.device) -> str | None:
+        """Return why a loop computes the experts; None if `_multiplies_together`."""
+        if self._unsupported is not None:
+            return self._unsupported
+        matrices = [self._linears(name) for name in _MATRICES]
+        if all(linears[0].quantizer is None for linears in matrices):
+            return None
+        reasons = [GroupQuantizer.unsupported_reason(linears, where) for linears in matrices]
+        return next(filter(None, reasons), None)
 
     def _multiplies_together(self, where: torch.device) -> bool:
-        is_stored = any(linear.quantizer is not None for linear in self._of_first)
-        return self._can_group and device.is_cuda(where) and not is_stored
+        """Return whether `grouped_linear` computes all experts, with or without a flag.
 
-    @property
-    def _of_first(self) -> list[Any]:
-        return [getattr(self._in_order[0], name) for name in _MATRICES]
+        A loop over experts on a GPU needs their row counts on the host, which waits for them.
+        """
+        if not device.is_cuda(where):
+            return False
+        if self._quantizers:
+            return True
+        if self._loop_reason(where) is not None:
+            return False
+        matrices = {name: self._linears(name) for name in _MATRICES}
+        if matrices[_MATRICES[0]][0].quantizer is not None:
+            self._quantizers = {name: GroupQuantizer(own) for name, own in matrices.items()}
+        return True
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """Run all experts: rows [m, h], their weights [m] and the rows per expert -> [m, h].
@@ -146,7 +187,12 @@ class Experts(MegatronModule):
         if name in self._products:
             result = self._products[name](rows, list(groups.counts))
         else:
-            result = grouped_linear(rows, groups, [linear.weight for linear in linears])
+            weights = [linear.weight for linear in linears]
+            quantizer = self._quantizers.get(name)
+            if quantizer is None:
+                result = grouped_linear(rows, groups, weights)
+            else:
+                result = grouped_quantized_linear(rows, groups, weights, quantizer)
         if linears[0].lora is not None:
             each = zip(linears, rows.split(list(groups.counts)), strict=True)
             result = result + torch.cat([linear.lora(mine) for linear, mine in each])

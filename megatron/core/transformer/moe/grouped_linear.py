@@ -2,9 +2,9 @@
 
 ``m`` rows sorted by expert; ``e`` experts with weights [o, i].  The kernel is
 `torch.nn.functional.grouped_mm`, which uses a GPU better than a loop of small GEMMs; on a CPU a
-loop is as fast.  `can_group` checks the kernel's limits.  Rows after those of the last expert
-belong to none, and the kernel leaves their results undefined.  The host needs no row counts, unless
-the weight gradients are added to main gradients without a Triton kernel.
+loop is as fast.  `unsupported_reason` checks the kernel's limits.  Rows after those of the last
+expert belong to none, and the kernel leaves their results undefined.  The host needs no row counts,
+unless the weight gradients are added to main gradients without a Triton kernel.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ _ALIGNMENT = 16  # bytes, of every stride of the kernel
 _DTYPES = (torch.bfloat16,)
 
 
-def can_group(weights: Sequence[Tensor]) -> bool:
-    """Return whether the kernel supports these weights.
-
-    It needs at least two, in bf16, with both widths a multiple of 16 bytes.
-    """
-    size = weights[0].dtype.itemsize
-    is_aligned = all(n * size % _ALIGNMENT == 0 for n in weights[0].shape)
-    return len(weights) > 1 and weights[0].dtype in _DTYPES and is_aligned
+def unsupported_reason(weights: Sequence[Tensor]) -> str | None:
+    """Return why the kernel does not support these weights; None if it does."""
+    first = weights[0]
+    if len(weights) == 1:
+        return "a rank has one expert only"
+    if first.dtype not in _DTYPES:
+        return f"weights are {first.dtype}, not {_DTYPES[0]}"
+    if any(n * first.dtype.itemsize % _ALIGNMENT for n in first.shape):
+        multiple = _ALIGNMENT // first.dtype.itemsize
+        return f"a weight of {tuple(first.shape)} has a width that is no multiple of {multiple}"
+    return None
 
 
 @torch.no_grad()
@@ -129,13 +132,13 @@ class _GroupedLinear(Function[Tensor]):
         needs_rows, _, *needs = ctx.needs_input_grad
         grad_rows = F.grouped_mm(grad, stacked(weights), offs=groups.ends) if needs_rows else None
         chosen = [params[k] if needed else None for k, needed in enumerate(needs)]
-        item = _GroupedWeightGrad(chosen, grad, rows, groups)
+        item = GroupedWeightGrad(chosen, grad, rows, groups)
         is_later = not item.params or is_deferred(item)
         computed = iter([None] * len(item.params) if is_later else item.gradients())
         return grad_rows, None, *(None if param is None else next(computed) for param in chosen)
 
 
-class _GroupedWeightGrad(WeightGrad):
+class GroupedWeightGrad(WeightGrad):
     """The weight gradients of all experts from one backward pass; None for a frozen weight."""
 
     def __init__(
@@ -151,11 +154,32 @@ class _GroupedWeightGrad(WeightGrad):
 
     def gradients(self) -> list[Tensor | None]:
         params = self.params
-        if len(params) == len(self._weights):
-            if not any(map(adds_to_main_grad, params)):
-                return [*F.grouped_mm(self.grad.t(), self.x, offs=self._groups.ends)]
-            if self._has_added_all(params):
-                return [has_been_added(param) for param in params if adds_to_main_grad(param)]
+        if len(params) == len(self._weights) and self._has_added_all(params):
+            return [has_been_added(param) for param in params if adds_to_main_grad(param)]
+        return self._computed()
+
+    def _has_added_all(self, params: Sequence[Tensor]) -> bool:
+        """Add the products to all main gradients with one kernel; return whether it could."""
+        adding = [param for param in params if adds_to_main_grad(param)]
+        is_first = [param.overwrite_main_grad for param in adding]
+        if len(adding) < len(params) or any(is_first) != all(is_first):
+            return False
+        total = view_of_all([param.main_grad for param in adding])
+        return total is not None and self._has_added(total, keep=not is_first[0])
+
+    def _has_added(self, total: Tensor, *, keep: bool) -> bool:
+        """Add the products to ``total`` [e, o, i] with one kernel, if it exists."""
+        fused = kernels.find("grouped_weight_gradient", self.grad)
+        if fused is None or self.grad.dtype.itemsize != 2:
+            return False
+        fused.add_products(self.grad, self.x, self._groups.ends, total, keep=keep)
+        return True
+
+    def _computed(self) -> list[Tensor | None]:
+        """Return the gradients as `gradients` does, of any weights."""
+        params = self.params
+        if len(params) == len(self._weights) and not any(map(adds_to_main_grad, params)):
+            return [*F.grouped_mm(self.grad.t(), self.x, offs=self._groups.ends)]
         counts = list(self._groups.counts)
         grads, inputs = (rows[: sum(counts)].split(counts) for rows in (self.grad, self.x))
         parts = zip(self._weights, grads, inputs, strict=True)
@@ -164,20 +188,6 @@ class _GroupedWeightGrad(WeightGrad):
             for weight, grad, x in parts
             if weight is not None
         ]
-
-    def _has_added_all(self, params: Sequence[Tensor]) -> bool:
-        """Add the products to all main gradients with one kernel; return whether it could."""
-        fused = kernels.find("grouped_weight_gradient", self.grad)
-        adding = [param for param in params if adds_to_main_grad(param)]
-        is_first = [param.overwrite_main_grad for param in adding]
-        if fused is None or self.grad.dtype.itemsize != 2 or len(adding) < len(params):
-            return False
-        total = view_of_all([param.main_grad for param in adding])
-        if total is None or any(is_first) != all(is_first):
-            return False
-        ends, keep = self._groups.ends, not is_first[0]
-        fused.add_products(self.grad, self.x, ends, total, keep=keep)
-        return True
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
