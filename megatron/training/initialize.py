@@ -332,7 +332,8 @@ def initialize_megatron(
 def _end(begun: list[Runtime]) -> None:
     run = begun.pop()  # atexit keeps the list, which must not keep the groups
     run.callbacks.close()
-    shut_down(run)
+    # Python sets this attribute when it prints the exception that ends the program.
+    shut_down(run, has_failed=getattr(sys, "last_value", None) is not None)
 
 
 def _init_default_group(config: RunConfig, store: dist.Store | None) -> None:
@@ -357,6 +358,9 @@ def _init_default_group(config: RunConfig, store: dist.Store | None) -> None:
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     end_group_threads_at_exit()
     print_rank_0("> initializing torch distributed ...")
+    # Without device_id: with one, torch splits the communicator of each new group from that of all
+    # ranks at once, so that every rank of the run joins every ncclCommSplit.  A rank outside of a
+    # gloo group joins it too, but no rank inside (torch 2.11 to 2.13): the run would hang.
     if needs_rendezvous(os.environ):
         rank, world_size = int(os.environ["RANK"]), config.world_size
         store = store or meet(rank, world_size, timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.parallel import parallel_state
@@ -17,8 +18,11 @@ def is_set_up() -> bool:
     return parallel_state.is_initialized()
 
 
-def shut_down(run: Runtime | None = None) -> None:
+def shut_down(run: Runtime | None = None, *, has_failed: bool = False) -> None:
     """Clear the global state and destroy the process groups, before the interpreter exits.
+
+    ``has_failed``: an exception ends this process, and other ranks may be in collectives that it
+    will not join.  NCCL destroys a group only after its pending collectives, so groups are aborted.
 
     CUDA graphs are released first: NCCL does not destroy a group while a graph holds a collective
     of that group.  So are the hooks of parameters: through torch's C++ objects, which the garbage
@@ -38,4 +42,7 @@ def shut_down(run: Runtime | None = None) -> None:
     destroy_rerun_state_machine()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        if has_failed and dist.get_backend() == dist.Backend.NCCL:
+            distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()

@@ -12,10 +12,12 @@ from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.extensions.transformer_engine import unsupported_matrices_reason
 from megatron.core.extensions.transformer_engine import unsupported_reason as why_no_engine
 from megatron.core.fusions.kernels import kernel_backend
+from megatron.core.parallel.collectives import wait_for_ranks
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.attention_backends import attention_report, fallback_warning
 from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import unsupported_reason
+from megatron.core.transformer.moe.experts import Experts
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of
 from megatron.training.models.attention_request import attention_request, encoder_attention_request
@@ -138,14 +140,30 @@ def print_low_precision(run: Runtime) -> None:
     model = run.config.model
     if not model.is_quantized:
         return
-    is_plain = model.fp4 is None and model.fp8_recipe in ("delayed", "tensorwise")
+    dequantised = f"values are dequantised to {model.params_dtype}, at no gain in speed"
     if _engine_computes(run) and unsupported_matrices_reason(model) is None:
         answer = "yes, through Transformer Engine"
-    elif is_plain and device.multiplies_fp8(device.current()):
+    elif model.fp4 is not None or not device.multiplies_fp8(device.current()):
+        answer = f"no, {dequantised}"
+    elif model.fp8_recipe in ("delayed", "tensorwise"):
         answer = "yes"
     else:
-        answer = f"no, values are dequantised to {model.params_dtype}, at no gain in speed"
+        answer = f"where a block-scaled GEMM takes their sizes, else {dequantised}"
     print_rank_0(f"the device computes matmuls of --{model.format_flag}: {answer}")
+
+
+def print_expert_waits(run: Runtime) -> None:
+    """Warn on rank 0 if the host waits for the GPU in each MoE layer; call it with the model."""
+    where = device.current()
+    if not device.is_cuda(where):
+        return
+    modules = [module for chunk in run.model_chunks for module in chunk.modules()]
+    reasons = {m.wait_reason(where) for m in modules if isinstance(m, Experts)}
+    if found := sorted(reason for reason in reasons if reason is not None):
+        print_rank_0(
+            "WARNING: the host waits in each MoE layer for the number of tokens of each expert: "
+            + "; ".join(found)
+        )
 
 
 def print_compiled_regions(run: Runtime) -> None:
@@ -168,5 +186,5 @@ def print_deepep(run: Runtime) -> None:
 def print_datetime(label: str) -> None:
     """Print ``label`` and the time on rank 0, after a barrier.  Collective over all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        wait_for_ranks()
     print_rank_0(f"[{label}] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')} ")

@@ -168,13 +168,16 @@ def test_nccl_is_started_by_ranks_that_have_claimed_their_gpus(
     config = run_of(world_size=2)
     started = []
     claims = []
+    devices = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(initialize, "meet", lambda *_: dist.HashStore())
     monkeypatch.setattr(initialize, "claim_gpu", lambda store, rank: claims.append(rank))
     monkeypatch.setattr(initialize.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(
-        initialize.dist, "init_process_group", lambda backend, **_: started.append(backend)
+        initialize.dist,
+        "init_process_group",
+        lambda backend, **more: (started.append(backend), devices.append(more.get("device_id"))),
     )
     with device.simulate_device("cuda"):
         for backend in ("nccl", "gloo"):
@@ -182,3 +185,4 @@ def test_nccl_is_started_by_ranks_that_have_claimed_their_gpus(
             initialize._init_default_group(replace(config, distributed=distributed), None)
     assert started == ["nccl", "gloo"]
     assert claims == [1]
+    assert devices == [None, None], "see _init_default_group"

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests import forked
 from tests.repo.source import ROOT
 
-TOOL = [sys.executable, str(ROOT / "tools/check_node.py"), "--device", "cpu", "--disk-mib", "1"]
+TOOL = [str(ROOT / "tools/check_node.py"), "--device", "cpu", "--disk-mib", "1"]
 
 
 def start(*flags: str, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*TOOL, *flags],
+        [forked.python(), *TOOL, *flags],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -6,13 +6,13 @@ import gc
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.core import optional
 from megatron.core.distributed.data_parallel_base import DataParallelBase
+from tests import forked
 from tests.functional.runs import TINY, losses, run_gpt, train_gpt
 from tests.ranks import ROOT, run_ranks
 
@@ -25,8 +25,7 @@ def train(
     folder: Path, faults: str, *flags: str, script: str = "pretrain_gpt.py"
 ) -> subprocess.CompletedProcess[str]:
     """Train with two active ranks and one reserve."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "3", script, *TINY, *RESTART.split(), *FLAGS.split()]
+    command = [*forked.torchrun(3), script, *TINY, *RESTART.split(), *FLAGS.split()]
     command += ["--metrics-file", str(folder / "metrics.jsonl"), "--save", str(folder / "ck")]
     environment = {**os.environ, "FAULTS": faults, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(

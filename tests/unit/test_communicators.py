@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.parallel.communicators import (
     Communicators,
@@ -163,3 +164,8 @@ def test_tensor_and_context_parallelism_have_priority_unless_launch_order_decide
     assert high_priority_groups(run_of()) == ()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert high_priority_groups(both) == ()
+    # A GPU of compute capability 10.0, Blackwell, has no such order.
+    monkeypatch.setattr(device, "_current", torch.device("cuda"))
+    for capability, groups in (((9, 0), 0), ((10, 0), 4)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert len(high_priority_groups(both)) == groups

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatron.core.config.errors import (
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.training.process import exit_report
+from tests import forked
 from tests.functional.runs import TINY
 from tests.ranks import ROOT
 
@@ -111,7 +111,7 @@ def test_each_kind_of_error_has_its_exit_code(
 
 
 def _run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "pretrain_gpt.py", *TINY, *flags]
+    command = [forked.python(), "pretrain_gpt.py", *TINY, *flags]
     environ = {**os.environ, "MEGATRON_EXIT_REPORT_DIR": str(folder), "RANK": ""}
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -161,3 +164,20 @@ def test_a_description_of_layers_is_kept_with_the_run(tmp_path: Path) -> None:
     path.write_text('{"block_configs": []}')
     initialize._read_layers(namespace)
     assert namespace.heterogeneous_layers_config_encoded_json == '{"block_configs": []}'
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("error", [None, ValueError("of a rank")])
+def test_a_script_that_fails_does_not_wait_for_collectives_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, backend: str, error: ValueError | None
+) -> None:
+    calls = mock.Mock()
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", calls.destroy)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", calls.abort)
+    run: Any = mock.Mock(model_chunks=[], step_graph=None)
+    initialize._end([run])
+    is_aborted = backend == "nccl" and error is not None
+    assert calls.mock_calls == [mock.call.abort() if is_aborted else mock.call.destroy()]

@@ -130,9 +130,12 @@ def supports_fp32_accumulate_addmm() -> bool:
 @functools.cache
 def multiplies_fp8(device: torch.device) -> bool:
     """Return whether ``device`` has fp8 GEMMs in hardware; on a CPU they are slow."""
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return capability(device) >= (8, 9)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, (0, 0) of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def synchronize() -> None:
@@ -236,10 +239,8 @@ def rng_state() -> torch.Tensor:
 
 def set_rng_state(state: torch.Tensor) -> None:
     """Restore a result of `rng_state`."""
-    if _has_gpu():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    restore = torch.cuda.set_rng_state if _has_gpu() else torch.set_rng_state
+    restore(state)
 
 
 def seeded_rng_state(seed: int) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 A check runs in a thread of its own: if a disk or a collective hangs, the rank reports that and goes
 on.  Order of collectives on every rank: the groups of the nodes, then per check (`COLLECTIVE`):
-all-reduces in the node, transfers between neighbouring nodes, three times barrier and all-gather
-for the clock.
+all-reduces in the node; one of all ranks, then transfers between neighbouring nodes; three times
+barrier and all-gather for the clock.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megatron.core import device
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.diagnostics.fault_injection import fault_point, flipped
 from megatron.core.optional import available, require
+from megatron.core.parallel.collectives import wait_for_ranks
 
 Check = Callable[[], dict[str, Any]]  # returns fields of RankResult; rates under their own names
 _REPEATS = 4  # of a measurement; the fastest counts
@@ -207,6 +208,8 @@ class Groups:
 
         A slow node is slow to both, its neighbours only to one.
         """
+        # NCCL creates the communicator of all ranks in their first operation, which all must make.
+        dist.all_reduce(torch.zeros(1, device=device.current()))
         count = len(self.leaders)
         rates = []
         for phase in range(3):
@@ -221,7 +224,7 @@ class Groups:
         """Return the offset of the host's clock to that of rank 0, within the time of a barrier."""
         offsets = []
         for _ in range(3):
-            dist.barrier()
+            wait_for_ranks()
             now = torch.tensor([time.time()], dtype=torch.float64, device=device.current())
             times = [torch.empty_like(now) for _ in range(dist.get_world_size())]
             dist.all_gather(times, now)

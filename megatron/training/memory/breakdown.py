@@ -101,12 +101,12 @@ def _saved_for_backward(run: Runtime, tensors: list[Tensor]) -> Iterator[tuple[s
     """
     names = {id(p): _pattern(name).rpartition(".")[0] for name, p in _named_parameters(run)}
     todo = [(node, "") for node in _last_nodes([t.grad_fn for t in tensors if t.grad_fn])]
-    seen: set[int] = set()
+    seen: dict[int, Node] = {}  # holds the nodes, so that no id is reused
     while todo:
         node, module = todo.pop()
         if id(node) in seen:
             continue
-        seen.add(id(node))
+        seen[id(node)] = node
         inputs = _inputs(node)
         leaves = [names.get(id(getattr(_viewed(leaf), "variable", None))) for leaf in inputs]
         module = next(filter(None, leaves), module)

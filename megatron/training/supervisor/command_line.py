@@ -64,10 +64,10 @@ def parser() -> argparse.ArgumentParser:
     found = get_args_parser()
     found.prog = "tools/launch.py"
     found.description = "Start the ranks of a run as torchrun does, and restart the run."
-    # torch 2.11 has no --shutdown-timeout, and a --master-port that all runs on a host would share.
+    _add_own_flags(found.add_argument_group("supervisor"))
+    # torch 2.11 has a --master-port that all runs on a host would share.
     port = os.environ.get("PET_MASTER_PORT")
     found.set_defaults(max_restarts=_MAX_RESTARTS, shutdown_timeout=None, master_port=port)
-    _add_own_flags(found.add_argument_group("supervisor"))
     return found
 
 
@@ -144,6 +144,14 @@ def value_of(script: Sequence[str], flag: str) -> str | None:
 
 def _add_own_flags(group: argparse._ActionsContainer) -> None:
     add = group.add_argument
+    if "shutdown_timeout" not in vars(get_args_parser().parse_args(["script"])):  # torch 2.11
+        add(
+            "--shutdown-timeout",
+            "--shutdown_timeout",
+            type=int,
+            metavar="SECONDS",
+            help="time for ranks to end before they are killed; default: 30",
+        )
     add(
         "--max-no-progress-restarts",
         type=int,

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megatron.core.config.errors import ConfigError
 from megatron.training.estimates.adapter_count import adapter_parameters
 from megatron.training.estimates.parameter_count import encoder_parameters, projector_parameters
 from megatron.training.plan.report import plan_lines
@@ -127,6 +128,11 @@ def test_the_state_of_a_run_with_adapters_is_small(format: str, bytes_each: floa
     per_adapter = 2 + 4 + 4 + 8  # weight, gradient, main parameter, moments
     whole = state.parameters + state.gradients + state.optimizer
     assert whole <= 1.1 * (bytes_each * frozen + 2 * rest + per_adapter * adapters)
+
+
+def test_a_plan_reports_adapters_of_layers_that_the_model_lacks() -> None:
+    with pytest.raises(ConfigError, match="--lora-target-modules nope: the model has no layer"):
+        planned("--lora-rank 4 --lora-target-modules nope", 1)
 
 
 def test_tensor_parallel_ranks_that_read_no_data_need_as_much() -> None:

@@ -53,12 +53,17 @@ def test_the_flags_of_torch_2_11_are_enough(
         given = [a for a in found._actions if a.dest == "shutdown_timeout"]
         for action in given:
             found._remove_action(action)
+            for text in action.option_strings:
+                del found._option_string_actions[text]
         return found
 
     monkeypatch.setattr(command_line, "get_args_parser", older)
     launch = parse(["--exit-report-dir", str(tmp_path), _SCRIPT])
     assert launch.config.rdzv_endpoint == "localhost:0", "not a port that other runs use too"
     assert launch.times.shutdown_s == 30
+    words = ["--shutdown-timeout", "20", "--exit-report-dir", str(tmp_path), _SCRIPT]
+    assert parse(words).times.shutdown_s == 20
+    assert "--shutdown-timeout" not in command_line.without_own_flags(words), "torchrun has none"
 
 
 @pytest.mark.parametrize(

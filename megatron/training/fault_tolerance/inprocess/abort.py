@@ -1,9 +1,12 @@
 """Leave collectives that will never complete, and clear the state of an attempt.
 
-NCCL's process groups can be aborted.  Gloo's cannot (their ``abort`` does nothing in torch 2.13):
-their connections are shut down, and each waiting collective then raises an error, on this rank and
-on its peers.  Connections that existed before the attempt are left alone, and listening sockets:
-gloo ends the process when its listener fails.
+NCCL's process groups can be aborted.  Their watchdog threads would end the process first, within a
+tenth of a second of another rank's end: see `outlive_nccl_errors`.
+
+Gloo's groups cannot be aborted (their ``abort`` does nothing in torch 2.13): their connections are
+shut down, and each waiting collective then raises an error, on this rank and on its peers.
+Connections that existed before the attempt are left alone, and listening sockets: gloo ends the
+process when its listener fails.
 """
 
 from __future__ import annotations
@@ -24,6 +27,17 @@ from megatron.core import device, rank_local
 _KEPT = ("_fired", "_noted", "_suspects")
 _SAVES = "checkpoint"  # name of the threads that write checkpoints
 _WRITING_S = 60.0  # for a pending write of this process to end
+# What a watchdog does with errors of NCCL and of CUDA; torch ends the process by default.
+_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
+
+
+def outlive_nccl_errors() -> None:
+    """Let the watchdogs of process groups only log errors, unless the environment decides.
+
+    `abort` leaves the collectives instead.  Call it before process groups are created.
+    """
+    for name in _WATCHDOG:
+        os.environ.setdefault(name, "0")
 
 
 def sockets() -> dict[str, int]:

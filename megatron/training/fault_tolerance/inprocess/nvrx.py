@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.diagnostics.fault_injection import ATTEMPT
+from megatron.training.fault_tolerance.inprocess.abort import outlive_nccl_errors
 
 
 class WrapperAttempt:
@@ -23,6 +24,7 @@ class WrapperAttempt:
     def __init__(self, wrapper: Any, store: dist.Store | None) -> None:
         self.number: int = wrapper.iteration
         os.environ[ATTEMPT] = str(self.number)
+        outlive_nccl_errors()
         self.store = store and dist.PrefixStore(f"attempt/{self.number}", store)
         self.result: tuple[str, str | None] = ("done", None)
 

@@ -24,7 +24,12 @@ from typing import TypeAlias
 from megatron.core.config.errors import MegatronError
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.diagnostics.fault_injection import ATTEMPT
-from megatron.training.fault_tolerance.inprocess.abort import abort, clear, sockets
+from megatron.training.fault_tolerance.inprocess.abort import (
+    abort,
+    clear,
+    outlive_nccl_errors,
+    sockets,
+)
 from megatron.training.fault_tolerance.inprocess.control import Control
 from megatron.training.fault_tolerance.inprocess.coordinator import End
 from megatron.training.fault_tolerance.inprocess.options import RestartOptions
@@ -198,6 +203,7 @@ class Worker:
 
         Returns when the run is done, on every worker; ends the process if the run has failed.
         """
+        outlive_nccl_errors()
         for number in count():
             os.environ[ATTEMPT] = str(number)
             self._send("ready", number)
