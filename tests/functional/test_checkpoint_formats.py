@@ -346,3 +346,37 @@ def test_what_does_not_fit_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     middle = len(whole) // 3
     data.write_bytes(whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :])
     assert "__0_1.distcp is damaged" in said()
+
+
+# Flags of the runs that resume one after another; each saves one more step.
+CHAINS = {
+    "kept": [
+        "--tensor-model-parallel-size 2",
+        "--use-checkpoint-args",
+        "",
+        "--tensor-model-parallel-size 2",
+    ],
+    "other multiple": [
+        "--make-vocab-size-divisible-by 512",
+        "--use-checkpoint-args",
+        "--make-vocab-size-divisible-by 3 --tensor-model-parallel-size 2",
+    ],
+    "given": ["--padded-vocab-size 640 --pad-vocab-in-loss", ""],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "chain"),
+    [*(("torch_dist", chain) for chain in CHAINS), *((k, "kept") for k in ("torch", "torch_dcp"))],
+)
+def test_runs_resume_each_other_with_other_vocabulary_padding(
+    tmp_path: Path, kind: str, chain: str
+) -> None:
+    folder = tmp_path / "saved"
+    save = ["--save", str(folder), "--load", str(folder), "--ckpt-format", kind]
+    for step, flags in enumerate(CHAINS[chain], start=1):
+        more = [*flags.split(), *save, "--train-iters", str(step), "--eval-iters", "0"]
+        more += ["--lr-decay-iters", "9"]
+        world_size = 2 if "tensor" in flags else 1
+        lines = run_gpt(tmp_path / str(step), *more, world_size=world_size)
+        assert len([line for line in lines if "lm loss" in line]) == 1

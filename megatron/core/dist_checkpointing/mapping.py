@@ -122,6 +122,7 @@ class ShardedTensor:
     is_flat: bool = False
     is_constant: bool = False
     is_buffer: bool = False
+    padded_rows: int = 0  # of the first dimension, with this run's vocabulary padding; 0: no rows
     data: Tensor | None = None  # this rank's complete shard, for sharded state dicts
     replica_id: ReplicaId = 0  # Megatron-LM's number of this replica
 
@@ -200,10 +201,11 @@ def from_param(
     shard_shape = tuple(tensor.shape) if info.part is None else info.part.shape
     _check_shape(key, info, shard_shape)
     dim = info.shard_dim or 0
-    if padded and shard_shape:
-        whole = list(info.global_shape)
-        whole[dim] = shard_shape[dim] * info.shard_count
-        info = replace(info, global_shape=tuple(whole))
+    with_padding = list(info.global_shape)
+    if shard_shape:
+        with_padding[dim] = shard_shape[dim] * info.shard_count
+    if padded:
+        info = replace(info, global_shape=tuple(with_padding))
     return ShardedTensor(
         key=key,
         global_shape=tuple(info.global_shape),
@@ -212,6 +214,7 @@ def from_param(
         replica=replica,
         sharding=(dim, info.shard_count * len(info.blocks)),
         is_flat=info.part is not None,
+        padded_rows=with_padding[0] if with_padding else 0,
     )
 
 

@@ -244,8 +244,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str | None:
     """Return an error message if ``stored`` cannot fill ``wanted`` (shape or dtype), else None."""
     shape, have = wanted.global_shape, stored.shape
-    is_padded = have[1:] == shape[1:] and 0 < sum(have[:1]) - sum(shape[:1]) <= stored.max_padding
-    if shape != have and not is_padded:
+    if shape != have and not _is_padded(wanted, stored):
         return (
             f"{wanted.key} has shape {list(stored.shape)} in the checkpoint "
             f"and {list(wanted.global_shape)} in this run"
@@ -256,6 +255,19 @@ def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str 
             f"and {_short(wanted.dtype)} in this run"
         )
     return None
+
+
+def _is_padded(wanted: ShardedTensor, stored: StoredTensor) -> bool:
+    """Return whether ``stored`` is ``wanted`` with vocabulary padding at its end.
+
+    Padding that is as large as this run's own is accepted even beyond ``max_padding``, which is an
+    estimate for checkpoints that do not store the size of the vocabulary.
+    """
+    have = stored.shape
+    shape = wanted.global_shape
+    if not stored.max_padding or have[1:] != shape[1:]:
+        return False
+    return 0 < have[0] - shape[0] <= stored.max_padding or have[0] == wanted.padded_rows
 
 
 def _overlap(

@@ -12,6 +12,8 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 # Entries of the state of a rank; the keys of Megatron-LM.
 RNG_STATE = "rng_state"
 RERUN_STATE = "rerun_state_machine"
+# Entry of `Arguments` that Megatron-LM does not have: size of the vocabulary without padding.
+TRUE_VOCAB_SIZE = "true_vocab_size"
 
 Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
 JsonObject = dict[str, Any]  # parsed

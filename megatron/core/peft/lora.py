@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import ConfigError
 from megatron.core.params.param_info import ParamInfo, info_of
 from megatron.core.params.param_init import Init, new_parameter
-from megatron.core.peft.targets import WHOLE, names_of, targeted_parts
+from megatron.core.peft.targets import WHOLE, check_targets, names_of, targeted_parts
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     Linear,
@@ -94,6 +94,13 @@ def names_in(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[
     layers = [(name, parts) for name, _, parts in _layers(model)]
     matched = [t for t in targets if any(targeted_parts(t, *layer) for layer in layers)]
     return matched, sorted({name for layer in layers for name in names_of(*layer)})
+
+
+def check_all_targets(models: Sequence[nn.Module], config: LoraConfig) -> None:
+    """Raise ConfigError for a target that selects no layer of ``models``, a model's stages."""
+    found = [names_in(model, config.targets) for model in models]
+    matched = {target for targets, _ in found for target in targets}
+    check_targets(config.targets, matched, {name for _, names in found for name in names})
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:

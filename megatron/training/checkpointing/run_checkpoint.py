@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.background import (
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.serialization import SaveFailed, SaveResult
-from megatron.core.dist_checkpointing.value_types import Arguments
+from megatron.core.dist_checkpointing.value_types import TRUE_VOCAB_SIZE, Arguments
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.peft.frozen_base import store_base
 from megatron.core.tensor_parallel.frozen_weight import StoredFormat
@@ -89,6 +89,7 @@ def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> 
     SaveFailed if it fails.  ``is_transient``: a non-persistent checkpoint
     (--non-persistent-save-interval), which has its own directory.
     """
+    assert run.deferred is None, "the step may still be rejected"
     config = run.config.checkpoint
     is_local = is_transient and keeps_parts(config)
     in_background = bool(config.async_save) and not is_last and not is_local
@@ -282,7 +283,8 @@ def _asked(run: Runtime, options: CheckpointConfig) -> Arguments:
         return run.config.asked
     # Functions are omitted: their text would contain an address of this process.
     values = vars(legacy_namespace(run))
-    return {name: value for name, value in values.items() if not callable(value)}
+    asked = {name: value for name, value in values.items() if not callable(value)}
+    return asked | ({} if run.tokenizer is None else {TRUE_VOCAB_SIZE: run.tokenizer.vocab_size})
 
 
 def _parts(run: Runtime) -> RunParts:

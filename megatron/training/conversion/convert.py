@@ -9,22 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.hashing import hash_here
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, LazyPiece, ShardedTensor
+from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.serialization import Contents, begin, conclude, publish, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
-from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.dist_checkpointing.value_types import TRUE_VOCAB_SIZE, JsonObject
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpointing.base_model import (
@@ -45,7 +44,8 @@ from megatron.training.conversion.image_classifier import (
     is_image_classifier,
 )
 from megatron.training.conversion.lazy import made_ahead
-from megatron.training.conversion.reward import as_classifier
+from megatron.training.conversion.peft_config import CONFIG
+from megatron.training.conversion.reward import as_classifier, without_heads
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.source import BESIDE as BESIDE
 from megatron.training.conversion.source import HF as HF
@@ -58,6 +58,7 @@ from megatron.training.conversion.source import (
     layout_of,
     vocab_size_of,
     weights_of,
+    without_padding,
 )
 from megatron.training.conversion.source import ConversionRequest as ConversionRequest
 from megatron.training.conversion.source import read_source as read_source
@@ -87,7 +88,6 @@ from megatron.training.tokenizer import (
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _ALWAYS_FP32 = (".router.expert_bias", AMAX_HISTORY)
 Say = Callable[[str], None]
 
@@ -97,7 +97,7 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
 
     ``say`` receives progress messages.  Raises CheckpointError.
     """
-    if (wanted.source / peft.CONFIG).exists():
+    if (wanted.source / CONFIG).exists():
         return _from_peft(wanted, say)
     is_theirs = (wanted.source / hf_folder.CONFIG).exists()
     if not is_theirs and find(str(wanted.source), wanted.step) is None:
@@ -206,6 +206,8 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
     if folder is None:
         raise CheckpointError(f"{wanted.source}: the base was random weights; there is no model")
     base = read_source(ConversionRequest(source=Path(folder), target=wanted.target, format=HF))
+    if source.args.get("reward_model"):
+        base = replace(base, tensors=without_heads(base.tensors))
     tensors = {**weights_of(base), **weights_of(source)}
     source = replace(source, tensors=tensors, common={}, rank_states={}, layout={})
     source = replace(source, beside=source.beside or base.beside)
@@ -214,20 +216,13 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
 
 
 def _hash_of(base: Source, wanted: ConversionRequest) -> str:
-    """Return the hash of the frozen weights, as a run computes it."""
-    vocab_size = vocab_size_of(base, wanted)
+    """Return the hash of the frozen weights ``base``, as a run computes it."""
+    weights = weights_of(without_padding(base, wanted))
     total = 0
-    for name, tensor in weights_of(base).items():
+    for name, tensor in weights.items():
         if not name.endswith(_ALWAYS_FP32):
-            if name.endswith(_VOCABULARY):  # without padding
-                rows = (min(vocab_size, tensor.shape[0]), *tensor.shape[1:])
-                tensor = replace(tensor, shape=rows, make=partial(_rows, tensor, rows[0]))
             total += int(hash_here(_record(tensor)))
     return f"{total % 2**64:016x}"
-
-
-def _rows(tensor: LazyTensor, count: int) -> Tensor:
-    return tensor.make()[:count]
 
 
 def _merged(source: Source, wanted: ConversionRequest, say: Say) -> Source:
@@ -269,6 +264,8 @@ def _from_peft(wanted: ConversionRequest, say: Say) -> Path:
     family, shape = _family_of(base, wanted)
     dtype = wanted.dtype or embedding_of(base.tensors).dtype
     tensors, flags = peft.read_peft(wanted.source, shape, family, dtype)
+    if flags.get("reward_model"):
+        base = replace(base, tensors=without_heads(base.tensors))
     named = BaseModel(str(folder), _hash_of(base, wanted))
     source = replace(
         base,
@@ -311,8 +308,8 @@ def write_checkpoint(source: Source, wanted: ConversionRequest, say: Say = print
     check_format(wanted.format, source.tensors, source.args["model_kind"])
     if wanted.args:
         run_config(source.args, **layout_of(wanted.args))  # raises if not supported
-    if format.is_foreign:
-        source = _for_megatron(source)
+    change = _for_megatron if format.is_foreign else without_padding
+    source = change(source, wanted)
     common = {
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 0,
@@ -343,7 +340,7 @@ def write_checkpoint(source: Source, wanted: ConversionRequest, say: Say = print
     return saved.folder
 
 
-def _for_megatron(source: Source) -> Source:
+def _for_megatron(source: Source, wanted: ConversionRequest) -> Source:
     """Add the arguments that Megatron-LM derives from its command line, and pad vocabularies.
 
     Random states are kept only if the requested layout is the one that they were saved with.
@@ -356,6 +353,7 @@ def _for_megatron(source: Source) -> Source:
     multiple = run.language_model.make_vocab_size_divisible_by
     padded = pad_vocab_size(rows, multiple, run.model.tensor_model_parallel_size)
     lacking["padded_vocab_size"] = run.tokenizer.padded_vocab_size or padded
+    lacking[TRUE_VOCAB_SIZE] = vocab_size_of(source, wanted)
     sizes = dict(source.layout.get("dense", ()))
     sizes |= {axis: size for axis, size in source.layout.get("expert", ()) if axis == "ep"}
     is_same = all(sizes.get(axis) == size for axis, size in layout.items())
@@ -364,7 +362,7 @@ def _for_megatron(source: Source) -> Source:
         lacking |= {"world_size": run.world_size, "data_parallel_size": replicas}
         lacking["expert_tensor_parallel_size"] = cut["expert_tensor_parallel_size"]
     tensors = {
-        key: _padded(tensor, lacking["padded_vocab_size"]) if key.endswith(_VOCABULARY) else tensor
+        key: _padded(tensor, lacking["padded_vocab_size"]) if is_vocabulary(key) else tensor
         for key, tensor in source.tensors.items()
     }
     return replace(

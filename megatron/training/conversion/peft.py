@@ -31,22 +31,23 @@ from megatron.core.peft.targets import WHOLE
 from megatron.training.conversion.adapters import EMBEDDING, Pair, lora_of, pairs_of, rows_of
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hf_folder import read_safetensors
+from megatron.training.conversion.peft_config import (
+    CONFIG,
+    has_score,
+    rank_of,
+    read_config,
+    scale_of,
+)
+from megatron.training.conversion.reward import SCORE
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule, size_of, tensors_of
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
-_UNSUPPORTED = {
-    "use_dora": "DoRA",
-    "modules_to_save": "complete modules beside adapters",
-    "lora_bias": "biases of adapters",
-}
 _INNER = "gate_up_proj"
 _OUTER = "down_proj"  # tensors of all experts, by PEFT's nesting
 _PART_NAMES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "gate": "gate_proj", "up": "up_proj"}
-_TOO_LARGE = 1e6  # of ranks and scales
 _OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -79,11 +80,14 @@ def write_peft(
             modules.add(_short(module))
             if len(pair.a) != config.rank:
                 ranks[_short(module)] = len(pair.a)
+    if shape.is_reward:
+        tensors[f"{_PREFIX}{SCORE}"] = weights[SCORE].make()
     warning = _check_experts(tensors)
     alpha = config.alpha / config.rank
     written = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if shape.is_reward else "CAUSAL_LM",
+        "modules_to_save": ["score"] if shape.is_reward else None,
         "base_model_name_or_path": base_name,
         "r": config.rank,
         "lora_alpha": _plain(config.alpha),
@@ -183,11 +187,12 @@ def read_peft(
 
     Raises CheckpointError for adapters of another kind or of layers that the model has not.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
     stored = read_safetensors(folder / WEIGHTS)
     left = dict(
         _without_stacks({name.removeprefix(_PREFIX): t for name, t in stored.items()}, config)
     )
+    score = left.pop(SCORE, None) if has_score(folder, config) else None
     found: dict[str, dict[str, Pair]] = {}
     for name in tensors_of(shape):
         layer = name.removesuffix(".weight")
@@ -217,6 +222,10 @@ def read_peft(
                 value = value.to(dtype).contiguous()
                 make = partial(_same, value)
                 tensors[own] = LazyTensor(own, dtype, tuple(value.shape), make)
+    if score is not None:
+        _check_score(folder, score, shape)
+        score = score.to(dtype)
+        tensors[SCORE] = LazyTensor(SCORE, dtype, tuple(score.shape), partial(_same, score))
     targets = {
         f"{kind}.{_PART_NAMES[part]}" if part else f"{kind}.{own}".removeprefix(".")
         for kind, own, part in _kinds_of(found)
@@ -227,8 +236,17 @@ def read_peft(
         "lora_dropout": config.get("lora_dropout") or 0.0,
         "lora_use_rslora": False,
         "lora_target_modules": sorted(targets),
+        **({} if score is None else {"reward_model": True}),
     }
     return tensors, flags
+
+
+def _check_score(folder: Path, score: Tensor, shape: ModelShape) -> None:
+    if list(score.shape) != [1, shape.dims["h"]]:
+        raise CheckpointError(
+            f"{folder / WEIGHTS} has a {SCORE} of shape {list(score.shape)}: only classifiers of "
+            "one label, which are reward models, can be converted"
+        )
 
 
 def _with_untrained(
@@ -341,7 +359,7 @@ def _take(left: dict[str, Tensor], module: str, config: JsonObject) -> Pair | No
             names = [f"{name}.{kind.format(matrix)}" for matrix in "AB"]
             if all(each in left for each in names):
                 a, b = (left.pop(each) for each in names)
-                return Pair(a, b, _scale_of(name, len(a), config))
+                return Pair(a, b, scale_of(name, len(a), config))
     return None
 
 
@@ -349,55 +367,6 @@ def _new_name(module: str) -> str:
     """Return the name of an expert's matrix of Mixtral in the modules of newer `transformers`."""
     *outer, last = module.replace(".block_sparse_moe.", ".mlp.").split(".")
     return ".".join([*outer, _OF_MIXTRAL.get(last, last)])
-
-
-def _scale_of(module: str, rank: int, config: JsonObject) -> float:
-    """Return alpha / rank of a module; its alpha may be that of a pattern."""
-    patterns = config.get("alpha_pattern") or {}
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            alpha = value
-            break
-    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
-
-
-def _read_config(folder: Path) -> JsonObject:
-    try:
-        config = json.loads((folder / CONFIG).read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise CheckpointError(f"{folder / CONFIG} has peft_type {kind}: only LORA can be read")
-    for name, words in _UNSUPPORTED.items():
-        if config.get(name):
-            raise CheckpointError(f"{folder / CONFIG} has {name}: {words} are not available")
-    patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
-    if not (_is_size(config.get("r")) and _is_size(config.get("lora_alpha", 8))):
-        raise CheckpointError(f"{folder / CONFIG} has no rank r or lora_alpha above 0")
-    if not all(
-        isinstance(found, dict) and all(map(_is_pattern, found.items())) for found in patterns
-    ):
-        raise CheckpointError(
-            f"{folder / CONFIG} has a rank_pattern or alpha_pattern that is no table of names and "
-            "numbers"
-        )
-    if config.get("bias", "none") != "none":
-        raise CheckpointError(f"{folder / CONFIG} has bias {config['bias']}: train it with none")
-    return config
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value < _TOO_LARGE
-
-
-def _is_pattern(entry: tuple[str, object]) -> bool:
-    try:
-        re.compile(entry[0])
-    except re.error:
-        return False
-    return _is_size(entry[1])
 
 
 def _without_stacks(
@@ -417,7 +386,7 @@ def _without_stacks(
         base = found[1]
         matrix = found[3]
         theirs = _INNER if found[2] else _OUTER
-        rank = _rank_of(f"{base}.{theirs}", config)
+        rank = rank_of(f"{base}.{theirs}", config)
         value = tensor.make()
         if value.dim() != 2 or value.shape["AB".index(matrix)] % rank:
             raise CheckpointError(f"{name} has shape {list(value.shape)}, no multiple of {rank}")
@@ -436,10 +405,3 @@ def _of_expert(base: str, theirs: str, matrix: str, entry: Tensor) -> Iterator[t
     halves = entry.chunk(2) if matrix == "B" else (entry, entry)
     for name, half in zip(("gate_proj", "up_proj"), halves, strict=True):
         yield f"{base}.{name}.lora_{matrix}.weight", half
-
-
-def _rank_of(module: str, config: JsonObject) -> int:
-    for pattern, rank in (config.get("rank_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return int(rank)
-    return int(config["r"])

@@ -5,13 +5,16 @@ Hugging Face calls them sequence classifiers of one label.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.training.conversion.family import Config, Family, Field, Values
 from megatron.training.conversion.shape import ModelShape
 
+SCORE = "score.weight"  # here and at Hugging Face
 CLASSIFIER = "ForSequenceClassification"
 _LANGUAGE_MODEL = "ForCausalLM"
 _LABELS: Values = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -37,6 +40,14 @@ def scoring(family: Family) -> Family:
         outside={**family.outside, "score": "score"},
         always={**family.always, "is_reward": True},
     )
+
+
+def without_heads(weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the weights that the adapters of a reward model leave frozen.
+
+    Its score is trained; an output layer of the language model that it begins with is not in it.
+    """
+    return {name: t for name, t in weights.items() if name not in (SCORE, "output_layer.weight")}
 
 
 def as_classifier(config: Config) -> JsonObject:

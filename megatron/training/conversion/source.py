@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, MegatronError
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.value_types import Arguments, Common, JsonObject, Layout
+from megatron.core.dist_checkpointing.value_types import (
+    TRUE_VOCAB_SIZE,
+    Arguments,
+    Common,
+    JsonObject,
+    Layout,
+)
 from megatron.training.arguments.resolve import resolve
 from megatron.training.checkpointing.checkpoint_args import (
     FORCED,
@@ -148,8 +156,9 @@ def config_beside(source: Source) -> JsonObject:
 def vocab_size_of(source: Source, wanted: ConversionRequest) -> int:
     """Return the number of embedding rows that are tokens; the other rows are padding.
 
-    This is ``wanted.vocab_size`` if given, else the tokenizer's size if padding it by
-    --make-vocab-size-divisible-by gives the number of rows, else all rows.
+    This is ``wanted.vocab_size`` if given, else the size that the checkpoint stores, else the
+    tokenizer's size if padding it by --make-vocab-size-divisible-by gives the number of rows, else
+    all rows.
     """
     rows = embedding_of(source.tensors).shape[0]
     if wanted.vocab_size is not None:
@@ -157,6 +166,8 @@ def vocab_size_of(source: Source, wanted: ConversionRequest) -> int:
     args = source.args
     if args.get("pad_vocab_in_loss"):
         return rows
+    if args.get(TRUE_VOCAB_SIZE):
+        return min(int(args[TRUE_VOCAB_SIZE]), rows)
     try:
         tokens = create_tokenizer(TokenizerSpec.of(argparse.Namespace(**args))).vocab_size
     except (MegatronError, OSError):  # its files may be on another machine
@@ -164,6 +175,28 @@ def vocab_size_of(source: Source, wanted: ConversionRequest) -> int:
     multiple = args["make_vocab_size_divisible_by"]
     tp = args["tensor_model_parallel_size"]
     return tokens if pad_vocab_size(tokens, multiple, tp) == rows else rows
+
+
+def without_padding(source: Source, wanted: ConversionRequest) -> Source:
+    """Remove the rows of vocabulary padding, which only Megatron-LM's formats store.
+
+    Adapters alone come from PEFT, which has no padding.
+    """
+    names = list(filter(is_vocabulary, source.tensors))
+    has_embedding = any(name.endswith(_EMBEDDING) for name in source.tensors)
+    if not has_embedding or source.args.get("pad_vocab_in_loss"):
+        return source
+    vocab_size = vocab_size_of(source, wanted)
+    tensors = dict(source.tensors)
+    for name in names:
+        tensor = tensors[name]
+        shape = (min(vocab_size, tensor.shape[0]), *tensor.shape[1:])
+        tensors[name] = replace(tensor, shape=shape, make=partial(_first_rows, tensor, shape[0]))
+    return replace(source, tensors=tensors)
+
+
+def _first_rows(tensor: LazyTensor, count: int) -> Tensor:
+    return tensor.make()[:count]
 
 
 def embedding_of(tensors: Mapping[str, LazyTensor]) -> LazyTensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointError, ConfigError
-from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.convert import BESIDE, HF, ConversionRequest, convert, read_source
 from megatron.training.conversion.families import FAMILIES
@@ -132,6 +132,21 @@ def test_padding_of_the_vocabulary_is_left_behind(llama: Path, tmp_path: Path) -
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         assert torch.equal(found[name], expected[name][:90])
     assert json.loads((back / "config.json").read_text())["vocab_size"] == 90
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+def test_padding_of_another_layout_is_left_behind(llama: Path, tmp_path: Path, format: str) -> None:
+    """The stored padding is that of four ranks, the stored arguments are those of one."""
+    wide = {"padded_vocab_size": 512, "tensor_model_parallel_size": 1}
+    quietly(llama, tmp_path / "theirs", format, args=wide)
+    quietly(tmp_path / "theirs", tmp_path / "ours")
+    quietly(tmp_path / "theirs", tmp_path / "back", HF)
+    with open_reader(open_checkpoint(tmp_path / "theirs").folder) as reader:
+        assert reader.tensors["output_layer.weight"].shape[0] == 512
+        assert reader.tensors["output_layer.weight"].max_padding == 512 - 96
+    with open_reader(open_checkpoint(tmp_path / "ours").folder) as reader:
+        assert reader.tensors["output_layer.weight"].shape[0] == 96
+    models.assert_same_weights(tmp_path / "back", llama)
 
 
 def test_another_dtype_only_when_asked(llama: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -387,3 +388,18 @@ def test_state_in_buffers_is_read_from_torch_dist(tmp_path: Path, arrange: Any) 
     found = all_tensors(folder)
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[key], whole[key]) for key in whole)
+
+
+def test_padding_as_large_as_that_of_the_run_is_read(tmp_path: Path) -> None:
+    """Megatron-LM, resumed in another layout, keeps the padded size and not what it padded."""
+    key = "embedding.word_embeddings.weight"
+    rows = torch.zeros(100, 5)
+    stored = torch.randn(256, 5)
+    folder = ranks(tmp_path, {"mp_rank_00": {"model": {key: stored}}})
+    piece = Piece((0, 0), rows)
+    wanted = ShardedTensor(key=key, global_shape=(100, 5), dtype=rows.dtype, pieces=(piece,))
+    with open_reader(folder) as reader:
+        with pytest.raises(CheckpointError, match="has shape"):
+            reader.load(replace(wanted, padded_rows=128))
+        reader.load(replace(wanted, padded_rows=256))
+    assert torch.equal(rows, stored[:100])

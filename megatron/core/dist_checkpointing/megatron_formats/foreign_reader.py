@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.stored_index import StoredBox, StoredTenso
 from megatron.core.dist_checkpointing.value_types import (
     RERUN_STATE,
     RNG_STATE,
+    TRUE_VOCAB_SIZE,
     Arguments,
     JsonObject,
     Layout,
@@ -64,7 +65,10 @@ _DEGREES = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_layers", "num_experts"),
     *("num_attention_heads", "num_query_groups", "mtp_num_layers"),
 )
-_SIZES = (*("make_vocab_size_divisible_by", "ddp_bucket_size", "ddp_num_buckets", *COUNTERS),)
+_SIZES = (
+    *("make_vocab_size_divisible_by", TRUE_VOCAB_SIZE, "ddp_bucket_size", "ddp_num_buckets"),
+    *COUNTERS,
+)
 
 
 class ForeignReader(CheckpointReader):
@@ -183,8 +187,6 @@ class ForeignReader(CheckpointReader):
 
         Main parameters of fp32 weights are left out, as they have the same values.
         """
-        multiple = int(self.args.get("make_vocab_size_divisible_by") or 128)
-        padding = multiple * degree(self.args, "tensor") - 1  # most rows of vocabulary padding
         for key, (dtype, pieces) in self._found.items():
             prefix, name = split_state(key)
             is_main = prefix == f"{STATE_PREFIX}fp32_param."
@@ -193,12 +195,22 @@ class ForeignReader(CheckpointReader):
             shape = span_of(pieces)
             if sum(prod(piece.shape) for piece in pieces) != prod(shape):
                 raise CheckpointDamaged(f"{self.folder}: parts of {key} {list(shape)} are missing")
-            spare = padding if is_vocabulary(name) else 0
-            self.tensors[key] = StoredTensor(shape, dtype, tuple(pieces), spare)
+            padding = self._max_padding(shape[0]) if is_vocabulary(name) else 0
+            self.tensors[key] = StoredTensor(shape, dtype, tuple(pieces), padding)
         self._found.clear()
         self.manifest = read_manifest(self.folder) or Manifest(
             iteration=self.iteration, layout=layout_of(self.args), files={}
         )
+
+    def _max_padding(self, num_rows: int) -> int:
+        """Return how many of the ``num_rows`` rows of a vocabulary may be padding.
+
+        The writing run need not have padded for its own layout: --use-checkpoint-args keeps the
+        padded size of an earlier run, --padded-vocab-size sets any.
+        """
+        multiple = int(self.args.get("make_vocab_size_divisible_by") or 128)
+        own = multiple * degree(self.args, "tensor") - 1
+        return max(own, num_rows - int(self.args.get(TRUE_VOCAB_SIZE) or num_rows))
 
     def _read_piece(self, key: str, piece: StoredBox, box: Box, target: Tensor) -> None:
         assert isinstance(piece, ForeignPiece)
