@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.enums import ModelType
 from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.training.data.batch import next_batch
 from megatron.training.global_vars import get_run
-from megatron.training.models.vlm import apply_vlm
+from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.setup import build_stage
 from megatron.training.training import pretrain
 from pretrain_gpt import loss_func, stimer, train_valid_test_datasets_provider
@@ -33,14 +33,15 @@ def model_provider(
     )
 
 
-def forward_step(data_iterator: Iterator[Any] | None, model: LLaVAModel) -> tuple[Tensor, Any]:
+def forward_step(data_iterator: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Any]:
     """Token losses of one micro-batch, and the function that turns them into the loss.
 
-    Stages before the last return hidden states in their place.
+    Stages before the last return hidden states in their place.  examples/mimo/train.py uses it.
     """
-    batch = next_batch(get_run(), data_iterator, model)
+    run = get_run()
+    batch = next_batch(run, data_iterator, model)
     with stimer:
-        losses, loss_mask = apply_vlm(model, batch)
+        losses, loss_mask = implementation_of(run.config).apply(model, batch)
     return losses, partial(loss_func, loss_mask)
 
 

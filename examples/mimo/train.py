@@ -16,21 +16,13 @@ if __name__ == "__main__":
     early_sigterm.begin_imports()
 
 # isort: split
-from collections.abc import Iterator
-from functools import partial
-from typing import Any
-
-from torch import Tensor
-
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo import MimoModel
 from megatron.training.conversion.mimo_weights import load_parts
-from megatron.training.data.batch import next_batch
 from megatron.training.global_vars import get_run
-from megatron.training.models.mimo import apply_mimo
 from megatron.training.runtime.setup import build_stage
 from megatron.training.training import pretrain
-from pretrain_gpt import loss_func, stimer, train_valid_test_datasets_provider
+from pretrain_vlm import forward_step, train_valid_test_datasets_provider
 
 
 def model_provider(
@@ -40,17 +32,6 @@ def model_provider(
     run = get_run()
     model = build_stage(run, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
     return load_parts(model, run.config)
-
-
-def forward_step(data_iterator: Iterator[Any] | None, model: MimoModel) -> tuple[Tensor, Any]:
-    """Token losses of one micro-batch, and the function that turns them into the loss.
-
-    Stages before the last return hidden states in their place.
-    """
-    batch = next_batch(get_run(), data_iterator, model)
-    with stimer:
-        losses, loss_mask = apply_mimo(model, batch)
-    return losses, partial(loss_func, loss_mask)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""Arrange the embeddings of an image's tiles as LLaVA-NeXT does: row by row over all tiles."""
+"""Arrange the embeddings of an image's tiles as LLaVA-NeXT does: row by row over all tiles.
+
+It imports no torch, as the process that reads prompts does not.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isqrt
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 NEWLINE = -1  # in an order: the learned embedding at the end of a row
 
@@ -25,26 +30,32 @@ class TileArrangement:
     width: int
     side: int
 
+    @classmethod
+    def of_size(cls, size: Sequence[int], embeddings_per_tile: int) -> TileArrangement:
+        """Return the arrangement for a row of ``image_sizes``: rows, columns, height and width."""
+        rows, columns, height, width = size
+        return cls(rows, columns, height, width, isqrt(embeddings_per_tile))
+
     @property
     def num_tiles(self) -> int:
         """Number of tiles, with that of the complete image."""
         return 1 + self.rows * self.columns
 
     @cached_property
-    def order(self) -> Tensor:
-        """Indices of the embeddings that stand for the image, on the CPU: int64 [count].
+    def order(self) -> npt.NDArray[np.int64]:
+        """Indices of the embeddings that stand for the image: int64 [count].
 
         They count the embeddings of all tiles, or are `NEWLINE`.  First comes the complete image,
         then each row of embeddings of the grid, without those of padding.
         """
         of_tile = self.side * self.side
-        tiles = torch.arange(of_tile, self.num_tiles * of_tile)
-        tiles = tiles.view(self.rows, self.columns, self.side, self.side)
-        grid = tiles.transpose(1, 2).reshape(self.rows * self.side, self.columns * self.side)
-        ended = torch.nn.functional.pad(self._without_padding(grid), (0, 1), value=NEWLINE)
-        return torch.cat([torch.arange(of_tile), ended.flatten()])
+        tiles = np.arange(of_tile, self.num_tiles * of_tile, dtype=np.int64)
+        squares = tiles.reshape(self.rows, self.columns, self.side, self.side)
+        grid = squares.swapaxes(1, 2).reshape(self.rows * self.side, self.columns * self.side)
+        ended = np.pad(self._without_padding(grid), ((0, 0), (0, 1)), constant_values=NEWLINE)
+        return np.concatenate([np.arange(of_tile, dtype=np.int64), ended.ravel()])
 
-    def _without_padding(self, grid: Tensor) -> Tensor:
+    def _without_padding(self, grid: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         rows, columns = grid.shape
         if self.width / self.height > columns / rows:  # the image is wider than the grid
             kept = int(round(self.height * (columns / self.width), 7))

@@ -85,6 +85,7 @@ Tokens: TypeAlias = list[int]
 class Reference:
     """A converted model, prompts, and for each the tokens of `transformers` with log-probs."""
 
+    name: str
     family: Family
     folder: Path
     has_experts: bool
@@ -116,7 +117,7 @@ class Reference:
         variety = sum(len(set(text)) for text in tokens) / len(tokens)
         assert variety > 8, f"degenerate texts, {variety} different tokens: choose another seed"
         has_experts = any("experts" in key for key, _ in model.named_parameters())
-        return Reference(family, ours, has_experts, prompts, list(tokens), list(log_probs))
+        return Reference(name, family, ours, has_experts, prompts, list(tokens), list(log_probs))
 
     def assert_equal(self, found: Sequence[tuple[Tokens, list[float]]]) -> None:
         """Compare the ``found`` tokens and log-probs of each prompt."""

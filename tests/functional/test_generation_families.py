@@ -30,6 +30,8 @@ LAYOUTS = {
     "2 replicas": (2, GenerationLayout(tensor=1)),
 }
 
+REPLICATED = ("llama3", "mixtral", "nemotron-h", "t5")  # one of each kind of layers
+
 
 @pytest.mark.feature(
     "Inference: 14 families give the tokens and log-probs of transformers in every layout"
@@ -41,6 +43,8 @@ def test_greedy_tokens_equal_those_of_transformers(
     world_size, layout = LAYOUTS[name]
     if layout.expert > 1 and not reference.has_experts:
         pytest.skip("a model without experts has no expert parallelism")
+    if name == "2 replicas" and reference.name not in REPLICATED:
+        pytest.skip("replicas share requests in one way for all families")
     found, *_ = run_ranks(
         generate,
         world_size,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.functional.runs import run_gpt
 from tests.ranks import ROOT
 
@@ -17,8 +17,7 @@ from tests.ranks import ROOT
 @pytest.mark.feature("Generation: torchrun ends with the name of a killed rank")
 def test_a_killed_rank_of_a_tool_is_named(tmp_path: Path) -> None:
     run_gpt(tmp_path / "run", "--train-iters", "1", "--save", str(tmp_path / "saved"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "tools/text_generation_cli.py", "--device", "cpu"]
+    command = [*forked.torchrun(2), "tools/text_generation_cli.py", "--device", "cpu"]
     command += ["--load", str(tmp_path / "saved"), "--prompt", "5 6 7", "--num-tokens", "20"]
     command += ["--temperature", "0"]  # a sampled end of text may come before the fault
     said = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from megatron.core.config.errors import LaunchError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM
+from tests import forked
 from tests.functional.runs import TINY, run_gpt
 from tests.ranks import run_ranks
 from tests.server_process import ROOT, TIMEOUT_S, started
@@ -71,7 +71,7 @@ def _completions(server, prompt: str, weight_version: int = 0) -> str:
 
 @pytest.mark.feature("Serving: one command serves a checkpoint with the tokens of its engine")
 def test_clients_at_the_same_time_get_the_text_of_the_engine(checkpoint, expected):
-    command = [sys.executable, TOOL, "--load", str(checkpoint), "--device", "cpu", "--port", "0"]
+    command = [forked.python(), TOOL, "--load", str(checkpoint), "--device", "cpu", "--port", "0"]
     template = checkpoint.parent / "template.jinja"
     template.write_text("{{ messages[-1].content }}")
     command += ["--chat-template", str(template), "--num-layers", "9", "--top_k", "5"]
@@ -124,8 +124,7 @@ def _with_schema(kind: dict[str, object]) -> dict[str, object]:
 
 
 def test_two_ranks_give_the_same_text_and_end_together(checkpoint, other_checkpoint, expected):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", TOOL, "--load", str(checkpoint), "--device", "cpu"]
+    command = [*forked.torchrun(2), TOOL, "--load", str(checkpoint), "--device", "cpu"]
     with started([*command, "--tensor-model-parallel-size", "2", "--port", "0"]) as server:
         assert [_completions(server, prompt) for prompt in PROMPTS] == expected
         status, found = server.ask("POST", "/update_weights", {"load": "/nowhere"})
@@ -142,7 +141,8 @@ def test_two_ranks_give_the_same_text_and_end_together(checkpoint, other_checkpo
 
 
 def test_a_missing_checkpoint_is_reported(tmp_path):
-    command = [sys.executable, TOOL, "--device", "cpu", "--port", "0"]
+    pytest.importorskip("starlette")
+    command = [forked.python(), TOOL, "--device", "cpu", "--port", "0"]
     for words, message in (
         (["--load", str(tmp_path)], "CheckpointError"),
         ([], "--load is missing"),

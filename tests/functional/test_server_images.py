@@ -6,7 +6,6 @@ import base64
 import io
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
 from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.errors import ApiError
+from tests import forked
 from tests.functional.runs import TINY, run_gpt
 from tests.ranks import run_ranks
 from tests.server_process import ROOT, Server, fake_server, started
@@ -71,7 +71,8 @@ def png(colour: str, size: tuple[int, int] = (24, 24)) -> bytes:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    command = [sys.executable, TOOL, "--load", str(folder / "ck"), "--device", "cpu", "--port", "0"]
+    command = [forked.python(), TOOL, "--load", str(folder / "ck"), "--device", "cpu"]
+    command += ["--port", "0"]
     with started([*command, "--allowed-local-media-path", str(folder / "media")]) as found:
         yield found
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.core import device
 from megatron.core.config.errors import DataError
 from megatron.training.config.data import DataConfig
 from megatron.training.data.loaders import get_blend_and_blend_per_split
@@ -135,3 +136,23 @@ def test_a_run_builds_masks_only_where_attention_reads_them(
     monkeypatch.setattr(gpt, "GPTDatasetConfig", SimpleNamespace)
     is_read = gpt.GPT.batch(run, 0, 1)["attention_mask"] is not None
     assert gpt.gpt_dataset_config(run).create_attention_mask == is_read == bool(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_bounds"),
+    [
+        ("--bf16", True),
+        ("", False),  # flash attention has 16 bits only
+        ("--bf16 --attention-dropout 0.1", False),
+        ("--bf16 --softmax-type learnable", False),
+        ("--bf16 --enable-cuda-graph", False),
+    ],
+)
+def test_documents_on_a_gpu_are_bounds_where_flash_attention_takes_them(
+    flags: str, has_bounds: bool
+) -> None:
+    words = f"--reset-attention-mask --attention-dropout 0 {flags}"
+    with device.simulate_device("cuda"):
+        run = run_of(words, without=("--no-create-attention-mask-in-dataloader",))
+        assert gpt.text_arguments(run)["mask_as_bounds"] == has_bounds
+    assert not gpt.text_arguments(run)["mask_as_bounds"], "the mask of a CPU"

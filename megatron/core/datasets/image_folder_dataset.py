@@ -149,18 +149,8 @@ class ImageFolderDataset(ReplacedSamples):
         )
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """Return the number of images."""
-        assert isinstance(low_level_dataset, ImageFolder)
-        return len(low_level_dataset)
-
-    @staticmethod
-    def build_low_level_dataset(
-        dataset_path: str | None, config: BlendedMegatronDatasetConfig
-    ) -> LowLevelDataset:
+    def _opened(dataset_path: str, config: BlendedMegatronDatasetConfig) -> LowLevelDataset:
         """List the images of a folder."""
-        if dataset_path is None:
-            raise ConfigError("no data is named: give --data-path, or --mock-data")
         assert isinstance(config, ImageFolderDatasetConfig)
         return ImageFolder(dataset_path, config)
 

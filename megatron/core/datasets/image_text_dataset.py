@@ -7,7 +7,6 @@ tile.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from megatron.core.datasets.conversations import (
     parse_record,
 )
 from megatron.core.datasets.images.decode import size_of_image
-from megatron.core.datasets.images.patches import MERGE
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
 from megatron.core.datasets.images.tiling import tile_tags
 from megatron.core.datasets.index_cache import cached_arrays
@@ -150,18 +148,8 @@ class ImageTextDataset(ReplacedSamples):
         return int(self._lengths[self.indices[places], 2].sum())
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """Return the number of samples in the shards."""
-        assert isinstance(low_level_dataset, TarShards)
-        return len(low_level_dataset)
-
-    @staticmethod
-    def build_low_level_dataset(
-        dataset_path: str | None, config: BlendedMegatronDatasetConfig
-    ) -> LowLevelDataset:
+    def _opened(dataset_path: str, config: BlendedMegatronDatasetConfig) -> LowLevelDataset:
         """Open the tar shards of a path; see `shard_paths`."""
-        if dataset_path is None:
-            raise ConfigError("no data is named: give --data-path, or --mock-data")
         return TarShards(dataset_path, config.path_to_cache)
 
     def _content(self, element: int) -> tuple[str, TarSample]:
@@ -267,13 +255,10 @@ class ImageTextDataset(ReplacedSamples):
         sample = self._tensors(laid, [pixels for pixels, _ in images])
         kept = int((sample["num_tiles"] > 0).sum())
         settings = self._processor.settings
-        if settings.tiling == "anyres":
-            sizes = [(a.rows, a.columns, a.height, a.width) for a in laid.arrangements[:kept]]
-            sample["image_sizes"] = torch.tensor(sizes, dtype=torch.int64).view(-1, 4)
-        if settings.tiling == "patches":
-            blocks = [settings.grid(*size) for _, size in images[:kept]]
-            grids = [(1, MERGE * rows, MERGE * columns) for columns, rows in blocks]
-            sample["image_sizes"] = torch.tensor(grids, dtype=torch.int64).view(-1, 3)
+        if num_fields := {"anyres": 4, "patches": 3}.get(settings.tiling):
+            sizes = [settings.image_size(*size) for _, size in images[:kept]]
+            found = torch.tensor(sizes, dtype=torch.int64)
+            sample["image_sizes"] = found.view(-1, num_fields)
         return sample
 
     def _arrangements(self, sizes: Sequence[tuple[int, int]]) -> list[TileArrangement]:
@@ -281,12 +266,8 @@ class ImageTextDataset(ReplacedSamples):
         settings = self._processor.settings
         if settings.tiling != "anyres":
             return []
-        side = math.isqrt(self.config.embeddings_per_tile or 1)
-        grids = [settings.grid(*size) for size in sizes]
-        return [
-            TileArrangement(rows, columns, height, width, side)
-            for (columns, rows), (width, height) in zip(grids, sizes, strict=True)
-        ]
+        count = self.config.embeddings_per_tile or 1
+        return [TileArrangement.of_size(settings.image_size(*size), count) for size in sizes]
 
     def _tokenized(self, content: TarSample) -> tuple[np.ndarray, np.ndarray]:
         num_images = len(content.images)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.epoch_order import EpochOrder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.megatron_dataset import MegatronDataset, Sample
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset, Sample
 from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,26 @@ class ReplacedSamples(MegatronDataset):
         seed = config.random_seed * len(Split) + index_split.value
         self._order = EpochOrder(len(indices), seed)
         self._broken: set[int] = set()
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
+        """Return the number of elements."""
+        assert isinstance(low_level_dataset, Sized)
+        return len(low_level_dataset)
+
+    @classmethod
+    def build_low_level_dataset(
+        cls, dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
+        """Open the elements of a path.  Raises ConfigError without one."""
+        if dataset_path is None:
+            raise ConfigError("no data is named: give --data-path, or --mock-data")
+        return cls._opened(dataset_path, config)
+
+    @staticmethod
+    @abstractmethod
+    def _opened(dataset_path: str, config: BlendedMegatronDatasetConfig) -> LowLevelDataset:
+        """Open the elements of a path."""
 
     @abstractmethod
     def _content(self, element: int) -> tuple[str, Any]:

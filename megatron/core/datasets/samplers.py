@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.config.errors import ConfigError, DataError, MegatronError
 from megatron.core.datasets.epoch_order import EpochOrder
 from megatron.core.datasets.megatron_dataset import Sample
 from megatron.core.packed_seq_params import PackedBounds
@@ -206,7 +206,7 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
     # Each new iterator consumes a random seed.  A separate generator keeps data loading,
     # evaluation and resumption from changing the random stream of dropout.
     generator = torch.Generator().manual_seed(config.seed)
-    return torch.utils.data.DataLoader(
+    return _Loader(
         dataset,
         generator=generator,
         batch_sampler=sampler,
@@ -216,6 +216,32 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
         worker_init_fn=outlive_signals,
         collate_fn=partial(collate, joined=config.joined),
     )
+
+
+class _Loader(torch.utils.data.DataLoader[Any]):
+    """Loader that raises the errors for users of its worker processes without tracebacks."""
+
+    def __iter__(self) -> Any:
+        return _Batches(super().__iter__())
+
+
+class _Batches:
+    """Iterator over ``batches``."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except MegatronError as error:
+            # torch raises the type again, with the traceback of the worker as its message.
+            kind = type(error)
+            _, name, message = str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")
+            raise kind(message.rstrip()) if name else error from None
 
 
 def collate(samples: list[Any], joined: tuple[str, ...] = ()) -> Any:

@@ -139,15 +139,16 @@ def request_from_json(found: Mapping[str, Any]) -> Request:
 
 
 def _image_to_json(image: PromptImage) -> list[object]:
-    """Return number of rows, shape, and the pixels as base64 of little-endian float32."""
+    """Return number of rows, size, shape, and pixels as base64 of little-endian float32."""
     pixels = np.ascontiguousarray(image.pixels, "<f4")
-    return [image.num_rows, list(pixels.shape), base64.b64encode(pixels.tobytes()).decode()]
+    data = base64.b64encode(pixels.tobytes()).decode()
+    return [image.num_rows, list(image.size), list(pixels.shape), data]
 
 
 def _image_from_json(found: Sequence[Any]) -> PromptImage:
-    num_rows, shape, data = found
+    num_rows, size, shape, data = found
     pixels = np.frombuffer(bytearray(base64.b64decode(data)), "<f4").reshape(shape)
-    return PromptImage(pixels.astype(np.float32, copy=False), num_rows)
+    return PromptImage(pixels.astype(np.float32, copy=False), num_rows, tuple(size))
 
 
 def output_to_json(output: RequestOutput) -> dict[str, Any]:

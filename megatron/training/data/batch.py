@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,9 @@ from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.runtime import Runtime
 
 _stimer = StragglerDetector()
-# Ranks -> their group between hosts, made by the first micro-batch with bounds of documents.
-_host_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+# Group of devices -> group of the same ranks' hosts, made by the first micro-batch with bounds of
+# documents.  An entry ends with its key: a later run of this process has other groups.
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 each_rank_owns(__name__, "_host_groups")
 
 
@@ -147,9 +149,11 @@ def _between_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks that sends tensors of the host."""
     if "nccl" not in dist.get_backend(group):
         return group
-    ranks = tuple(dist.get_process_group_ranks(group))
-    if ranks not in _host_groups:
-        _host_groups[ranks] = dist.new_group(
-            list(ranks), backend="gloo", use_local_synchronization=True, group_desc="documents"
+    if group not in _host_groups:
+        _host_groups[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="documents",
         )
-    return _host_groups[ranks]
+    return _host_groups[group]

@@ -1,6 +1,6 @@
 """Prefetch micro-batches of the next step to the device while the current step computes.
 
-Between two steps the host waits for the gradient norm, and the device would then idle until the
+Between two steps the host may wait for the gradient norm, and the device would then idle until the
 next micro-batch has arrived.  Within a step the host runs ahead of the device, so reading costs no
 time.  A step captured as one CUDA graph needs all its micro-batches at its start.
 """

@@ -30,16 +30,15 @@ from megatron.core.packed_seq_params import PackedBounds
 from megatron.training.datasets.conversation import (
     Conversation,
     encode_conversation,
-    open_rows,
     read_conversation,
 )
 from megatron.training.datasets.packing import PackedEpochs
+from megatron.training.datasets.row_files import open_rows, report_wrong_rows
 from megatron.training.tokenizer.chat import ChatTemplate, EncodedChat
 from megatron.training.tokenizer.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 10  # rows that an error message lists
 _ARRAYS = ("tokens", "is_trained", "ends")
 
 
@@ -104,6 +103,8 @@ class SFTLowLevelDataset:
     def __init__(self, dataset_path: str) -> None:
         self.dataset_path = dataset_path
         self.rows = open_rows(dataset_path)
+        if not len(self.rows):
+            raise DataError(f"{dataset_path} has no rows; write one of the {self.unit} per line")
         self._encoded: tuple[str, EncodedRows] | None = None
 
     def __len__(self) -> int:
@@ -151,10 +152,7 @@ class SFTLowLevelDataset:
                 found += self._encode_row(i, config)
             except DataError as error:
                 problems.append(str(error))
-        if problems:
-            more = len(problems) - _SHOWN
-            lines = "\n".join(problems[:_SHOWN]) + (f"\nand {more} more" if more > 0 else "")
-            raise DataError(f"{len(problems)} of {len(self)} {self.unit} are wrong:\n{lines}")
+        report_wrong_rows(problems, len(self), self.unit)
         ends = np.cumsum([len(chat.tokens) for chat in found], dtype=np.int64)
         tokens = np.concatenate([chat.tokens for chat in found] or [np.empty(0, np.int32)])
         is_trained = np.concatenate([chat.is_trained for chat in found] or [np.empty(0, bool)])

@@ -15,7 +15,8 @@ from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.config.run import RunConfig
-from megatron.training.datasets.conversation import messages_of, open_rows, tools_of
+from megatron.training.datasets.conversation import messages_of, tools_of
+from megatron.training.datasets.row_files import open_rows
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
 from megatron.training.runtime.runtime import Callback, Runtime
@@ -52,8 +53,11 @@ class EvalGenerate(Callback):
         self._prompts = read_prompts(path, run.tokenizer, chat, _longest_prompt(run.config))
         self._stop_ids = () if chat is None else chat.stop_ids()
 
+    def needs_result(self, run: Runtime, iteration: int) -> bool:
+        return iteration % run.config.validation.eval_interval == 0
+
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
-        if run.state.iteration % run.config.validation.eval_interval == 0:
+        if self.needs_result(run, run.state.iteration):
             self._generate(run)
 
     def on_train_end(self, run: Runtime) -> None:

@@ -28,6 +28,7 @@ from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.models.mimo import MimoModel
+from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.arguments.resolve import resolve
@@ -141,14 +142,7 @@ def open_writer(
     if counts_images_once and positions not in ("rope", "none", "mrope"):
         raise ConfigError(
             f"{load} has --position-embedding-type {positions}, which counts an image as one "
-            "position: text is generated with rope or none only"
-        )
-    reads_sizes = content.asked.get("vision_model_type") == "qwen2_vl"
-    if reads_sizes or content.asked.get("image_grid_pinpoints"):
-        raise ConfigError(
-            f"{load} is a model like {'Qwen2-VL' if reads_sizes else 'LLaVA-NeXT'}, for which no "
-            "text is generated: convert it to Hugging Face (tools/checkpoint/convert.py) and "
-            "generate there"
+            "position: text is generated with rope, mrope or none only"
         )
     if not kind.writes_text:
         raise ConfigError(
@@ -221,12 +215,13 @@ def generation_model(
     assert run.tokenizer is not None, "setup_tokenizer() builds it"
     module = run.model_chunks[0]
     encode_images = None
+    whole = None
     if kind.reads_images:
         whole = get_attr_wrapped_model(module, "language_model", return_model_obj=True)
         if isinstance(whole, MimoModel):
             encode_images = partial(image_embeddings, whole) if whole.pre_process else None
         elif whole.vision_model is not None:
-            encode_images = whole.image_embeddings
+            encode_images = whole.rows_of_images
         text = whole.language_model
         module = Float16Module(text.config, text) if isinstance(module, Float16Module) else text
     return GenerationModel(
@@ -241,6 +236,7 @@ def generation_model(
         load_weights=load_weights,
         encode_images=encode_images,
         reads_images=kind.reads_images,
+        has_grid=isinstance(whole, Qwen2VLModel) and text.position_embedding_type == "mrope",
         num_logits=run.padded_vocab_size if run.config.language_model.pad_vocab_in_loss else None,
     )
 

@@ -15,6 +15,7 @@ from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
 from megatron.core.datasets.images.tiling import tile_tags
 from megatron.core.inference.paged_engine.prompt_images import PromptImage
 from megatron.core.inference.paged_engine.request import RequestError
+from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.multimodal_tokenizer import (
     IMAGE_TOKEN,
@@ -30,6 +31,7 @@ Image: TypeAlias = str | os.PathLike[str] | bytes | Any
 class ImageInput:
     """How a model reads images: as tiles, each of which takes ``rows_per_tile`` positions.
 
+    Tiles in rows (LLaVA-NeXT) take one for each row's end, and none for padding, besides.
     ``has_tile_tags``: each tile stands after a text that names it, see `tile_tags`.
     """
 
@@ -43,6 +45,14 @@ class ImageInput:
         settings = dict(found["settings"])
         settings["resolutions"] = tuple(map(tuple, settings["resolutions"]))
         return cls(ImageSettings(**settings), found["rows_per_tile"], found["has_tile_tags"])
+
+    def prompt_image(self, pixels: np.ndarray, image_size: tuple[int, int]) -> PromptImage:
+        """Return the image of a prompt for its processed ``pixels`` and its (width, height)."""
+        size = self.settings.image_size(*image_size)
+        num_rows = len(pixels) * self.rows_per_tile
+        if self.settings.tiling == "anyres":
+            num_rows = len(TileArrangement.of_size(size, self.rows_per_tile).order)
+        return PromptImage(pixels, num_rows, size)
 
 
 class ImagePrompts:
@@ -146,15 +156,15 @@ class ImagePrompts:
             if isinstance(image, str | os.PathLike):
                 name = str(image)
                 image = Path(image).read_bytes()
-            pixels: np.ndarray
             if isinstance(image, bytes):
-                pixels = self._processor.decode(image, name)
+                pixels, size = self._processor.read(image, name)
             else:
                 pixels = self._processor.process(image, name)
+                size = image.size
         except (OSError, DataError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise RequestError(f"{name}: {reason}", "images") from error
-        return PromptImage(pixels, len(pixels) * self.input.rows_per_tile)
+        return self.input.prompt_image(pixels, size)
 
 
 def _check_number(parts: Sequence[list[int]], num_images: int) -> None:

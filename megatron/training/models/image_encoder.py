@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.datasets.images.patches import FRAMES
 from megatron.core.models.vision.kinds import KINDS, VisionKind, get_num_image_embeddings
+from megatron.core.models.vision.multimodal_projector import ProjectorSubmodules, get_projector_spec
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.config.vision import VisionConfig
@@ -89,6 +92,16 @@ class ImageEncoder:
     pixels: int  # of a patch, in all colours
     projector_has_norm: bool  # of its input
     projector_input: int  # channels
+
+    @property
+    def layer_spec(self) -> ModuleSpec:
+        """Spec of the encoder's layers."""
+        return get_vit_layer_with_local_spec(self.layers, has_layer_scale=self.has_layer_scale)
+
+    @property
+    def projector_spec(self) -> ProjectorSubmodules:
+        """Specs of the projector's parts."""
+        return get_projector_spec(has_norm=self.projector_has_norm)
 
     @property
     def input_products(self) -> tuple[int, int]:

@@ -18,7 +18,11 @@ from megatron.core.models.mimo import (
     VisionModalitySubmodules,
 )
 from megatron.core.models.mimo.submodules.vision import PatchFeatures
-from megatron.core.models.vision.multimodal_projector import MultimodalProjector, get_projector_spec
+from megatron.core.models.vision.multimodal_projector import (
+    MultimodalProjector,
+    ProjectorSubmodules,
+    get_projector_spec,
+)
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.parallel.hyper_comm_grid import HyperCommGrid
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -26,13 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.config.run import RunConfig
 from megatron.training.models.audio_encoder import audio_encoder
 from megatron.training.models.gpt import gpt_layer_spec
-from megatron.training.models.image_encoder import (
-    encoder_config,
-    has_layer_scale,
-    image_encoder,
-    projector_config,
-    projector_has_norm,
-)
+from megatron.training.models.image_encoder import image_encoder, projector_config
 from megatron.training.models.kind import (
     Batch,
     BatchTable,
@@ -91,12 +89,10 @@ def encoder_groups(config: RunConfig, groups: ProcessGroupCollection) -> Process
 def image_spec(config: RunConfig, groups: ProcessGroupCollection) -> ModuleSpec:
     """Return the spec of the encoder of images and its projection."""
     vision = config.vision
-    layers = encoder_config(config)
+    of_images = image_encoder(config)
     encoder = {
-        "transformer_config": layers,
-        "transformer_layer_spec": get_vit_layer_with_local_spec(
-            layers, has_layer_scale=has_layer_scale(config)
-        ),
+        "transformer_config": of_images.layers,
+        "transformer_layer_spec": of_images.layer_spec,
         "model_subtype": vision.vision_model_type,
         "img_h": vision.img_h,
         "img_w": vision.img_w,
@@ -105,8 +101,7 @@ def image_spec(config: RunConfig, groups: ProcessGroupCollection) -> ModuleSpec:
         "merges_neighbours": vision.pixel_shuffle,
         "pg_collection": groups,
     }
-    width = image_encoder(config).projector_input
-    projection = _projection(config, groups, width, has_norm=projector_has_norm(config))
+    projection = _projection(config, groups, of_images.projector_input, of_images.projector_spec)
     return ModuleSpec(
         VisionModalitySubmodules,
         submodules={
@@ -126,7 +121,7 @@ def audio_spec(config: RunConfig, groups: ProcessGroupCollection) -> ModuleSpec:
         "max_source_positions": config.mimo.audio_seq_length,
         "pg_collection": groups,
     }
-    projection = _projection(config, groups, sound.layers.hidden_size, has_norm=False)
+    projection = _projection(config, groups, sound.layers.hidden_size, get_projector_spec())
     return ModuleSpec(
         AudioModalitySubmodules,
         submodules={
@@ -137,7 +132,10 @@ def audio_spec(config: RunConfig, groups: ProcessGroupCollection) -> ModuleSpec:
 
 
 def _projection(
-    config: RunConfig, groups: ProcessGroupCollection, input_size: int, *, has_norm: bool
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    input_size: int,
+    parts: ProjectorSubmodules,
 ) -> ModuleSpec:
     params = {
         "config": projector_config(config),
@@ -145,7 +143,7 @@ def _projection(
         "input_size": input_size,
         "tp_group": groups.tp,
     }
-    return ModuleSpec(MultimodalProjector, params, get_projector_spec(has_norm=has_norm))
+    return ModuleSpec(MultimodalProjector, params, parts)
 
 
 def mimo_dataset_config(config: RunConfig, **common: Any) -> BlendedMegatronDatasetConfig:
@@ -214,8 +212,9 @@ def apply_mimo(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
     return output, mask
 
 
-def image_embeddings(model: MimoModel, pixels: Tensor) -> Tensor:
+def image_embeddings(model: MimoModel, pixels: Tensor, sizes: Tensor | None) -> Tensor:
     """Encode and project tiles on the first stage: [t, 3, H, W] -> [t n, h]."""
+    assert sizes is None, "MiMo models read images of one size"
     found: Tensor = model.modality_submodules["images"]({IMAGE_ENCODER: {"x": pixels}})
     return found
 

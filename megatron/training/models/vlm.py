@@ -19,19 +19,11 @@ from megatron.core.datasets.packed_rows import packed
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
-from megatron.core.models.vision.multimodal_projector import get_projector_spec
-from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.training.config.run import RunConfig
 from megatron.training.config.vision import VisionConfig
 from megatron.training.models.attention_request import documents_are_bounds
 from megatron.training.models.gpt import gpt_layer_spec, text_arguments
-from megatron.training.models.image_encoder import (
-    encoder_config,
-    has_layer_scale,
-    image_encoder,
-    projector_config,
-    projector_has_norm,
-)
+from megatron.training.models.image_encoder import image_encoder
 from megatron.training.models.kind import (
     Batch,
     BatchTable,
@@ -54,18 +46,17 @@ def llava_arguments(config: RunConfig, **stage: Any) -> dict[str, Any]:
     """Return the arguments of `LLaVAModel`; ``stage``: see `build_vlm_model`."""
     vision = config.vision
     arguments = language_arguments(config, **stage)
-    of_images = encoder_config(config)
-    spec = get_vit_layer_with_local_spec(of_images, has_layer_scale=has_layer_scale(config))
+    encoder = image_encoder(config)
     return {
         "language_transformer_config": config.model,
         "language_transformer_layer_spec": gpt_layer_spec(config),
         "language_vocab_size": arguments.pop("vocab_size"),
         "language_max_sequence_length": arguments.pop("max_sequence_length"),
-        "vision_transformer_config": of_images,
-        "vision_transformer_layer_spec": spec,
+        "vision_transformer_config": encoder.layers,
+        "vision_transformer_layer_spec": encoder.layer_spec,
         "drop_vision_class_token": vision.disable_vision_class_token,
-        "vision_projection_config": projector_config(config),
-        "vision_projection_layer_spec": get_projector_spec(has_norm=projector_has_norm(config)),
+        "vision_projection_config": encoder.projector,
+        "vision_projection_layer_spec": encoder.projector_spec,
         "vision_projection_type": vision.vision_projection_type,
         "img_h": vision.img_h,
         "img_w": vision.img_w,

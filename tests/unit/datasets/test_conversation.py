@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from megatron.core.config.errors import DataError
 from megatron.training.datasets.conversation import (
     Conversation,
+    conversation_of,
     encode_conversation,
-    open_rows,
     read_conversation,
 )
+from megatron.training.datasets.row_files import open_rows
 from megatron.training.tokenizer.build import create_tokenizer
 from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.spec import TokenizerSpec
@@ -66,7 +68,17 @@ def _turn(role, content="x", **more):
 WRONG = [
     ('{"messages": \n', "it is no JSON: Expecting value at character 15"),
     ("[1]\n", "it is a list, not an object"),
-    ({"text": "a"}, "a row needs messages, or prompt and completion; this one has text"),
+    ("3\n", "it is a number, not an object"),
+    ("null\n", "it is null, not an object"),
+    ('{"prompt": "a\\ud800"}\n', r"\\ud800 is half a character; remove it"),
+    ({"text": "a"}, "needs messages, conversations, or prompt and completion; this one has text"),
+    ({"messages": None}, "or prompt and completion; this one has nothing"),
+    ({"conversations": [{"from": "x", "value": "a"}]}, "message 0 is .* it needs a role of"),
+    ({"messages": [_turn("user", [{"type": "image"}])]}, "parts must be texts .* pretrain_vlm.py"),
+    ({"messages": [USER, {**ASSISTANT, "tool_calls": [{"function": 3}]}]}, "tool_calls must be a"),
+    ({"messages": [USER, {**ASSISTANT, "tool_calls": "f"}]}, "a call in message 1 is 'f'"),
+    ({"messages": [USER, {**ASSISTANT, "tool_calls": {"name": "f"}}]}, "must be a list of {"),
+    ({"messages": [USER, {**ASSISTANT, "reasoning_content": 3}]}, "the reasoning_content of mess"),
     ({"messages": "a"}, "messages is 'a'; it must be a list of messages"),
     ({"messages": []}, "it must be a list of messages"),
     ({"messages": [_turn("human")]}, "it needs a role of system, developer, user"),
@@ -80,6 +92,7 @@ WRONG = [
     ({"messages": [USER, _turn("assistant", " \n")]}, r"message 1 \(assistant\) is empty; remove"),
     ({"prompt": "a", "completion": ""}, "completion is empty"),
     ({"prompt": "a", "completion": [ASSISTANT]}, "prompt is 'a'; it must be a list of messages"),
+    ({"prompt": [USER], "completion": "a"}, "completion is 'a'; it must be a list of messages"),
     ({**CHAT, "tools": "{"}, "tools is no JSON"),
     ({**CHAT, "tools": {"a": 1}}, "tools is .*; it must be a list of functions"),
 ]
@@ -95,6 +108,60 @@ def test_a_wrong_row_is_reported_with_file_and_line(tmp_path, row, message):
         read_conversation(rows, 1)
     assert str(error.value).startswith(f"{path}, line 2: ")
     assert str(error.value).count("line 2") == 1
+
+
+def test_blank_lines_and_marks_of_other_systems_are_no_rows(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    row = json.dumps(CHAT).encode()
+    path.write_bytes(b"\xef\xbb\xbf" + row + b"\r\n\r\n  \n\t\r\n" + row + b"\r\n \n{\r\n")
+    rows = open_rows(str(path))
+    assert len(rows) == 3
+    assert [read_conversation(rows, i).messages for i in range(2)] == [(USER, ASSISTANT)] * 2
+    with pytest.raises(DataError, match="chats.jsonl, line 7: it is no JSON"):
+        read_conversation(rows, 2)
+
+
+@pytest.mark.feature("Fine-tuning: rows in JSON lists, compressed files, and those of ShareGPT")
+def test_a_file_may_be_one_list_or_compressed(tmp_path):
+    text = json.dumps([CHAT, CHAT, {"a": 1}], indent=1)
+    (tmp_path / "list.json").write_text("\n" + text)
+    lines = "".join(json.dumps(row) + "\n" for row in (CHAT, CHAT, {"a": 1})).encode()
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "list.json.gz").write_bytes(gzip.compress(text.encode()))
+    places = {"list.json": "element 3", "lines.jsonl.gz": "line 3", "list.json.gz": "element 3"}
+    for name, place in places.items():
+        rows = open_rows(str(tmp_path / name))
+        assert len(rows) == 3
+        assert read_conversation(rows, 1).messages == (USER, ASSISTANT)
+        with pytest.raises(DataError, match=f"{name}, {place}: a row needs messages"):
+            read_conversation(rows, 2)
+    assert len(open_rows(str(tmp_path))) == 9
+
+
+def test_rows_of_sharegpt_are_conversations():
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello.", "weight": 1}]
+    found = conversation_of({"conversations": turns, "system": "Be brief.", "id": "3"})
+    assert found.messages == (_turn("system", "Be brief."), USER, {**ASSISTANT, "weight": 1})
+    assert conversation_of({"conversations": turns, "messages": None}).messages[0] == USER
+
+
+def test_texts_in_parts_are_joined():
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i", "index": None}]
+    assert conversation_of({"messages": [_turn("user", parts), ASSISTANT]}).messages[0] == USER
+
+
+def test_files_that_are_no_json_text_are_refused(tmp_path):
+    for name, data, reason in (
+        ("a.jsonl", gzip.compress(b"{}"), "is compressed by gzip; give it a name that ends in .gz"),
+        ("b.jsonl.gz", b"{}", "cannot be decompressed: .*; copy it again"),
+        ("c.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "cannot be decompressed: .*; copy it"),
+        ("d.jsonl", json.dumps(CHAT).encode("utf-16"), "is UTF-16 text; save it as UTF-8"),
+        ("e.json", b"[{},\n{]", "e.json: it is no JSON: .* at character 2 of line 2; write one"),
+        ("f.jsonl", b'{"a": "\xff"}', "line 1: it is no UTF-8 text: byte 0xff at position 8"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=reason):
+            open_rows(str(tmp_path / name))[0]
 
 
 def test_missing_and_unknown_files_are_reported(tmp_path):

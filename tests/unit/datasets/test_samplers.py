@@ -128,7 +128,22 @@ class Numbers(torch.utils.data.Dataset):
         return -1 if i is None else i
 
 
+class Damaged(Numbers):
+    def __getitem__(self, i: int | None) -> int:
+        try:
+            raise ValueError("DataError: the cause")
+        except ValueError as error:
+            raise DataError("file.bin: sample 2 is damaged;\nwrite it again") from error
+
+
 class TestLoader:
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_errors_of_workers_have_the_message_alone(self, num_workers: int) -> None:
+        config = DataLoaderConfig(micro_batch_size=2, num_workers=num_workers)
+        with pytest.raises(DataError) as error:
+            next(iter(build_data_loader(Damaged(), 2, config)))
+        assert str(error.value) == "file.bin: sample 2 is damaged;\nwrite it again"
+
     def load(self, **changes: Any) -> Any:
         config = DataLoaderConfig(micro_batch_size=2, **changes)
         return build_data_loader(Numbers(), 2, config)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.slot_positions import SlotPositions
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, StepPlan
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -117,7 +118,7 @@ def check(
                 cache,
                 plan,
                 torch.device("cpu"),
-                start_lengths=np.zeros(len(lengths) + 1, np.int64),
+                slots=SlotPositions(len(lengths) + 1),
                 sources=sources if is_first else (),
                 row_invariant=bool(seed % 2),
             )

@@ -20,6 +20,7 @@ from megatron.core.inference import fast_linear
 from megatron.core.inference.fast_linear import FastLinear, WeightFormat, use_fast_linears
 from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.slot_positions import SlotPositions
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, StepPlan
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -67,7 +68,7 @@ def model(dtype: torch.dtype = torch.float32, *, tied: bool = True, **changes: A
 
 def logits(module: nn.Module, cache: PagedCache, plan: StepPlan) -> Tensor:
     """Run one step: [outputs, v]."""
-    view = BatchView(cache, plan, torch.device("cpu"), start_lengths=np.zeros(9, np.int64))
+    view = BatchView(cache, plan, torch.device("cpu"), slots=SlotPositions(9))
     ids = view.token_ids[None]
     positions = view.positions(ids.shape[1])[0][None]
     with torch.no_grad():

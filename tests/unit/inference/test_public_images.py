@@ -164,3 +164,11 @@ def test_the_architecture_of_a_folder_is_read_from_its_config(tmp_path: Path) ->
         get_hf_model_type(str(tmp_path))
     with pytest.raises(ConfigError, match="no config.json"):
         get_hf_model_type("hf://Qwen/Qwen2-7B")
+
+
+def test_a_model_that_needs_sizes_of_images_is_refused() -> None:
+    """A VLMInferenceRequest has none; tiles in rows cannot be arranged without them."""
+    model = llava(one_process_groups(), has_image_newline=True)
+    wrapper = controller_of(model.eval()).inference_wrapped_model
+    with pytest.raises(ConfigError, match="generate with megatron.inference.LLM"):
+        wrapper.text_model()

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+pytest.importorskip("starlette")
+
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.prompt_images import PromptImage
 from megatron.core.inference.paged_engine.request import (
@@ -59,12 +61,13 @@ def test_a_request_is_the_same_on_the_other_side():
 
 def test_images_are_the_same_on_the_other_side():
     pixels = np.random.default_rng(1).standard_normal((2, 3, 4, 5)).astype(np.float32)
-    image = PromptImage(pixels, 6)
+    image = PromptImage(pixels, 6, (1, 2, 30, 20))
     request = Request("r1", [5, *image.ids], PARAMS, images=(image,))
     line = messages.encode("add", request=messages.request_to_json(request))
     found = messages.request_from_json(messages.decode(line)["request"])
     assert found.prompt == request.prompt == [5, *found.images[0].ids]
     assert found.images[0].pixels.tobytes() == pixels.tobytes()
+    assert found.images[0].size == (1, 2, 30, 20)
 
 
 def test_an_output_is_the_same_on_the_other_side():
@@ -201,7 +204,6 @@ class _SlowRequest:
 
 
 def test_a_body_that_does_not_arrive_is_given_up(monkeypatch):
-    pytest.importorskip("starlette")
     from megatron.inference.server import http
     from megatron.inference.server.errors import ApiError
 

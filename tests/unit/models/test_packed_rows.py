@@ -67,3 +67,17 @@ def test_a_packed_conversation_has_the_losses_of_one_alone(layer: dict[str, Any]
         )
         start += length
     assert start == LENGTH
+
+
+def test_the_longest_sequence_of_a_micro_batch_needs_no_read_of_the_device() -> None:
+    """A kernel starts as many thread blocks per sequence as the longest one needs, not the row."""
+    bounds = PackedBounds(torch.tensor([0, 3, 9, 16], dtype=torch.int32, device="meta"), 7)
+    assert PackedSeqParams.of_bounds(bounds).longest(num_tokens=16) == 7
+
+
+def test_tokens_after_the_last_sequence_count_as_one_more() -> None:
+    ends = torch.tensor([0, 3, 5], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, max_seqlen_q=3)
+    assert packed.longest(num_tokens=16) == 16  # unknown yet
+    assert packed.lengths == (3, 2)
+    assert packed.longest(num_tokens=16) == 11

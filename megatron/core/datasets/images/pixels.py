@@ -127,6 +127,17 @@ class ImageSettings:
         has_thumbnail = self.use_thumbnail and self.tiling == "dynamic" and columns * rows > 1
         return columns * rows + has_thumbnail
 
+    def image_size(self, width: int, height: int) -> tuple[int, ...]:
+        """Return what a model must know of an image of this size in pixels.
+
+        With anyres: rows and columns of tiles, height and width in pixels.  With patches: their
+        number along time, height and width.  Empty otherwise.
+        """
+        columns, rows = self.grid(width, height)
+        if self.tiling == "anyres":
+            return rows, columns, height, width
+        return (1, MERGE * rows, MERGE * columns) if self.tiling == "patches" else ()
+
     @property
     def tile_shape(self) -> tuple[int, ...]:
         """Shape of a tile's values, or of those of a block of patches."""

@@ -21,7 +21,8 @@ from megatron.core.fusions.paged_attention import (
     store,
 )
 from megatron.core.inference.paged_engine.cache import PagedCache
-from megatron.core.inference.paged_engine.step_plan import Integers, Segment, StepPlan
+from megatron.core.inference.paged_engine.slot_positions import SlotPositions
+from megatron.core.inference.paged_engine.step_plan import NO_INTEGERS, Integers, Segment, StepPlan
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.kv_cache import Core, PositionBias, State
 
@@ -29,11 +30,10 @@ from megatron.core.transformer.kv_cache import Core, PositionBias, State
 class BatchView:
     """Keys, values and states of the requests of one plan; implements `KVCache`.
 
-    ``start_lengths`` [slots]: tokens of the request in each slot when it started.  ``sources``:
-    slot and number of tokens of each sequence that the encoder has read in this step.
-    ``row_invariant``: recurrent layers run each request alone, so that its bits do not depend on
-    the others.  ``into``: a tensor of `num_integers` that receives the integers of the rows, and
-    the width of the block table.
+    ``slots``: positions in each slot.  ``sources``: slot and number of tokens of each sequence that
+    the encoder has read in this step.  ``row_invariant``: recurrent layers run each request alone,
+    so that its bits do not depend on the others.  ``into``: a tensor of `num_integers` that
+    receives the integers of the rows, and the width of the block table.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BatchView:
         plan: StepPlan,
         device: torch.device,
         *,
-        start_lengths: Integers,
+        slots: SlotPositions,
         sources: Sequence[tuple[int, int]] = (),
         row_invariant: bool = False,
         into: tuple[Tensor, int] | None = None,
@@ -54,7 +54,7 @@ class BatchView:
         self._depth = 0
         self.reads_host = False  # whether a layer has read the numbers of the plan on the host
         self.hidden: Tensor | None = None  # of all rows, after the last layer [N, 1, h]
-        slots, first, tokens, pages, targets, *_ = zip(*plan.segments, strict=True)
+        numbers, first, tokens, pages, targets, *_ = zip(*plan.segments, strict=True)
         starts = np.array(first)
         lengths, num_pages, num_outputs = (
             np.array([*map(len, arrays)]) for arrays in (tokens, pages, targets)
@@ -68,8 +68,9 @@ class BatchView:
         table[np.arange(width) < num_pages[:, None]] = np.concatenate(pages)
         page_of, offsets = np.divmod(positions, cache.page_size)
         at = table[of_row, page_of] * cache.page_size + offsets
-        contexts = np.maximum(positions + 1, start_lengths[list(slots)][of_row])
-
+        slot_of_row = np.array(numbers)[of_row]
+        contexts = np.maximum(positions + 1, slots.start_lengths[slot_of_row])
+        grid = slots.grid(positions, slot_of_row).ravel() if slots.has_grid else NO_INTEGERS
         outputs = _count_up(first_row[1:] - num_outputs, num_outputs)
         self.host_ids = np.concatenate(tokens)
         rows = (
@@ -81,6 +82,7 @@ class BatchView:
             first_row,
             starts + lengths,
             table.ravel(),
+            grid,
         )
         # One copy to the device, which the host does not wait for.
         whole = host_array(torch.from_numpy(np.concatenate(rows)), device)
@@ -91,6 +93,8 @@ class BatchView:
         uploaded = on_device.split([len(x) for x in rows])
         self.token_ids, self._positions, self._contexts, self._at, self._outputs = uploaded[:5]
         self._indices = (*uploaded[5:7], uploaded[7].view(table.shape))
+        # Time, height and width of the rows with M-RoPE: [3, 1, N].
+        self.grid = uploaded[8].view(3, 1, -1) if slots.has_grid else None
         self._batch: PagedBatch | None = None
         if into is None:
             self.prepare()
@@ -208,9 +212,9 @@ class BatchView:
         return gather(pages, own, 0, segment.num_keys).unsqueeze(1)
 
 
-def num_integers(num_rows: int, table_width: int) -> int:
+def num_integers(num_rows: int, table_width: int, *, has_grid: bool) -> int:
     """Return how many integers a view of ``num_rows`` requests with one token each uploads."""
-    return num_rows * (7 + table_width) + 1
+    return num_rows * (7 + table_width + 3 * has_grid) + 1
 
 
 def _count_up(starts: Integers, lengths: Integers) -> Integers:

@@ -29,6 +29,7 @@ from megatron.core.device.host_graph import Arena, HostGraph
 from megatron.core.inference.fast_linear import FastLinear
 from megatron.core.inference.paged_engine.batch_view import BatchView, num_integers
 from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.slot_positions import SlotPositions
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Integers, Segment, StepPlan
 from megatron.core.tensor_parallel.layers import Linear
 
@@ -66,7 +67,7 @@ class DecodeGraphs:
         self._arena = Arena()
         self._weights = self._version()
 
-    def run(self, plan: StepPlan, start_lengths: Integers) -> Tensor | None:
+    def run(self, plan: StepPlan, slots: SlotPositions) -> Tensor | None:
         """Return the logits of a decode step [1, r, v], until the next call; None: not possible.
 
         The first step of a size runs without a graph and is captured afterwards.
@@ -83,13 +84,14 @@ class DecodeGraphs:
         where = next(self._module.parameters()).device
         known = self._captured.get((rows, width))
         if known is None:
-            integers = torch.empty(num_integers(rows, width), dtype=torch.int64, device=where)
+            count = num_integers(rows, width, has_grid=slots.has_grid)
+            integers = torch.empty(count, dtype=torch.int64, device=where)
             known = _Captured(integers)
         view = BatchView(
             self._cache,
             self._padded(plan, rows),
             where,
-            start_lengths=start_lengths,
+            slots=slots,
             into=(known.integers, width),
         )
         if known.graph is not None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from megatron.core.device import host_array
 from megatron.core.inference.paged_engine.batch_view import BatchView
 from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.slot_positions import SlotPositions
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
     NO_TOKEN,
@@ -72,12 +73,12 @@ class DraftModel:
         self._num_tokens = num_tokens
 
     def draft(
-        self, plan: StepPlan, view: BatchView, sampled: Tensor | None, start_lengths: Integers
+        self, plan: StepPlan, view: BatchView, sampled: Tensor | None, slots: SlotPositions
     ) -> Integers:
         """Return drafts [segments, d] after a step with ``view``, `NO_TOKEN` behind the last ones.
 
         ``sampled`` [r]: results of the output rows, on the rank that samples.
-        ``start_lengths``: see `BatchView`.  All ranks of tp return the same.
+        ``slots``: see `BatchView`.  All ranks of tp return the same.
         """
         hidden = view.hidden
         assert hidden is not None, "the model has run"
@@ -98,7 +99,7 @@ class DraftModel:
                 ends = _upload(rows.last_row, hidden.device)
                 ids.index_copy_(0, ends, _upload(rows.known_ahead(depth + 1), hidden.device))
                 ids.index_copy_(0, at, drafts.clamp(min=0))
-        self._chain(rows, last, found, start_lengths)
+        self._chain(rows, last, found, slots)
         return _table(found, len(plan.segments))
 
     def _chain(
@@ -106,11 +107,11 @@ class DraftModel:
         rows: _Rows,
         hidden: Tensor,
         found: list[tuple[list[int], Tensor]],
-        start_lengths: Integers,
+        slots: SlotPositions,
     ) -> None:
         """Add to ``found`` what the last depth drafts again after its rows ``hidden`` [w, 1, h]."""
         layers = self._num_layers
-        slots = self._cache.max_requests
+        idle_slot = self._cache.max_requests
         count = max(s.num_drafts for s in rows.segments)
         for number in range(layers + 1, (self._num_tokens if self._in_lockstep else count) + 1):
             before, drafts = found[-1]
@@ -125,12 +126,10 @@ class DraftModel:
                 ids = drafts.index_select(0, at)
             else:  # other ranks have drafts
                 idle = np.array([self._cache.num_pages])
-                segments = [Segment(slots, 0, _ONE_TOKEN, idle, NO_INTEGERS)]
+                segments = [Segment(idle_slot, 0, _ONE_TOKEN, idle, NO_INTEGERS)]
                 hidden = hidden.new_zeros(1, *hidden.shape[1:])
                 ids = drafts.new_zeros(1)
-            view = BatchView(
-                self._cache, StepPlan(tuple(segments)), hidden.device, start_lengths=start_lengths
-            )
+            view = BatchView(self._cache, StepPlan(tuple(segments)), hidden.device, slots=slots)
             hidden = self._predict(hidden, ids.clamp(min=0), layers - 1, view.at_depth(layers))
             if wanting:
                 found.append((wanting, self._sample(hidden, rows, wanting, number)))

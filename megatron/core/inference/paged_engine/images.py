@@ -19,14 +19,15 @@ from megatron.core.inference.paged_engine.prompt_images import (
 class ImageStore:
     """Embeddings of the images of running requests, on a rank of the first stage.
 
-    ``encode(pixels [t, 3, H, W])`` returns the rows [n, h]; collective over the tensor-parallel
-    group.  An image is encoded when a step first has rows of it: never if the prefix cache has all.
-    ``weight_version()`` changes with the weights, which makes embeddings old.
+    ``encode(pixels [t, 3, H, W], sizes)`` returns the rows [n, h]; collective over the
+    tensor-parallel group; see `GenerationModel`.  An image is encoded when a step first has rows of
+    it: never if the prefix cache has all.  ``weight_version()`` changes with the weights, which
+    makes embeddings old.
     """
 
     def __init__(
         self,
-        encode: Callable[[Tensor], Tensor],
+        encode: Callable[[Tensor, Tensor | None], Tensor],
         device: torch.device,
         weight_version: Callable[[], int],
     ) -> None:
@@ -69,6 +70,8 @@ class ImageStore:
         if key not in self._rows:
             known = (image for held in self._of_slot.values() for image in held)
             image = next(image for image in known if image.key == key)
-            self._rows[key] = self._encode(torch.from_numpy(image.pixels).to(self._device))
+            sizes = torch.tensor([image.size], device=self._device) if image.size else None
+            pixels = torch.from_numpy(image.pixels).to(self._device)
+            self._rows[key] = self._encode(pixels, sizes)
             assert len(self._rows[key]) == image.num_rows, "the ids have been counted"
         return self._rows[key]

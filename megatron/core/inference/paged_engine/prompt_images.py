@@ -23,10 +23,16 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PromptImage:
-    """An image of a prompt: ``pixels`` f32 [t, 3, H, W] of its tiles, and how many rows it has."""
+    """An image of a prompt: ``pixels`` f32 [t, 3, H, W] of its tiles, and how many rows it has.
+
+    ``size``: what the model must know of an image whose tiles it arranges (rows and columns of
+    tiles, height and width in pixels), or that has any size (patches along time, height and width;
+    ``pixels`` are then [blocks, 4, values of a patch]).
+    """
 
     pixels: npt.NDArray[np.float32]
     num_rows: int
+    size: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 < self.num_rows < 1 << PLACE_BITS
@@ -34,7 +40,7 @@ class PromptImage:
     @cached_property
     def key(self) -> int:
         """The image's content as a number."""
-        seen = hashlib.blake2b(repr(self.pixels.shape).encode(), digest_size=8)
+        seen = hashlib.blake2b(repr((self.pixels.shape, self.size)).encode(), digest_size=8)
         seen.update(np.ascontiguousarray(self.pixels).tobytes())
         return int.from_bytes(seen.digest()) >> (64 - _KEY_BITS)
 
@@ -45,25 +51,32 @@ class PromptImage:
         return list(range(first, first + self.num_rows))
 
     def to_array(self) -> Ids:
-        """Return the image as one array of int64."""
+        """Return the image as one array of int64, which begins with its length."""
         bits = np.ascontiguousarray(self.pixels).ravel().view(np.int32).astype(np.int64)
-        return np.concatenate([[self.num_rows, *self.pixels.shape], bits])
-
-    @staticmethod
-    def size_of(head: Ids) -> int:
-        """Return the length of the array that begins with the five numbers ``head``."""
-        return 5 + int(np.prod(head[1:5]))
+        shape = self.pixels.shape
+        head = [self.num_rows, len(self.size), *self.size, len(shape), *shape]
+        return np.concatenate([[1 + len(head) + len(bits), *head], bits])
 
     @staticmethod
     def from_array(array: Ids) -> PromptImage:
         """Return the image that `to_array` wrote."""
-        pixels = array[5:].astype(np.int32).view(np.float32).reshape(array[1:5])
-        return PromptImage(pixels, int(array[0]))
+        _, num_rows, num_sizes = array[:3].tolist()
+        end = 3 + num_sizes
+        begin = end + 1 + int(array[end])
+        pixels = array[begin:].astype(np.int32).view(np.float32).reshape(array[end + 1 : begin])
+        return PromptImage(pixels, num_rows, tuple(array[3:end].tolist()))
 
 
 def text_of(ids: Iterable[int]) -> list[int]:
     """Return the ids of a prompt that are tokens of text."""
     return [token for token in ids if token < FIRST_ID]
+
+
+def starts_of_images(ids: Ids) -> list[int]:
+    """Return where the first row of each image is."""
+    is_first = (ids >= FIRST_ID) & ((ids - FIRST_ID) % (1 << PLACE_BITS) == 0)
+    found: list[int] = np.flatnonzero(is_first).tolist()
+    return found
 
 
 def images_to_arrays(images: Mapping[int, tuple[PromptImage, ...]]) -> list[Ids]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron.core.inference.paged_engine.pages import PagePool
-from megatron.core.inference.paged_engine.prompt_images import text_of
+from megatron.core.inference.paged_engine.prompt_images import starts_of_images, text_of
 from megatron.core.inference.paged_engine.request import FinishReason, Request, TokenOutput
 from megatron.core.inference.paged_engine.speculation import Speculation
 from megatron.core.inference.paged_engine.step_plan import (
@@ -154,7 +154,10 @@ class RequestState:
         source = tuple(self.request.source)
         slot = self.request.slot
         length = self.tokens.size
-        return Admission(slot, params, history, self.num_prompt, source, length)
+        starts = starts_of_images(self.tokens.values[:length]) if self.request.images else ()
+        return Admission(
+            slot, params, history, self.num_prompt, source, length, image_starts=tuple(starts)
+        )
 
     def targets(self, end: int) -> Integers:
         """Return the targets of the next rows, which end before position ``end``."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from megatron.core.inference.paged_engine.draft_model import DraftModel
 from megatron.core.inference.paged_engine.images import ImageStore
 from megatron.core.inference.paged_engine.prompt_images import FIRST_ID
 from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.paged_engine.slot_positions import SlotPositions
 from megatron.core.inference.paged_engine.step_plan import (
     Admission,
     Integers,
@@ -47,7 +47,8 @@ class GenerationModel:
     decoder continues from that token.  ``load_weights(directory)``: replace the weights by those
     of a checkpoint; collective over all ranks.  If it raises CheckpointError, it does so on all
     ranks and the weights are unchanged.  A model that ``reads_images`` has on its first stage
-    ``encode_images(pixels)``: [t, 3, H, W] -> [n, h], collective over tp.
+    ``encode_images(pixels, sizes)``: [t, 3, H, W] -> [n, h], collective over tp; ``sizes`` [1, f]
+    or None: that of the image.  ``has_grid``: positions are those of M-RoPE in images.
     """
 
     module: nn.Module
@@ -59,8 +60,9 @@ class GenerationModel:
     eod: int | None
     decoder_start: int | None = None
     load_weights: Callable[[str], object] | None = None
-    encode_images: Callable[[Tensor], Tensor] | None = None
+    encode_images: Callable[[Tensor, Tensor | None], Tensor] | None = None
     reads_images: bool = False
+    has_grid: bool = False
     num_logits: int | None = None  # default: vocab_size
 
     def request(self, request_id: str, prompt: list[int], params: SamplingParams) -> Request:
@@ -107,7 +109,7 @@ class ModelRunner:
         self.cache = cache
         self._row_invariant = row_invariant
         slots = cache.max_requests + 1
-        self._start_lengths = np.zeros(slots, dtype=np.int64)
+        self._slots = SlotPositions(slots, has_grid=model.has_grid)
         self._sampler: Sampler | None = None
         if model.samples:
             self._sampler = Sampler(slots, model.vocab_size, model.device, eod=model.eod)
@@ -142,11 +144,12 @@ class ModelRunner:
         fault_point("inference.step", step=self._num_steps)
         sources = [a for a in plan.admissions if a.source]
         for admission in plan.admissions:
-            self._start_lengths[admission.slot] = admission.start_length
+            images = plan.images.get(admission.slot, ())
+            self._slots.admit(admission, images)
             if self._sampler is not None:
                 self._sampler.admit(admission)
             if self._images is not None:
-                self._images.admit(admission.slot, plan.images.get(admission.slot, ()))
+                self._images.admit(admission.slot, images)
         self.cache.copy_pages(plan.copies)
         if not plan.segments:
             return None
@@ -154,13 +157,13 @@ class ModelRunner:
         out = None
         has_images = self._images is not None and _has_images(plan)
         if self._graphs is not None and not has_images:
-            out = self._graphs.run(plan, self._start_lengths)
+            out = self._graphs.run(plan, self._slots)
         if out is None:
             view = BatchView(
                 self.cache,
                 plan,
                 self.model.device,
-                start_lengths=self._start_lengths,
+                slots=self._slots,
                 sources=[(a.slot, len(a.source)) for a in sources],
                 row_invariant=self._row_invariant,
             )
@@ -173,7 +176,7 @@ class ModelRunner:
         if self._draft_model is not None:
             sampled = None if rows is None else rows.tokens
             assert view is not None, "a model that drafts has no graphs"
-            drafts = self._draft_model.draft(plan, view, sampled, self._start_lengths)
+            drafts = self._draft_model.draft(plan, view, sampled, self._slots)
             result = None if result is None else replace(result, drafts=drafts)
         return result
 
@@ -200,7 +203,9 @@ class ModelRunner:
         ids = view.token_ids.unsqueeze(0)
         if not self.model.is_first_stage:
             get_attr_wrapped_model(module, "set_input_tensor")([self._received(ids.shape[1])])
-        positions = view.positions(ids.shape[1])[0].unsqueeze(0)
+        positions = view.grid
+        if positions is None:
+            positions = view.positions(ids.shape[1])[0].unsqueeze(0)
         embedded = None if self._images is None else self._embedded(view, positions)
         more = {} if embedded is None else {"decoder_input": embedded}
         out: Tensor = module(ids, positions, None, inference_context=view, **more)

@@ -55,7 +55,7 @@ class Admission:
     ``params``: fields of `SamplingParams` with the seed set, as JSON values.  ``history``: all its
     tokens so far if penalties need them.  ``num_prompt``: number of tokens of its prompt.
     ``source``: tokens that an encoder reads.  ``start_length``: number of its tokens now, which
-    chooses the frequencies of LongRoPE.
+    chooses the frequencies of LongRoPE.  ``image_starts``: position of the first row of each image.
     """
 
     slot: int
@@ -64,6 +64,7 @@ class Admission:
     num_prompt: int = 0
     source: tuple[int, ...] = ()
     start_length: int = 0
+    image_starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,7 @@ class StepPlan:
         images = {}
         for _ in range(num_with_images):
             slot, count = take(2).tolist()
-            sizes = (PromptImage.size_of(array[at : at + 5]) for _ in range(count))
-            images[slot] = tuple(PromptImage.from_array(take(size)) for size in sizes)
+            images[slot] = tuple(PromptImage.from_array(take(int(array[at]))) for _ in range(count))
         text = take(num_bytes).astype(np.uint8).tobytes()
         found = json.loads(text) if text else []
         return StepPlan(tuple(segments), tuple(map(_admission, found)), copies, masks, images)
@@ -142,7 +142,8 @@ class StepPlan:
 def _admission(found: dict[str, Any]) -> Admission:
     history = tuple(found.pop("history"))
     source = tuple(found.pop("source"))
-    return Admission(**found, history=history, source=source)
+    starts = tuple(found.pop("image_starts"))
+    return Admission(**found, history=history, source=source, image_starts=starts)
 
 
 @dataclass(frozen=True)

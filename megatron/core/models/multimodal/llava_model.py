@@ -7,7 +7,6 @@ encoder; every stage knows the positions, because they follow from ids and numbe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -275,6 +274,36 @@ class LLaVAModel(MegatronModule):
         projected: Tensor = self.vision_projection(found)
         return projected.flatten(0, 1)
 
+    @property
+    def reads_image_sizes(self) -> bool:
+        """Whether images need ``image_sizes``."""
+        return self.arranges_tiles
+
+    def rows_of_images(self, images: Tensor, image_sizes: Tensor | None = None) -> Tensor:
+        """Return the rows that stand for images in a text, in their order: [t, 3, H, W] -> [n, h].
+
+        ``image_sizes``: as in `forward`.  Collective over the tensor-parallel group.
+        """
+        arrangements: Sequence[TileArrangement] | None = None
+        if self.arranges_tiles and image_sizes is not None:
+            arrangements = self._arrangements(image_sizes)
+        return self._arranged(images, image_sizes, arrangements)
+
+    def _arranged(
+        self,
+        images: Tensor,
+        image_sizes: Tensor | None,
+        arrangements: Sequence[TileArrangement] | None,
+    ) -> Tensor:
+        """Return the embeddings of images, in rows with newlines if there are ``arrangements``.
+
+        Without them, an embedding for newlines is the last row.
+        """
+        found = self.image_embeddings(images, image_sizes)
+        if self.image_newline is not None:
+            found = torch.cat([found, self.image_newline.weight])
+        return found if arrangements is None else found[self._order(arrangements, found)]
+
     def _combined(
         self,
         where: Splice,
@@ -289,16 +318,11 @@ class LLaVAModel(MegatronModule):
         images, sizes = given
         if self.vision_model is not None:
             seen = images if images is not None and len(images) else self.blank_images(text.device)
-            found = self.image_embeddings(seen, sizes)
-            if self.image_newline is not None:
-                found = torch.cat([found, self.image_newline.weight])
-            if (
-                seen is not images
-            ):  # no image in these rows: all gradients are zero, none is missing
+            is_blank = seen is not images
+            found = self._arranged(seen, sizes, None if is_blank else arrangements)
+            if is_blank:  # no image in these rows: all gradients are zero, none is missing
                 text = text + 0.0 * found.sum()
                 found = found[:0]
-            elif arrangements is not None:
-                found = found[self._order(arrangements, found)]
             text = where.embeddings(text, found)
         return split_over_ranks(text, self.config, self.pg_collection)
 
@@ -321,15 +345,15 @@ class LLaVAModel(MegatronModule):
         return embedded
 
     def _arrangements(self, image_sizes: Tensor) -> list[TileArrangement]:
-        side = math.isqrt(self.embeddings_per_tile)
-        return [TileArrangement(r, c, h, w, side) for r, c, h, w in image_sizes.tolist()]
+        count = self.embeddings_per_tile
+        return [TileArrangement.of_size(size, count) for size in image_sizes.tolist()]
 
     def _order(self, arrangements: Sequence[TileArrangement], found: Tensor) -> Tensor:
         """Return the rows of ``found`` for all images; its last row is the newline."""
         rows: list[Tensor] = []
         first = 0
         for each in arrangements:
-            order = each.order
+            order = torch.from_numpy(each.order)
             rows.append(torch.where(order == NEWLINE, len(found) - 1, order + first))
             first += each.num_tiles * self.embeddings_per_tile
         return torch.cat(rows).to(found.device)

@@ -41,6 +41,11 @@ class Qwen2VLModel(LLaVAModel):
         """Build the encoder of images."""
         return Qwen2VLVisionModel(config, spec, sizes["patch_dim"], pg_collection=groups)
 
+    @property
+    def reads_image_sizes(self) -> bool:
+        """Whether images need ``image_sizes``."""
+        return True
+
     def image_embeddings(self, images: Tensor, image_sizes: Tensor | None = None) -> Tensor:
         """Encode and project blocks of patches: [t, 4, values] -> [t, h]."""
         assert isinstance(self.vision_model, Qwen2VLVisionModel), "the first stage has the encoder"

@@ -30,6 +30,11 @@ class VLMInferenceWrapper(GPTInferenceWrapper):
         """The model without its wrappers."""
         whole = get_attr_wrapped_model(self.model, "language_model", return_model_obj=True)
         assert isinstance(whole, LLaVAModel), f"{type(whole).__name__} does not read images"
+        if whole.reads_image_sizes:
+            raise ConfigError(
+                "requests of this API have no sizes of images, which this model reads: generate "
+                "with megatron.inference.LLM"
+            )
         return whole
 
     def text_model(self) -> nn.Module:
@@ -42,7 +47,7 @@ class VLMInferenceWrapper(GPTInferenceWrapper):
         whole = self.whole_model
         has_encoder = whole.vision_model is not None
         found = super().generation_model(tokenizer, eod)
-        encode = whole.image_embeddings if has_encoder else None
+        encode = whole.rows_of_images if has_encoder else None
         return replace(found, encode_images=encode, reads_images=True)
 
     # ---- forward passes of scripts -------------------------------------------------------------

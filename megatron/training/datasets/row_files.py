@@ -1,0 +1,312 @@
+"""Rows of training data in files: jsonl, JSON arrays, parquet and `datasets` folders.
+
+Rows are objects.  Messages name the file and the line, element or row.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from megatron.core.config.errors import DataError
+from megatron.core.optional import require
+
+T = TypeVar("T")
+_BLOCK = 1 << 24  # bytes of a jsonl file that one read searches for line ends
+_SHOWN = 10  # rows that an error message lists
+_SHORT = 16  # bytes of a line: one that is shorter may be blank
+_COMPRESSED = ".gz"
+_GZIP = b"\x1f\x8b"
+_JSON_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
+
+
+class Rows(Protocol):
+    """Rows of files, read when they are used."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int) -> Mapping[str, Any]: ...
+    def where(self, i: int) -> str:
+        """Return file and line of a row, for error messages."""
+
+    def versions(self) -> list[tuple[str, int, int]]:
+        """Return path, size and time of change in ns of each file."""
+
+
+def open_rows(path: str) -> Rows:
+    """Return the rows of a file, or of a folder with such files.
+
+    A folder that `datasets.save_to_disk` wrote lists its files in state.json.  Raises DataError.
+    """
+    if not os.path.isdir(path):
+        return _open_file(path)
+    state = os.path.join(path, "state.json")
+    if os.path.isfile(state):
+        with open(state, encoding="utf-8") as file:
+            names = [entry["filename"] for entry in json.load(file)["_data_files"]]
+        files = [os.path.join(path, os.path.basename(name)) for name in names]
+    else:
+        found = glob.iglob(os.path.join(glob.escape(path), "*"))
+        files = sorted(f for f in found if _extension(f) in _READERS)
+    if not files:
+        splits = os.path.join(path, "dataset_dict.json")
+        hint = "the folder of one split" if os.path.isfile(splits) else "or the folder of one split"
+        raise DataError(f"{path} has no {', '.join(_READERS)} file; give a file, {hint}")
+    return files_as_one(files)
+
+
+def files_as_one(files: Sequence[str]) -> Rows:
+    """Return the rows of several files, in order."""
+    parts = [_open_file(file) for file in files]
+    return parts[0] if len(parts) == 1 else _JoinedRows(parts)
+
+
+def read_row(rows: Rows, i: int, of_row: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return what ``of_row`` finds in row ``i``.  Raises DataError with file and line."""
+    try:
+        return of_row(rows[i])
+    except DataError as error:
+        where = rows.where(i)
+        known = str(error)
+        raise DataError(known if known.startswith(where) else f"{where}: {known}") from None
+
+
+def report_wrong_rows(problems: Sequence[str], count: int, unit: str) -> None:
+    """Raise DataError that lists ``problems`` of ``count`` rows, which are ``unit``, if any."""
+    if not problems:
+        return
+    more = len(problems) - _SHOWN
+    lines = "\n".join(problems[:_SHOWN]) + (f"\nand {more} more" if more > 0 else "")
+    raise DataError(f"{len(problems)} of {count} {unit} are wrong:\n{lines}")
+
+
+def keys_of(row: Mapping[str, Any]) -> str:
+    """Return the keys of a row that have values, for error messages."""
+    return ", ".join(key for key, value in row.items() if value is not None) or "nothing"
+
+
+def _open_file(path: str) -> Rows:
+    if not os.path.isfile(path):
+        raise DataError(f"{path} does not exist; give a jsonl or parquet file, or a folder of them")
+    extension = _extension(path)
+    if extension not in _READERS:
+        raise DataError(f"{path} is no {', '.join(_READERS)} file; write one row per line as JSON")
+    return _READERS[extension](path)
+
+
+def _extension(path: str) -> str:
+    return os.path.splitext(path.removesuffix(_COMPRESSED))[1]
+
+
+def _open_json(path: str) -> Rows:
+    """Return the rows of a file of JSON: a list of objects, or one object per line."""
+    data = _decompressed(path) if path.endswith(_COMPRESSED) else None
+    with open(path, "rb") as file:
+        head = file.read(_BLOCK) if data is None else data[:_BLOCK]
+    if head.startswith(_GZIP):
+        raise DataError(f"{path} is compressed by gzip; give it a name that ends in {_COMPRESSED}")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{path} is UTF-16 text; save it as UTF-8")
+    is_list = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    return _JsonList(path, data) if is_list else _JsonLines(path, data)
+
+
+def _decompressed(path: str) -> bytes:
+    try:
+        with gzip.open(path) as file:
+            return file.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be decompressed: {error}; copy it again") from None
+
+
+class _File:
+    """A file that is complete."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def versions(self) -> list[tuple[str, int, int]]:
+        """Return path, size and time of change."""
+        status = os.stat(self._path)
+        return [(self._path, status.st_size, status.st_mtime_ns)]
+
+
+class _JsonLines(_File):
+    """Lines of a jsonl file; blank ones are no rows.  ``data``: its bytes, if compressed."""
+
+    def __init__(self, path: str, data: bytes | None) -> None:
+        super().__init__(path)
+        self._data = data
+
+    @cached_property
+    def _lines(self) -> tuple[np.ndarray, np.ndarray]:
+        """Offset of each row's line in the file, with the end; and its number."""
+        ends = [np.zeros(1, np.int64)]
+        size = 0
+        while block := self._bytes(size, size + _BLOCK):
+            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size + 1)
+            size += len(block)
+        stops = np.concatenate(ends)
+        if stops[-1] != size:
+            stops = np.append(stops, size)
+        lengths = np.diff(stops)
+        numbers = np.flatnonzero(lengths > 1)  # a lone line end is no row
+        short = numbers[lengths[numbers] < _SHORT].tolist()
+        blank = [n for n in short if not self._bytes(*stops[n : n + 2].tolist()).strip()]
+        return stops, np.setdiff1d(numbers, blank, assume_unique=True)
+
+    def __len__(self) -> int:
+        return len(self._lines[1])
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        stops, numbers = self._lines
+        line = self._bytes(*stops[numbers[i] : numbers[i] + 2].tolist())
+        return _checked(_parsed(line, self.where(i), "write one object per line"), self.where(i))
+
+    def where(self, i: int) -> str:
+        """Return file and line."""
+        return f"{self._path}, line {self._lines[1][i] + 1}"
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        if self._data is not None:
+            return self._data[start:end]
+        with open(self._path, "rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
+
+class _JsonList(_File):
+    """Elements of a file that is one JSON list, in host memory.  ``data``: see `_JsonLines`."""
+
+    def __init__(self, path: str, data: bytes | None) -> None:
+        super().__init__(path)
+        self._data = data
+
+    @cached_property
+    def _rows(self) -> list[Any]:
+        data = self._data
+        self._data = None
+        if data is None:
+            with open(self._path, "rb") as file:
+                data = file.read()
+        fix = "write one list of objects, or one object per line"
+        rows: list[Any] = _parsed(data, self._path, fix)
+        return rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        return _checked(self._rows[i], self.where(i))
+
+    def where(self, i: int) -> str:
+        """Return file and element."""
+        return f"{self._path}, element {i + 1}"
+
+
+def _parsed(data: bytes, where: str, fix: str) -> Any:
+    """Return the value of JSON text.  Raises DataError."""
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+        if b"\\ud" in data.lower():  # escapes of surrogates, which are no text without each other
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{data[error.start]:02x} at position {error.start + 1}"
+        raise DataError(f"{where}: it is no UTF-8 text: {byte}; save it as UTF-8") from None
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise DataError(f"{where}: {half} is half a character; remove it") from None
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", error)  # without the line number of the parser: 1
+        raise DataError(f"{where}: it is no JSON: {reason}{_column(error)}; {fix}") from None
+    return value
+
+
+def _column(error: Exception) -> str:
+    """Return the place in a text where JSON ends."""
+    if not isinstance(error, json.JSONDecodeError):
+        return ""
+    if "\n" not in error.doc.rstrip():
+        return f" at character {error.pos + 1}"
+    return f" at character {error.colno} of line {error.lineno}"
+
+
+def _checked(row: object, where: str) -> Mapping[str, Any]:
+    """Return an object.  Raises DataError for other values."""
+    if isinstance(row, dict):
+        return row
+    name = "null" if row is None else _JSON_NAMES.get(type(row), "a number")
+    raise DataError(f"{where}: it is {name}, not an object")
+
+
+class _Table(_File):
+    """Rows of a parquet or Arrow file, whose columns stay in the memory map if they can."""
+
+    @cached_property
+    def _table(self) -> Any:
+        pyarrow = require("pyarrow", self._path)
+        try:
+            if self._path.endswith(".parquet"):
+                return require("pyarrow.parquet", self._path).read_table(self._path)
+            source = pyarrow.memory_map(self._path)
+            return require("pyarrow.ipc", self._path).open_stream(source).read_all()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{self._path} cannot be read: {error}; write it again") from None
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        try:
+            row: Mapping[str, Any] = self._table.slice(i, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(i)}: a text is no UTF-8: {error}") from None
+        return {key: value for key, value in row.items() if value is not None}
+
+    def where(self, i: int) -> str:
+        """Return file and row."""
+        return f"{self._path}, row {i + 1}"
+
+
+class _JoinedRows:
+    """Rows of several files, in order."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts]).tolist()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        part, at = self._place(i)
+        return part[at]
+
+    def where(self, i: int) -> str:
+        """Return file and line."""
+        part, at = self._place(i)
+        return part.where(at)
+
+    def versions(self) -> list[tuple[str, int, int]]:
+        """Return path, size and time of change of each file."""
+        return [version for part in self._parts for version in part.versions()]
+
+    def _place(self, i: int) -> tuple[Rows, int]:
+        part = bisect.bisect_right(self._ends, i)
+        return self._parts[part], i - (self._ends[part - 1] if part else 0)
+
+
+_READERS: Mapping[str, Callable[[str], Rows]] = {
+    ".jsonl": _open_json,
+    ".json": _open_json,
+    ".parquet": _Table,
+    ".arrow": _Table,
+}

@@ -1,0 +1,140 @@
+"""Text about images by LLaVA-NeXT and Qwen2-VL: what transformers' models write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.inference.paged_engine.options import EngineOptions
+from megatron.core.inference.paged_engine.prompt_images import FIRST_ID, PromptImage
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference import LLM, PromptWithImages
+from megatron.training.conversion.convert import ConversionRequest, convert
+from megatron.training.inference.generation import GenerationLayout
+from tests import tolerances
+from tests.functional.test_vlm_generation import drawn
+from tests.ranks import run_ranks
+from tests.unit.conversion.test_vision_language import IMAGE_TOKEN, NEXT, theirs
+from tests.unit.models.test_mrope import qwen
+
+NUM_NEW = 8
+# Widths and heights of images: of several shapes, all in the limits of both models.
+SIZES = [(24, 24), (40, 16), (16, 33), (9, 30)]
+LAYOUTS = {"one process": (1, {}), "TP2": (2, {"tensor": 2}), "PP2": (2, {"pipeline": 2})}
+
+
+def prompts() -> list[Any]:
+    """Texts of several lengths with no image, one, the same one again, and several.
+
+    Text stands between images: transformers counts images that touch as one in Qwen2-VL.
+    """
+    images = [drawn(seed, *size) for seed, size in enumerate(SIZES)]
+    return [
+        "5 6 7 8 9",
+        PromptWithImages("5 6 7 8", [images[0]]),
+        PromptWithImages("9 <image> 5 6 <image> 7 8", [images[1], images[2]]),
+        PromptWithImages("3 4 5 6 7 8 9 10 <image> 7", [images[3]]),
+        PromptWithImages("5 <image> 6 <image> 2 <image>", [images[0], images[0], images[1]]),
+        PromptWithImages("5 6 7 8", [images[0]]),
+    ]
+
+
+@pytest.fixture(scope="module", params=["LLaVA-NeXT", "Qwen2-VL"])
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, str]:
+    """Return a random model of transformers, and our checkpoint of it."""
+    pytest.importorskip("PIL")
+    model = theirs(NEXT) if request.param == "LLaVA-NeXT" else qwen()
+    folder: Path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder / "theirs")
+    convert(
+        ConversionRequest(
+            source=folder / "theirs", target=folder / "ours", format="safetensors_dist"
+        ),
+        [].append,
+    )
+    return model, str(folder / "ours")
+
+
+def written(
+    rank: int, world_size: int, load: str, sizes: dict[str, int], max_step_tokens: int
+) -> list[list[tuple[int, float]]]:
+    """Return tokens and their log-probabilities for each prompt."""
+    options = EngineOptions(max_step_tokens=max_step_tokens, page_size=16)
+    llm = LLM.load(load, device_kind="cpu", layout=GenerationLayout(**sizes), options=options)
+    params = SamplingParams(
+        num_tokens_to_generate=NUM_NEW, top_k=1, ignore_eos=True, return_log_probs=True
+    )
+    answers = llm.generate(prompts(), params)
+    return [[(t.token, t.log_prob) for t in answer.tokens] for answer in answers]
+
+
+def rows_of_prompts(rank: int, world_size: int, load: str) -> list[tuple[Any, Any]]:
+    llm = LLM.load(load, device_kind="cpu")
+    assert llm._image_prompts is not None
+    found: list[tuple[Any, Any]] = []
+    for prompt in prompts():
+        if isinstance(prompt, str):
+            found.append((llm.tokenizer.tokenize(prompt), ()))
+        else:
+            found.append(llm._image_prompts.prompt(prompt.text, prompt.images))
+    return found
+
+
+def inputs_of(model: Any, images: Sequence[PromptImage]) -> dict[str, Tensor]:
+    """Return the arguments of transformers' models for images."""
+    if not images:
+        return {}
+    pixels = [torch.from_numpy(image.pixels) for image in images]
+    sizes = torch.tensor([image.size for image in images])
+    if "LlavaNext" not in type(model).__name__:
+        return {"pixel_values": torch.cat(pixels).flatten(0, 1), "image_grid_thw": sizes}
+    padded = torch.zeros(len(pixels), max(map(len, pixels)), *pixels[0].shape[1:])
+    for row, each in zip(padded, pixels, strict=True):
+        row[: len(each)] = each
+    return {"pixel_values": padded, "image_sizes": sizes[:, 2:]}
+
+
+@torch.no_grad()
+def of_transformers(
+    model: Any, rows: Sequence[int], images: Sequence[PromptImage]
+) -> list[tuple[int, float]]:
+    """Return the most likely next tokens with their log-probabilities, without a cache.
+
+    The cache of transformers takes what follows an image at the end of a prompt for more of it.
+    """
+    ids = [IMAGE_TOKEN if i >= FIRST_ID else i for i in rows]
+    more = inputs_of(model, images)
+    found = []
+    for _ in range(NUM_NEW):
+        row = torch.tensor([ids])
+        if "image_grid_thw" in more:
+            more["mm_token_type_ids"] = (row == IMAGE_TOKEN).int()
+        log_probs = model(input_ids=row, use_cache=False, **more).logits[0, -1].log_softmax(-1)
+        ids.append(int(log_probs.argmax()))
+        found.append((ids[-1], float(log_probs[ids[-1]])))
+    return found
+
+
+@pytest.mark.feature("Generation: LLaVA-NeXT and Qwen2-VL write the tokens of transformers' models")
+def test_tokens_are_those_of_transformers_in_every_layout(folders: tuple[Any, str]) -> None:
+    model, load = folders
+    (given,) = run_ranks(rows_of_prompts, 1, load)
+    wanted = [of_transformers(model, ids, images) for ids, images in given]
+    assert len({tuple(t for t, _ in each) for each in wanted}) > 3, "images change what is written"
+    for ranks, sizes in LAYOUTS.values():
+        for max_step_tokens in (13, 512):  # prompts, and images, are read in parts
+            found = run_ranks(written, ranks, load, sizes, max_step_tokens)[0]
+            for mine, expected in zip(found, wanted, strict=True):
+                assert [t for t, _ in mine] == [t for t, _ in expected]
+                torch.testing.assert_close(
+                    torch.tensor([p for _, p in mine]),
+                    torch.tensor([p for _, p in expected]),
+                    **tolerances.LOGITS,
+                )
