@@ -1,6 +1,6 @@
 """Countdown: write an expression of given numbers that has a given result.
 
-python examples/post_training/countdown.py --output warmup.jsonl --count 5000
+python -m examples.post_training.countdown --output warmup.jsonl --count 5000
 
 writes texts whose expressions have the right form and a random operator: a model that is trained on
 them knows what an answer looks like, and not which one is right.  `Countdown` is the environment.

@@ -32,7 +32,7 @@ data=(
     --min-lr 1e-4
     --lr-decay-style cosine
     --eval-interval "$train_iters"
-    --eval-iters 10
+    --eval-iters "${EVAL_ITERS:-10}"
     --log-interval 20
 )
 

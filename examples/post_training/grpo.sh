@@ -11,7 +11,7 @@ warmup_iters=${WARMUP_ITERS:-200}
 train_iters=${TRAIN_ITERS:-250}
 
 say "problems with random answers, and a small tokenizer"
-"$python" examples/post_training/countdown.py --output "$out/warmup.jsonl" --count 20000
+"$python" -m examples.post_training.countdown --output "$out/warmup.jsonl" --count 20000
 "$python" tools/train_tokenizer.py --input "$out/warmup.jsonl" --output-dir "$out/tokenizer" \
     --vocab-size 300
 tokenizer=(

@@ -10,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../quickstart/common.sh"
 prepare lora "$@"
 
 say "problems with random answers, and the same with operators as words"
-"$python" examples/post_training/countdown.py --output "$out/base.jsonl" --count 20000
+"$python" -m examples.post_training.countdown --output "$out/base.jsonl" --count 20000
 sed 's/+/plus/g; s/-/minus/g; s/\*/times/g' "$out/base.jsonl" > "$out/words.jsonl"
 cat "$out/base.jsonl" "$out/words.jsonl" > "$out/both.jsonl"
 "$python" tools/train_tokenizer.py --input "$out/both.jsonl" --output-dir "$out/tokenizer" \

@@ -6,6 +6,7 @@
 # Takes minutes on a CPU; PYTHON=... uses that environment as it is.
 set -euo pipefail
 train_iters=${TRAIN_ITERS:-400}
+eval_iters=${EVAL_ITERS:-10}
 source "$(dirname "${BASH_SOURCE[0]}")/../quickstart/common.sh"
 begin prune "$@"
 byte_pairs
@@ -37,7 +38,7 @@ say "a model to prune"
     --min-lr 3e-4 \
     --lr-decay-style cosine \
     --eval-interval "$train_iters" \
-    --eval-iters 10 \
+    --eval-iters "$eval_iters" \
     --log-interval 50 \
     --save "$out/teacher" | tee "$out/teacher.log" | grep -v '\.\.\.\.'
 
@@ -45,7 +46,7 @@ say "pruned: fewer layers, heads, neurons and hidden channels"
 "$python" tools/prune.py "${common[@]}" \
     --load "$out/teacher" \
     --save "$out/student" \
-    --calib-size 128 \
+    --calib-size "${CALIB_SIZE:-128}" \
     --pruning-scores-path "$out/scores.json" \
     --target-num-layers 4 \
     --target-hidden-size 160 \
@@ -58,6 +59,6 @@ say "the loss of the pruned model, before any training"
     --load "$out/student" \
     --finetune \
     --skip-train \
-    --eval-iters 10 | tee "$out/pruned.log" | grep 'loss at'
+    --eval-iters "$eval_iters" | tee "$out/pruned.log" | grep 'loss at'
 
 say "done in $((SECONDS - started_at_s)) s; distill.sh trains the pruned model towards the complete one"

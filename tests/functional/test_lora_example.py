@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.functional.runs import ROOT, run_gpt
 
 
 @pytest.mark.feature("LoRA: an example trains adapters and merges them (examples/post_training)")
 def test_the_example_runs(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    variables = {"PYTHON": sys.executable, "BASE_ITERS": "5", "TRAIN_ITERS": "3"}
+    variables = {"PYTHON": forked.python(), "BASE_ITERS": "5", "TRAIN_ITERS": "3"}
     ended = subprocess.run(
         ["bash", "examples/post_training/lora.sh", str(folder)],
         cwd=ROOT,
@@ -41,7 +41,7 @@ def test_text_is_generated_without_the_layers_that_predict_ahead(tmp_path: Path)
     run_gpt(tmp_path / "a", *ahead, "--save", str(base))
     lora = ("--load", str(base), "--save", str(adapters), "--lora-rank", "2")
     run_gpt(tmp_path / "b", *ahead, *lora)
-    tool = [sys.executable, "tools/text_generation_cli.py", "--load", str(adapters)]
+    tool = [forked.python(), "tools/text_generation_cli.py", "--load", str(adapters)]
     ended = subprocess.run(
         [*tool, "--num-tokens", "2", "--temperature", "0", "--prompt", "1 2 3"],
         cwd=ROOT,

@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.post_training.logits_store import LogitsStore
+from tests import forked
 from tests.functional.runs import ROOT
 
 pytest.importorskip("yaml")
 LOSS = re.compile(r"validation loss at.* on validation set \| lm loss value: (\S+)")
 
 
-def run_example(folder: Path, train_iters: int, distill_iters: int) -> dict[str, float]:
+def run_example(
+    folder: Path, train_iters: int, distill_iters: int, **more: str
+) -> dict[str, float]:
     """Run distill.sh, which runs prune.sh; return the last validation loss of each log."""
     variables = {
-        "PYTHON": sys.executable,
+        "PYTHON": forked.python(),
         "TRAIN_ITERS": str(train_iters),
         "DISTILL_ITERS": str(distill_iters),
+        **more,
     }
     script = ["bash", "examples/post_training/distill.sh", str(folder)]
     ended = subprocess.run(
@@ -37,7 +40,7 @@ def run_example(folder: Path, train_iters: int, distill_iters: int) -> dict[str,
 
 @pytest.mark.feature("Pruning and distillation: examples/post_training/{prune,distill}.sh")
 def test_the_examples_run(tmp_path: Path) -> None:
-    losses = run_example(tmp_path / "out", 4, 2)
+    losses = run_example(tmp_path / "out", 4, 2, EVAL_ITERS="1", CALIB_SIZE="16")
     assert len(losses) == 4
     assert len(LogitsStore(str(tmp_path / "out/store"))) == 16
 

@@ -19,7 +19,9 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
-load_file = pytest.importorskip("safetensors.torch").load_file
+safetensors = pytest.importorskip("safetensors.torch")
+load_file = safetensors.load_file
+save_file = safetensors.save_file
 
 GOLDEN = json.loads(Path(trl_preference.__file__).with_suffix(".json").read_text())
 OURS = {
@@ -98,6 +100,15 @@ def test_layouts_have_the_losses_of_one_process(tmp_path, model, name):
     cache = ["--data-cache-path", str(tmp_path / "cache")]
     flags = [*flags_of(model), *DPO, *cache, *layout.split()]
     assert_equal(run_gpt(tmp_path, *flags, base=BASE, world_size=ranks), GOLDEN["sigmoid"])
+
+
+def test_an_evaluation_of_pairs_has_no_perplexity(tmp_path, model):
+    flags = [*flags_of(model), *DPO, "--data-cache-path", str(tmp_path / "cache")]
+    flags += ["--valid-data-path", str(model / "pairs.jsonl"), "--eval-iters", "1"]
+    found = run_gpt(tmp_path, *flags, "--eval-interval", "2", "--train-iters", "2", base=BASE)
+    (line, *_) = (line for line in found if line["kind"] == "validation")
+    assert "dpo loss validation" in line
+    assert not [name for name in line if "ppl" in name]
 
 
 @pytest.mark.feature("DPO: a run goes on with the log-probabilities of its beginning")
@@ -235,3 +246,54 @@ def test_a_reward_model_with_adapters_goes_on_in_another_layout(tmp_path, model)
     expected = torch.tensor(losses(whole, "reward loss"), dtype=torch.float64)
     torch.testing.assert_close(found, expected, **EXACT)
     assert expected[-1] < 0.99 * expected[0]
+
+
+@pytest.mark.feature("Reward models: adapters are merged, and written for PEFT with the new layer")
+def test_adapters_of_a_reward_model_are_converted(tmp_path, model):
+    adapters = ["--reward-model", "--lora-rank", "4", "--lora-alpha", "8", "--save"]
+    flags = [*flags_of(model), *adapters, str(tmp_path / "ours"), "--data-cache-path"]
+    run_gpt(tmp_path / "run", *flags, str(tmp_path / "cache"), base=BASE)
+    for source, target, form, base in (
+        ("ours", "merged", "hf", None),
+        ("ours", "peft", "peft", None),
+        ("peft", "again", "safetensors_dist", model / "base"),
+        ("again", "merged again", "hf", None),
+    ):
+        request = ConversionRequest(
+            source=tmp_path / source, target=tmp_path / target, format=form, base=base
+        )
+        convert(request, say=lambda text: None)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    again = load_file(tmp_path / "merged again" / "model.safetensors")
+    assert merged.keys() == again.keys()
+    for name, weight in merged.items():
+        torch.testing.assert_close(again[name], weight)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS"
+    assert config["modules_to_save"] == ["score"]
+    saved = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert torch.equal(saved["base_model.model.score.weight"], merged["score.weight"])
+    assert merged["score.weight"].abs().max() > 0
+
+
+def test_other_modules_beside_adapters_are_refused(tmp_path, model):
+    files = tmp_path / "peft"
+    files.mkdir()
+    for modules, size, reason in (
+        (["lm_head"], 1, "has modules_to_save .'lm_head'.: the score of a reward model"),
+        (["score"], 3, r"score.weight of shape .3, 32.: only classifiers of one label"),
+    ):
+        config = {"peft_type": "LORA", "r": 4, "modules_to_save": modules}
+        (files / "adapter_config.json").write_text(json.dumps(config))
+        names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{m}.weight" for m in "AB"]
+        weights = {names[0]: torch.zeros(4, 32), names[1]: torch.zeros(32, 4)}
+        weights["base_model.model.score.weight"] = torch.zeros(size, 32)
+        save_file(weights, files / "adapter_model.safetensors")
+        request = ConversionRequest(
+            source=files,
+            target=tmp_path / "ours",
+            format="safetensors_dist",
+            base=model / "base",
+        )
+        with pytest.raises(CheckpointError, match=reason):
+            convert(request, say=lambda text: None)

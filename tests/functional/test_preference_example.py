@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.functional.runs import ROOT, losses
 from tests.golden import trl_preference
 
@@ -30,12 +30,13 @@ def test_the_example_learns_which_answers_are_chosen(tmp_path: Path, is_reward: 
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
-        "PYTHON": sys.executable,
+        "PYTHON": forked.python(),
         "TRAIN_ITERS": "6",
         "SEQ_LENGTH": "64",
         "BATCH": "4",
         "LR": "1e-2",
         "REWARD": str(int(is_reward)),
+        "PRECISION": "fp32" if is_reward else "bf16",
     }
     out = tmp_path / "out"
     ended = subprocess.run(

@@ -120,6 +120,26 @@ def test_a_run_that_was_killed_in_rollouts_goes_on_with_the_same_numbers(tmp_pat
     assert numbers(rest) == numbers(whole)[4:]
 
 
+@pytest.mark.feature("RL: evaluations on held-out prompts")
+def test_evaluations_change_nothing_and_are_the_same_in_every_layout(tmp_path: Path) -> None:
+    held_out = {"agent_type": ECHO, "agent_args": {"count": 7}, "evaluation_only": True}
+    env = [{"agent_type": ECHO}, held_out]
+    flags = "--eval-iters 1 --eval-interval 2 --rl-prompts-per-eval 5 --train-iters 4".split()
+    trained = run_rl(tmp_path / "trained", "--train-iters", "4")
+    found = run_rl(tmp_path / "evaluated", *flags, env=env)
+    steps = [line for line in found if line["kind"] == "step"]
+    assert numbers(steps) == numbers(trained)
+    keys = [f"{name} validation" for name in ("reward", "response length", "unfinished responses")]
+    evaluated = [[line[key] for key in keys] for line in found if line["kind"] == "validation"]
+    assert len(evaluated) == 2
+    assert all(0 <= values[0] <= 1 and 1 <= values[1] <= 4 for values in evaluated)
+    assert not any("ppl" in key for line in found for key in line)
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    other = run_rl(tmp_path / "layout", *flags, *layout, env=env, world_size=4)
+    other = [[line[key] for key in keys] for line in other if line["kind"] == "validation"]
+    assert other == evaluated
+
+
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the weights after two steps."""

@@ -6,12 +6,12 @@ import json
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from examples.post_training.countdown import Countdown, problems, value_of
+from tests import forked
 from tests.functional.runs import ROOT
 
 
@@ -48,7 +48,7 @@ def test_the_reward_is_that_of_the_right_result() -> None:
 
 def run_example(folder: Path, warmup: int, steps: int) -> list[float]:
     """Run the script; return the rewards of its steps."""
-    variables = {"PYTHON": sys.executable, "WARMUP_ITERS": str(warmup), "TRAIN_ITERS": str(steps)}
+    variables = {"PYTHON": forked.python(), "WARMUP_ITERS": str(warmup), "TRAIN_ITERS": str(steps)}
     script = ["bash", "examples/post_training/grpo.sh", str(folder)]
     ended = subprocess.run(
         script, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True

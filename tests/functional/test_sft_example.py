@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.chat_templates import write_conversations
 from tests.functional.runs import ROOT, losses
 from tests.golden.make_sft_losses import TEMPLATE, write_model
@@ -25,11 +25,13 @@ def test_the_example_tunes_a_model_of_hugging_face(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     write_model(model)
+    published = transformers.AutoModelForCausalLM.from_pretrained(model).bfloat16()
+    published.save_pretrained(model)  # as most models are
     chats = write_conversations(tmp_path / "chats.jsonl", 60)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": [{"role": "user", "content": "Who?"}]}))
     settings = {
-        "PYTHON": sys.executable,
+        "PYTHON": forked.python(),
         "TRAIN_ITERS": "4",
         "SEQ_LENGTH": "128",
         "BATCH": "4",
@@ -53,4 +55,5 @@ def test_the_example_tunes_a_model_of_hugging_face(tmp_path: Path) -> None:
     before = transformers.AutoModelForCausalLM.from_pretrained(model)
     name = "model.layers.0.mlp.up_proj.weight"
     assert not tuned.get_parameter(name).equal(before.get_parameter(name))
+    assert json.loads((out / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
     assert transformers.AutoTokenizer.from_pretrained(out / "hf").chat_template == TEMPLATE

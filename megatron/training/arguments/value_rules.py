@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import isfinite, isnan
 
-from megatron.core.config.option import INT64_MAX, Option
+from megatron.core.config.option import INT32_MAX, INT64_MAX, Option
 from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
 
 _LONGEST_SHOWN = 200  # characters of a value in a message
@@ -73,6 +73,7 @@ def _problem_of_range(number: object, opt: Option) -> str | None:
         return None
     if opt.at_least is not None and number < opt.at_least and opt.parse is None:
         return f"at least {opt.at_least} is needed"
-    if isinstance(number, int) and number > opt.at_most:
+    is_limited = isinstance(number, int) or opt.at_most != INT32_MAX  # that of integers alone
+    if is_limited and number > opt.at_most:
         return f"at most {opt.at_most} is possible"
     return None

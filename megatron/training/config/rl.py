@@ -99,7 +99,9 @@ class RLConfig:
         "use --no-rl-partial-rollouts",
     )
     rl_prompts_per_eval: int = _rl(
-        32, "Prompts of an evaluation.", ignored="rewards are logged for the rollouts only"
+        32,
+        "Prompts that an evaluation takes from each environment with evaluation_only.",
+        at_least=1,
     )
     rl_offload_optimizer_during_inference: bool = _rl(
         False,

@@ -12,7 +12,8 @@ import torch
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import Sample
-from megatron.training.datasets.conversation import Conversation, read_row
+from megatron.training.datasets.conversation import Conversation
+from megatron.training.datasets.row_files import read_row
 from megatron.training.datasets.sft_dataset import (
     MockConversations,
     SFTDataset,

@@ -1,23 +1,26 @@
 """Pairs of answers in fine-tuning data.
 
 A row has ``prompt``, ``chosen`` and ``rejected``: three texts, or three lists of messages (and
-``tools``).  Without a prompt, chosen and rejected are complete conversations: the messages that
-both begin with are the prompt.
+``tools``).  Without a prompt, chosen and rejected are complete: what both begin with is the prompt.
+Rows of ShareGPT have the prompt in ``conversations``, and one message in chosen and in rejected.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron.core.config.errors import DataError
 from megatron.training.datasets.conversation import (
     Conversation,
+    answered_prompt,
     check_turns,
-    conversation_of,
     messages_of,
+    sharegpt_messages,
     tools_of,
 )
+from megatron.training.datasets.row_files import keys_of
 
 
 class Pair(NamedTuple):
@@ -34,13 +37,21 @@ def pair_of(row: Mapping[str, Any]) -> Pair:
     """Return the pair of a row, checked.  Raises DataError."""
     missing = [name for name in ANSWERS if row.get(name) is None]
     if missing:
-        raise DataError(
-            f"a row needs {' and '.join(ANSWERS)}; this one has {', '.join(row) or 'nothing'}"
-        )
+        raise DataError(f"a row needs {' and '.join(ANSWERS)}; this one has {keys_of(row)}")
     if row["chosen"] == row["rejected"]:
         raise DataError("chosen and rejected are equal; remove the row")
-    if row.get("prompt") is not None:
-        return Pair(*(conversation_of(_completed(row, name)) for name in ANSWERS))
+    prompt = row.get("prompt")
+    if prompt is None and row.get("conversations") is not None:
+        prompt = list(sharegpt_messages(row))
+    texts = [isinstance(row[name], str) for name in ANSWERS]
+    # A text beside conversations repeats their first message.
+    if prompt is not None and (all(texts) or not isinstance(prompt, str)):
+        row = {**row, **{name: _listed(row[name]) for name in ANSWERS}}
+        return Pair(*(answered_prompt(row, prompt, name) for name in ANSWERS))
+    if all(texts):
+        prompt, *rests = _shared_text(*(row[name] for name in ANSWERS))
+        row = dict(zip(ANSWERS, rests, strict=True))
+        return Pair(*(answered_prompt(row, prompt, name) for name in ANSWERS))
     answers = [messages_of(row[name], name) for name in ANSWERS]
     for messages in answers:
         check_turns(messages)
@@ -54,6 +65,16 @@ def pair_of(row: Mapping[str, Any]) -> Pair:
     return Pair(*(Conversation(messages, tools, first_trained=same) for messages in answers))
 
 
-def _completed(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the row of fine-tuning data whose answer is field ``name``."""
-    return {"prompt": row["prompt"], "completion": row[name], "tools": row.get("tools")}
+def _shared_text(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Return the text that both begin with, and the rest of each: a space belongs to the rest."""
+    same = len(os.path.commonprefix((chosen, rejected)))
+    if same and chosen[same - 1] == " ":
+        same -= 1
+    if not same:
+        raise DataError("chosen and rejected begin with different texts; give prompt")
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _listed(answer: object) -> object:
+    """Return the answer of a row of ShareGPT, one message, as a list."""
+    return [answer] if isinstance(answer, Mapping) else answer

@@ -5,10 +5,12 @@ The file of --langrl-env-config is a list, in YAML::
     - agent_type: my_package.my_module:MyEnvironment
       agent_args: {path: problems.jsonl}
       weight: 2.0
+      evaluation_only: false
 
 ``agent_type`` is the import path of a class, or ``http`` (`HttpEnvironment`); ``agent_args`` are
-its keyword arguments; ``weight`` is its share of the prompts.  Only this file of the user names
-code: a checkpoint never does.
+its keyword arguments; ``weight`` is its share of the prompts.  With ``evaluation_only: true`` the
+policy is evaluated on its prompts, and not trained on them.  Only this file of the user names code:
+a checkpoint never does.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
 
 _FLAG = "--langrl-env-config"
-_KEYS = {"agent_type", "agent_args", "weight"}
+_KEYS = {"agent_type", "agent_args", "weight", "evaluation_only"}
 
 # A text, or an object whose entry ``prompt`` is a text or a list of messages (and ``tools``); its
 # other entries are for the reward.
@@ -78,7 +80,7 @@ class Task:
             return None
         if not isinstance(text, str) or not text:
             raise DataError(
-                f"{type(self.environment).__name__}: a prompt is {self.prompt!r:.200}: give a "
+                f"a prompt of {type(self.environment).__name__} is {self.prompt!r:.200}: give a "
                 "text, or an object whose entry prompt is a text or a list of messages"
             )
         return text
@@ -114,14 +116,28 @@ class Task:
 
 
 class Environments:
-    """The environments of a run; the task of an index is a function of the seed."""
+    """The environments of a run; the task of an index is a function of the seed.
 
-    def __init__(self, entries: Sequence[tuple[Environment, float]], seed: int) -> None:
+    ``held_out`` are those for evaluations alone.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[tuple[Environment, float]],
+        seed: int,
+        held_out: Sequence[Environment] = (),
+    ) -> None:
+        self.held_out = held_out
         self._entries = entries
         self._seed = seed
         self._counts = [0] * len(entries)  # prompts of each environment before index `_next`
         self._next = 0
         self._orders: dict[int, tuple[int, Any]] = {}  # of the current pass over an environment
+
+    @property
+    def every(self) -> list[Environment]:
+        """Return all environments."""
+        return [*(environment for environment, _ in self._entries), *self.held_out]
 
     def tasks(self, first: int, count: int) -> list[Task]:
         """Return the tasks ``first`` to ``first`` + ``count``.
@@ -162,9 +178,19 @@ def open_environments(path: str, seed: int, known: Mapping[str, type[Environment
     entries = parse_yaml(read_text(path, what, ConfigError, "a YAML file"), what, ConfigError)
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{what}: write a list of environments, each with agent_type")
-    found = [_opened(entry, f"{what}: entry {i}", known) for i, entry in enumerate(entries)]
-    total = sum(weight for _, weight in found)
-    return Environments([(environment, weight / total) for environment, weight in found], seed)
+    trained: list[tuple[Environment, float]] = []
+    held_out = []
+    for i, entry in enumerate(entries):
+        environment, weight = _opened(entry, f"{what}: entry {i}", known)
+        if entry.get("evaluation_only", False):
+            held_out.append(environment)
+        else:
+            trained.append((environment, weight))
+    if not trained:
+        raise ConfigError(f"{what}: all environments have evaluation_only: give one to train on")
+    total = sum(weight for _, weight in trained)
+    shares = [(environment, weight / total) for environment, weight in trained]
+    return Environments(shares, seed, held_out)
 
 
 def _opened(
@@ -172,13 +198,18 @@ def _opened(
 ) -> tuple[Environment, float]:
     if not isinstance(entry, dict) or "agent_type" not in entry or entry.keys() - _KEYS:
         raise ConfigError(
-            f"{what} is {entry!r}: give agent_type, and agent_args and weight at most"
+            f"{what} is {entry!r}: give agent_type, and agent_args, weight and evaluation_only at "
+            "most"
         )
     name = entry["agent_type"]
     arguments = entry.get("agent_args")
     weight = entry.get("weight", 1.0)
     if not isinstance(weight, int | float) or not 0 < weight < math.inf:
         raise ConfigError(f"{what}: weight {weight!r}: give a number above 0")
+    if not isinstance(entry.get("evaluation_only", False), bool):
+        raise ConfigError(
+            f"{what}: evaluation_only {entry['evaluation_only']!r}: give true or false"
+        )
     if not isinstance(arguments, dict | None):
         raise ConfigError(f"{what}: agent_args {arguments!r}: give an object of arguments")
     made = known.get(str(name)) or find_user_object(_path(str(name)), f"{what}: agent_type")

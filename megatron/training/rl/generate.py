@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,14 +25,18 @@ from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.config.run import RunConfig
-from megatron.training.rl.environment import Environments, Task
+from megatron.training.datasets.row_files import read_row, report_wrong_rows
+from megatron.training.rl.environment import Environment, Environments, Prompt, Task
+from megatron.training.rl.http_environment import HttpEnvironment
 from megatron.training.rl.rounds import Rollouts
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
+    """Tokens of an answer, their log-probabilities, and whether it ends with an end token."""
+
     tokens: list[int]
     log_probs: list[float]
     is_finished: bool
@@ -79,15 +84,40 @@ def generate_round(
     else:
         first = number * rl.grpo_prompts_per_step
         tasks = source.environments.tasks(first, rl.grpo_prompts_per_step)
-        prompts = [_tokenized(task, source, config) for task in tasks]
-        answers = _answers(config, engine, prompts, first, source.ends)
+        prompts = [tokenized(task, source, config) for task in tasks]
+        answers = answers_of(engine, _requests(config, prompts, first, source.ends))
         of_answers = [task for task in tasks for _ in range(rl.grpo_group_size)]
-        rewards = _rewards(of_answers, answers, source)
+        rewards = rewards_of(of_answers, answers, source)
         engine.close()  # now: while the other ranks follow, no timeout limits the rewards
         repeated = [prompt for prompt in prompts for _ in range(rl.grpo_group_size)]
         rollouts = _joined(config, repeated, answers, rewards)
     rollouts = _sent(config, rollouts, world)
     return Generated(rollouts, time.perf_counter() - began_s)
+
+
+def check_prompts(config: RunConfig, source: PromptSource) -> None:
+    """Check the prompts that are in files, before the first round.
+
+    Raises DataError with file and line of those that cannot be used.
+    """
+    for environment in source.environments.every:
+        if not isinstance(environment, HttpEnvironment):
+            continue  # its prompts may be without number
+        rows = environment.prompts
+        check = partial(_check_prompt, environment, source, config)
+        problems = []
+        for i in range(len(rows)):
+            try:
+                read_row(rows, i, check)
+            except DataError as error:
+                problems.append(str(error))
+        report_wrong_rows(problems, len(rows), "prompts")
+
+
+def _check_prompt(
+    environment: Environment, source: PromptSource, config: RunConfig, prompt: Prompt
+) -> None:
+    tokenized(Task(environment, prompt), source, config)
 
 
 def sampling_params(
@@ -107,7 +137,8 @@ def sampling_params(
     )
 
 
-def _tokenized(task: Task, source: PromptSource, config: RunConfig) -> list[int]:
+def tokenized(task: Task, source: PromptSource, config: RunConfig) -> list[int]:
+    """Return the tokens of a prompt.  Raises DataError if they do not fit."""
     tokens = task.tokens(source.tokenizer, source.chat)
     if not tokens or len(tokens) >= config.data.seq_length:
         raise DataError(
@@ -117,17 +148,11 @@ def _tokenized(task: Task, source: PromptSource, config: RunConfig) -> list[int]
     return tokens
 
 
-def _answers(
-    config: RunConfig,
-    engine: Engine,
-    prompts: Sequence[list[int]],
-    first: int,
-    ends: tuple[int, ...],
-) -> list[_Answer]:
-    """Return a group of answers for each prompt.  On rank 0, while the other ranks follow."""
-    tokens: dict[str, list[int]] = {}
-    log_probs: dict[str, list[float]] = {}
-    reasons: dict[str, str | None] = {}
+def _requests(
+    config: RunConfig, prompts: Sequence[list[int]], first: int, ends: tuple[int, ...]
+) -> list[Request]:
+    """Return a group of requests for each prompt."""
+    found = []
     for i, prompt in enumerate(prompts):
         for j in range(config.rl.grpo_group_size):
             key = [config.training.seed, first + i, j]
@@ -135,9 +160,19 @@ def _answers(
             name = f"{first + i}/{j}"
             params = sampling_params(config, len(prompt), seed, ends)
             fork_of = f"{first + i}/0" if j else None
-            engine.add(Request(name, list(prompt), params, fork_of=fork_of))
-            tokens[name] = []
-            log_probs[name] = []
+            found.append(Request(name, list(prompt), params, fork_of=fork_of))
+    return found
+
+
+def answers_of(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+    """Return the answers to ``requests``.  On rank 0, while the other ranks follow."""
+    tokens: dict[str, list[int]] = {}
+    log_probs: dict[str, list[float]] = {}
+    reasons: dict[str, str | None] = {}
+    for request in requests:
+        engine.add(request)
+        tokens[request.request_id] = []
+        log_probs[request.request_id] = []
     while engine.has_unfinished:
         for output in engine.step():
             tokens[output.request_id] += [t.token for t in output.new]
@@ -148,12 +183,13 @@ def _answers(
                     f"the answer {output.request_id} cannot be generated: {output.error}; the "
                     "policy has diverged: resume from an earlier checkpoint with a lower --lr"
                 )
-    return [_Answer(tokens[n], log_probs[n], reasons[n] == "stop") for n in tokens]
+    return [Answer(tokens[n], log_probs[n], reasons[n] == "stop") for n in tokens]
 
 
-def _rewards(
-    tasks: Sequence[Task], answers: Sequence[_Answer], source: PromptSource
+def rewards_of(
+    tasks: Sequence[Task], answers: Sequence[Answer], source: PromptSource
 ) -> list[float]:
+    """Return the reward of each answer."""
     texts = [
         source.tokenizer.detokenize(a.tokens[:-1] if a.is_finished else a.tokens) for a in answers
     ]
@@ -167,7 +203,7 @@ def _rewards(
 def _joined(
     config: RunConfig,
     prompts: Sequence[list[int]],
-    answers: Sequence[_Answer],
+    answers: Sequence[Answer],
     rewards: Sequence[float],
 ) -> Rollouts:
     rollouts = _empty(config)

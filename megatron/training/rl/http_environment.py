@@ -14,7 +14,7 @@ from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from megatron.training.datasets.conversation import Rows, open_rows
+from megatron.training.datasets.row_files import Rows, open_rows
 from megatron.training.rl.environment import Environment, Prompt
 
 _LONGEST_WAIT_S = 30.0

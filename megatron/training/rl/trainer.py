@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
@@ -22,7 +23,8 @@ from megatron.training.data.loaders import chunk_iterators, reads_data
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
 from megatron.training.rl.environment import open_environments
-from megatron.training.rl.generate import PromptSource, generate_round
+from megatron.training.rl.evaluation import evaluate_policy
+from megatron.training.rl.generate import PromptSource, check_prompts, generate_round
 from megatron.training.rl.http_environment import HttpEnvironment
 from megatron.training.rl.log_probs import round_log_probs
 from megatron.training.rl.objective import needs_old_log_probs
@@ -37,7 +39,7 @@ from megatron.training.rl.rounds import (
     trimmed,
 )
 from megatron.training.runtime.phases import in_phase
-from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.runtime import Callback, EvalResult, Runtime
 from megatron.training.runtime.state import StepResult
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
 
@@ -55,6 +57,7 @@ class RolloutTraining(Callback):
         self._round: Round | None = None
         self._batches: list[dict[str, Tensor]] = []
         self._saved: JsonObject | None = None  # the round, while it is trained on
+        self._num_held_out = 0  # environments for evaluations
 
     def on_train_start(self, run: Runtime) -> None:
         config = run.config
@@ -71,6 +74,7 @@ class RolloutTraining(Callback):
                 run.tokenizer,
                 chat_template_of(run.tokenizer, config.tokenizer),
             )
+            check_prompts(config, self._source)
         if config.rl.grpo_kl_beta:
             self._reference = ReferencePolicy(run)
         self._resume(run)
@@ -80,6 +84,8 @@ class RolloutTraining(Callback):
             options=rollout_options(config),
             share_memory=not is_fully_sharded(config.ddp),
         )
+        held_out = () if self._source is None else self._source.environments.held_out
+        self._num_held_out = broadcast_json(len(held_out), run.groups.world)
         loader = self._forever() if reads_data(run) else None
         run.train_data = chunk_iterators(run, loader, prefetches=False)
 
@@ -114,6 +120,26 @@ class RolloutTraining(Callback):
             "number": None if is_last else number,
             "round": None if is_last else self._saved,
         }
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        validation = run.config.validation
+        is_due = validation.eval_interval and not run.state.iteration % validation.eval_interval
+        if not is_due or not validation.eval_iters or not self._num_held_out:
+            return
+        with run.callbacks.paused(run, "evaluation"):
+            found = self._evaluate(run)
+        for number, values in enumerate(found):
+            several = number if len(found) > 1 else None
+            evaluated = EvalResult(
+                losses=values, split="validation", set_index=several, is_final=False
+            )
+            run.callbacks.on_eval_end(run, evaluated)
+
+    def _evaluate(self, run: Runtime) -> list[dict[str, float]]:
+        """Return the results of all held-out environments.  Collective over all ranks."""
+        assert self.engine is not None, "on_train_start opens it"
+        self.engine.update()
+        return evaluate_policy(self._config, self.engine.writer.engine, self._source)
 
     def _hold(self, number: int, round_: Round) -> None:
         self._number = number

@@ -117,6 +117,13 @@ def test_numbers_that_no_size_can_have_are_refused_together() -> None:
     ]
 
 
+def test_the_maximum_of_a_fraction_is_that_of_its_flag() -> None:
+    flags = "--sft --mock-data --logits-load-dir store --logits-load-kd-loss-alpha"
+    (problem,) = problems_of(f"{flags} 1.5")
+    assert problem == "--logits-load-kd-loss-alpha 1.5: at most 1 is possible"
+    assert "--lora-dropout 2.0: at most 1 is possible" in problems_of("--lora-dropout 2")
+
+
 @pytest.mark.parametrize(
     ("kind", "number"),
     [(int, n) for n in (0, 1, 2**31 - 1, 2**62)] + [(float, x) for x in (0.0, 1e-320, 1e308)],
@@ -158,7 +165,11 @@ HALVES = (
     "hybrid_mlp_ratio"
 ).split()
 # Where 5 is no value that another check lets pass.
-VALUES = dict.fromkeys(HALVES, "0.5") | {
+FRACTIONS = (
+    "classes_fraction data_per_class_fraction lora_dropout logits_save_top_p "
+    "logits_load_kd_loss_alpha"
+).split()
+VALUES = dict.fromkeys([*HALVES, *FRACTIONS], "0.5") | {
     "muon_num_ns_steps": "3",
     "profile_ranks": "3",
     "cp_comm_type": "a2a",

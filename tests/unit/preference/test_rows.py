@@ -31,6 +31,27 @@ def test_a_row_has_a_prompt_or_the_prompt_is_what_both_begin_with():
     assert pair_of({"prompt": "a", "chosen": " b", "rejected": " c"}).rejected.is_text
 
 
+def test_texts_without_a_prompt_begin_with_it():
+    """As trl.extract_prompt: a space before the answers belongs to them."""
+    pair = pair_of({"chosen": "H: a? A: yes", "rejected": "H: a? A: no"})
+    assert [message["content"] for message in pair.chosen.messages] == ["H: a? A:", " yes"]
+    assert [message["content"] for message in pair.rejected.messages] == ["H: a? A:", " no"]
+    assert pair.chosen.is_text
+
+
+def test_a_prompt_that_is_a_text_beside_conversations_repeats_their_first_message():
+    row = {"prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+    assert pair_of(row) == pair_of({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]})
+
+
+def test_pairs_of_sharegpt_are_read():
+    answers = {"chosen": {"from": "gpt", "value": "So."}, "rejected": {"from": "gpt", "value": "N"}}
+    row = {"conversations": [{"from": "human", "value": "Why?"}], "system": "Be brief.", **answers}
+    pair = pair_of(row)
+    assert pair.chosen.messages == ({"role": "system", "content": "Be brief."}, ASK, GOOD)
+    assert pair.rejected.first_trained == 2
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -38,8 +59,11 @@ def test_a_row_has_a_prompt_or_the_prompt_is_what_both_begin_with():
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
         ({"chosen": [ASK, GOOD], "rejected": [MORE, BAD]}, "begin with different messages"),
         ({"chosen": [ASK, GOOD], "rejected": [ASK]}, "an assistant's answer must follow"),
-        ({"prompt": "a", "chosen": "", "rejected": "b"}, "completion is empty"),
-        ({"prompt": [ASK], "chosen": "b", "rejected": "c"}, "completion is 'b'; it must be a list"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
+        ({"prompt": [ASK], "chosen": "b", "rejected": "c"}, "chosen is 'b'; it must be a list"),
+        ({"prompt": [ASK], "chosen": [GOOD], "rejected": "c"}, "rejected is 'c'; it must be a"),
+        ({"prompt": "a", "chosen": 1, "rejected": 2}, "chosen is 1; it must be a list of messages"),
+        ({"chosen": "a b", "rejected": "c"}, "begin with different texts; give prompt"),
     ],
 )
 def test_a_wrong_row_is_refused(row, reason):

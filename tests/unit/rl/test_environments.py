@@ -7,12 +7,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.rl.environment import Environment, Prompt, Task, open_environments
+from megatron.training.rl.generate import PromptSource, check_prompts
 from megatron.training.rl.http_environment import HttpEnvironment, RewardServiceError
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
@@ -50,6 +52,40 @@ def test_tasks_are_a_function_of_seed_and_index(tmp_path: Path) -> None:
     assert [task.text for task in again.tasks(7, 8)] == first[7:]
     assert [task.text for task in again.tasks(2, 3)] == first[2:5]
     assert [task.text for task in opened(tmp_path, content, seed=2).tasks(0, 15)] != first
+
+
+@pytest.mark.feature("RL: wrong prompts of a file are reported before the first step, with line")
+@pytest.mark.parametrize("held_out", [False, True])
+def test_wrong_prompts_of_a_file_are_reported_at_once(tmp_path: Path, held_out: bool) -> None:
+    rows = [{"prompt": "1 2"}, {"text": "1"}, {"prompt": "1 " * 9}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    arguments = {"url": "http://x", "prompts": str(path)}
+    entry = {"agent_type": "http", "agent_args": arguments, "evaluation_only": held_out}
+    environments = opened(tmp_path, [entry, {"agent_type": f"{HERE}:Numbers"}])
+    tokenizer = create_tokenizer(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=20))
+    config: Any = SimpleNamespace(data=SimpleNamespace(seq_length=8))
+    with pytest.raises(DataError) as error:
+        check_prompts(config, PromptSource(environments, tokenizer, None))
+    count, *found = str(error.value).splitlines()
+    assert count == "3 of 4 prompts are wrong:"
+    assert [line.split(": ")[0] for line in found] == [f"{path}, line {n}" for n in (2, 3, 4)]
+    assert "has 9 tokens: give 1 to 7, or raise --seq-length 8" in found[1]
+
+
+def test_held_out_environments_have_no_share_of_the_prompts(tmp_path: Path) -> None:
+    content = [
+        {"agent_type": f"{HERE}:Numbers", "agent_args": {"count": count}, "evaluation_only": held}
+        for count, held in ((4, False), (3, True), (2, True))
+    ]
+    found = opened(tmp_path, content)
+    assert [len(environment.prompts) for environment in found.held_out] == [3, 2]
+    assert {len(task.environment.prompts) for task in found.tasks(0, 20)} == {4}
+    with pytest.raises(ConfigError, match="all environments have evaluation_only: give one to"):
+        opened(tmp_path, content[1:])
+    content[1]["evaluation_only"] = "yes"
+    with pytest.raises(ConfigError, match="entry 1: evaluation_only 'yes': give true or false"):
+        opened(tmp_path, content)
 
 
 def test_environments_take_turns_by_their_weights(tmp_path: Path) -> None:

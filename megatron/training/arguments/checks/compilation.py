@@ -26,8 +26,7 @@ def compiled_layers_are_plain(run: RunConfig) -> Iterator[str]:
         "--recompute-granularity full": m.recompute_granularity not in (None, "full"),
         f"--model-kind {run.language_model.model_kind}: use pretrain_gpt.py, or train this model "
         "with --compile none": not model_kind_of(run).supports_compile,
-        f"--num-experts {m.num_moe_experts}: use --compile none; on a GPU --moe-grouped-gemm "
-        "speeds experts up": m.num_moe_experts is not None,
+        f"--num-experts {m.num_moe_experts}: use --compile none": m.num_moe_experts is not None,
         f"--virtual-ranks {run.distributed.virtual_ranks}: use torchrun, with one process per "
         "rank": run.distributed.virtual_ranks is not None,
         f"--{m.format_flag}: keep --compile for bf16 and fp32 GEMMs, or use --compile none for "
