@@ -5,16 +5,20 @@
 A case calls a public function twice: with the kernels of this device enabled, and without.
 Contenders alternate; results are medians, on a CPU of CPU time of one thread, on a GPU of the time
 between events.  The floor copies as many bytes as the work has to read and write, each counted
-once; for work in place it is an addition in place, which is faster.  Caches hold what the previous
-contender left.  On a GPU a pause of the device precedes each work, longer than the host needs to
-queue it, so that the time is that of kernels and not of Python.  Dated results are in kernels.md.
+once; for work in place it is an addition in place, which is faster.  On a CPU, caches hold what the
+previous contender left; on a GPU they hold 256 MiB of something else.  On a GPU a pause of the
+device precedes each work, longer than the host needs to queue it, so that the time is that of
+kernels and not of Python.  A case that fails is a row too.  Dated results are in kernels.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,16 +26,22 @@ from functools import partial
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from benchmarks import kernel_cases, kernel_cases_gpu
 from benchmarks.kernel_cases import Case
 from megatron.core import device
 from megatron.core.device import cpu_kernels, cpu_tuning
 from megatron.core.fusions import kernels
+from megatron.core.optional import require, why_missing
 
 _PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 _MOST_CYCLES_PER_S = 2.1e9  # no GPU has a faster clock
+_FLUSHED_BYTES = 2**28  # several times the cache of any GPU
+_HAS_TRITON = why_missing("triton") is None
+_TRITON = (require("triton.errors", "its kernels").TritonError,) if _HAS_TRITON else ()
+_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, *_TRITON)
 
 
 def kernels_off() -> AbstractContextManager[object]:
@@ -60,6 +70,11 @@ class Row:
         )
 
 
+@functools.cache
+def _flushed() -> Tensor:
+    return torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device=device.current())
+
+
 def pause(seconds: float) -> None:
     """Queue a pause of at least ``seconds`` on the GPU; the host goes on."""
     torch.cuda._sleep(int(seconds * _MOST_CYCLES_PER_S))
@@ -70,6 +85,7 @@ def time_of(work: Callable[[], object], prepare: Callable[[], object]) -> float:
     pause_s = _PAUSE_S
     while device.is_cuda():
         prepare()
+        _flushed().zero_()
         device.synchronize()
         queued_at_s = time.perf_counter()
         pause(pause_s)
@@ -90,7 +106,7 @@ def time_of(work: Callable[[], object], prepare: Callable[[], object]) -> float:
 
 def measured(case: Case, rounds: int) -> Row:
     """Time the contenders of one case alternately, after one warmup round."""
-    source = torch.zeros(case.num_bytes // 8, device=device.current())
+    source = torch.rand(case.num_bytes // 8, device=device.current())  # zeros may be faster
     target = torch.ones_like(source)
     floor = partial(target.add_, 1) if case.in_place else partial(target.copy_, source)
     seen: dict[str, list[float]] = {"torch": [], "fused": [], "copy": []}
@@ -104,12 +120,19 @@ def measured(case: Case, rounds: int) -> Row:
     return Row(case.name, case.num_bytes, torch_ms, fused_ms, copy_ms)
 
 
-def rows(rounds: int, only: str) -> Iterator[Row]:
+def rows(rounds: int, only: str) -> Iterator[Row | str]:
     """Yield the rows of all cases of this device whose names contain ``only``."""
     for make in (kernel_cases_gpu if device.is_cuda() else kernel_cases).CASES:
-        case = make()
-        if only in case.name:
-            yield measured(case, rounds)
+        name = str(make)
+        try:
+            case = make()
+            name = case.name
+            if only in name:
+                yield measured(case, rounds)
+        except _FAILURES as error:
+            traceback.print_exc()
+            message = str(error).replace("|", "/").partition("\n")[0][:100]
+            yield f"| {name} | failed: {type(error).__name__} {message} | | | | | |"
 
 
 def main() -> None:
@@ -124,8 +147,14 @@ def main() -> None:
     cpu_tuning.keep_freed_memory()
     print("| work | MiB | torch ms | fused ms | torch / fused | GB/s | of the floor |")
     print("|---|---|---|---|---|---|---|")
+    failed = measured_rows = 0
     for row in rows(args.rounds, args.only):
         print(row, flush=True)
+        measured_rows += 1
+        failed += isinstance(row, str)
+    print(f"\n{measured_rows} rows, {failed} failed; {device.name()}, torch {torch.__version__}")
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ def flags(shape: Shape, dtype: str) -> list[str]:
     if shape.family == "llama":
         words += " --swiglu --normalization RMSNorm --position-embedding-type rope"
         words += " --disable-bias-linear"
+    if shape.groups:
+        words += f" --group-query-attention --num-query-groups {shape.groups}"
     return words.split() + (["--bf16"] if dtype == "bf16" else [])
 
 
@@ -49,7 +51,8 @@ class OurTrainer:
         self.run.train_iters = 1_000_000
         setup.setup_tokenizer(self.run)
         setup.build_model_chunks(self.run, pretrain_gpt.model_provider)
-        copy_weights(self.run.model_chunks[0], shape)
+        if not shape.groups:  # no other contender has such a shape
+            copy_weights(self.run.model_chunks[0], shape)
         setup.build_optimizer(self.run)
         self.run.train_data = endless(batches(shape, steps))
 

@@ -20,7 +20,10 @@ WEIGHT_DECAY, CLIP = 0.1, 1.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT and of its batch.  ``family`` is gpt2 or llama."""
+    """Sizes of a GPT and of its batch.  ``family`` is gpt2 or llama.
+
+    A shape with query ``groups`` is for our contenders alone.
+    """
 
     name: str
     family: str
@@ -30,6 +33,7 @@ class Shape:
     seq: int
     batch: int
     vocab: int = 50304
+    groups: int = 0  # 0: as many as heads
 
     @property
     def inner(self) -> int:
@@ -44,6 +48,7 @@ SHAPES = {
         Shape("124m", "gpt2", 12, 768, 12, 512, 2),
         Shape("350m", "gpt2", 24, 1024, 16, 512, 2),
         Shape("30m-llama", "llama", 6, 384, 6, 256, 4),
+        Shape("gqa-llama", "llama", 4, 1024, 16, 512, 2, 32000, groups=4),
         Shape("tiny", "gpt2", 2, 64, 2, 64, 2, 512),
         Shape("tiny-llama", "llama", 2, 64, 2, 64, 2, 512),
     )

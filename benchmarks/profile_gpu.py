@@ -3,7 +3,8 @@
     python -m benchmarks.profile_gpu --shape 1.3b [--steps 5] [--ours "--compile layer"]
     python -m benchmarks.profile_gpu --shape tiny --device cpu      (that it works, on any machine)
 
-Idle is the share of the time from the first to the last kernel in which no kernel runs.
+Idle is the share of the time from the first to the last kernel in which no kernel runs.  Copies and
+fills count as kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -41,6 +43,7 @@ def main() -> None:
     asked = parser.parse_args()
     device.choose(asked.device)
     kernels = profiled(make_trainer("ours", SHAPES[asked.shape], asked.ours), asked.steps)
+    print(f"{asked.shape}: {device.name()}, torch {torch.__version__}\n")
     print("\n".join(table_of(kernels, asked.steps)))
     print(summary_of(kernels, asked.steps))
 
@@ -51,8 +54,10 @@ def profiled(trainer: Any, steps: int) -> list[Kernel]:
         trainer.step()
     device.synchronize()
     is_gpu = device.is_cuda()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
-    with profile(activities=activities) as profiler:
+    # Without the host's operations, whose recording would delay launches and add idle time.
+    with profile(
+        activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]
+    ) as profiler:
         for _ in range(steps):
             trainer.step()
         device.synchronize()
@@ -60,7 +65,8 @@ def profiled(trainer: Any, steps: int) -> list[Kernel]:
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
-        if event.device_type == wanted
+        # Ranges such as that of the optimizer's step would cover idle time.
+        if event.device_type == wanted and not event.is_user_annotation
     ]
 
 

@@ -1,16 +1,25 @@
-"""Use half an hour on a machine with one GPU: run a stage of tests and measurements.
+"""Use half an hour on a machine with one GPU: tests and measurements, in stages.
 
     python tools/gpu_lease.py smoke            build, kernels, one training and one generation run
-    python tools/gpu_lease.py losses           losses of many flag sets against those of a CPU
+    python tools/gpu_lease.py losses           losses and gradients of flag sets against a CPU's
     python tools/gpu_lease.py speed            training speed against peers
     python tools/gpu_lease.py profile          kernels of training steps
     python tools/gpu_lease.py rest             generation speed, kernels against plain torch
 
-A stage takes less than nine minutes: each command has a time limit, and one that no time is left
-for is skipped.  The table of results is printed last and written to the folder --output, with the
-output of all commands.  The exit code is 1 if a command failed.
+Several stages in one command share less than ten minutes.  The four commands of half an hour, and
+the minutes that they should take (docs/performance.md says what this assumes):
 
-    python tools/gpu_lease.py losses --write-reference     compute the losses on this CPU
+    python3 tools/gpu_lease.py smoke losses           4
+    python3 tools/gpu_lease.py speed                  9
+    python3 tools/gpu_lease.py profile rest           5
+    python3 tools/gpu_lease.py losses --only NAME     what failed and has been repaired; or
+                                                      speed --shapes moe,llama-8b
+
+Each command has a time limit, and one that no time is left for is skipped.  A row is printed when
+its command ends.  The tables are printed last and written to the folder --output, with the output
+of the commands.  The exit code is 1 if a command failed.
+
+    python tools/gpu_lease.py losses --write-reference     compute losses and gradients on this CPU
     python tools/gpu_lease.py losses --stand-in            try the script without a GPU
 """
 
@@ -19,112 +28,93 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
+import resource
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ROOT / "benchmarks" / "gpu_lease_losses.json"
-_STAGE_S = 520.0
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.gpu_lease_losses import (
+    FLAG_SETS,
+    GPT,
+    STEPS,
+    TINY,
+    FlagSet,
+    Training,
+    found_in,
+    judge,
+    known_trainings,
+    losses_in,
+    store,
+)
+from tools.timed_commands import Command, Row, run_stage, table_of
+
+_STAGE_S = {"smoke": 300.0, "losses": 300.0, "speed": 545.0, "profile": 300.0, "rest": 300.0}
+_CONTENDER_S = 140  # of one contender at one shape
+_CALL_S = 560.0  # of all stages: a lent machine ends a command after ten minutes
+_TRIAL_S = 7200.0  # with --stand-in
 _ON_GPU = "--device cuda".split()
 _ON_CPU = "--device cpu".split()
-_OUTPUT_LINES = 60  # of a failed command, in the log
-_TOLERANCE = {"fp32": 1e-4, "16 bits": 1e-2}  # relative, of losses
-
-_TINY = (
-    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 "
-    "--eval-iters 0 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 512 "
-    "--hidden-dropout 0 --attention-dropout 0 --log-interval 1 --num-workers 0"
-)
-_LLAMA = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--untie-embeddings-and-output-weights"
-)
-_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear"
-_GPT, _T5, _BERT, _MAMBA = (f"pretrain_{kind}.py" for kind in ("gpt", "t5", "bert", "mamba"))
-_MASTER = "--use-distributed-optimizer --use-precision-aware-optimizer"
-_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-_HYBRID = "--num-layers 4 --hybrid-override-pattern M*-M --mamba-num-groups 1 --mamba-head-dim 32"
-_GRAPHS = "--enable-cuda-graph --cuda-graph-warmup-steps 1"
-# Name -> program, flags, number of gloo ranks on the one GPU.
-LOSSES: dict[str, tuple[str, str, int]] = {
-    "gpt2 in fp32": (_GPT, "", 1),
-    "gpt2": (_GPT, "--bf16", 1),
-    "llama, grouped queries": (
-        _GPT,
-        f"--bf16 {_LLAMA} --group-query-attention --num-query-groups 2",
-        1,
-    ),
-    "latent attention": (
-        _GPT,
-        "--bf16 --multi-latent-attention --position-embedding-type rope --kv-channels 32",
-        1,
-    ),
-    "sliding window": (_GPT, f"--bf16 {_LLAMA} --window-size 16,0", 1),
-    "attention sink": (_GPT, f"--bf16 {_LLAMA} --softmax-type learnable", 1),
-    "documents apart": (_GPT, "--bf16 --reset-attention-mask --reset-position-ids", 1),
-    "experts, grouped GEMMs": (_GPT, f"--bf16 {_EXPERTS} --moe-grouped-gemm", 1),
-    "fp8 delayed": (_GPT, "--bf16 --fp8-format hybrid --fp8-recipe delayed", 1),
-    "fp8 tensorwise": (_GPT, "--bf16 --fp8-format hybrid --fp8-recipe tensorwise", 1),
-    "fp8 blockwise": (_GPT, "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", 1),
-    "precision-aware optimizer": (_GPT, f"--bf16 {_MASTER}", 1),
-    "fully sharded": (_GPT, "--bf16 --use-torch-fsdp2 --no-gradient-accumulation-fusion", 1),
-    "optimizer on the host": (_GPT, f"--bf16 {_MASTER} --optimizer-cpu-offload", 1),
-    "recomputation": (_GPT, f"--bf16 {_RECOMPUTE}", 1),
-    "CUDA graphs": (_GPT, f"--bf16 {_GRAPHS}", 1),
-    "deterministic": (_GPT, "--bf16 --deterministic-mode", 1),
-    "T5": (_T5, "--bf16 --vocab-extra-ids 20", 1),
-    "BERT": (_BERT, "--bf16", 1),
-    "Mamba": (_MAMBA, f"--bf16 {_HYBRID}", 1),
-    "TP and SP": (_GPT, "--tensor-model-parallel-size 2 --sequence-parallel --bf16", 2),
-}
-
-
-@dataclass(frozen=True)
-class Command:
-    """One row of a stage: a command line, its time limit, and what its output says."""
-
-    name: str
-    words: Sequence[str]
-    limit_s: float
-    judge: Callable[[str], str] = lambda output: "ok"  # a result that starts with "ok", or why not
-
-
-@dataclass(frozen=True)
-class Row:
-    """The result of a command."""
-
-    name: str
-    result: str
-    elapsed_s: float
 
 
 def main() -> int:
     """Run one stage; return the exit code."""
     asked = _arguments()
     asked.output.mkdir(parents=True, exist_ok=True)
+    _prepare_environment()
     if asked.write_reference:
         return _write_reference(asked)
-    rows = run_stage(STAGES[asked.stage](asked), asked.output / f"{asked.stage}.log")
-    table = "\n".join(table_of(rows))
-    (asked.output / f"{asked.stage}.md").write_text(table + "\n")
-    lines = (json.dumps(vars(row)) for row in rows)
-    (asked.output / f"{asked.stage}.jsonl").write_text("\n".join(lines) + "\n")
-    print(table, flush=True)
+    ends_s = time.monotonic() + (_TRIAL_S if asked.stand_in else _CALL_S)
+    tables = []
+    status = 0
+    if asked.stand_in:  # its compilation belongs to no command
+        build = [sys.executable, "-m", "tests.host_gpu", os.devnull]
+        run_stage([Command("fake device", build, _TRIAL_S)], Path(os.devnull), _TRIAL_S)
+    for stage in asked.stages:
+        # Most runs measure no time, and spend most of theirs on imports and compilation.
+        cores = os.cpu_count() or 1
+        workers = max(1, min(8, cores // 2)) if stage in ("smoke", "losses") else 1
+        limit_s = _TRIAL_S if asked.stand_in else _STAGE_S[stage]
+        limit_s = min(limit_s, ends_s - time.monotonic())
+        rows = run_stage(STAGES[stage](asked), asked.output / f"{stage}.log", limit_s, workers)
+        tables.append("\n".join(table_of(rows)))
+        (asked.output / f"{stage}.md").write_text(tables[-1] + "\n")
+        lines = (json.dumps(vars(row)) for row in rows)
+        (asked.output / f"{stage}.jsonl").write_text("\n".join(lines) + "\n")
+        status |= _status(rows)
+    print("\n\n".join(tables), flush=True)
+    return status
+
+
+def _status(rows: Sequence[Row]) -> int:
     return int(not all(row.result.startswith("ok") for row in rows))
+
+
+def _prepare_environment() -> None:
+    """Set the environment of all commands."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would have the GPU's mappings
+    folder = Path(tempfile.gettempdir()) / "gpu_lease"  # a home folder may be read-only
+    defaults = {
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "4",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("stages", choices=STAGES, nargs="+", metavar="STAGE")
     parser.add_argument(
         "--output",
         type=Path,
@@ -137,56 +127,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--write-reference",
         action="store_true",
-        help="Compute the losses of stage losses on this CPU and write them as its reference.",
+        help="Compute what stage losses compares with on this CPU, and write it.",
     )
     parser.add_argument("--only", default="", help="Run the commands whose name has this text.")
-    return parser.parse_args()
-
-
-def run_stage(commands: Sequence[Command], log: Path, stage_s: float = _STAGE_S) -> list[Row]:
-    """Run the commands one after the other; return a row for each."""
-    rows = []
-    ends_s = time.monotonic() + stage_s
-    with log.open("w") as file:
-        for command in commands:
-            left_s = ends_s - time.monotonic()
-            if left_s < 1:
-                rows.append(Row(command.name, "skipped: no time is left", 0.0))
-                continue
-            rows.append(_run(command, min(command.limit_s, left_s), file.write))
-            file.flush()
-            print(f"{command.name}: {rows[-1].result} ({rows[-1].elapsed_s:.0f} s)", flush=True)
-    return rows
-
-
-def _run(command: Command, limit_s: float, write: Callable[[str], object]) -> Row:
-    began_s = time.monotonic()
-    process = subprocess.Popen(
-        command.words,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # so that ranks are ended too, which would hold the GPU's memory
+    parser.add_argument(
+        "--shapes",
+        default="124m,1.3b,llama-8b-stack",
+        help="Shapes of stage speed (benchmarks/gpu_contenders.py); default: %(default)s.",
     )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-        code = process.returncode
-        result = command.judge(output) if code == 0 else f"failed with exit code {code}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        result = f"failed: not finished in {limit_s:.0f} s"
-    shown = output.splitlines() if result.startswith("ok") else output.splitlines()[-_OUTPUT_LINES:]
-    write(f"$ {shlex.join(command.words)}\n" + "\n".join(shown) + f"\n-> {result}\n\n")
-    return Row(command.name, result, time.monotonic() - began_s)
-
-
-def table_of(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as a Markdown table."""
-    head = ["| command | result | seconds |", "|---|---|---|"]
-    return [*head, *(f"| {r.name} | {r.result} | {r.elapsed_s:.1f} |" for r in rows)]
+    return parser.parse_args()
 
 
 # ---- stages ------------------------------------------------------------------------------------
@@ -196,7 +145,9 @@ def _script(asked: argparse.Namespace, script: str, *words: str, ranks: int = 1)
     """Return the command line of a script, on the fake device if that is asked for."""
     start = [sys.executable]
     if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        # By default torchrun uses the name of the host, which nobody resolves without a network.
+        start += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        start.append(f"--nproc-per-node={ranks}")
     if asked.stand_in:
         start += ["-m", "tests.host_gpu"]
     return [*start, script, *words]
@@ -209,128 +160,151 @@ def _selected(asked: argparse.Namespace, commands: Sequence[Command]) -> list[Co
 def smoke(asked: argparse.Namespace) -> list[Command]:
     """Return what shows that anything works."""
     python = [sys.executable]
+    is_fake = asked.stand_in
     saved = tempfile.mkdtemp()  # not in --output, which has few files
-    train = [*_TINY.split(), "--bf16", *_ON_GPU, "--save", saved]
-    text = ["--load", saved, "--prompt", "5 7 9", "--num-tokens", "20", *_ON_GPU]
+    train = _script(asked, GPT, *TINY.split(), "--bf16", *_ON_GPU, "--save", saved)
+    words = ["--load", saved, "--prompt", "5 7 9", "--num-tokens", "20", *_ON_GPU]
+    text = _script(asked, "tools/text_generation_cli.py", *words)
+    both = ["sh", "-c", f"{shlex.join(train)} && {shlex.join(text)}"]
     commands = [
-        Command("device", [*python, "-c", _DESCRIBE], 60, _last_line),
-        Command("compiled kernels", [*python, *_build()], 180),
-        Command("training", _script(asked, _GPT, *train), 120),
-        Command("text", _script(asked, "tools/text_generation_cli.py", *text), 120, _last_line),
+        # Torch comes from a cold disk.
+        Command("device", [*python, "-c", _DESCRIBE], 120, _last_line if is_fake else _gpu),
+        Command("training and text", both, 240, _trained),
+        Command("compiled kernels", ["sh", "-c", _build()], 240, _last_line),
     ]
-    if not asked.stand_in:  # these kernels have an interpreter of their own for a CPU
-        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-        commands.append(Command("kernels in Triton", [*python, *pytest], 300, _last_line))
+    if not is_fake:  # these kernels have an interpreter of their own for a CPU
+        pytest = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
+        if importlib.util.find_spec("xdist") is not None:  # compilation takes most of the time
+            pytest += ["-n", str(min(10, os.cpu_count() or 1))]
+        if importlib.util.find_spec("pytest_timeout") is not None:
+            pytest.append("--timeout=150")
+        commands.append(
+            Command("kernels in Triton", [*python, *pytest, "tests/gpu"], 300, _some_passed)
+        )
     return _selected(asked, commands)
 
 
-def _build() -> list[str]:
-    """Return the arguments of Python that build the kernels, or import those of an installation."""
-    if importlib.util.find_spec("pybind11") is not None:
-        return ["setup.py", "-q", "build_ext", "--inplace"]
-    return ["-c", "import megatron.core.kernels_cpp"]
+def _build() -> str:
+    """Return the shell command that builds the kernels if it can, and imports them."""
+    python = shlex.quote(sys.executable)
+    imported = f"{python} -c 'import megatron.core.kernels_cpp as m; print(m.__file__)'"
+    if importlib.util.find_spec("pybind11") is None:
+        return imported
+    # A build without a compiler ends well too, without kernels.
+    return f"{python} setup.py -q build_ext --inplace && {imported}"
 
 
-_DESCRIBE = (
-    "import torch; p = torch.cuda.is_available() and torch.cuda.get_device_properties(0); "
-    "print(torch.__version__, p.name if p else 'no GPU', p.total_memory >> 30 if p else 0, 'GiB')"
-)
+_DESCRIBE = """
+import os, platform, shutil
+import torch
+from megatron.core import optional
+p = torch.cuda.is_available() and torch.cuda.get_device_properties(0)
+names = ("triton", "numpy", "transformers", "liger_kernel", "transformer_engine", "pybind11")
+print("missing:", *[name for name in names if optional.why_missing(name)])
+print(p.name if p else "no GPU", p.total_memory >> 30 if p else 0, "GiB, torch",
+      torch.__version__, "Python", platform.python_version(), os.cpu_count(), "cores,",
+      shutil.disk_usage("/tmp").free >> 30, "GiB of disk")
+"""
+
+
+def _trained(output: str) -> str:
+    """Return the losses of a run, and the text that its model generated."""
+    found = losses_in(output)
+    if len(found) != STEPS or not all(map(math.isfinite, found)):
+        return f"failed: losses {found}"
+    text = _last_line(output).removeprefix("ok: ")
+    return f"ok: losses {', '.join(f'{loss:.4f}' for loss in found)}; text {text}"
 
 
 def _last_line(output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
-    return f"ok: {lines[-1][:120]}" if lines else "failed: no output"
+    return f"ok: {lines[-1].strip('= ')[:120]}" if lines else "failed: no output"
+
+
+def _gpu(output: str) -> str:
+    found = _last_line(output)
+    return found.replace("ok", "failed", 1) if found.startswith("ok: no GPU") else found
+
+
+def _some_passed(output: str) -> str:
+    """Return the last line of pytest; tests that all skip show nothing."""
+    found = _last_line(output)
+    return found if " passed" in found else found.replace("ok", "failed", 1)
 
 
 def losses(asked: argparse.Namespace) -> list[Command]:
-    """Return a training run for each flag set of `LOSSES`."""
-    known = json.loads(REFERENCE.read_text()) if REFERENCE.exists() else {}
-    return _selected(
-        asked,
-        [_training(asked, name, _ON_GPU, _comparison(name, known.get(name))) for name in LOSSES],
-    )
+    """Return a training run for each of `FLAG_SETS`."""
+    known = known_trainings()
+    return _selected(asked, [_compared(asked, name, known.get(name)) for name in FLAG_SETS])
+
+
+def _compared(asked: argparse.Namespace, name: str, wanted: Training | None) -> Command:
+    one = FLAG_SETS[name]
+    folder = Path(tempfile.mkdtemp())
+    words = _training(asked, one, folder, _ON_GPU)
+    return Command(name, words, 120, lambda output: judge(output, folder, wanted, one.limits))
 
 
 def _training(
-    asked: argparse.Namespace, name: str, where: Sequence[str], judge: Callable[[str], str]
-) -> Command:
-    program, flags, ranks = LOSSES[name]
-    words = [*_TINY.split(), *flags.split(), *where]
-    if program == _T5:
-        words += ["--encoder-seq-length", "64", "--decoder-seq-length", "64"]
-    if ranks > 1:
-        words += ["--distributed-backend", "gloo"]
-    command = _script(asked, program, *words, ranks=ranks)
-    return Command(name, ["env", "NCCL_ALGO=Ring", *command], 60, judge)
-
-
-def _comparison(name: str, wanted: Sequence[float] | None) -> Callable[[str], str]:
-    return lambda output: _compare(output, wanted, name)
-
-
-def _losses_in(output: str) -> list[float]:
-    lines = [line for line in output.splitlines() if "lm loss:" in line]
-    return [float(line.split("lm loss:")[1].split("|")[0]) for line in lines]
-
-
-def _compare(output: str, wanted: Sequence[float] | None, name: str) -> str:
-    found = _losses_in(output)
-    if wanted is None:
-        return "failed: no losses of a CPU; use --write-reference there"
-    if len(found) != len(wanted):
-        return f"failed: {len(found)} losses, not {len(wanted)}"
-    kind = "16 bits" if "--bf16" in LOSSES[name][1] else "fp32"
-    apart = [abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True)]
-    if not all(gap <= _TOLERANCE[kind] for gap in apart):  # nor if one is NaN
-        return f"failed: relative differences {', '.join(f'{gap:.1e}' for gap in apart)}"
-    return f"ok: relative difference {max(apart):.1e}"
+    asked: argparse.Namespace, one: FlagSet, folder: Path, where: Sequence[str]
+) -> list[str]:
+    """Return the command line of a run that saves to ``folder`` after each step."""
+    save = ["--save", str(folder), "--save-interval", "1"]
+    command = _script(asked, one.program, *one.words(), *where, *save, ranks=one.ranks)
+    return ["env", "NCCL_ALGO=Ring", *command]
 
 
 def _write_reference(asked: argparse.Namespace) -> int:
-    """Run the flag sets on this CPU and write their losses."""
-    found: dict[str, list[float]] = {}
+    """Run the flag sets on this CPU and write what they found."""
+    found: dict[str, Training] = {}
 
-    def keep(name: str) -> Callable[[str], str]:
-        def judge(output: str) -> str:
-            found[name] = _losses_in(output)
-            return "ok" if len(found[name]) == 3 else "failed: no three losses"
+    def reference(name: str) -> Command:
+        folder = Path(tempfile.mkdtemp())
 
-        return judge
+        def keep(output: str) -> str:
+            found[name] = found_in(output, folder)
+            return "ok" if len(found[name].losses) == STEPS else "failed: a loss is missing"
+
+        return Command(name, _training(asked, FLAG_SETS[name], folder, _ON_CPU), 120, keep)
 
     asked.stand_in = False
-    commands = [_training(asked, name, _ON_CPU, keep(name)) for name in LOSSES]
-    rows = run_stage(_selected(asked, commands), asked.output / "reference.log", stage_s=3600)
-    before = json.loads(REFERENCE.read_text()) if REFERENCE.exists() else {}
-    REFERENCE.write_text(json.dumps(before | found, indent=1) + "\n")
+    commands = _selected(asked, [reference(name) for name in FLAG_SETS])
+    rows = run_stage(commands, asked.output / "reference.log", stage_s=_TRIAL_S)
+    known = known_trainings() | found
+    store({name: known[name] for name in FLAG_SETS if name in known})
     print("\n".join(table_of(rows)))
-    return int(not all(row.result.startswith("ok") for row in rows))
+    return _status(rows)
 
 
 def speed(asked: argparse.Namespace) -> list[Command]:
-    """Return the benchmark of training, one command for each shape."""
-    shapes = ("tiny", "tiny-llama") if asked.stand_in else ("124m", "1.3b", "llama-8b-stack")
-    rows = str(asked.output.resolve() / "speed_rows.jsonl")
-    words = ["-m", "benchmarks.train_gpu", "--rounds", "2", "--steps", "2", "--output", rows]
+    """Return the benchmark of training: ours at each shape, then each peer at each shape."""
+    shapes = "tiny,tiny-llama" if asked.stand_in else asked.shapes
+    limit_s = _STAGE_S["speed"] - 15  # the benchmark prints its tables in time
+    words = [sys.executable, "-m", "benchmarks.train_gpu", "--rounds", "2", "--steps", "2"]
+    words += ["--shape", shapes, "--limit-s", str(_CONTENDER_S), "--total-s", str(limit_s)]
+    words += ["--output", str(asked.output.resolve() / "speed_rows.jsonl")]
     if asked.stand_in:  # peers do not know that device
-        words += [*_ON_CPU, "--steps", "2", "--contenders", "ours"]
-    return _selected(
-        asked,
-        [Command(s, [sys.executable, *words, "--shape", s], 170, _rates) for s in shapes],
-    )
+        words += [*_ON_CPU, "--contenders", "ours"]
+    return [Command("training", words, _STAGE_S["speed"], _rates, has_tables=True)]
 
 
 def _rates(output: str) -> str:
-    """Return tokens/s of each contender, and their share of the rate of a matmul."""
+    """Return how many contenders were measured, or which were not."""
     table = [[cell.strip() for cell in line.split("|")] for line in output.splitlines()]
     rows = [row for row in table if len(row) == 10 and row[1].strip("-") not in ("contender", "")]
-    found = [f"{row[1]} {row[2]} tokens/s ({row[5]} of a matmul)" for row in rows]
-    return f"ok: {', '.join(found)}" if found else "failed: no row of a contender"
+    rows = [row for row in rows if row[0]]  # printed when it was found, after the name of its shape
+    failed = [f"{row[0]} {row[1]}: {row[2]}" for row in rows if not row[3]]
+    failed += [f"{row[0]} {row[1]}: loss gap {row[8]}" for row in rows if "VOID" in row[8]]
+    if failed or not rows:
+        return f"failed: {', '.join(failed) or 'no row of a contender'}"
+    return f"ok: {len(rows)} rows"
 
 
 def profile(asked: argparse.Namespace) -> list[Command]:
     """Return the benchmark that lists kernels, one command for each shape."""
     shapes = ("tiny", "tiny-moe") if asked.stand_in else ("124m", "1.3b", "llama-8b-stack", "moe")
     words = ["-m", "benchmarks.profile_gpu", *(_ON_CPU if asked.stand_in else _ON_GPU)]
+    words += ["--steps", "2"]  # a step has eight micro-batches
     return _selected(
         asked,
         [Command(s, [sys.executable, *words, "--shape", s], 125, _last_line) for s in shapes],
@@ -342,8 +316,8 @@ def rest(asked: argparse.Namespace) -> list[Command]:
     saved = tempfile.mkdtemp()
     size = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --train-iters 1"
     size = "--train-iters 1" if asked.stand_in else size
-    train = [*_TINY.split(), *size.split(), "--bf16", *_ON_GPU, "--save", saved]
-    commands = [Command("a model to generate with", _script(asked, _GPT, *train), 120)]
+    train = [*TINY.split(), *size.split(), "--bf16", *_ON_GPU, "--save", saved]
+    commands = [Command("a model to generate with", _script(asked, GPT, *train), 120)]
     for requests in (1, 8) if asked.stand_in else (1, 8, 128):
         words = f"--num-input-tokens 16 --num-tokens-to-generate 32 --device cuda --load {saved} "
         words += f"--inference-max-requests {requests}"
@@ -352,7 +326,7 @@ def rest(asked: argparse.Namespace) -> list[Command]:
         commands.append(Command(f"generation, {requests} requests", generate, 120, _last_line))
     if not asked.stand_in:  # that device has no kernels of its own
         kernels = [sys.executable, "-m", "benchmarks.kernels", *_ON_GPU]
-        commands.append(Command("kernels", kernels, 240, _last_line))
+        commands.append(Command("kernels", kernels, 240, _last_line, has_tables=True))
     return _selected(asked, commands)
 
 

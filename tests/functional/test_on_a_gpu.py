@@ -19,14 +19,14 @@ import pytest
 import torch
 
 from megatron.core.optional import why_missing
-from tests import host_gpu, tolerances
+from tests import forked, host_gpu, tolerances
 from tests.functional.runs import TINY, losses, run_gpt
 from tests.ranks import ROOT
 from tests.unit.datasets.common import write
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or torch.backends.cuda.is_built() or host_gpu.is_asked(),
-    reason="compiles a device with g++, for a torch that is built without CUDA",
+    shutil.which("g++") is None or host_gpu.is_asked(),
+    reason="compiles a device with g++",
 )
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-aux-loss-coeff 0.01"
@@ -49,13 +49,18 @@ def on_the_device(
     base: Sequence[str] = TINY,
     **environ: str,
 ) -> list[float]:
-    """Losses of a run that is started as a user would start it; its log is ``folder``/log."""
+    """Losses of a run that is started as a user would start it; its log is ``folder``/log.
+
+    Its processes are forked from one that has found the device, unless ``environ`` is what Triton
+    reads when it is imported.
+    """
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
-    start = [sys.executable, "-m"]
-    if world_size > 1:
-        start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "-m"]
-    command = [*start, "tests.host_gpu", program, *base, *flags]
+    python = forked.python_on_host_gpu(compiled)
+    if "TRITON_INTERPRET" in environ:
+        python = sys.executable
+    start = [python] if world_size == 1 else forked.torchrun(world_size, python)
+    command = [*start, "-m", "tests.host_gpu", program, *base, *flags]
     ended = subprocess.run(
         [*command, "--device", "cuda", "--metrics-file", str(metrics)],
         cwd=ROOT,
@@ -172,6 +177,23 @@ def test_gemms_over_symmetric_memory_have_the_losses_of_separate_collectives(
     assert "--tp-comm-overlap is without effect" not in (tmp_path / "fused/log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("flags", "where"), [("", ":"), ("--first-last-layers-bf16", " on some layers:")]
+)
+def test_overlap_without_fused_gemms_of_blocks_is_announced(
+    tmp_path: Path, compiled: Path, flags: str, where: str
+) -> None:
+    """The run goes on with separate collectives."""
+    recipe = f"--bf16 --fp8-format hybrid --fp8-recipe mxfp8 {flags} --num-layers 3"
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
+    words = f"{recipe} {layout} --hidden-size 64 --train-iters 2"
+    on_the_device(tmp_path / "run", compiled, 2, words.split())
+    log = (tmp_path / "run/log").read_text()
+    (line,) = [line for line in log.splitlines() if "--tp-comm-overlap is without" in line]
+    assert f"is without effect{where}" in line
+    assert "torch's fused GEMMs take one fp8 scale per tensor or row" in line
+
+
 HYBRID = "--num-layers 4 --hybrid-override-pattern M*-E --mamba-num-groups 2 --mamba-head-dim 32"
 
 
@@ -215,10 +237,10 @@ GENERATED = {
 }
 
 
-def waits_of(script: str) -> dict[str, object]:
+def waits_of(compiled: Path, script: str) -> dict[str, object]:
     """Run a script of tests/functional on the device; return the waits that it prints last."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.host_gpu", f"tests/functional/{script}"],
+        [forked.python_on_host_gpu(compiled), "-m", "tests.host_gpu", f"tests/functional/{script}"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -232,13 +254,13 @@ def waits_of(script: str) -> dict[str, object]:
 
 @pytest.mark.feature("Generation: the host waits once a decode step, for the tokens")
 def test_the_host_waits_once_a_decode_step(compiled: Path) -> None:
-    waits = waits_of("decode_waits.py")
+    waits = waits_of(compiled, "decode_waits.py")
     assert waits == {kind: [1] * 36 for kind in waits}
     assert len(waits) == 7
 
 
 def test_windows_packed_sequences_and_documents_need_no_mask_on_a_gpu(compiled: Path) -> None:
-    waits = waits_of("flash_cases.py")
+    waits = waits_of(compiled, "flash_cases.py")
     assert waits == dict.fromkeys(waits, 0)
     assert len(waits) == 54
 
@@ -247,10 +269,10 @@ def test_windows_packed_sequences_and_documents_need_no_mask_on_a_gpu(compiled: 
     "Experts: on a GPU without expert parallelism the host never waits for token counts"
 )
 def test_the_host_does_not_wait_for_tokens_of_experts(compiled: Path) -> None:
-    waits = waits_of("expert_waits.py")
+    waits = waits_of(compiled, "expert_waits.py")
     assert waits.pop("one by one, in fp32") == 1  # a GEMM for each expert needs its count
     assert waits == dict.fromkeys(waits, 0)
-    assert len(waits) == 11
+    assert len(waits) == 12
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -258,13 +280,14 @@ def test_text_of_the_device_is_that_of_a_cpu(name: str, tmp_path: Path, compiled
     world_size, of_model, of_engine = GENERATED[name]
     save = str(tmp_path / "ck")
     run_gpt(tmp_path, *of_model.split(), "--save", save, world_size=world_size)
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     tool = ["tools/text_generation_cli.py", "--load", save, "--prompt", "5 7 9", "--seed", "1"]
     texts = {}
-    for device, start in (("cpu", []), ("cuda", ["-m", "tests.host_gpu"])):
+    on_device = [*forked.torchrun(world_size, forked.python_on_host_gpu(compiled)), "-m"]
+    starts = {"cpu": forked.torchrun(world_size), "cuda": [*on_device, "tests.host_gpu"]}
+    for device, start in starts.items():
         asked = ["--num-tokens", "12", "--device", device, *of_engine.split()]
         ended = subprocess.run(
-            [sys.executable, *launch, *start, *tool, *asked],
+            [*start, *tool, *asked],
             cwd=ROOT,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             capture_output=True,

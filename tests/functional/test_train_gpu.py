@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
+from benchmarks import train_gpu
 from benchmarks.gpu_contenders import (
     ACCUMULATION,
     SHAPES,
     PeerTrainer,
+    Shape,
     _plain,
     flags,
     make_trainer,
@@ -53,8 +57,46 @@ def test_a_row_says_how_far_its_losses_are_from_ours() -> None:
         found[name] = {"losses": seen, "step_s": [0.5, 0.1, 0.2], "peak": 2**30, "failed": None}
     found["other"] = {**found["plain"], "losses": [2 * x for x in found["ours"]["losses"]]}
     found["large"] = {"losses": [], "step_s": [], "peak": 0.0, "failed": "out of memory"}
-    *_, ours, plain, other, large = table(SHAPES["tiny"], found)
+    *_, ours, plain, other, large = table(SHAPES["tiny"], found.items())
     assert ours.startswith("| ours | 5,120 | ")
     assert "VOID" not in plain
     assert "VOID" in other
     assert large == "| large | out of memory | | | | | | |"
+
+
+def test_every_shape_has_its_first_contender_before_any_has_its_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lease may end before the last contender; one that no time is left for does not start."""
+    started = []
+
+    class Instant:
+        def __init__(self, asked: object, shape: Shape, name: str, limit_s: float) -> None:
+            started.append((shape.name, name, limit_s))
+            self.found: dict[str, object] = {}
+
+        def turn(self) -> None:
+            pass
+
+        stop = turn
+
+    asked = Namespace(
+        contenders="ours,other", total_s=50.0, limit_s=90.0, rounds=1, output=None, shape=""
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpu, "Worker", Instant)
+        found = list(train_gpu.measure(asked, [SHAPES["tiny"], SHAPES["tiny-llama"]]))
+    assert [names[:2] for names in started] == [
+        ("tiny", "product"),
+        ("tiny", "ours"),
+        ("tiny-llama", "ours"),
+        ("tiny", "other"),
+        ("tiny-llama", "other"),
+    ]
+    assert all(limit_s <= 50 for *_, limit_s in started)
+    assert [name for _, name, _ in found] == [name for _, name, _ in started]
+    asked = Namespace(device="cpu", ours="", steps=1, warmup=1)
+    late = train_gpu.Worker(asked, SHAPES["tiny"], "ours", 1.0)
+    late.turn()
+    late.stop()
+    assert late.found["failed"] == "skipped: no time is left"
