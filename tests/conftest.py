@@ -10,12 +10,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+LONGEST = ("test_compile.py", "test_on_a_gpu.py", "test_storm.py", "test_triton.py")
 LOOPBACK = ("127.", "localhost", "::1", "0.0.0.0")
 
 
 def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the files with the longest tests first, so that no worker ends with one of them."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(autouse=True)

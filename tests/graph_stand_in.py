@@ -67,7 +67,8 @@ class _Tape(TorchDispatchMode):
     def _keep(self, tensor: Tensor) -> None:
         key = _storage(tensor)
         if key not in self.made and key not in self.before:
-            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            whole.set_(tensor.untyped_storage())
             self.before[key] = whole, whole.clone()
 
     def finish(self) -> None:

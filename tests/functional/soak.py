@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tests import forked
 from tests.functional.runs import ROOT, TINY
 from tests.functional.soak_probe import read_samples
 
@@ -59,9 +60,7 @@ def soak(
     folder: Path, iterations: int, num_ranks: int, flags: Sequence[str] = ()
 ) -> list[list[dict[str, Any]]]:
     """Train for ``iterations`` steps; the samples of each rank."""
-    launcher = [sys.executable]
-    if num_ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    launcher = forked.torchrun(num_ranks) if num_ranks > 1 else [forked.python()]
     command = [*launcher, "-m", "tests.functional.soak_probe", str(folder / "samples")]
     command += [str(FIRST_SAMPLE), str(SAVE_EVERY), *TINY, *MODEL, *flags]
     command += ["--train-iters", str(iterations)]

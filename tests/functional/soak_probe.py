@@ -33,7 +33,10 @@ class Probe(Callback):
     """Appends samples of this process to ``path``, from step ``first`` on."""
 
     def __init__(self, path: Path, first: int, every: int) -> None:
-        self._path, self._first, self._every = path, first, every
+        # Not a Path: in Python 3.12 it makes and keeps a list at its first use.
+        self._path = os.fspath(path)
+        self._first = first
+        self._every = every
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         iteration = run.state.iteration
@@ -45,7 +48,7 @@ class Probe(Callback):
         if is_end:
             gc.collect()
             line |= {"types": types_of_objects(), "python_blocks": sys.getallocatedblocks()}
-        with self._path.open("a") as file:
+        with open(self._path, "a") as file:
             file.write(json.dumps(line) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""A storm of random faults over two simulated nodes with two ranks each, under tools/launch.py.
+"""A storm of random faults over two simulated nodes, under tools/launch.py.
 
     python -m tests.functional.storm --faults 200 [--first SEED] [--workers 2]
 
@@ -28,6 +28,7 @@ from pathlib import Path
 from megatron.training.fault_tolerance.limits import STATE_FILE
 from tests.functional.supervised import SupervisedRun
 
+RANKS = 2  # of each node
 STEPS = 24
 EVERY = 2
 PACE = "step.before:slow:0.1s"  # faults from outside must find the step that they wait for
@@ -81,14 +82,18 @@ def draw(seed: int) -> Plan:
     first = rng.randint(3, 9)
     steps = (rng.randint(11, 15), rng.randint(17, 21))
     outside = tuple((step, rng.choice(OUTSIDE)) for step in steps[: rng.randint(1, 2)])
-    return Plan(seed, injected, rng.randrange(4), first, () if injected in ENDLESS else outside)
+    return Plan(
+        seed, injected, rng.randrange(2 * RANKS), first, () if injected in ENDLESS else outside
+    )
 
 
 class Storm:
     """Runs plans in ``folder`` and collects what was wrong."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: int = RANKS) -> None:
+        """``ranks`` of each node."""
         self._folder = folder
+        self._ranks = ranks
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
         calm = self._run(folder / "calm", PACE).start_all()
@@ -159,7 +164,7 @@ class Storm:
     def _run(self, folder: Path, faults: str) -> SupervisedRun:
         folder.mkdir(parents=True)
         run = SupervisedRun(
-            folder, nodes=2, ranks=2, steps=STEPS, flags=FLAGS, environ={"FAULTS": faults}
+            folder, nodes=2, ranks=self._ranks, steps=STEPS, flags=FLAGS, environ={"FAULTS": faults}
         )
         state = {"section": LIMITS, "calculated_sections": sorted(LIMITS), "out_of_section": 8.0}
         state["is_out_of_section_calculated"] = True

@@ -68,6 +68,28 @@ def test_a_missing_compiler_is_named_at_the_start_with_the_cure() -> None:
         compiled.compile_layers(nn.Linear(1, 1), "layer")
 
 
+def _compile_where(rank: int, world_size: int, is_kept: bool) -> tuple[str, bool]:
+    """The warning, and whether a layer is compiled."""
+    del rank, world_size
+    model = _gpt()
+    with (
+        mock.patch.object(compiled, "_keeps_gradients", return_value=is_kept),
+        mock.patch.object(compiled, "warn_once") as warn,
+    ):
+        compiled.compile_layers(model, "layer")
+    (text,) = warn.call_args.args
+    return text, "forward" in vars(model.decoder.layers[0])
+
+
+def test_what_compilation_costs_or_loses_is_reported() -> None:
+    ((text, is_compiled),) = run_ranks(_compile_where, 1, False)
+    assert "gradients of zero" in text
+    assert not is_compiled, "torch 2.11 loses gradients"
+    ((text, is_compiled),) = run_ranks(_compile_where, 1, True)
+    assert "on a CPU slower" in text
+    assert is_compiled
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "ranks"),

@@ -33,6 +33,12 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _fixed_nccl_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose the algorithm that --deterministic-mode needs on several GPUs."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+
+
 @pytest.mark.feature("Precision: --deterministic-mode repeats a run bit for bit")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_repeated_has_the_same_bits(kind: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +13,7 @@ import pytest
 
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.llm import LLM
+from tests import forked
 from tests.functional.runs import ROOT, TINY, run_gpt
 from tests.ranks import run_ranks
 
@@ -107,7 +107,7 @@ def test_the_script_for_t5_writes_our_tokens(tmp_path: Path) -> None:
 def test_the_performance_tool_reports_the_tokens_it_generated(
     gpt: str, flags: str, line: str
 ) -> None:
-    tool = [sys.executable, "tools/run_inference_performance_test.py", "--load", gpt]
+    tool = [forked.python(), "tools/run_inference_performance_test.py", "--load", gpt]
     asked = ["--device", "cpu", "--num-tokens-to-generate", "4", *flags.split()]
     ended = subprocess.run([*tool, *asked], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -116,7 +116,7 @@ def test_the_performance_tool_reports_the_tokens_it_generated(
 
 
 def test_the_performance_tool_needs_prompts(gpt: str) -> None:
-    tool = [sys.executable, "tools/run_inference_performance_test.py", "--load", gpt]
+    tool = [forked.python(), "tools/run_inference_performance_test.py", "--load", gpt]
     ended = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert "give --prompts TEXT ... or --num-input-tokens N" in ended.stderr

@@ -6,12 +6,12 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.functional.runs import ROOT, run_gpt
 from tests.server_process import started
 
@@ -20,13 +20,9 @@ PROMPTS = ["1 2 3", "5"]
 
 
 @pytest.fixture(autouse=True)
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the scripts find this environment's python and torchrun, and a free port."""
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    for name, words in (("python", ""), ("torchrun", "-m torch.distributed.run")):
-        (folder / name).write_text(f'#!/bin/bash\nexec {sys.executable} {words} "$@"\n')
-        (folder / name).chmod(0o755)
+    folder = Path(forked.python()).parent
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     with socket.socket() as free:
         free.bind(("localhost", 0))

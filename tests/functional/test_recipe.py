@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.models.registry import model_kind
+from tests import forked
 from tests.functional.runs import losses, run_gpt
 from tools import run_recipe
 from tools.recipe_scale import scale_down
@@ -16,7 +17,11 @@ RECIPES = Path(__file__).parents[1] / "golden/recipes"
 
 
 @pytest.mark.feature("Scripts: functional-test recipes of Megatron-LM, whole or scaled down")
-def test_a_recipe_runs_and_its_second_run_repeats_the_first_from_the_middle(tmp_path, capfd):
+def test_a_recipe_runs_and_its_second_run_repeats_the_first_from_the_middle(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(sys, "executable", forked.python())
+    monkeypatch.setenv("PYTHON_EXEC", sys.executable)  # of torchrun's ranks
     recipe = RECIPES / "gpt_resume.yaml"
     code = run_recipe.main([str(recipe), "--scale-down", "--out", str(tmp_path / "out")])
     printed = capfd.readouterr().out

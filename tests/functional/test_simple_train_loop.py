@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from examples import run_simple_train_loop
-from tests import tolerances
+from tests import forked, tolerances
 from tests.functional import user_simple_loop
 from tests.functional.runs import ROOT
 from tests.ranks import run_ranks
@@ -43,9 +42,8 @@ def _loaded(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_simple_loop_of_megatron_core_trains_saves_and_loads(tmp_path: Path, ranks: int) -> None:
     script = str(Path(user_simple_loop.__file__))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [sys.executable, *launcher, script, str(tmp_path / "ckpt"), str(ranks)],
+        [*forked.torchrun(ranks), script, str(tmp_path / "ckpt"), str(ranks)],
         env={**user_simple_loop.os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

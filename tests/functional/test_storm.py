@@ -8,19 +8,26 @@ import pytest
 
 from tests.functional.storm import Plan, Storm, draw
 
-PLANS = (
-    Plan(0, "NaN on a rank", 3, 5, ((11, "kill launcher 0 (store)"),)),
-    Plan(1, "stopped process", 2, 5, ((11, "kill rank"), (17, "SIGUSR1 to a launcher"))),
-    Plan(2, "NaN always", 1, 4, ()),
-)
+
+def plans(last: int) -> tuple[Plan, ...]:
+    """Plans of runs whose last rank is ``last``."""
+    return (
+        Plan(0, "NaN on a rank", last, 5, ((11, "kill launcher 0 (store)"),)),
+        Plan(1, "stopped process", last, 5, ((11, "kill rank"), (17, "SIGUSR1 to a launcher"))),
+        Plan(2, "NaN always", 1, 4, ()),
+    )
 
 
 @pytest.mark.feature(
     "Fault tolerance: runs on two nodes end with the numbers of an undisturbed one"
 )
-def test_runs_in_a_storm_end_with_the_numbers_of_the_undisturbed_one(tmp_path: Path) -> None:
-    storm = Storm(tmp_path)
-    for plan in PLANS:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_runs_in_a_storm_end_with_the_numbers_of_the_undisturbed_one(
+    tmp_path: Path, ranks: int
+) -> None:
+    """With ``ranks`` of each node."""
+    storm = Storm(tmp_path, ranks)
+    for plan in plans(2 * ranks - 1):
         storm.strike(plan)
     assert not storm.wrong, "\n".join(storm.wrong)
 

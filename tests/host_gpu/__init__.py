@@ -5,8 +5,8 @@
 
 Its tensors are of another device than the host's: to mix them is an error, backward passes run in
 a thread of their own, collectives take them.  Kernels of Triton are missing, or interpreted under
-TRITON_INTERPRET=1.  It needs g++ and a torch built without CUDA, as 2.13.0+cpu is.  What it cannot
-show: speed, what runs late, and what a GPU's own kernels do.
+TRITON_INTERPRET=1.  It needs g++; a torch that is built with CUDA serves too.  What it cannot show:
+speed, what runs late, and what a GPU's own kernels do.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def load() -> None:
 
     Torch must not have been imported: it asks once what accelerators there are.
     """
-    if not is_asked():
-        return
+    if not is_asked() or f"{__name__}.torch_cuda" in sys.modules:
+        return  # the second: this process was forked from one that has found it
     assert "torch" not in sys.modules
     if os.environ.get("TRITON_INTERPRET") != "1":
         sys.modules["triton"] = None  # type: ignore[assignment]

@@ -45,7 +45,6 @@ def _flash_attention_forward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    assert dropout_p == 0
     _check_flash(q, k, v, cum_q, cum_k)
     window = (window_size_left, 0 if is_causal else window_size_right)
     seen, written = _seen(q, k, cum_q, (max_q, max_k), window)
@@ -53,12 +52,13 @@ def _flash_attention_forward(
     lse = scores.logsumexp(-1)
     is_empty = lse == -math.inf
     probs = (scores - lse.masked_fill(is_empty, 0).unsqueeze(-1)).exp()
+    state = _seed(q, dropout_p).expand(2).contiguous().view(torch.uint64)
+    probs = probs * _kept(state, probs, dropout_p)
     out = _tokens_first(probs @ _heads_first(v, q.shape[-2])).view(q.shape).to(q.dtype)
     out = out.masked_fill(~written[:, None, None], math.nan)
     lse = lse.masked_fill(is_empty, math.inf)  # of a query that sees no key
-    seed = torch.zeros(2, dtype=torch.int64, device=q.device)
-    none = q.new_empty(0)
-    return out, lse if cum_q is None else lse[0], seed, none, none
+    unused = torch.zeros((), dtype=torch.uint64, device=q.device)
+    return out, lse if cum_q is None else lse[0], state, unused, q.new_empty(0)
 
 
 def _flash_attention_backward(
@@ -82,19 +82,28 @@ def _flash_attention_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     _check_flash(q, k, v, cum_q, cum_k)
+    assert q.dtype == grad.dtype == out.dtype, "the kernel reads all of them as one dtype"
+    assert q.shape == grad.shape == out.shape
+    assert seed.dtype == torch.uint64, "the state of dropout that forward returned"
+    assert seed.shape == (2,)
+    rows = q.shape[:-1] if cum_q is None else (1, *q.shape[:-1])  # [b, q, n]
+    of_rows = (rows[0], rows[2], rows[1])
+    assert lse.shape == (of_rows if cum_q is None else of_rows[1:])
     # The kernel reads its memory as packed rows [b, n, q], whatever the strides say.
     assert lse.dtype == torch.float32, "a GPU's flash kernel keeps its logarithms in fp32"
     assert lse.is_contiguous(), "flash attention's backward pass reads a packed log-sum-exp"
     window = (window_size_left, 0 if is_causal else window_size_right)
     seen, written = _seen(q, k, cum_q, (max_q, max_k), window)
     heads, groups = q.shape[-2], k.shape[-2]
-    rows = lse if cum_q is None else lse.unsqueeze(0)
+    log_sums = lse if cum_q is None else lse.unsqueeze(0)
     grads, outs = (_heads_first(x, heads) for x in (grad, out))
-    probs = (_scores(q, k, scale) - rows.unsqueeze(-1)).exp().masked_fill(~seen, 0)
+    probs = (_scores(q, k, scale) - log_sums.unsqueeze(-1)).exp().masked_fill(~seen, 0)
     along = (grads * outs).sum(-1, keepdim=True)
-    grad_scores = probs * (grads @ _heads_first(v, heads).mT - along) * scale
+    kept = _kept(seed, probs, dropout_p)
+    grad_scores = probs * (grads @ _heads_first(v, heads).mT * kept - along) * scale
     dq = grad_scores @ _heads_first(k, heads)
-    dk, dv = grad_scores.mT @ _heads_first(q, heads), probs.mT @ grads
+    dk = grad_scores.mT @ _heads_first(q, heads)
+    dv = (probs * kept).mT @ grads
     dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
     of_all = zip((dq, dk, dv), (q, k, v), strict=True)
     dq, dk, dv = (_tokens_first(x).view(like.shape).to(like.dtype) for x, like in of_all)
@@ -116,10 +125,14 @@ def _check_flash(
         steps = [n for n, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
         places = (*steps[:-1], tensor.storage_offset())
         assert all(n % 8 == 0 for n in places), "the kernel reads 16 bytes at once"
+    assert q.dtype == k.dtype == v.dtype
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "values are as wide as keys"
+    assert k.shape == v.shape
     assert q.shape[-2] % k.shape[-2] == 0
     assert (cum_q is None) == (cum_k is None)
     for bounds in (cum_q, cum_k):
         if bounds is not None:
+            assert bounds.dim() == 1
             assert bounds.dtype == torch.int32
             assert bounds.is_contiguous()
             assert bounds.is_cuda
@@ -185,10 +198,15 @@ def _efficient(
 ) -> tuple[Tensor, ...]:
     if q.shape[1] != k.shape[1]:
         raise RuntimeError("efficient attention has no groups of queries")
+    _check_efficient(q, k, v)
     assert bias is None
-    out, lse = _forward(q, k, v, dropout_p, is_causal, scale)
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    return out, F.pad(lse, (0, -lse.shape[-1] % _ROWS)), seed, seed
+    seed = _seed(q, dropout_p)
+    if dropout_p:
+        probs, lse = _probabilities(q, k, is_causal, scale)
+        out = (probs * _kept(seed, probs, dropout_p) @ v.float()).to(q.dtype)
+    else:
+        out, lse = _forward(q, k, v, is_causal, scale)
+    return out, F.pad(lse, (0, -lse.shape[-1] % _ROWS)), seed, torch.zeros_like(seed)
 
 
 def _efficient_backward(
@@ -207,9 +225,34 @@ def _efficient_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    assert lse.shape[-1] % _ROWS == 0
+    _check_efficient(q, k, v)
+    assert grad.dtype == out.dtype == q.dtype
+    assert grad.shape == out.shape == (*q.shape[:3], v.shape[-1])
+    assert lse.dtype == torch.float32, "efficient attention keeps its logarithms in fp32"
+    assert lse.shape == (*q.shape[:2], q.shape[2] + -q.shape[2] % _ROWS)
     rows = lse[..., : q.shape[2]].contiguous()
-    return *_backward(grad, q, k, v, out, rows, dropout_p, is_causal, scale), None
+    if not dropout_p:
+        return *_backward(grad, q, k, v, out, rows, is_causal, scale), None
+    # Of merged blocks, ``out`` and ``lse`` are of more keys than these.
+    scores = _masked_scores(q, k, is_causal, scale)
+    probs = (scores - rows.unsqueeze(-1)).exp()
+    kept = _kept(seed, probs, dropout_p)
+    along = (grad.float() * out.float()).sum(-1, keepdim=True)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    of_scores = probs * (grad.float() @ v.float().mT * kept - along) * factor
+    grads = of_scores @ k.float(), of_scores.mT @ q.float(), (probs * kept).mT @ grad.float()
+    return *(torch.empty_like(x).copy_(g) for g, x in zip(grads, (q, k, v), strict=True)), None
+
+
+def _check_efficient(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for x in (q, k, v):
+        assert x.dtype == q.dtype
+        assert x.dtype in (*_HALF, torch.float32), "efficient attention has no other dtype"
+        assert x.stride(-1) == 1, "efficient attention reads heads of adjacent values"
+        unit = 16 // x.element_size()
+        steps = [n for n, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+        places = (*steps[:-1], x.storage_offset(), x.shape[-1])
+        assert all(n % unit == 0 for n in places), "torch pads or copies what is not aligned"
 
 
 def _cudnn(
@@ -231,7 +274,7 @@ def _cudnn(
     assert dropout_p == 0
     assert not return_debug_mask
     assert scale is not None
-    probs, lse = _cudnn_probabilities(q, k, is_causal, scale)
+    probs, lse = _probabilities(q, k, is_causal, scale)
     order = sorted(range(4), key=lambda dim: -q.stride(dim))  # the output has that of queries
     places = sorted(range(4), key=lambda at: order[at])
     out = (probs @ v.float()).to(q.dtype).permute(order).contiguous().permute(places)
@@ -262,21 +305,42 @@ def _cudnn_backward(
     _check_cudnn(q, k, v)
     assert grad.shape == out.shape == (*q.shape[:3], v.shape[-1])
     assert lse.shape == (*q.shape[:3], 1)
-    probs, _ = _cudnn_probabilities(q, k, is_causal, scale)
+    probs, _ = _probabilities(q, k, is_causal, scale)
     along = (grad.float() * out.float()).sum(-1, keepdim=True)
     scores = probs * (grad.float() @ v.float().mT - along) * scale
     grads = scores @ k.float(), scores.mT @ q.float(), probs.mT @ grad.float()
     return tuple(torch.empty_like(x).copy_(g) for g, x in zip(grads, (q, k, v), strict=True))
 
 
-def _cudnn_probabilities(
-    q: Tensor, k: Tensor, is_causal: bool, scale: float
+def _probabilities(
+    q: Tensor, k: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    scores = q.float() @ k.float().mT * scale
+    scores = _masked_scores(q, k, is_causal, scale)
+    return scores.softmax(-1), scores.logsumexp(-1)
+
+
+def _masked_scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+    scores = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -math.inf)
-    return scores.softmax(-1), scores.logsumexp(-1)
+    return scores
+
+
+def _seed(like: Tensor, dropout_p: float) -> Tensor:
+    """Draw the state of dropout from the device's generator."""
+    if not dropout_p:
+        return torch.zeros((), dtype=torch.int64, device=like.device)
+    return torch.randint(2**62, (), device=like.device)
+
+
+def _kept(state: Tensor, probs: Tensor, dropout_p: float) -> Tensor | float:
+    """Return the factors of dropout for a state that forward returned."""
+    if not dropout_p:
+        return 1.0
+    generator = torch.Generator().manual_seed(int(state.view(torch.int64).flatten()[0]))
+    mask = torch.rand(probs.shape, generator=generator) >= dropout_p
+    return mask.to(probs.device).to(probs.dtype) / (1 - dropout_p)
 
 
 def _check_cudnn(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -293,9 +357,8 @@ def _check_cudnn(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    assert dropout_p == 0
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(q, k, v, 0.0, is_causal, scale=scale)
     return out, lse
@@ -308,10 +371,9 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    dropout_p: float,
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, ...]:
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    result: tuple[Tensor, ...] = kernel(grad, q, k, v, out, lse, dropout_p, is_causal, scale=scale)
+    result: tuple[Tensor, ...] = kernel(grad, q, k, v, out, lse, 0.0, is_causal, scale=scale)
     return result

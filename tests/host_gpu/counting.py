@@ -3,9 +3,10 @@
     [TRITON_INTERPRET=1] python -m tests.host_gpu.counting pretrain_gpt.py --device cuda FLAGS
 
 Prints, for the step before the last: kernels (operations of torch that compute, and launches of
-Triton), the bytes that they read and write if nothing stays in a cache, and how often the host
-waits.  The operations with the most bytes follow.  An operation of torch is one kernel here; on a
-GPU a few need more, and what NCCL does is left out.
+Triton), the bytes that they read and write if nothing stays in a cache, how often the host waits,
+and how often it reads a value of the step before, for which it waits only if it is a step ahead.
+The operations with the most bytes follow, then what waits.  An operation of torch is one kernel
+here; on a GPU a few need more, and what NCCL does is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 import os
 import runpy
 import sys
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ class _Step:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.waits = 0
+        self.late_reads = 0  # of the step before
+        self.waiting: Counter[str] = Counter()  # by the function of this project that waits
 
     def note(self, name: str, tensors: list[Any]) -> None:
         """Count a kernel that touches ``tensors``, each once."""
@@ -42,10 +46,12 @@ class _Step:
     def report(self) -> str:
         """Return the table."""
         total = f"{sum(self.calls.values())} kernels, {sum(self.bytes.values()):,} bytes"
-        rows = [f"{total}, {self.waits} waits of the host", "", "| kernel | calls | bytes |"]
+        host = f"{self.waits} waits of the host, {self.late_reads} reads of the step before"
+        rows = [f"{total}, {host}", "", "| kernel | calls | bytes |"]
         rows.append("|---|---|---|")
         for name, count in self.bytes.most_common(_SHOWN):
             rows.append(f"| {name} | {self.calls[name]} | {count:,} |")
+        rows += [f"the host waits {n} times in {place}" for place, n in self.waiting.items()]
         return "\n".join(rows)
 
 
@@ -60,12 +66,26 @@ def main() -> None:
     print(steps[-2].report() if len(steps) > 1 else "give two --train-iters or more")
 
 
+def _caller() -> str:
+    """Return the innermost function of this project on the stack."""
+    frames = [frame for frame in traceback.extract_stack() if "/megatron/" in frame.filename]
+    own = [frame for frame in frames if not frame.filename.endswith("async_host_copy.py")]
+    return f"{Path(own[-1].filename).name}:{own[-1].name}" if own else "another library"
+
+
+def _reads_step_before() -> bool:
+    """Return whether the host reads the result of a deferred step."""
+    names = {frame.name for frame in traceback.extract_stack()}
+    return bool(names & {"finish_deferred_step", "scale_loss"})
+
+
 def _watch() -> list[_Step]:
     """Count every step of the training loop from now on."""
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
     from torch.utils._pytree import tree_leaves
 
+    from megatron.core import device
     from tests.host_gpu import torch_cuda
 
     loop: Any = importlib.import_module("megatron.training.loop")
@@ -78,7 +98,10 @@ def _watch() -> list[_Step]:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> object:
+            before = torch_cuda.waits()
             out = func(*args, **(kwargs or {}))
+            if torch_cuda.waits() > before:
+                steps[-1].waiting[_caller()] += torch_cuda.waits() - before
             name = func._schema.name.removeprefix("aten::")
             computes = not func.is_view and not name.startswith(_NO_KERNEL)
             if computes and "empty" not in name and not name.startswith("c10d"):
@@ -109,13 +132,26 @@ def _watch() -> list[_Step]:
             return done
 
         interpreter.GridExecutor.__call__ = counted
+    wait_for = device.wait_for
+
+    def waits_for(event: Any) -> None:
+        before = torch_cuda.waits()
+        wait_for(event)
+        if steps and torch_cuda.waits() > before:
+            if _reads_step_before():
+                steps[-1].late_reads += 1
+                steps[-1].waits -= torch_cuda.waits() - before
+            else:
+                steps[-1].waiting[_caller()] += 1
+
+    device.wait_for = waits_for
     train_step = loop.train_step
 
-    def step(run: Any) -> Any:
+    def step(run: Any, **how: Any) -> Any:
         steps.append(_Step())
         before = torch_cuda.waits()
         with Operations():
-            done = train_step(run)
+            done = train_step(run, **how)
         steps[-1].waits += torch_cuda.waits() - before
         return done
 

@@ -8,6 +8,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -266,9 +267,24 @@ void check_deterministic(const std::string& name, const torch::jit::Stack& stack
               "but cuBLAS needs CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8: ", name);
 }
 
-// cuBLAS multiplies fp8 rows [m, k] by columns [k, n], with k and n in multiples of 16.
-void check_scaled_mm(const torch::jit::Stack& stack, size_t first) {
+// cuBLAS multiplies fp8 rows [m, k] by columns [k, n], with k and n in multiples of 16, from and to
+// addresses in multiples of 16 bytes; it has no product of e5m2 and e5m2.
+void check_scaled_mm(const torch::jit::Stack& stack, size_t first, const std::string& name) {
   const Tensor a = stack[first].toTensor(), b = stack[first + 1].toTensor();
+  TORCH_CHECK(a.scalar_type() != at::kFloat8_e5m2 || b.scalar_type() != at::kFloat8_e5m2,
+              "Multiplication of two Float8_e5m2 matrices is not supported");
+  for (const Tensor& t : {a, b})
+    TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0, "unaligned fp8 GEMM");
+  for (size_t i = first + 2; i < first + 4 && name.rfind("aten::_scaled_mm_v2", 0) != 0; ++i) {
+    const Tensor scale = stack[i].toTensor();
+    TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.numel() == 1 && scale.is_cuda(),
+                "fp8 GEMM with a scale of ", scale.scalar_type(), " ", scale.sizes());
+  }
+  if (name == "aten::_scaled_mm.out") {
+    const Tensor out = stack.back().toTensor();
+    TORCH_CHECK(out.is_contiguous() && reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0,
+                "unaligned output of an fp8 GEMM");
+  }
   TORCH_CHECK(a.stride(1) == 1 && b.stride(0) == 1, "mat1 must be row-major, mat2 column-major");
   TORCH_CHECK(a.size(1) % 16 == 0 && b.size(1) % 16 == 0,
               "fp8 GEMMs need k and n in multiples of 16, got ", a.sizes(), " and ", b.sizes());
@@ -302,7 +318,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t given = schema.arguments().size(), first = stack->size() - given;
   const std::string name = c10::toString(op.operator_name());
   check_deterministic(name, *stack, first);
-  if (name.rfind("aten::_scaled_mm", 0) == 0) check_scaled_mm(*stack, first);
+  if (name.rfind("aten::_scaled_mm", 0) == 0) check_scaled_mm(*stack, first, name);
   const bool is_grouped = name.rfind("aten::_grouped_mm", 0) == 0;
   if (is_grouped) check_grouped_mm(*stack, first);
   const int64_t computed = is_grouped ? computed_rows(*stack, first) : -1;
@@ -400,15 +416,45 @@ void resize_storage(const Tensor& tensor, int64_t bytes) {
   at::native::resize_bytes_cpu(tensor.storage().unsafeGetStorageImpl(), bytes);
 }
 
+// Attention that asks for no kernel is the formula; a build with CUDA would ask the driver.
+int64_t plain_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                        double, bool, std::optional<double>, bool) {
+  return 0;
+}
+
+// Replaces the kernels that torch has for a GPU: those of collectives, and in a build with CUDA those
+// of all operations.  Torch warns of each.
+bool take_kernels() {
+  struct Quiet final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const auto key = c10::DispatchKey::CUDA;
+  static torch::Library aten(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  static torch::Library c10d(torch::Library::IMPL, "c10d", key, __FILE__, __LINE__);
+  for (const auto& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(key)) {
+    const auto space = name.getNamespace().value_or("");
+    if (space != "aten" && space != "c10d") continue;
+    auto& library = space == "aten" ? aten : c10d;
+    library.impl(c10::toString(name).c_str(),
+                 torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&plain_attention);
+  return true;
+}
+
 }  // namespace
 
 namespace c10::impl {
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 }
 namespace at {
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks);
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks);
 }
 static const bool has_memory = (c10::SetAllocator(DeviceType::CUDA, &memory, 255), true);
+
+// Before the kernels that follow.
+static const bool has_kernels = take_kernels();
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
@@ -437,25 +483,7 @@ TORCH_LIBRARY_IMPL(host_gpu, CUDA, m) {
   m.impl("resize_storage", TORCH_FN(resize_storage));
 }
 
-// Collectives have kernels for a GPU already, which are replaced; torch warns of each.
-void take_collectives() {
-  struct Quiet final : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  } quiet;
-  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-  static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::CUDA, __FILE__,
-                                __LINE__);
-  for (const char* name :
-       {"send", "recv_", "recv_any_source_", "reduce_", "broadcast_", "allreduce_",
-        "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_coalesced_",
-        "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_",
-        "reduce_scatter_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_",
-        "barrier"})
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
-}
-
 PYBIND11_MODULE(host_gpu_cpp, m) {
-  take_collectives();
   m.def("allocated", [] { return allocated.load(); });
   m.def("most_allocated", [] { return most_allocated.load(); });
   m.def("reset_peak_memory", [] { most_allocated = allocated.load(); });

@@ -1,11 +1,15 @@
 """Measure the host's time for a transformer layer and micro-batch, forward and backward.
 
     [WORLD_SIZE=2] python -m tests.host_gpu.host_time [gpt|llama] [FLAGS]
+    python -m tests.host_gpu.host_time transformers       layers of transformers' Llama, to compare
 
 The device computes on the host, and its kernels count their own time, which is subtracted: the rest
-is Python, torch's dispatcher and autograd, and Triton's launcher up to the driver.  A GPU adds the
-driver's time of each launch.  The difference between 8 layers and 2 removes the rest of the model.
+is Python, torch's dispatcher and autograd, and Triton's own launcher, whose calls of the driver do
+nothing.  A GPU adds the driver's time of each launch.  The difference between 8 layers and 2
+removes the rest of the model.
 Of several ranks, this process is rank 0: torch's fake backend has no other, and waits for none.
+Its collectives do nothing: Python, c10d's dispatch and the Work object are measured, and a GPU adds
+NCCL's time to enqueue.
 """
 
 from __future__ import annotations
@@ -17,10 +21,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tests import host_gpu
+from tests.host_gpu.triton_driver import Launch, cuda_driver
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import ModuleList
+
+    Step = Callable[[ModuleList], Tensor]  # a forward pass through these layers
 
 _LAYERS = 8
 _FEW = 2
@@ -35,6 +45,7 @@ _FLAGS = (
     "--vocab-size 63 --no-create-attention-mask-in-dataloader --eval-iters 0 --num-workers 0 "
     "--hidden-dropout 0 --attention-dropout 0 --transformer-impl local"
 )
+_PEER = "transformers"
 _OF = {
     "gpt": "",
     "llama": "--swiglu --normalization RMSNorm --position-embedding-type rope "
@@ -45,8 +56,12 @@ _OF = {
 def main() -> None:
     """Measure and print one line."""
     kind, *more = sys.argv[1:] or ["llama"]
-    driver = _load()
-    forward, backward, launches = _measure([*_FLAGS.split(), *_OF[kind].split(), *more], driver)
+    last = _load()
+    if kind == _PEER:
+        step, layers = _peer()
+    else:
+        step, layers = _own([*_FLAGS.split(), *_OF[kind].split(), *more])
+    forward, backward, launches = _measure(step, layers, last)
     print(
         f"{' '.join([kind, *more])}: {forward + backward:.3f} ms per layer and micro-batch "
         f"(forward {forward:.3f}, backward {backward:.3f}), {launches:.0f} launches of Triton",
@@ -55,74 +70,39 @@ def main() -> None:
     os._exit(0)  # threads of a group without peers may outlive the interpreter, which aborts then
 
 
-def _load() -> Driver:
-    """Install the device and a driver for Triton whose launches do nothing."""
-    os.environ[host_gpu.ASKED] = str(host_gpu.build(Path("build/host_gpu").resolve()))
+def _load() -> Launch:
+    """Install the device and Triton's driver; return what the emulated driver receives."""
+    folder = Path("build/host_gpu").resolve()
+    os.environ[host_gpu.ASKED] = str(host_gpu.build(folder))
     triton: Any = importlib.import_module("triton")
     os.environ["TRITON_INTERPRET"] = "1"  # otherwise `load` hides Triton
     host_gpu.load()
     del os.environ["TRITON_INTERPRET"]
-    driver = Driver()
+    driver, last = cuda_driver(folder)
     triton.runtime.driver.set_active(driver)
-    return driver
+    return last
 
 
-class Driver:
-    """Driver of an H100 that loads compiled kernels and counts launches, which do nothing."""
-
-    def __init__(self) -> None:
-        self.launches = 0
-        self.utils = SimpleNamespace(
-            load_binary=lambda *_: (1, 1, 0, 0, 1024),
-            unload_module=lambda *_: None,
-            get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
-        )
-
-    def launcher_cls(self, *_: object) -> Callable[..., None]:
-        return self._launch
-
-    def _launch(self, *_: object) -> None:
-        self.launches += 1
-
-    def get_current_target(self) -> Any:
-        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-
-def _measure(flags: list[str], driver: Driver) -> tuple[float, float, float]:
+def _measure(step: Step, layers: ModuleList, last: Launch) -> tuple[float, float, float]:
     """Return milliseconds of forward and of backward, and launches, per layer and micro-batch."""
     import torch
 
     from tests.host_gpu import torch_cuda
 
     device = torch_cuda.compiled_device
-    _use_cheap_kernels()
-    wrapper, block, shared = _model(flags)
-    rows = _TOKENS // block.tp_group.size() if block.config.sequence_parallel else _TOKENS
-    like = torch.empty(rows, 1, _WIDTH, dtype=torch.bfloat16, device="cuda")
-    given = torch.zeros_like(like).requires_grad_()
-    grad = torch.zeros_like(like)
-    layers = block.layers
     few = torch.nn.ModuleList(list(layers)[:_FEW])
 
     def now() -> int:
         return time.perf_counter_ns() - int(device.kernel_ns())
 
     def run(count: int) -> tuple[int, int, int]:
-        block.layers = few if count == _FEW else layers
-        launched = driver.launches
-        with wrapper.no_sync():
-            begin = now()
-            y = block(given, **shared)
-            middle = now()
-            y.backward(grad)
-            end = now()
-        return middle - begin, end - middle, driver.launches - launched
+        launched = last.launches
+        begin = now()
+        y = step(few if count == _FEW else layers)
+        middle = now()
+        y.backward(torch.zeros_like(y))
+        end = now()
+        return middle - begin, end - middle, last.launches - launched
 
     for _ in range(_WARMUP):
         run(_FEW)
@@ -136,6 +116,59 @@ def _measure(flags: list[str], driver: Driver) -> tuple[float, float, float]:
         (b - a) / (_LAYERS - _FEW) for a, b in zip(least, most, strict=True)
     )
     return forward / 1e6, backward / 1e6, launches
+
+
+def _own(flags: list[str]) -> tuple[Step, ModuleList]:
+    """Return the forward pass of this project's layers, and the layers."""
+    import torch
+
+    from tests.host_gpu import torch_cuda
+
+    torch_cuda.check_no_collectives()
+    _use_cheap_kernels()
+    wrapper, block, shared = _model(flags)
+    rows = _TOKENS // block.tp_group.size() if block.config.sequence_parallel else _TOKENS
+    given = torch.zeros(rows, 1, _WIDTH, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    wrapper.no_sync().__enter__()  # a micro-batch that is not the last
+
+    def step(layers: ModuleList) -> Tensor:
+        block.layers = layers
+        return cast("Tensor", block(given, **shared))
+
+    return step, block.layers
+
+
+def _peer() -> tuple[Step, ModuleList]:
+    """Return the forward pass of layers of transformers' Llama, and the layers."""
+    import torch
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    _use_cheap_kernels()
+    torch.nn.functional.scaled_dot_product_attention = DotProductAttention.sdpa
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=_WIDTH,
+        intermediate_size=4 * _WIDTH,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=2,
+        attn_implementation="sdpa",
+    )
+    model = LlamaModel(config).to("cuda", torch.bfloat16)
+    given = torch.zeros(1, _TOKENS, _WIDTH, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    positions = torch.arange(_TOKENS, device="cuda")[None]
+    with torch.no_grad():
+        angles = model.rotary_emb(given, positions)
+
+    def step(layers: ModuleList) -> Tensor:
+        x: Any = given
+        for layer in layers:
+            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=angles)
+        return cast("Tensor", x)
+
+    return step, model.layers
 
 
 def _use_cheap_kernels() -> None:

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from megatron.core import device
-from tests import triton_interpreter
-from tests.host_gpu import attention, gemm, nccl, symmetric_memory
+from megatron.core.parallel import collectives
+from tests import host_gpu, triton_interpreter
+from tests.host_gpu import attention, gemm, nccl, nccl_calls, norm, symmetric_memory
 
 _threads = threading.local()
+_unchecked: list[tuple[Any, str, Any]] = []  # module, name and value of what `checked` replaces
 kept: list[Any] = []  # what would unregister itself
 waits: Any = None  # returns how often the host has waited for the device, once installed
 compiled_device: Any = None  # the compiled module, once installed
@@ -32,38 +34,59 @@ _DOING_NOTHING = {
 
 _LIKE_NCCL = "cuda:gloo,cpu:gloo"  # what the device's operations ask is the CPU's
 _GLOO = "cpu:gloo,cuda:gloo"  # as torch describes a group of gloo alone
-_P2P = ("send", "recv", "isend", "irecv")
-_COLLECTIVES = (
-    *_P2P,
-    *("all_reduce", "reduce", "broadcast", "all_to_all_single"),
-    *("all_gather", "all_gather_into_tensor", "gather", "reduce_scatter_tensor"),
-    *("all_gather_single", "reduce_scatter_single"),  # names of torch 2.13
-)
+
+
+def _backends_of(group: Any = None) -> str:
+    return str(dist.get_backend_config(group))
 
 
 def _is_like_nccl(group: Any = None) -> bool:
-    return str(dist.get_backend_config(group)) == _LIKE_NCCL
+    return _backends_of(group) == _LIKE_NCCL
 
 
 def _of_the_device(collective: Any) -> Any:
-    """``collective``, which NCCL does not offer for tensors of the host.
+    """``collective`` with the contract of NCCL, which does not take tensors of the host.
 
     Nor does gloo send tensors of a GPU: `ProcessGroupGloo` copies to the host and back in
     all-reduce, reduce, broadcast, all-gather, gather, scatter, reduce-scatter and all-to-all only.
     """
+    of_nccl = nccl_calls.checked(collective)
 
     @functools.wraps(collective)
     def checked(*given: Any, group: Any = None, **options: Any) -> Any:
         tensors = [t for t in tree_leaves((given, options)) if isinstance(t, torch.Tensor)]
-        is_nccl = _is_like_nccl(group)
-        if is_nccl and not all(t.is_cuda for t in tensors):
-            raise RuntimeError("No backend type associated with device type cpu")
-        is_gloo = str(dist.get_backend_config(group)) == _GLOO
-        if is_gloo and collective.__name__ in _P2P and any(t.is_cuda for t in tensors):
+        backends = _backends_of(group)
+        has_device = any(t.is_cuda for t in tensors)
+        if backends == _LIKE_NCCL or (backends == host_gpu.LIKE_BOTH and has_device):
+            if not all(t.is_cuda for t in tensors):
+                raise RuntimeError("No backend type associated with device type cpu")
+            return of_nccl(*given, group=group, **options)
+        if backends == _GLOO and collective.__name__ in nccl_calls.P2P and has_device:
             raise RuntimeError("gloo sends from memory of the host, and receives into it")
         return collective(*given, group=group, **options)
 
     return checked
+
+
+def _batch_of_the_device(begin: Any) -> Any:
+    @functools.wraps(begin)
+    def batch_isend_irecv(operations: list[dist.P2POp]) -> Any:
+        is_gloo = _backends_of(operations[0].group) == _GLOO
+        if is_gloo or not operations[0].tensor.is_cuda:
+            return begin(operations)
+        return nccl_calls.batch(operations, begin)
+
+    return batch_isend_irecv
+
+
+def _destroying(destroy: Any) -> Any:
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> None:
+        if group in (None, dist.group.WORLD) and dist.is_initialized():
+            nccl_calls.end()
+        destroy(group)
+
+    return destroy_process_group
 
 
 class Stream(torch.Stream):
@@ -153,18 +176,34 @@ def install(compiled: Any) -> None:
     _let_storages_be_resized()
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.mend()
-    kept.extend([attention.register(), gemm.register(), symmetric_memory.register("CUDA")])
+    kept.extend([attention.register(), gemm.register(), norm.register()])
+    kept.append(symmetric_memory.register("CUDA"))
     symmetric_memory.let_ranks_share_memory()
     device.records_graphs = lambda: False  # tests.graph_stand_in shows graphs
     device.default_backend = lambda: _LIKE_NCCL if device.is_cuda() else "gloo"
     dist.ProcessGroupNCCL = nccl.ProcessGroupNCCL  # type: ignore[misc, assignment]
     backend = dist.get_backend
     dist.get_backend = lambda group=None: "nccl" if _is_like_nccl(group) else backend(group)
-    for name in set(_COLLECTIVES) & set(vars(dist)):
+    for name in {*nccl_calls.COLLECTIVES, *nccl_calls.P2P} & set(vars(dist)):
         checked = _of_the_device(getattr(dist, name))
-        setattr(dist, name, checked)
-        if name in _P2P:
-            setattr(dist.distributed_c10d, name, checked)  # P2POp compares with it
+        _replace(dist, name, checked)
+        if name in nccl_calls.P2P:
+            _replace(dist.distributed_c10d, name, checked)  # P2POp compares with it
+        if name in vars(collectives):  # which call methods of the group, that nobody checks
+            _replace(collectives, name, checked)
+    dist.batch_isend_irecv = _batch_of_the_device(dist.batch_isend_irecv)
+    dist.destroy_process_group = _destroying(dist.destroy_process_group)
+
+
+def _replace(module: Any, name: str, value: Any) -> None:
+    _unchecked.append((module, name, getattr(module, name)))
+    setattr(module, name, value)
+
+
+def check_no_collectives() -> None:
+    """Let collectives be those of torch and ours: the checks take longer than a GPU's host."""
+    for replaced in _unchecked:
+        setattr(*replaced)
 
 
 def _let_storages_be_resized() -> None:
