@@ -2,6 +2,8 @@
 # PYTHON=/path/to/python uses that one instead.
 
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes, which would each compile all the modules that they import.
+export PYTHONDONTWRITEBYTECODE =
 
 # Processes that run tests: many tests wait for their ranks.  WORKERS=1 is pytest without xdist.
 WORKERS ?= 2

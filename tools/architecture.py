@@ -126,7 +126,12 @@ ARGV_TO_STEP = _in(
                 ),
             ),
             _in(f"{_CORE}/optimizer/optimizer.py", "MegatronOptimizer.step"),
-            _in(f"{_TRAINING}/runtime/state.py", "StepResult"),
+            _in(
+                f"{_TRAINING}/step/step_result.py",
+                "unjudged_result",
+                _in(f"{_TRAINING}/runtime/state.py", "StepResult"),
+            ),
+            _in(f"{_TRAINING}/step/train_step.py", "finish_deferred_step"),
         ),
         _in(f"{_TRAINING}/runtime/state.py", "TrainState.advance"),
         _in(f"{_TRAINING}/runtime/runtime.py", "Callback.on_step_end"),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import LaunchError
+from megatron.core.optional import require
 from megatron.inference.server.engine_process import EngineLoop, ServedEngine
 from megatron.inference.server.messages import EngineInfo
 
@@ -27,6 +28,7 @@ sys.path[0] = sys.argv.pop(1)
 from megatron.inference.server.front_end import main
 sys.exit(main(sys.argv[1]))
 """
+_PACKAGES = ("starlette", "uvicorn")  # of the front end
 _END_TIMEOUT_S = 10.0  # for a front end whose connection to the engine has ended
 
 
@@ -50,10 +52,13 @@ def add_front_end_flags(parser: argparse.ArgumentParser) -> None:
 class FrontEndProcess:
     """The HTTP front end: a process, and the socket that connects it to the engine.
 
-    Both processes notice the end of the other at the end of the socket.
+    Both processes notice the end of the other at the end of the socket.  The constructor raises
+    MissingDependency or LaunchError.
     """
 
     def __init__(self, host: str, port: int, **options: object) -> None:
+        for package in _PACKAGES:
+            require(package, "the server")
         listener = listen(host, port)
         self.connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         numbers = {"engine_fd": other.fileno(), "listen_fd": listener.fileno()}

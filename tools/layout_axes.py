@@ -12,17 +12,22 @@ from dataclasses import dataclass
 from math import prod
 
 BASE = (
-    "--device cpu --hidden-size 32 --num-attention-heads 8 --seq-length {seq} "
-    "--max-position-embeddings {seq} --num-layers {layers} --train-iters 3 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size {vocab} --make-vocab-size-divisible-by 1 "
-    "--hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 0 --num-workers 0 "
-    "--lr-decay-style constant --log-params-norm --log-num-zeros-in-grad "
+    "--device cpu --hidden-size 32 --num-attention-heads 8 --num-layers {layers} --train-iters 3 "
+    "--mock-data --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 0 "
+    "--num-workers 0 --lr-decay-style constant --log-params-norm --log-num-zeros-in-grad "
     "--micro-batch-size {micro} --global-batch-size {batch}"
 )
-
+TEXT = (
+    "--seq-length {seq} --max-position-embeddings {seq} --tokenizer-type NullTokenizer "
+    "--vocab-size {vocab} --make-vocab-size-divisible-by 1"
+)
 
 WIDE = "--hidden-size 64"  # 32 values of a quantization block, also when sharded over two ranks
 GRAPHS = "--enable-cuda-graph --cuda-graph-warmup-steps 1 --cuda-graph-scope"
+VLM = (
+    "--model-kind vlm --img-h 8 --patch-dim 4 --vision-num-layers 1 --vision-hidden-size 64 "
+    "--vision-num-attention-heads 8"
+)
 MAMBA = "--model-kind mamba --mamba-state-dim 4 --mamba-head-dim 4 --mamba-num-groups 4"
 
 
@@ -238,9 +243,18 @@ _FEATURES = (
     _model("positions", "t5-relative", "--position-embedding-type relative", "t5"),
     _layout("halves", "encoder-stages",
             "--encoder-pipeline-model-parallel-size {encoder_ranks}", "t5", "pp"),
-    _drawn("layers", "images",
-           "--model-kind vlm --img-h 8 --img-w 32 --patch-dim 4 --disable-vision-class-token "
-           "--vision-num-layers 1 --vision-hidden-size 64 --vision-num-attention-heads 8"),
+    _drawn("layers", "images", f"{VLM} --img-w 32 --disable-vision-class-token"),
+    _drawn("layers", "rows-of-tiles", f"{VLM} --img-w 8 --disable-vision-class-token "
+           "--image-grid-pinpoints 8 16 16 8"),
+    _drawn("layers", "images-of-any-size", f"{VLM} --img-w 32 --vision-model-type qwen2_vl"),
+    _drawn("positions", "mrope",
+           "--position-embedding-type mrope --kv-channels 8 --mrope-section 1 1 2",
+           "images-of-any-size"),
+    _drawn("samples", "packed-images", "--use-packed-sequence", "images"),
+    _drawn("samples", "packed-tiles", "--use-packed-sequence", "rows-of-tiles"),
+    _drawn("samples", "packed-any-size", "--use-packed-sequence", "images-of-any-size"),
+    _drawn("layers", "image-classes",
+           "--model-kind vit --img-h 8 --img-w 12 --patch-dim 4 --num-classes 7"),
     _drawn("layers", "images-and-sound",
            "--model-kind mimo --model-provider llava_avlm --image-size 8 --patch-dim 4 "
            "--audio-seq-length 3 --vision-num-layers 1 --vision-hidden-size 64 "
@@ -411,7 +425,9 @@ class Case:
         numbers = {**self.numbers(), "micro": micro}
         chosen = set(features)
         texts = [BASE, *(f.flags for f in _FEATURES if f.name in chosen)]
-        if "reset-mask" not in chosen:
+        if "image-classes" not in chosen:
+            texts.append(TEXT)
+        if not {"image-classes", "reset-mask"} & chosen:
             texts.append("--no-create-attention-mask-in-dataloader")
         return " ".join(texts).format(**numbers).split()
 
