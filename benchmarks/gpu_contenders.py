@@ -305,7 +305,8 @@ class MatrixProduct:
     """
 
     def __init__(self) -> None:
-        self.size, self.repeats = (8192, 64) if device.is_cuda() else (512, 4)
+        self.size = 8192 if device.is_cuda() else 512
+        self.repeats = 64 if device.is_cuda() else 4
         where = device.current()
         # Zeros would be faster.
         left, right = (torch.randn(self.size, self.size, device=where).bfloat16() for _ in "ab")

@@ -155,7 +155,8 @@ class GradientCheck:
 
     def take_deferred(self) -> list[tuple[AsyncHostCopy, int]]:
         """Return the values and numbers of the buckets that are not validated yet; forget them."""
-        unread, self._unread = self._unread, []
+        unread = self._unread
+        self._unread = []
         return unread
 
     @staticmethod

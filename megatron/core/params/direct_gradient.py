@@ -7,6 +7,7 @@ its backward passes the gradient to the sink itself.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +19,10 @@ _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 
 
-class GradSink:
+class GradSink(ABC):
     """Where a data-parallel wrapper takes gradients of ``param``, whose ``grad_sink`` it is.
 
-    ``uses``: number of uses in forward passes whose gradients have not come.  `direct` counts them;
+    ``uses``: number of uses in forward passes without a gradient so far.  `direct` counts them;
     each ends with one call of `add` or `note_added`.
     """
 
@@ -29,13 +30,13 @@ class GradSink:
         self.param = param
         self.uses = 0
 
+    @abstractmethod
     def add(self, grad: Tensor) -> None:
         """Add the gradient of one use to the main gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def note_added(self) -> None:
         """Record that the caller has added the gradient of one use to the main gradient."""
-        raise NotImplementedError
 
 
 Given = Tensor | GradSink | None  # an argument of an autograd function: maybe a parameter

@@ -11,7 +11,8 @@ class CheckpointCallback(Callback):
     """Save checkpoints.  Collective over all ranks, which all take the same decision."""
 
     def needs_result(self, run: Runtime, iteration: int) -> bool:
-        config, consumed = run.config.checkpoint, run.state.consumed_train_samples
+        config = run.config.checkpoint
+        consumed = run.state.consumed_train_samples
         return (
             _is_due(config.save_interval, iteration)
             or _is_due(config.non_persistent_save_interval, iteration)

@@ -29,7 +29,10 @@ class LateStep:
         *,
         is_due: bool,
     ) -> None:
-        self._record, self._result, self._own, self._is_due = record, result, own, is_due
+        self._record = record
+        self._result = result
+        self._own = own
+        self._is_due = is_due
         self._copy()
 
     def _copy(self) -> None:

@@ -25,7 +25,8 @@ def unjudged_result(
     run: Runtime, losses: list[dict[str, Tensor]], num_microbatches: int, batch_size: int
 ) -> StepResult:
     """Return the result of the step, as far as it is known.  Collective over all ranks."""
-    config, iteration = run.config, run.state.iteration + 1
+    config = run.config
+    iteration = run.state.iteration + 1
     if config.training.empty_unused_memory_level >= 2:
         device.empty_cache()
     reduced, layer_losses = _all_losses(run, losses, num_microbatches)

@@ -106,7 +106,8 @@ def finish_deferred_step(run: Runtime) -> bool:
     rejected, which makes it collective over all ranks: what was computed of the next step is
     dropped, and the step is computed again.  Raises as `train_step`.
     """
-    step, run.deferred = run.deferred, None
+    step = run.deferred
+    run.deferred = None
     if step is None:
         return True
     read = step.queued.read()
@@ -134,7 +135,8 @@ def _can_defer(run: Runtime) -> bool:
 
     The same on all ranks.  Not if the step waits for the device anyway.
     """
-    config, iteration = run.config, run.state.iteration + 1
+    config = run.config
+    iteration = run.state.iteration + 1
     intervals = (
         config.training.check_weight_hash_across_dp_replicas_interval,
         config.logging.log_params_hash_interval,

@@ -92,7 +92,8 @@ class _NormOfSum(Function[tuple[Tensor, Tensor]]):
         eps: float,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        total, out = torch.empty_like(residual), torch.empty_like(residual, dtype=dtype)
+        total = torch.empty_like(residual)
+        out = torch.empty_like(residual, dtype=dtype)
         seed = draw_seed(prob, x)
         ctx.values = values = _Values(weight, shift, bias, prob, x.dtype)
         ctx.set_materialize_grads(False)
@@ -153,7 +154,9 @@ def _run_forward(
     added: _Sum,
 ) -> _Rows:
     """Write the norm of ``x`` to ``out``; with ``added``, write the sum to ``x`` first."""
-    weight, shift, prob = value_of(values.weight), value_of(values.shift), values.prob
+    weight = value_of(values.weight)
+    shift = value_of(values.shift)
+    prob = values.prob
     assert weight is not None, "a norm has a weight"
     width = x.shape[-1]
     rows = x.numel() // width
