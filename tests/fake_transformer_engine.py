@@ -305,7 +305,7 @@ class DotProductAttention(_Module):
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
         scores = torch.einsum("qbnd,kbnd->bnqk", q, k) * self.scale
         left, right = window or (-1, 0 if causal else -1)
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         seen = seen.tril(right) if right >= 0 else seen
         seen = seen.triu(-left) if left >= 0 else seen
         scores = scores.masked_fill(~seen, -torch.inf)

@@ -141,6 +141,7 @@ def try_narrow_values() -> None:
     narrow_values._reason_of_trial.cache_clear()
     assert tried(D, 8, torch.float16) is None
     assert "fp16 and bf16" in (tried(D, 8, torch.float32) or "")
+    assert "multiples of 8" in (tried(12, 8, torch.float16) or "")
 
 
 def no_mask(*_: Any) -> Any:

@@ -32,6 +32,9 @@ TINY = (
     "--log-interval 1 --eval-interval 1000 --eval-iters 1 --num-workers 0 "
     "--no-create-attention-mask-in-dataloader"
 ).split()
+# Flags of a run that stays on the host where `tests.host_gpu` has a device: it is compared with
+# programs or virtual ranks, which do not use the device.
+ON_HOST = ["--device", "cpu"]
 
 
 def run_gpt(
@@ -51,8 +54,8 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
     With --optimizer-cpu-offload or --cpu-offloading, host memory counts as separate from device
     memory, as on a GPU, and small activations are offloaded too.
     """
-    is_virtual = "--virtual-ranks" in argv  # threads, which run on the host
-    argv = [*argv, "--device", "cuda"] if host_gpu.is_asked() and not is_virtual else argv
+    is_on_host = "--virtual-ranks" in argv or argv[-2:] == ON_HOST
+    argv = [*argv, "--device", "cuda"] if host_gpu.is_asked() and not is_on_host else argv
     kind = argv[argv.index("--model-kind") + 1] if "--model-kind" in argv else "gpt"
     entry = entry_of(kind)
     script = model_kind(kind).entry_script

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.megatron_formats import foreign_reader
 from megatron.core.dist_checkpointing.megatron_formats.archive import (
     MappedFile,
     StoredArray,
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.training.conversion.convert import ConversionRequest, convert
+from tests import host_gpu
 from tests.functional.runs import TINY, refusal, run_gpt, train_gpt
 from tests.functional.test_reference_run import FLAGS, GOLDEN, OURS, PP, TP
 from tests.ranks import run_ranks
@@ -27,6 +29,13 @@ FILES = [
     *("--data-path", str(GOLDEN / "data" / "text_text_document")),
     *("--tokenizer-model", str(GOLDEN / "data" / "spm.model")),
 ]
+
+
+@pytest.fixture(autouse=True)
+def bytes_of_device_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated device has the generator of a CPU."""
+    if host_gpu.is_asked():
+        monkeypatch.setattr(foreign_reader, "_CUDA_STATE_BYTES", torch.get_rng_state().numel())
 
 
 def converted(folder: Path, name: str, kind: str, *flags: str, world_size: int = 1) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from megatron.core import optional
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from tests import forked
-from tests.functional.runs import TINY, losses, run_gpt, train_gpt
+from tests.functional.runs import ON_HOST, TINY, losses, run_gpt, train_gpt
 from tests.ranks import ROOT, run_ranks
 
 RESTART = "--inprocess-restart --inprocess-granularity rank --inprocess-active-world-size 2"
@@ -62,7 +62,8 @@ def losses_of(folder: Path) -> dict[int, set[float]]:
 def test_losses_after_a_fault_are_those_of_an_undisturbed_run(
     tmp_path: Path, faults: str, cause: str
 ) -> None:
-    unbroken = losses(run_gpt(tmp_path / "unbroken", "--hidden-dropout", "0.1", world_size=2))
+    flags = ["--hidden-dropout", "0.1", *ON_HOST]
+    unbroken = losses(run_gpt(tmp_path / "unbroken", *flags, world_size=2))
     ended = train(tmp_path, faults, *FAST.split())
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
@@ -97,7 +98,8 @@ def test_a_run_leaves_no_model_in_the_process() -> None:
     reason="nvidia-resiliency-ext is not installed",
 )
 def test_nvidias_wrapper_restarts_after_an_exception(tmp_path: Path) -> None:
-    unbroken = losses(run_gpt(tmp_path / "unbroken", "--hidden-dropout", "0.1", world_size=2))
+    flags = ["--hidden-dropout", "0.1", *ON_HOST]
+    unbroken = losses(run_gpt(tmp_path / "unbroken", *flags, world_size=2))
     times = "--inprocess-heartbeat-interval 1 --inprocess-heartbeat-timeout 20"
     faults = "step.before:raise:rank1:step5:start0"
     ended = train(tmp_path, faults, *times.split(), script="tests/functional/user_inprocess.py")

@@ -39,8 +39,10 @@ def test_a_recipe_runs_and_its_second_run_repeats_the_first_from_the_middle(
         ("mimo_dp8", "mimo", 2),
     ],
 )
-def test_recipes_of_models_that_read_images_run(tmp_path, name, kind, ranks):
+def test_recipes_of_models_that_read_images_run(tmp_path, monkeypatch, name, kind, ranks):
     recipe = run_recipe.load(RECIPES / f"{name}.yaml")
+    for variable, value in recipe.env.items():
+        monkeypatch.setenv(variable, value)
     assert recipe.script == model_kind(kind).entry_script
     small = scale_down(recipe.args, tmp_path) | {"--model-kind": kind}
     small |= {"--device": "cpu", "--num-workers": "0"}

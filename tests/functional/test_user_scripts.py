@@ -18,7 +18,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.initialize import initialize_megatron
 from tests import tolerances
 from tests.functional import user_spec
-from tests.functional.runs import TINY, losses, run_gpt, train_gpt
+from tests.functional.runs import ON_HOST, TINY, losses, run_gpt, train_gpt
 from tests.ranks import run_ranks
 
 HERE = Path(__file__).resolve().parent
@@ -78,7 +78,7 @@ def test_flags_of_the_model_reach_a_script_on_real_data(tmp_path: Path) -> None:
     base = [f for f in TINY if f != "--mock-data"]
     with mock.patch("tests.functional.test_user_scripts.TINY", base):
         found, _ = losses_of_script(tmp_path, *flags)
-    assert found == losses(run_gpt(tmp_path / "ours", *flags, base=base))
+    assert found == losses(run_gpt(tmp_path / "ours", *flags, *ON_HOST, base=base))
 
 
 def test_what_a_loss_function_shows_besides_losses_is_handed_on(tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
+from tests.functional.runs import (
+    ON_HOST,
+    TINY,
+    losses,
+    refusal,
+    run_gpt,
+    run_gpt_in_virtual_ranks,
+)
 from tests.ranks import run_ranks
 
 FLAGS = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--train-iters", "4"]
@@ -24,13 +31,13 @@ LAYOUTS = {
 def test_virtual_ranks_print_the_losses_of_real_ones(tmp_path: Path, layout: str) -> None:
     flags = [*FLAGS, *LAYOUTS[layout].split()]
     save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "2"]
-    real = run_gpt(tmp_path / "real", *flags, world_size=4)
+    real = run_gpt(tmp_path / "real", *flags, *ON_HOST, world_size=4)
     virtual, said = run_gpt_in_virtual_ranks(tmp_path, *flags, *save)
     for key in ("lm loss", "grad norm"):
         assert losses(virtual, key) == losses(real, key), key
     assert said.count("iteration        4/       4") == 1, "one rank prints"
     again = ["--load", str(tmp_path / "checkpoints"), "--ckpt-step", "2"]
-    resumed = run_gpt(tmp_path / "resumed", *flags, *again, world_size=4)
+    resumed = run_gpt(tmp_path / "resumed", *flags, *again, *ON_HOST, world_size=4)
     assert losses(resumed) == losses(real)[2:]
 
 

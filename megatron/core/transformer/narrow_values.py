@@ -38,6 +38,8 @@ def unsupported_reason(head_dim: int, value_dim: int, dtype: torch.dtype) -> str
     A GPU is tried once.  A simulated GPU cannot try: its plans assume the widths for which cuDNN
     documents kernels, and padded values for others, which need more memory.
     """
+    if head_dim % 8 or value_dim % 8:
+        return "cuDNN takes widths that are multiples of 8"
     if device.launches_kernels(device.current()):
         return _reason_of_trial(head_dim, value_dim, dtype)
     if (head_dim, value_dim) == _DOCUMENTED_WIDTHS:
