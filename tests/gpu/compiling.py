@@ -28,7 +28,7 @@ from megatron.core.fusions import triton as ours
 from tests.gpu import TARGET
 from tests.host_gpu.triton_driver import cuda_driver
 
-_STACK_BYTES = 256  # of a thread; `_cast_both` has 192, other kernels 24 at most
+_STACK_BYTES = 64  # of a thread; with Triton 3.6 at most 40, with 3.9 at most 24
 _SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10, 100: 227 * 2**10}  # that a block can have
 
 

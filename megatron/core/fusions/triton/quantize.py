@@ -164,20 +164,24 @@ def _cast_both(
     TILE: tl.constexpr,
 ):
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    r = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    c = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    at = r[:, None] * columns + c[None, :]
-    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    # Offsets in a tile are 32 bits: those of 64 take registers that the values need.
+    down = tl.program_id(1) * TILE
+    across = tl.program_id(0) * TILE
+    i = tl.arange(0, TILE)
+    inside = (i < rows - down)[:, None] & (i < columns - across)[None, :]
+    at = i[:, None] * columns + i[None, :]
+    first = down.to(tl.int64) * columns + across
+    x = tl.load(X + first + at, mask=inside, other=0.0).to(tl.float32)
     amax = tl.load(Amax).to(tl.float32).to(tl.int32, bitcast=True)
     scale = _scale(amax, EXPONENT, MARGIN)
     if program == 0:
         tl.store(Scale, scale)
     tl.store(Found + program, tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0))
     codes = _codes(x, scale, LARGEST).to(Codes.dtype.element_ty)
-    tl.store(Codes + at, codes, mask=inside)
-    turned = c[:, None] * rows + r[None, :]
-    tl.store(Turned + turned, tl.trans(codes), mask=tl.trans(inside))
+    tl.store(Codes + first + at, codes, mask=inside)
+    turned = i[:, None] * rows + i[None, :]
+    first = across.to(tl.int64) * rows + down
+    tl.store(Turned + first + turned, tl.trans(codes), mask=tl.trans(inside))
 
 
 @triton.jit
