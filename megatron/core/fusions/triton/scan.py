@@ -65,14 +65,14 @@ def scan(
 
 def length(x: Tensor) -> int:
     """Return the number of tokens of a chunk of x [s, ...], for which kernels are compiled."""
-    most = LENGTH if _has_large_tiles(x.device) else min(LENGTH, 64)
+    most = LENGTH if _has_large_tiles(x.device, x.dtype) else min(LENGTH, 64)
     return min(most, max(32, power_of_2(x.shape[0])))
 
 
 @cache
-def _has_large_tiles(where: torch.device) -> bool:
+def _has_large_tiles(where: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the tiles of chunks of 128 tokens fit the shared memory: of H100 and B200."""
-    return not is_cuda(where) or capability(where)[0] in (9, 10)
+    return not is_cuda(where) or (dtype.itemsize == 2 and capability(where)[0] in (9, 10))
 
 
 def takes(x: Tensor, state_width: int) -> bool:
