@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
+
+import pytest
+import torch
 
 from megatron.core.diagnostics.result_faults import Place
 from megatron.core.diagnostics.sent_norm import ReadNorm
@@ -15,6 +19,7 @@ from megatron.core.diagnostics.suspect_result import (
     request_after,
     suspect_after,
 )
+from megatron.core.distributed.non_finite import LossCheck
 from megatron.core.rerun_state_machine import (
     RerunErrorInjector,
     RerunMode,
@@ -70,6 +75,37 @@ def test_a_rejected_deferred_step_is_computed_again_and_the_work_after_it_is_dro
     assert run.step(1.0) == GO_ON
     assert run.read == [0, 1, 0, 1]
     assert run.changed == [1, 0]
+
+
+def test_a_loss_function_that_validates_with_our_message_gets_the_right_diagnosis(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Megatron-LM's loss function does; the deferred pass validates our losses at its end."""
+    losses = [1.0, 2.0, NAN]
+    machine = Run().machine
+
+    def one_pass(check: LossCheck) -> None:
+        for microbatch, loss in enumerate(losses):
+            message = "found NaN in local forward loss calculation"
+            machine.validate_result(loss, math.isnan, message)
+            check(torch.tensor(loss), microbatch)
+
+    assert machine.should_run_forward_backward(None)
+    deferred = LossCheck(machine, defers=True)
+    one_pass(deferred)
+    machine.defer()
+    read = _read(NAN, *losses)
+    machine.return_to_deferred(None, read)
+    deferred.check_deferred(read.losses)
+    assert machine.should_run_forward_backward(None)
+    again = LossCheck(machine)
+    with caplog.at_level(logging.INFO):
+        one_pass(again)
+        again.check()
+    assert "unexpected result is reproducible within the tolerance (nan = nan)" in caplog.text
+    assert "transient" not in caplog.text
+    assert not machine.should_run_forward_backward(None)
+    assert machine.outcome == Request.RERUN
 
 
 def test_a_step_that_is_computed_again_anyway_is_not_deferred():

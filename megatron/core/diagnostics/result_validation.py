@@ -81,26 +81,30 @@ class ResultValidator:
         fatal: bool = True,
         *,
         is_shared: bool = False,
+        where: str = "",
         detail: Callable[[], str] = lambda: "",
     ) -> None:
         """Call ``rejection_func(result)``, and synchronise with the device to read its answer.
 
-        A rejected result makes the step run again.  ``message`` identifies the validation;
-        ``comparison_func(first, second)`` returns a difference, by default the relative one; above
-        ``tolerance`` the results differ.  A ``fatal`` result is never used for training.
-        ``is_shared``: every rank validates this result.  ``detail()`` is appended to log lines.
+        A rejected result makes the step run again.  ``message`` identifies the validation, and
+        calls with the same message are numbered; one whose number differs between passes gives
+        ``where`` too.  ``comparison_func(first, second)`` returns a difference, by default the
+        relative one; above ``tolerance`` the results differ.  A ``fatal`` result is never used for
+        training.  ``is_shared``: every rank validates this result.  ``detail()`` is appended to log
+        lines.
 
         Without reruns, that is in mode DISABLED, outside of `should_run_forward_backward`, and in
         an evaluation, a rejected result raises NonFiniteError if ``fatal``, else it is logged.
         """
-        call = Call(Caller(message, my_rank()), self._pass.calls[message])
-        self._pass.calls[message] += 1
+        name = f"{message}{where}"
+        call = Call(Caller(name, my_rank()), self._pass.calls[name])
+        self._pass.calls[name] += 1
         compare = comparison_func or relative_difference
         if not self.is_running:
             if self.mode == RerunMode.REPORT_DETERMINISM_STATS:
-                self._record_difference(call, result, compare)
+                self._record_difference(call, message, result, compare)
             if is_rejected(rejection_func, result):
-                self._refuse(result, message + detail(), fatal)
+                self._refuse(result, name + detail(), fatal)
             return
         is_initial = self.state == RerunState.INITIAL_RUN
         # The first step has no checkpoint of the step before, which a restart needs.
@@ -114,7 +118,7 @@ class ResultValidator:
                 fatal=fatal,
                 is_shared=is_shared,
             )
-            self._reject(suspect, f"{message}{detail()}")
+            self._reject(suspect, f"{name}{detail()}")
         if self.suspect is not None and self.suspect.call == call and not is_initial:
             self._compare(self.suspect, result, compare, tolerance)
 
@@ -187,11 +191,13 @@ class ResultValidator:
             f"iteration #{self.current_iteration})"
         )
 
-    def _record_difference(self, call: Call, result: T, compare: Callable[[T, T], float]) -> None:
+    def _record_difference(
+        self, call: Call, message: str, result: T, compare: Callable[[T, T], float]
+    ) -> None:
         if self.state == RerunState.INITIAL_RUN:
             self._results[call] = detached(result)
         elif call in self._results:
-            self._stats[call.caller.message].record(compare(self._results[call], result))
+            self._stats[message].record(compare(self._results[call], result))
 
     def report_stats(self) -> None:
         """Log the statistics of determinism of this rank."""

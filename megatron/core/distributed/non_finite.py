@@ -85,16 +85,18 @@ class LossCheck:
             self._validate(value, microbatch)
 
     def _validate(self, value: float, microbatch: int) -> None:
-        where = partial(" of micro-batch {}".format, microbatch)
+        # A deferred pass validates its losses at its end, others in between: a loss function that
+        # validates too, with the same message, then has other numbers of calls before them.
+        where = f" of micro-batch {microbatch}"
         validate = self._machine.validate_result
         if self._for_nan:
-            validate(value, math.isnan, f"found NaN in {_LOSS}", detail=where)
-            validate(value, math.isinf, f"found Inf in {_LOSS}", detail=where)
+            validate(value, math.isnan, f"found NaN in {_LOSS}", where=where)
+            validate(value, math.isinf, f"found Inf in {_LOSS}", where=where)
         if self._for_spikes:
             is_spike = partial(
                 self._machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss"
             )
-            validate(value, is_spike, "Spiky loss", fatal=False, detail=where)
+            validate(value, is_spike, "Spiky loss", fatal=False, where=where)
 
 
 class GradientCheck:
