@@ -105,7 +105,8 @@ class GradSlot(GradSink):
     def open_to_functions(self, when_complete: Callable[[], None]) -> None:
         """Let autograd functions pass gradients of this parameter directly.
 
-        ``when_complete`` runs each time that no use of the parameter is left without a gradient.
+        ``when_complete`` runs each time that no use of the parameter is left without a gradient,
+        unless autograd may have one: the bucket may then wait for the end of backward.
         """
         self._when_complete = when_complete
         self.param.grad_sink = self  # type: ignore[attr-defined]
@@ -122,7 +123,7 @@ class GradSlot(GradSink):
 
     def _end_use(self) -> None:
         self.uses -= 1
-        if self.uses <= 0:
+        if self.uses <= 0 and not self.is_in_graph:
             self._when_complete()
 
     def take(self) -> bool:
@@ -172,6 +173,7 @@ class GradSlot(GradSink):
         param.grad = None
         param.grad_added_to_main_grad = False
         self.uses = 0  # a forward pass may have no backward pass
+        self.is_in_graph = False
         if hasattr(param, "overwrite_main_grad"):
             param.overwrite_main_grad = True
         if self._is_added or self._is_overwritten:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_backward_pass = torch._C._current_graph_task_id  # -1 outside of backward
+_hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class GradSink(ABC):
@@ -24,11 +26,17 @@ class GradSink(ABC):
 
     ``uses``: number of uses in forward passes without a gradient so far.  `direct` counts them;
     each ends with one call of `add` or `note_added`.
+    ``is_in_graph``: autograd has the gradient of another use (`leave_to_autograd`).
     """
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
         self.uses = 0
+        self.is_in_graph = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become None in a file: a parameter is saved without its wrapper."""
+        return type(None), ()
 
     @abstractmethod
     def add(self, grad: Tensor) -> None:
@@ -47,7 +55,16 @@ def can_be_direct(x: Tensor) -> bool:
 
     If ``x`` requires no gradient, autograd must see the parameters, or it would not run backward.
     """
-    return x.requires_grad and _is_grad_enabled() and not _is_compiling()
+    is_wanted = x.requires_grad and _is_grad_enabled() and not _is_compiling()
+    return is_wanted and not _is_replayed()
+
+
+def _is_replayed() -> bool:
+    """Return whether a forward pass runs again in backward for the tensors that it saves alone.
+
+    torch.utils.checkpoint does so with ``use_reentrant=False``: the graph has no backward pass.
+    """
+    return _backward_pass() != -1 and _hooks_of_saved(True) is not None
 
 
 def direct(param: Tensor | None) -> Given:
@@ -56,10 +73,25 @@ def direct(param: Tensor | None) -> Given:
     The caller has asked `can_be_direct`, and gives the result to an autograd function.
     """
     sink: GradSink | None = getattr(param, "grad_sink", None)
-    if sink is None or not sink.param.requires_grad:
+    if sink is None or not sink.param.requires_grad or _has_hooks(sink.param):
         return param
     sink.uses += 1
     return sink
+
+
+def _has_hooks(param: Any) -> bool:
+    """Return whether autograd must run hooks of ``param`` besides that of the wrapper."""
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
+
+
+def leave_to_autograd(*params: Tensor | None) -> None:
+    """Note a use without `can_be_direct`: if the step has others, they do not come last."""
+    if not _is_grad_enabled() or _is_compiling() or _is_replayed():
+        return
+    for param in params:
+        sink: GradSink | None = getattr(param, "grad_sink", None)
+        if sink is not None:
+            sink.is_in_graph = True
 
 
 def value_of(given: Given) -> Tensor | None:

@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
-from megatron.core.params.direct_gradient import Given, GradSink, can_be_direct, deliver, direct
+from megatron.core.params.direct_gradient import (
+    Given,
+    GradSink,
+    can_be_direct,
+    deliver,
+    direct,
+    leave_to_autograd,
+)
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
     reduce_from_tensor_model_parallel_region,
@@ -70,6 +77,7 @@ def linear(
         return y if output_group is None else sum_output(y, output_group, scatters=scatters_output)
     call = LinearCall(weight, bias, is_own, group, sequence_parallel, output_group, scatters_output)
     if not adds or may_defer or not can_be_direct(x):  # a queue gives gradients to autograd
+        leave_to_autograd(weight, bias)
         return _Linear.call(x, weight, bias, call, multiply)
     given = direct(weight)
     given_bias = direct(bias) if given is not weight else bias

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.parallel.process_groups_config import (
@@ -64,14 +67,16 @@ def inputs(seed: int) -> Tensor:
     return torch.randn(2, 3, 6, requires_grad=True)
 
 
-def gradients(wrapper: DistributedDataParallel, *, is_direct: bool = True) -> dict[str, Tensor]:
-    """Gradients of the second step, of two micro-batches each."""
+def gradients(
+    wrapper: DistributedDataParallel, *, is_direct: bool = True, is_constant: bool = False
+) -> dict[str, Tensor]:
+    """Gradients of the second step, of two micro-batches each; ``is_constant``: of the inputs."""
     params = list(wrapper.parameters())
     for step in range(2):
         wrapper.zero_grad_buffer()
         for microbatch in range(2):
             with wrapper.no_sync() if microbatch == 0 else torch.enable_grad():
-                x = inputs(10 * step + microbatch)
+                x = inputs(10 * step + microbatch).requires_grad_(not is_constant)
                 if is_direct:
                     wrapper(x).square().sum().backward()
                 else:
@@ -93,6 +98,52 @@ def test_gradients_are_those_that_autograd_delivers(
     for name, grad in expected.items():
         # Autograd adds the two gradients of a bias before it adds them to the sum.
         torch.testing.assert_close(ours[name], grad, **({} if times > 1 else tolerances.BITWISE))
+
+
+def test_a_layer_of_constant_inputs_and_of_its_own_outputs(groups: ProcessGroupCollection) -> None:
+    """Autograd has the gradient of the first use, which comes after that of the second one."""
+    ours = gradients(wrap(Layers(2), groups), is_constant=True)
+    expected = gradients(wrap(Layers(2), groups), is_direct=False, is_constant=True)
+    for name, grad in expected.items():
+        torch.testing.assert_close(ours[name], grad)
+
+
+def test_a_checkpoint_without_reentry_delays_no_reduction(groups: ProcessGroupCollection) -> None:
+    """Its replay of the forward pass has no backward pass."""
+    model = Layers()
+    wrapper = wrap(model, groups)
+    expected = gradients(wrapper)
+    layer = model.first.forward
+    model.first.forward = partial(checkpoint, layer, use_reentrant=False)  # type: ignore[method-assign]
+    torch.testing.assert_close(gradients(wrapper), expected, **tolerances.BITWISE)
+
+
+@pytest.mark.parametrize("name", ["first.bias", "second.bias"])
+def test_hooks_of_a_parameter_run(groups: ProcessGroupCollection, name: str) -> None:
+    wrapper = wrap(Layers(), groups)
+    expected = gradients(wrapper)
+    param = wrapper.module.get_parameter(name)
+    calls: list[Tensor] = []
+    handles = [
+        param.register_hook(lambda grad: 2 * grad),
+        param.register_post_accumulate_grad_hook(calls.append),
+    ]
+    hooked = gradients(wrapper)
+    assert len(calls) == 4
+    torch.testing.assert_close(hooked.pop(name), 2 * expected.pop(name))
+    torch.testing.assert_close(hooked, expected, **tolerances.BITWISE)
+    for handle in handles:
+        handle.remove()
+    assert not parameters_of_graph(wrapper(inputs(0)))
+
+
+def test_a_parameter_in_a_file_has_no_sink(groups: ProcessGroupCollection, tmp_path: Path) -> None:
+    wrapper = wrap(Layers(), groups)
+    torch.save(dict(wrapper.module.named_parameters()), tmp_path / "params.pt")
+    loaded = torch.load(tmp_path / "params.pt", weights_only=False)
+    for name, param in wrapper.module.named_parameters():
+        torch.testing.assert_close(loaded[name], param, **tolerances.BITWISE)
+        assert loaded[name].grad_sink is None
 
 
 def test_autograd_has_no_node_for_parameters(groups: ProcessGroupCollection) -> None:

@@ -15,7 +15,14 @@ from torch import Tensor
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions.triton.glu import act_and_slope
 from megatron.core.fusions.triton.launch import launch
-from megatron.core.params.direct_gradient import Given, can_be_direct, deliver, direct, value_of
+from megatron.core.params.direct_gradient import (
+    Given,
+    can_be_direct,
+    deliver,
+    direct,
+    leave_to_autograd,
+    value_of,
+)
 
 _ROWS = 4
 _COLUMNS = 512
@@ -26,7 +33,10 @@ _LEAST = 64  # rows of a program in backward: then the sums weigh little
 
 def bias_activation(x: Tensor, bias: Tensor, act: str) -> Tensor:
     """Map [..., f], contiguous, and bias [f] to [..., f]; ``act``: see `act_and_slope`."""
-    return _BiasActivation.call(x, direct(bias) if can_be_direct(x) else bias, act)
+    if can_be_direct(x):
+        return _BiasActivation.call(x, direct(bias), act)
+    leave_to_autograd(bias)
+    return _BiasActivation.call(x, bias, act)
 
 
 class _BiasActivation(Function[Tensor]):

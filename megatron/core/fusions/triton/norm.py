@@ -24,7 +24,14 @@ from torch import Tensor
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions.triton.dropout import draw_seed, stays
 from megatron.core.fusions.triton.launch import launch, power_of_2
-from megatron.core.params.direct_gradient import Given, can_be_direct, deliver, direct, value_of
+from megatron.core.params.direct_gradient import (
+    Given,
+    can_be_direct,
+    deliver,
+    direct,
+    leave_to_autograd,
+    value_of,
+)
 
 _PROGRAMS = 528  # in backward: four for each of the 132 processors of an H100
 _ROWS = 16  # of each, at least: then the first sums weigh little
@@ -123,6 +130,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Normalise [..., h], contiguous, with weight [h]; LayerNorm with a bias, else RMSNorm."""
     if can_be_direct(x):
         return _Norm.call(x, direct(weight), direct(bias), eps)
+    leave_to_autograd(weight, bias)
     return _Norm.call(x, weight, bias, eps)
 
 
@@ -143,6 +151,7 @@ def norm_of_sum(
     if can_be_direct(x):
         given = direct(bias), residual, direct(weight), direct(shift)
         return _NormOfSum.call(x, *given, prob, eps, dtype)
+    leave_to_autograd(bias, weight, shift)
     return _NormOfSum.call(x, bias, residual, weight, shift, prob, eps, dtype)
 
 
