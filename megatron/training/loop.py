@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.process import exit_report
 from megatron.training.runtime.runtime import Callback, Runtime
-from megatron.training.runtime.stop_requests import on_any_rank
 from megatron.training.step.rerun import StepRejected
 from megatron.training.step.train_step import finish_deferred_step, train_step
 
@@ -18,8 +18,7 @@ def train(run: Runtime) -> None:
     for chunk in run.model_chunks:
         chunk.train()
     run.callbacks.on_train_start(run)
-    # A script may have callbacks on some ranks only, but all ranks must judge a step together.
-    is_watched = on_any_rank(_has_watcher(run))
+    is_watched = _is_watched(run)
     while not run.finished():
         run.callbacks.on_step_start(run)
         is_needed = is_watched or run.callbacks.needs_result(run, run.state.iteration + 1)
@@ -37,6 +36,22 @@ def train(run: Runtime) -> None:
     except StepRejected as rejected:
         _stop(run, rejected)
     run.callbacks.on_train_end(run)
+
+
+def _is_watched(run: Runtime) -> bool:
+    """Return whether the host must know the result of every step.  Collective over all ranks.
+
+    All ranks must judge a step together, but a script may have callbacks on some ranks only.  If
+    these decide for themselves (`Callback.needs_result`), the other ranks could not know.
+    """
+    deciders = [
+        f"{type(callback).__module__}.{type(callback).__qualname__}"
+        for callback in run.callbacks
+        if type(callback).needs_result is not Callback.needs_result
+        and not type(callback).__module__.startswith("megatron.")  # those agree on all ranks
+    ]
+    found = all_gather_json((_has_watcher(run), deciders), run.groups.world)
+    return any(has_watcher or others != found[0][1] for has_watcher, others in found)
 
 
 def _has_watcher(run: Runtime) -> bool:

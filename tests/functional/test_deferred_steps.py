@@ -8,11 +8,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.functional.runs import without_times
+from megatron.training import training
+from megatron.training.callbacks import Callback, Runtime, StepResult, register_metric
+from megatron.training.callbacks.default import default_callbacks
+from megatron.training.runtime.runtime import CallbackList
+from tests.functional.runs import TINY, train_gpt, without_times
 from tests.functional.test_reruns import DEFERRED, train
+from tests.ranks import run_ranks
 
 NAN_IN_STEP_3 = "step.gradient:nan:step3:times1"
 ADAPTED = "--fp16 --initial-loss-scale 4096 --hysteresis 1 --loss-scale-window 2"
@@ -84,6 +90,36 @@ def test_a_rejected_step_is_in_no_checkpoint(tmp_path: Path, step: int) -> None:
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(step - 1)
     saved = {path.name for path in folder.iterdir() if path.name.startswith("iter_")}
     assert saved == {f"iter_{n:07d}" for n in ({2} if step == 3 else {4, 5})}
+
+
+class EveryThirdStep(Callback):
+    """A callback that reads every third result."""
+
+    def needs_result(self, run: Runtime, iteration: int) -> bool:
+        return iteration % 3 == 0
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None: ...
+
+
+def _with_part_on_rank_1(rank: int, world_size: int, argv: list[str], part: str) -> None:
+    def callbacks(run: Runtime) -> CallbackList:
+        found = default_callbacks(run)
+        if rank == 1 and part == "callback":
+            found.append(EveryThirdStep())
+        return found
+
+    if rank == 1 and part == "metric":
+        register_metric("of-this-test", lambda run, result: {})
+    with mock.patch.object(training, "default_callbacks", callbacks):
+        train_gpt(rank, world_size, argv)
+
+
+@pytest.mark.parametrize("part", ["callback", "metric"])
+def test_all_ranks_judge_a_step_together_if_one_has_a_part_of_a_user(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULTS", f"{NAN_IN_STEP_3}:rank0")
+    run_ranks(_with_part_on_rank_1, 2, [*TINY, *DEFERRED.split()], part)
 
 
 def test_a_run_that_resumes_has_the_values_of_one_that_does_not(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from megatron.training.runtime.runtime import (
     Runtime,
 )
 from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.stop_requests import on_any_rank
 
 # In the order in which they are printed.
 TIMERS_TO_LOG = (
@@ -57,6 +58,7 @@ class Metrics(Callback):
         self._stall_s = 0.0  # time spent in saves since the last write
         self._memory_is_reported = False
         self._in_loop = False
+        self._has_own = False  # metrics of users, on any rank
         self._late: LateStep | None = None
         self._evaluated_at: dict[tuple[str, str], int] = {}  # split and suffix -> iteration
 
@@ -66,13 +68,16 @@ class Metrics(Callback):
             self._peak = _announced(self._peak)
         if self._energy is not None:
             self._energy.start()
+        # A script may have metrics on some ranks only, but all ranks must judge a step together.
+        self._has_own = on_any_rank(has_metrics())
         run.timers(_INTERVAL_TIMER, log_level=0).start(barrier=True)
         self._in_loop = True
 
     def needs_result(self, run: Runtime, iteration: int) -> bool:
         logging = run.config.logging
         is_due = iteration % logging.tensorboard_log_interval == 0
-        return iteration % logging.log_interval == 0 or (is_due and has_metrics())
+        has_own = self._has_own or has_metrics()
+        return iteration % logging.log_interval == 0 or (is_due and has_own)
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         self._interval.add(run, result)
