@@ -42,9 +42,11 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.grad_buffer import (
     GradBucket,
     GradBuffer,
+    GradientHook,
     GradSlot,
     Reduction,
     gradient_of,
+    take_over,
     takes_products,
 )
 from megatron.core.distributed.param_buffer import ParamBucket, ParamBuffer, ParamGather
@@ -68,6 +70,8 @@ class DistributedDataParallel(DataParallelBase):
         self.is_last_microbatch = True
         params = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._position = {param: i for i, (_, param) in enumerate(params)}
+        for param in self._position:
+            take_over(param)
         plans = plan_buffers(
             [self._size_of(param) for _, param in params],
             ddp_config,
@@ -286,7 +290,7 @@ class DistributedDataParallel(DataParallelBase):
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.param.register_post_accumulate_grad_hook(
-                    partial(self._on_gradient, slot, bucket)
+                    GradientHook(self._on_gradient, slot, bucket)
                 )
         if self.ddp_config.overlap_param_gather:
             self._wait_in_forward()

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,20 @@ from megatron.core.params.param_info import local_part
 # Elements per chunk when a 16-bit gradient is added to an fp32 sum on the CPU.  torch's addition of
 # mixed dtypes takes 7 times as long as converting and adding chunks that fit into the cache.
 _CHUNK = 2**18
+
+
+class GradientHook(partial[None]):
+    """Hook of a data-parallel wrapper on a parameter."""
+
+
+def take_over(param: nn.Parameter) -> None:
+    """Remove what an earlier wrapper of the same module has left on ``param``."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
+        del hooks[key]
+    for name in ("main_grad", "grad_added_to_main_grad", "overwrite_main_grad", "grad_sink"):
+        if hasattr(param, name):
+            delattr(param, name)
 
 
 def gradient_of(param: nn.Parameter) -> Tensor | None:

@@ -57,9 +57,11 @@ class Layers(nn.Module):
         return y
 
 
-def wrap(model: nn.Module, groups: ProcessGroupCollection) -> DistributedDataParallel:
+def wrap(
+    model: nn.Module, groups: ProcessGroupCollection, **changes: Any
+) -> DistributedDataParallel:
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
-    return DistributedDataParallel(tiny_config(), ddp_config, model, pg_collection=groups)
+    return DistributedDataParallel(tiny_config(**changes), ddp_config, model, pg_collection=groups)
 
 
 def inputs(seed: int) -> Tensor:
@@ -135,6 +137,17 @@ def test_hooks_of_a_parameter_run(groups: ProcessGroupCollection, name: str) -> 
     for handle in handles:
         handle.remove()
     assert not parameters_of_graph(wrapper(inputs(0)))
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_a_second_wrapper_of_a_module_gets_its_gradients(
+    groups: ProcessGroupCollection, fusion: bool
+) -> None:
+    model = Layers()
+    expected = gradients(wrap(model, groups))
+    second = wrap(model, groups, gradient_accumulation_fusion=fusion)
+    assert bool(parameters_of_graph(second(inputs(0)))) == (not fusion)
+    torch.testing.assert_close(gradients(second), expected, **tolerances.BITWISE)
 
 
 def test_a_parameter_in_a_file_has_no_sink(groups: ProcessGroupCollection, tmp_path: Path) -> None:
