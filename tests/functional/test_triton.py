@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.optional import why_missing
-from tests import forked
+from tests import forked, triton_memory
 from tests.ranks import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -41,6 +41,13 @@ def test_interpreted_kernels_have_values_and_gradients_of_their_plain_forms() ->
     said = outcome(sys.executable, *command, TRITON_INTERPRET="1")
     assert "passed" in said
     assert "skipped" not in said
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_access_only_memory_of_tensors() -> None:
+    command = ("pytest", "-q", "-p", "no:cacheprovider", "tests/gpu")
+    environ = {"TRITON_INTERPRET": "1", triton_memory.ASKED: "1"}
+    assert "passed" in outcome(sys.executable, *command, **environ)
 
 
 @pytest.mark.feature("Platforms: kernels compile for A100, H100 and B200")

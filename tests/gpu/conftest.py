@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.fusions import kernels
 from megatron.core.optional import why_missing
-from tests import triton_interpreter
+from tests import triton_interpreter, triton_memory
 from tests.gpu import TARGET
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,6 +45,8 @@ def interpreter_works() -> None:
     """With today's NumPy."""
     if IS_INTERPRETED:
         triton_interpreter.mend()
+        if triton_memory.ASKED in os.environ:
+            triton_memory.check_addresses()
 
 
 @pytest.fixture(autouse=True)
