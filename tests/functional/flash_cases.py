@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.enums import AttnMaskType
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
-from megatron.core.transformer import attention_masks, narrow_values
+from megatron.core.transformer import attention_masks, cudnn_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tests import tolerances
 from tests.gpu import test_attention_blocks as blocks
@@ -132,13 +132,15 @@ def run(case: Case, groups: int) -> int:
 
 def try_narrow_values() -> None:
     """The trial of cuDNN accepts its values and no others; the core uses its result."""
-    tried = narrow_values.unsupported_reason
-    attend = narrow_values.attend_to_narrow
-    narrow_values.attend_to_narrow = lambda *inputs: 1.05 * attend(*inputs)  # type: ignore[assignment]
+    tried = cudnn_attention.unsupported_reason
+    attend = cudnn_attention.attend_to_narrow
+    cudnn_attention.attend_to_narrow = lambda *inputs: 1.05 * attend(*inputs)  # type: ignore[assignment]
     reason = tried(D, 8, torch.float16)
     assert reason == "cuDNN computes other values than the formula"
-    narrow_values.attend_to_narrow = attend
-    narrow_values._reason_of_trial.cache_clear()
+    cudnn_attention.attend_to_narrow = attend
+    cudnn_attention._reason_of_trial.cache_clear()
+    assert cudnn_attention.unsupported_reason_in_rings(D, torch.float16) is None
+    assert "fp16 and bf16" in (cudnn_attention.unsupported_reason_in_rings(D, torch.float32) or "")
     assert tried(D, 8, torch.float16) is None
     assert "fp16 and bf16" in (tried(D, 8, torch.float32) or "")
     assert "multiples of 8" in (tried(12, 8, torch.float16) or "")

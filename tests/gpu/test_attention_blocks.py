@@ -14,6 +14,7 @@ from tests.gpu.conftest import IS_INTERPRETED
 # float32 has no flash kernel on a GPU.
 CASES = [
     ("flash", torch.bfloat16),
+    ("fused", torch.bfloat16),
     ("efficient", torch.bfloat16),
     ("efficient", torch.float32),
     ("plain", torch.bfloat16),
@@ -25,7 +26,8 @@ _ROWS = slice(8, 32)  # the queries of a block, out of longer rows
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [case for case in CASES if case[0] != "efficient" or not IS_INTERPRETED],  # only a GPU has it
+    # Only a GPU has the others.
+    [case for case in CASES if case[0] in ("flash", "plain") or not IS_INTERPRETED],
 )
 def test_blocks_of_a_ring_have_the_gradients_of_all_keys(
     name: str, dtype: torch.dtype, where: str

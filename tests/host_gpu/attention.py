@@ -230,6 +230,9 @@ def _efficient_backward(
     assert grad.shape == out.shape == (*q.shape[:3], v.shape[-1])
     assert lse.dtype == torch.float32, "efficient attention keeps its logarithms in fp32"
     assert lse.shape == (*q.shape[:2], q.shape[2] + -q.shape[2] % _ROWS)
+    if q.dtype in _HALF:
+        # The kernel computes sum(grad * out) itself there, and ignores the strides of the output.
+        assert out.transpose(1, 2).is_contiguous(), "efficient attention reads a dense output"
     rows = lse[..., : q.shape[2]].contiguous()
     if not dropout_p:
         return *_backward(grad, q, k, v, out, rows, is_causal, scale), None
@@ -274,6 +277,7 @@ def _cudnn(
     assert dropout_p == 0
     assert not return_debug_mask
     assert scale is not None
+    k, v = (_for_each_head(x, q.shape[1]) for x in (k, v))
     probs, lse = _probabilities(q, k, is_causal, scale)
     order = sorted(range(4), key=lambda dim: -q.stride(dim))  # the output has that of queries
     places = sorted(range(4), key=lambda at: order[at])
@@ -305,11 +309,20 @@ def _cudnn_backward(
     _check_cudnn(q, k, v)
     assert grad.shape == out.shape == (*q.shape[:3], v.shape[-1])
     assert lse.shape == (*q.shape[:3], 1)
-    probs, _ = _probabilities(q, k, is_causal, scale)
+    assert lse.is_contiguous()
+    groups = k.shape[1]
+    k, v = (_for_each_head(x, q.shape[1]) for x in (k, v))
+    # Of merged blocks, ``out`` and ``lse`` are of more keys than these.
+    probs = (_masked_scores(q, k, is_causal, scale) - lse).exp()
     along = (grad.float() * out.float()).sum(-1, keepdim=True)
     scores = probs * (grad.float() @ v.float().mT - along) * scale
-    grads = scores @ k.float(), scores.mT @ q.float(), probs.mT @ grad.float()
-    return tuple(torch.empty_like(x).copy_(g) for g, x in zip(grads, (q, k, v), strict=True))
+    dq, dk, dv = scores @ k.float(), scores.mT @ q.float(), probs.mT @ grad.float()
+    dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
+    return tuple(x.to(q.dtype) for x in (dq, dk, dv))
+
+
+def _for_each_head(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _probabilities(
@@ -345,7 +358,9 @@ def _kept(state: Tensor, probs: Tensor, dropout_p: float) -> Tensor | float:
 
 def _check_cudnn(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Assert what torch's check asserts on Hopper with cuDNN 9.10 or newer."""
-    assert q.shape[:2] == k.shape[:2] == v.shape[:2]
+    assert q.shape[0] == k.shape[0]
+    assert q.shape[1] % k.shape[1] == 0
+    assert k.shape[:2] == v.shape[:2]
     assert k.shape[2] == v.shape[2] > 1
     assert q.shape[-1] == k.shape[-1], "queries and keys are multiplied"
     for x in (q, k, v):

@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.kv_cache import KVCache, PositionBias
 from megatron.core.transformer.module import MegatronModule, WithBias, before_reading
 from megatron.core.transformer.norms import Norm, l2_norm
+from megatron.core.transformer.pending_sum import leaves_bias_to_sum
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import (
@@ -156,7 +157,7 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
-            skip_bias_add=self.tp_group.size() > 1,  # on one rank the GEMM adds the bias for free
+            skip_bias_add=leaves_bias_to_sum(config, self.tp_group),
             offered=self.offered,
         )
         self.build_projections(submodules)

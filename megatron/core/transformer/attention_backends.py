@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core import device
 from megatron.core.enums import AttnBackend
-from megatron.core.transformer import narrow_values
+from megatron.core.transformer import cudnn_attention
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -129,17 +129,19 @@ def _refusal_of_narrow_values(request: AttentionRequest) -> str | None:
         return "with values narrower than keys it is used only for causal attention in training"
     if request.is_deterministic:
         return "its backward pass is not deterministic"
-    return narrow_values.unsupported_reason(request.head_dim, request.value_dim, request.dtype)
+    return cudnn_attention.unsupported_reason(request.head_dim, request.value_dim, request.dtype)
 
 
 def _refusal_by_blocks(name: str, request: AttentionRequest) -> str | None:
-    if name == "fused":
-        return "it does not support ring attention or attention sinks"
+    if name == FUSED and (request.has_dropout or request.is_deterministic):
+        return "in rings it supports neither dropout nor deterministic gradients"
     takes_bands = name == "flash" and request.is_cuda
     if request.has_mask or request.has_bias or (request.has_band and not takes_bands):
         return "in ring attention or with a sink it supports only the causal mask"
     if request.is_cuda and request.head_dim % 8:
         return f"the head dimension {request.head_dim} is not a multiple of 8"
+    if name == FUSED and request.is_cuda:
+        return cudnn_attention.unsupported_reason_in_rings(request.head_dim, request.dtype)
     return None
 
 

@@ -75,7 +75,7 @@ class BlockKernel:
 
 
 def block_kernel(name: str) -> BlockKernel:
-    """Return the kernel ``flash``, ``efficient`` or ``plain`` for this process's device."""
+    """Return the kernel ``flash``, ``fused``, ``efficient`` or ``plain`` for this device."""
     if name == "flash" and not device.is_cuda():
         name = "flash without dropout"
     return _KERNELS[name]
@@ -200,6 +200,9 @@ def _efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _aten._scaled_dot_product_efficient_attention_backward
     lse = F.pad(lse, (0, -lse.shape[-1] % 32))  # forward gave rows of a multiple of 32
+    # In 16 bits the kernel computes D = sum(dO * O) itself and ignores the strides of the output,
+    # here rows of a longer tensor: it takes it to be dense, with tokens before heads.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     inputs = (grad, call.q, *_for_each_query_head(call), None, out, lse, *kept)
     needs = [True, True, True, False]
     dq, dk, dv, _ = kernel(*inputs, call.rule.dropout, needs, call.is_causal, scale=call.rule.scale)
@@ -207,9 +210,28 @@ def _efficient_backward(
     return dq, dk.unflatten(1, (groups, -1)).sum(2), dv.unflatten(1, (groups, -1)).sum(2)
 
 
+def _cudnn(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
+    kernel = _aten._scaled_dot_product_cudnn_attention
+    inputs = (call.q, call.k, call.v, None, True, 0.0, call.is_causal, False)
+    out, lse, *_ = kernel(*inputs, scale=call.rule.scale)
+    return out, lse.squeeze(-1), ()
+
+
+def _cudnn_backward(
+    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel = _aten._scaled_dot_product_cudnn_attention_backward
+    no_seed = lse.new_zeros((), dtype=torch.int64)
+    inputs = (grad, call.q, call.k, call.v, out, lse.contiguous().unsqueeze(-1))
+    state = (no_seed, no_seed, None, None, None, call.q.shape[2], call.k.shape[2], 0.0)
+    dq, dk, dv = kernel(*inputs, *state, call.is_causal, scale=call.rule.scale)
+    return dq, dk, dv
+
+
 _KERNELS = {
     "plain": BlockKernel(_plain, _plain_backward),
     "flash": BlockKernel(_flash, _flash_backward, takes_windows=True),
     "flash without dropout": BlockKernel(_flash_cpu, _flash_cpu_backward),
+    "fused": BlockKernel(_cudnn, _cudnn_backward),
     "efficient": BlockKernel(_efficient, _efficient_backward),
 }

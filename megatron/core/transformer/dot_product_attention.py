@@ -45,10 +45,10 @@ from megatron.core.transformer.attention_masks import (
 )
 from megatron.core.transformer.context_parallel import AttentionContext, attend_alone, exchange_of
 from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
+from megatron.core.transformer.cudnn_attention import attend_to_narrow
 from megatron.core.transformer.flash_attention import attend_to_band
 from megatron.core.transformer.invariant_attention import invariant_attention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.narrow_values import attend_to_narrow
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -307,7 +307,7 @@ class DotProductAttention(MegatronModule):
             ring=ring,
             lengths=lengths,
             is_causal=context.is_causal,
-            kernel=block_kernel(names[0]),
+            kernel=block_kernel(FUSED if FUSED in names else names[0]),
             rule=rule,
             window=window,
             hidden=context.hidden,

@@ -25,6 +25,7 @@ from megatron.core import device
 from megatron.core.activations import openai_gelu
 from megatron.core.fusions.bias_glu import activation, adds_bias, glu, weighed
 from megatron.core.transformer.module import MegatronModule, WithBias
+from megatron.core.transformer.pending_sum import leaves_bias_to_sum
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -76,8 +77,8 @@ class MLP(MegatronModule):
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
-            # On one rank the GEMM adds the bias for free, but the bias of an expert is weighted.
-            skip_bias_add=tp_group.size() > 1 or is_expert,
+            # The bias of an expert is weighted.
+            skip_bias_add=is_expert or leaves_bias_to_sum(config, tp_group),
             offered=offered,
         )
 

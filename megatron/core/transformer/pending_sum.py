@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron.core import device
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
-from megatron.core.fusions.rms_norm import norm_rows_of_sum
+from megatron.core.fusions.rms_norm import adds_bias_in_norm, norm_rows_of_sum
 from megatron.core.tensor_parallel.random import fork_for_tokens
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class PendingSum(NamedTuple):
@@ -37,6 +41,17 @@ class PendingSum(NamedTuple):
 
 
 Stream = Tensor | PendingSum  # hidden states between sublayers
+
+
+def leaves_bias_to_sum(config: TransformerConfig, tp_group: ProcessGroup) -> bool:
+    """Return whether the sum, and not the last GEMM of a sublayer, adds its output bias.
+
+    Tensor-parallel ranks add a bias after the reduction of their partial outputs.
+    """
+    if tp_group.size() > 1:
+        return True
+    like = torch.empty(0, dtype=config.params_dtype, device=device.current())
+    return config.bias_dropout_fusion and adds_bias_in_norm(config.hidden_size, like)
 
 
 def summed(stream: Stream) -> Tensor:

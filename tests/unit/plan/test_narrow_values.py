@@ -7,7 +7,7 @@ import torch
 
 from megatron.core import device
 from megatron.core.enums import AttnBackend
-from megatron.core.transformer import narrow_values
+from megatron.core.transformer import cudnn_attention
 from megatron.core.transformer.attention_backends import AttentionRequest, choose
 from megatron.training.plan.rank import cost_of_rank
 from tests.unit.arguments.commands import run_of
@@ -51,6 +51,6 @@ def test_a_plan_does_not_decide_for_the_gpu_of_the_run(monkeypatch: pytest.Monke
     with device.simulate_device("cuda"):
         assert choose(AttnBackend.auto, request()) == ("fused",)
     monkeypatch.setattr(device, "_current", torch.device("cuda"))
-    monkeypatch.setattr(narrow_values, "_reason_of_trial", lambda *_: "cuDNN: no plan")
+    monkeypatch.setattr(cudnn_attention, "_reason_of_trial", lambda *_: "cuDNN: no plan")
     assert choose(AttnBackend.auto, request()) == ("flash", "efficient")
     choose.cache_clear()

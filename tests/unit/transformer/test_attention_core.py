@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
-from megatron.core.transformer import context_parallel_ring, dot_product_attention, narrow_values
+from megatron.core.transformer import context_parallel_ring, cudnn_attention, dot_product_attention
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     attention_report,
@@ -292,7 +292,7 @@ def test_values_narrower_than_keys_run_in_cudnn_where_it_takes_them(
         values: dict[str, Any] = {"head_dim": 192, "value_dim": 128, "causal_tokens": 64}
         return AttentionRequest(is_cuda=True, dtype=torch.bfloat16, **values | changes)
 
-    monkeypatch.setattr(narrow_values, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(cudnn_attention, "unsupported_reason", lambda *_: None)
     refusal.cache_clear()
     choose.cache_clear()
     assert choose(AttnBackend.auto, gpu()) == ("fused",)
@@ -302,7 +302,7 @@ def test_values_narrower_than_keys_run_in_cudnn_where_it_takes_them(
     assert choose(AttnBackend.auto, gpu(causal_tokens=0)) == padded
     assert choose(AttnBackend.auto, gpu(is_deterministic=True)) == padded
     assert choose(AttnBackend.flash, gpu()) == ("flash",)
-    monkeypatch.setattr(narrow_values, "unsupported_reason", lambda *_: "cuDNN: no plan")
+    monkeypatch.setattr(cudnn_attention, "unsupported_reason", lambda *_: "cuDNN: no plan")
     refusal.cache_clear()
     choose.cache_clear()
     assert choose(AttnBackend.auto, gpu()) == padded

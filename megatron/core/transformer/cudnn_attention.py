@@ -1,10 +1,11 @@
-"""Causal attention of a GPU with values narrower than queries and keys, by cuDNN.
+"""cuDNN's causal attention: with values narrower than queries and keys, and in rings.
 
 ``s`` tokens, ``b`` sequences, ``n`` heads, ``d`` width of queries and keys, ``v`` of values.
 
 torch's flash attention requires equal widths, so that values of latent attention (128) are padded
-to the width of keys (192).  cuDNN does not.  torch documents neither which GPUs and releases of
-cuDNN take which widths, nor does its header offer the check: `unsupported_reason` tries it.
+to the width of keys (192).  cuDNN does not, and on Hopper it takes 0.53 to 0.64 of the time
+(benchmarks/train_gpu.md).  torch documents neither which GPUs and releases of cuDNN take which
+widths, nor does its header offer the check: `unsupported_reason` tries it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel
+from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
 
 _TRIED_TOKENS = 128
 _TOLERANCE = 2e-2  # of 16 bits
@@ -41,16 +44,37 @@ def unsupported_reason(head_dim: int, value_dim: int, dtype: torch.dtype) -> str
     if head_dim % 8 or value_dim % 8:
         return "cuDNN takes widths that are multiples of 8"
     if device.launches_kernels(device.current()):
-        return _reason_of_trial(head_dim, value_dim, dtype)
+        return _reason_of_trial(attend_to_narrow, (head_dim, head_dim, value_dim), dtype)
     if (head_dim, value_dim) == _DOCUMENTED_WIDTHS:
         return None
     return "only a GPU shows whether cuDNN takes values narrower than keys"
 
 
+def unsupported_reason_in_rings(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Return why rings do not use cuDNN on this GPU, which is tried once; None if they do."""
+    where = device.current()
+    if not device.launches_kernels(where) or device.capability(where) < (9, 0):
+        return "rings use it on GPUs from Hopper on, where it is faster than flash attention"
+    return _reason_of_trial(_attend_in_ring, (head_dim, head_dim, head_dim), dtype)
+
+
+def _attend_in_ring(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend as a ring of one rank does: [s, b, n, d] three times -> [s, b, n d]."""
+    plan = RingPlan(
+        ring=Ring(None),
+        lengths=(len(query),),
+        is_causal=True,
+        kernel=block_kernel("fused"),
+        rule=ScoreRule(scale=scale),
+    )
+    return ring_attention(query, key, value, plan).flatten(2)
+
+
 @lru_cache
-def _reason_of_trial(head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
-    """Run `attend_to_narrow` once, forward and backward; compare with the formula."""
-    widths = (head_dim, head_dim, value_dim)
+def _reason_of_trial(
+    attend: Callable[..., Tensor], widths: tuple[int, int, int], dtype: torch.dtype
+) -> str | None:
+    """Run ``attend`` once, forward and backward; compare with the formula."""
     # Uncorrelated values without the random generator, whose state a run must not depend on.
     waves = [
         torch.arange(_TRIED_TOKENS * 2 * n, dtype=torch.float64).square().mul(i + 0.7).sin()
@@ -58,7 +82,7 @@ def _reason_of_trial(head_dim: int, value_dim: int, dtype: torch.dtype) -> str |
     ]
     host = [x.view(_TRIED_TOKENS, 1, 2, -1).to(dtype) for x in waves]
     try:
-        found = _with_gradients(attend_to_narrow, host, device.current())
+        found = _with_gradients(attend, host, device.current())
     except RuntimeError as error:
         return f"cuDNN: {str(error).splitlines()[0]}"
     expected = _with_gradients(_formula, [x.double() for x in host], host[0].device)
