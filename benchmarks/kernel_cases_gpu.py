@@ -12,12 +12,17 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.kernel_cases import Case, both_ways, drawn
 from megatron.core import device
-from megatron.core.activations import quick_gelu
-from megatron.core.fusions.bias_glu import glu
+from megatron.core.activations import openai_gelu, quick_gelu
+from megatron.core.fusions.bias_glu import activation, glu
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
-from megatron.core.fusions.rms_norm import layer_norm, norm_rows_of_sum, rms_norm
+from megatron.core.fusions.rms_norm import (
+    adds_in_norm,
+    layer_norm,
+    norm_rows_of_sum,
+    rms_norm,
+)
 from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
 from megatron.core.low_precision import E4M3, Block
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -42,6 +47,13 @@ def _gated(name: str, act: Callable[[Tensor], Tensor], *how: float) -> Case:
     return both_ways(name, lambda x: glu(x, act, *how), drawn(_TOKENS, 2 * _INNER), passes=4)
 
 
+def _bias_gelu() -> Case:
+    x, bias = drawn(_TOKENS, _INNER), drawn(_INNER)
+    return both_ways(
+        "GELU of a sum with a bias", lambda x, b: activation(x, openai_gelu, b), x, bias, passes=5
+    )
+
+
 def _weighed() -> Case:
     x, weights = drawn(_TOKENS, 2 * _INNER), drawn(_TOKENS, dtype=torch.float32)
     return both_ways(
@@ -49,11 +61,10 @@ def _weighed() -> Case:
     )
 
 
-def _rotary(interleaved: bool) -> Case:
+def _rotary() -> Case:
     x, angles = drawn(_TOKENS, 1, 48, 128)[:, :, :32], drawn(_TOKENS, 1, 1, 64)
-    table = RotaryTable(angles.cos(), angles.sin(), interleaved)
-    name = f"rotary positions, {'neighbours' if interleaved else 'halves'}"
-    return both_ways(name, lambda x: apply_rotary(x, table), x, passes=4)
+    table = RotaryTable(angles.cos(), angles.sin())
+    return both_ways("rotary positions", lambda x: apply_rotary(x, table), x, passes=4)
 
 
 def _split_rotary() -> Case:
@@ -93,7 +104,11 @@ def _norm_of_sum() -> Case:
     grad = drawn(_TOKENS, _WIDTH)
 
     def work() -> None:
-        both = norm_rows_of_sum((x, None), residual, 0.0, (weight, None), 1e-5)
+        if adds_in_norm(x, None, residual):
+            both = norm_rows_of_sum((x, None), residual, 0.0, (weight, None), 1e-5)
+        else:
+            total = bias_dropout_add((x, None), residual, 0.0, True)
+            both = total, rms_norm(total, weight, 1e-5)
         torch.autograd.grad(both, leaves, (grad, grad))
 
     return Case("residual and RMSNorm", 8 * x.nbytes, work)
@@ -159,12 +174,12 @@ def _weight_gradient() -> Case:
 
 CASES: list[Callable[[], Case]] = [
     _loss,
+    _bias_gelu,
     partial(_gated, "SwiGLU", F.silu),
     partial(_gated, "GeGLU", F.gelu),
     partial(_gated, "clamped quick GeGLU", quick_gelu, 7.0, 1.0),
     _weighed,
-    partial(_rotary, False),
-    partial(_rotary, True),
+    _rotary,
     _split_rotary,
     partial(_norm, True),
     partial(_norm, False),

@@ -125,41 +125,63 @@ def power_of_two(amax: Tensor, top: float, margin: int = 0) -> Tensor:
 
 
 def product(
-    a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False, out: Tensor | None = None
+    a: Scaled,
+    b: Scaled,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return a b^T: [m, k] and [n, k] -> [m, n]; written to ``out`` of this dtype, if given.
+    """Return a b^T + bias: [m, k], [n, k] and [n] -> [m, n]; written to ``out``, if given.
 
-    Runs in fp8 if the device has such GEMMs and both matrices have a single scale; else on
-    dequantised matrices.  ``fast`` lets a GPU accumulate with fewer bits.
+    ``out`` has ``dtype``, and comes without a bias.  Runs in fp8 if the device has such GEMMs and
+    both matrices have a single scale; else on dequantised matrices.  ``fast`` lets a GPU accumulate
+    with fewer bits.
     """
+    assert bias is None or out is None, "no caller adds a bias to a matrix of its own"
     is_plain = a.block is None and b.block is None and dtype != torch.float64
     if is_plain and a.codes.numel() and device.multiplies_fp8(a.codes.device):
-        return scaled_mm(a, b, dtype, fast=fast, out=out)
+        return scaled_mm(a, b, dtype, bias=bias, fast=fast, out=out)
     wide = torch.float32 if dtype == torch.float16 else dtype
     y = a.values(wide).matmul(b.values(wide).t()).to(dtype)
+    y = y if bias is None else y + bias
     return y if out is None else out.copy_(y)
 
 
 def scaled_mm(
-    a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool, out: Tensor | None = None
+    a: Scaled,
+    b: Scaled,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute `product` by ``torch._scaled_mm``; a GPU needs multiples of 16 for k and n."""
     left = _in_sixteens(a.codes)
     right = _in_sixteens(b.codes, rows=device.is_cuda(a.codes.device))
     fits = len(right) == len(b.codes)
+    adds_bias = fits and is_added_by_gemm(bias, dtype)
     y: Tensor = torch._scaled_mm(
         left,
         right.t(),
         scale_a=a.scale,
         scale_b=b.scale,
         out_dtype=dtype,
+        bias=bias if adds_bias else None,
         use_fast_accum=fast and device.is_cuda(left.device),
         **({"out": out} if fits and out is not None else {}),
     )
-    if fits:
-        return y
-    y = y[:, : len(b.codes)]
-    return y.contiguous() if out is None else out.copy_(y)
+    if not fits:
+        y = y[:, : len(b.codes)]
+        y = y.contiguous() if out is None else out.copy_(y)
+    return y if bias is None or adds_bias else y + bias
+
+
+def is_added_by_gemm(bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether ``torch._scaled_mm`` adds ``bias`` to a result of ``dtype``: in 16 bits."""
+    return bias is not None and bias.dtype == dtype and dtype.itemsize == 2
 
 
 def _in_sixteens(codes: Tensor, *, rows: bool = False) -> Tensor:

@@ -98,14 +98,27 @@ def test_gated_activations_of_no_tokens(where: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [24, 14])
-def test_rotary_positions(rotated: int, interleaved: bool, dtype: torch.dtype, where: str) -> None:
+def test_rotary_positions(rotated: int, dtype: torch.dtype, where: str) -> None:
     angles = torch.randn(5, 2, 1, rotated // 2, device=where)
-    table = RotaryTable(angles.cos(), angles.sin(), interleaved)
+    table = RotaryTable(angles.cos(), angles.sin())
     wide = torch.randn(5, 2, 3, 40, device=where).to(dtype)
     both = [lambda x, f=f: f(x[..., 4:28], table) for f in (apply_rotary, references.apply_rotary)]
     compare(*both, wide)
+
+
+def test_interleaved_pairs_are_rotated_without_a_kernel(where: str, kernels_used: set[str]) -> None:
+    angles = torch.randn(5, 2, 1, 12, device=where)
+    table = RotaryTable(angles.cos(), angles.sin(), interleaved=True)
+    packed = torch.randn(5, 2, 3, 4 * 24, device=where)
+    compare(
+        lambda x: split_and_rotate(x, 24, table, fused=True)[0],
+        lambda x: references.apply_rotary(x[..., : 2 * 24].reshape(5, 2, 6, 24), table),
+        packed,
+    )
+    assert not kernels_used
+    apply_rotary(packed, RotaryTable(table.cos, table.sin))  # each test meets a kernel
+    assert kernels_used == {"rope"}
 
 
 def test_rotary_positions_of_all_sequences_alike(where: str) -> None:
@@ -116,7 +129,6 @@ def test_rotary_positions_of_all_sequences_alike(where: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "groups", "per_group", "rotated"), [(5, 3, 2, 24), (5, 3, 2, 14), (1, 1, 5, 24)]
 )
@@ -125,7 +137,6 @@ def test_splitting_and_rotating_a_packed_projection(
     groups: int,
     per_group: int,
     rotated: int,
-    interleaved: bool,
     dtype: torch.dtype,
     where: str,
     kernels_used: set[str],
@@ -133,7 +144,7 @@ def test_splitting_and_rotating_a_packed_projection(
     """The gradients of queries, keys and values come in attention's order of dimensions."""
     width, counts = 24, (groups * per_group, groups, groups)
     angles = torch.randn(tokens, 2, 1, rotated // 2, device=where)
-    table = RotaryTable(angles.cos(), angles.sin(), interleaved)
+    table = RotaryTable(angles.cos(), angles.sin())
 
     def ours(packed: Tensor) -> Tensor:
         parts = split_and_rotate(packed, width, table, fused=True)

@@ -22,13 +22,16 @@ def no_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_has_the_values_of_torch_and_the_bits_of_a_row_alone(
     dtype: torch.dtype, has_bias: bool, where: str
 ) -> None:
+    torch.manual_seed(0)
     x = torch.randn(2, 20, 100, device=where).to(dtype)
     weight = (torch.randn(130, 100, device=where) / 10).to(dtype)
     bias = torch.randn(130, device=where) if has_bias else None
     found = small_linear(x, weight, bias)
     assert found.shape == (2, 20, 130)
     wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    torch.testing.assert_close(found, wanted.to(dtype), **tolerances.of(dtype))
+    # A sum may be near 0, so that its own relative error says little.
+    error = (found.double() - wanted).norm() / wanted.norm()
+    assert error < (1e-6 if dtype == torch.float32 else 4e-3)
     rows = found.flatten(0, 1)
     for place in (0, 16, 32):  # the first rows of tiles: NumPy rounds by place, a GPU does not
         row = x.flatten(0, 1)[place : place + 1]

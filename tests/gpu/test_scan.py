@@ -13,6 +13,9 @@ from megatron.core.ssm.scan import chunked_scan
 from tests.unit.ssm.test_scan import sequential_scan
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 3e-6}  # of the norm of the error, relative
+# The gradient of A is a sum of differences that cancel.  Plain torch in float32 has 1.1e-6 where
+# other gradients have 4e-7; the tensor cores of an H200, which truncate sums, had 7.5e-6.
+_CANCELLATION = {"A": 4.0}
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +69,8 @@ def compare(given: dict[str, Tensor], chunk: int, **options: Any) -> None:
     for name, ours, expected in zip(names, found, wide, strict=True):
         error = (ours.double() - expected).norm() / expected.norm().clamp_min(1e-9)
         none = torch.zeros_like(error)
-        torch.testing.assert_close(error, none, atol=limit, rtol=0, msg=f"{name}: {error}")
+        atol = limit * _CANCELLATION.get(name, 1.0)
+        torch.testing.assert_close(error, none, atol=atol, rtol=0, msg=f"{name}: {error}")
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

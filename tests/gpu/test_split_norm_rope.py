@@ -22,7 +22,6 @@ EPS = 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "groups", "per_group", "rotated"), [(5, 3, 2, 24), (5, 3, 2, 14), (1, 1, 5, 24)]
 )
@@ -31,14 +30,13 @@ def test_splitting_normalising_and_rotating_a_packed_projection(
     groups: int,
     per_group: int,
     rotated: int,
-    interleaved: bool,
     dtype: torch.dtype,
     where: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(split_norm_rope, "_PROGRAMS", 3)  # several tokens for each
     angles = torch.randn(tokens, 2, 1, rotated // 2, device=where)
-    table = RotaryTable(angles.cos(), angles.sin(), interleaved)
+    table = RotaryTable(angles.cos(), angles.sin())
 
     def ours(packed: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
         parts = split_norm_and_rotate(packed, WIDTH, table, (query_weight, key_weight), EPS)

@@ -79,9 +79,10 @@ def fused_all_gather_scaled_matmul(
     products = []
     for matrix, other, bias, dtype in zip(matrices, scales, biases, dtypes, strict=True):
         _check(a, matrix, scale, other, dtype)
-        assert bias is None
+        is_half = bias is not None and bias.dtype == dtype and dtype.itemsize == 2
+        assert bias is None or is_half, "cuBLAS adds a bias of 16 bits to a result of that dtype"
         parts = gathered.chunk(group.size())
-        products.append(torch.cat([_scaled(x, matrix, scale, other, dtype) for x in parts]))
+        products.append(torch.cat([_scaled(x, matrix, scale, other, dtype, bias) for x in parts]))
     return gathered, products
 
 
@@ -143,8 +144,15 @@ def _check(a: Tensor, matrix: Tensor, scale: Tensor, other: Tensor, dtype: torch
     assert dtype in _OUTPUTS
 
 
-def _scaled(a: Tensor, matrix: Tensor, scale: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch._scaled_mm(a, matrix, scale_a=scale, scale_b=other, out_dtype=dtype)
+def _scaled(
+    a: Tensor,
+    matrix: Tensor,
+    scale: Tensor,
+    other: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    return torch._scaled_mm(a, matrix, scale_a=scale, scale_b=other, bias=bias, out_dtype=dtype)
 
 
 def _dtypes(found: list[Any]) -> list[torch.dtype]:

@@ -62,16 +62,23 @@ def _cast(
 
 
 def product(
-    a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False, out: Tensor | None = None
+    a: Scaled,
+    b: Scaled,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Compute a b^T: [m, k] and [n, k] -> [m, n], as `low_precision.product` does."""
+    """Compute a b^T + bias: [m, k], [n, k] and [n] -> [m, n], as `low_precision.product` does."""
     takes_blocks = block_scaled_mm.takes(a, b, dtype)
     if takes_blocks or (a.block is None and b.block is None):  # torch's operations of 8 bits
         a = in_rows(a)
         b = in_rows(b)
     if takes_blocks:
-        return block_scaled_mm.product(a, b, dtype, out)
-    return low_precision.product(a, b, dtype, fast=fast, out=out)
+        y = block_scaled_mm.product(a, b, dtype, out)
+        return y if bias is None else y + bias
+    return low_precision.product(a, b, dtype, bias=bias, fast=fast, out=out)
 
 
 def in_rows(x: Scaled) -> Scaled:

@@ -19,7 +19,7 @@ from megatron.core.fusions import kernels
 from megatron.core.fusions.cpu import norm
 
 # A program of a GPU has a row in its registers; a narrow one would leave it too little to do.
-_WIDTHS = range(1024, 8193)
+_WIDTHS = range(512, 8193)
 
 
 class _RMSNorm(Function[Tensor]):
@@ -82,6 +82,15 @@ def adds_in_norm(x: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
     fits = shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
     can = fits and shape[-1] in _WIDTHS
     return can and kernels.find("norm", x, bias, residual) is not None
+
+
+def adds_bias_in_norm(width: int, like: Tensor) -> bool:
+    """Return whether `norm_rows_of_sum` takes rows of ``width`` in the dtype of ``like``.
+
+    A GEMM adds a bias for free, but the kernel of the norm also sums the gradient of the bias, for
+    which torch reads the gradient of the GEMM's output again.
+    """
+    return width in _WIDTHS and kernels.is_available("norm", like)
 
 
 def norm_rows_of_sum(

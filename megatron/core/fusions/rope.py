@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core import device
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions import kernels
 
@@ -40,7 +41,7 @@ def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int, fused: bool) -> Tensor:
     """Rotate by the angle times ``sign``; on a CPU four passes over half of ``x``."""
     has_rows = x.dim() == 4 and x.stride(-1) == 1 and cos.shape[::2] == (x.shape[0], 1)
-    if fused and has_rows and (found := kernels.find("rope", x, cos, sin)):
+    if fused and has_rows and (found := _kernels("rope", interleaved, x, cos, sin)):
         turned: Tensor = found.turn(x, cos, sin, interleaved, sign)
         return turned
     width = 2 * cos.shape[-1]
@@ -85,20 +86,18 @@ Parts = tuple[Tensor, Tensor, Tensor]
 
 class _SplitRotary(Function[Parts]):
     @staticmethod
-    def forward(
-        ctx: Context[bool], packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, width: int
-    ) -> Parts:
+    def forward(ctx: Context[None], packed: Tensor, cos: Tensor, sin: Tensor, width: int) -> Parts:
         ctx.save_for_backward(cos, sin)
-        ctx.values = interleaved
-        parts: Parts = _splitter(packed).split_and_turn(packed, width, cos, sin, interleaved)
+        found: Any = kernels.find("split_rope", packed)
+        parts: Parts = found.split_and_turn(packed, width, cos, sin)
         return parts
 
     @staticmethod
-    def backward(ctx: Context[bool], *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[None], *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         rows = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
-        packed: Tensor = _splitter(grads[0]).turn_and_join(rows, cos, sin, ctx.values)
-        return packed, None, None, None, None
+        found: Any = kernels.find("split_rope", grads[0])
+        return found.turn_and_join(rows, cos, sin), None, None, None
 
 
 def split_and_rotate(
@@ -111,8 +110,8 @@ def split_and_rotate(
     """
     if table is not None and fused and packed.is_contiguous():
         has_rows = table.cos.shape[::2] == (packed.shape[0], 1)
-        if has_rows and _splitter(packed, table.cos, table.sin):
-            return _SplitRotary.call(packed, table.cos, table.sin, table.interleaved, width)
+        if has_rows and _kernels("split_rope", table.interleaved, packed, table.cos, table.sin):
+            return _SplitRotary.call(packed, table.cos, table.sin, width)
     *outer, packed_width = packed.shape
     query, key, value = packed.split_with_sizes([packed_width - 2 * width, width, width], -1)
     if packed_width != 3 * width:
@@ -127,7 +126,7 @@ class _SplitNormRotary(Function[Parts]):
 
     @staticmethod
     def forward(
-        ctx: Context[tuple[bool, float]],
+        ctx: Context[float],
         packed: Tensor,
         query_weight: Tensor,
         key_weight: Tensor,
@@ -136,23 +135,24 @@ class _SplitNormRotary(Function[Parts]):
         width: int,
     ) -> Parts:
         ctx.save_for_backward(packed, query_weight, key_weight, table.cos, table.sin)
-        ctx.values = table.interleaved, eps
-        at = table.cos, table.sin, table.interleaved
-        parts: Parts = _norm_splitter(packed).split_and_norm(
-            packed, width, (query_weight, key_weight), eps, at
-        )
+        ctx.values = eps
+        at = table.cos, table.sin
+        found: Any = kernels.find("split_norm_rope", packed)
+        parts: Parts = found.split_and_norm(packed, width, (query_weight, key_weight), eps, at)
         return parts
 
     @staticmethod
-    def backward(ctx: Context[tuple[bool, float]], *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[float], *grads: Tensor) -> tuple[Tensor | None, ...]:
         packed, query_weight, key_weight, cos, sin = ctx.saved_tensors
-        interleaved, eps = ctx.values
         rows = tuple(grad.contiguous() for grad in grads)
         weights = (query_weight, key_weight)
-        found: Parts = _norm_splitter(packed).join_gradients(
-            packed, rows, weights, eps, (cos, sin, interleaved)
+        found: Any = kernels.find("split_norm_rope", packed)
+        return (
+            *found.join_gradients(packed, rows, weights, ctx.values, (cos, sin)),
+            None,
+            None,
+            None,
         )
-        return *found, None, None, None
 
 
 def split_norm_and_rotate(
@@ -164,14 +164,17 @@ def split_norm_and_rotate(
     """
     has_rows = packed.is_contiguous() and table.cos.shape[::2] == (packed.shape[0], 1)
     is_same = all(weight.dtype == packed.dtype for weight in weights)
-    if not has_rows or not is_same or not _norm_splitter(packed, table.cos, table.sin, *weights):
+    tensors = packed, table.cos, table.sin, *weights
+    if not has_rows or not is_same or not _kernels("split_norm_rope", table.interleaved, *tensors):
         return None
     return _SplitNormRotary.call(packed, *weights, table, eps, width)
 
 
-def _norm_splitter(*tensors: Tensor) -> Any:
-    return kernels.find("split_norm_rope", *tensors)
+def _kernels(name: str, interleaved: bool, *tensors: Tensor) -> Any:
+    """Return the module of kernels that rotates these tensors; None for torch's operations.
 
-
-def _splitter(*tensors: Tensor) -> Any:
-    return kernels.find("split_rope", *tensors)
+    A GPU's kernel took twice the time of torch to interleave pairs (benchmarks/train_gpu.md).
+    """
+    if interleaved and device.launches_kernels(tensors[0].device):
+        return None
+    return kernels.find(name, *tensors)

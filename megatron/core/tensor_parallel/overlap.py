@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.fusions.quantize import in_rows, product
-from megatron.core.low_precision import Scaled
+from megatron.core.low_precision import Scaled, is_added_by_gemm
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.quantized_linear import gathered_codes
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad, is_deferred
@@ -53,15 +53,23 @@ class Overlap:
         return y
 
     def gathered_product_of_codes(
-        self, x: Scaled, matrix: Scaled, dtype: torch.dtype, *, fast: bool = False
+        self,
+        x: Scaled,
+        matrix: Scaled,
+        dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        fast: bool = False,
     ) -> tuple[Scaled, Tensor]:
         """Return the rows of all ranks, [t, i], and their product with ``matrix`` [o, i]^T.
 
-        ``x`` [t/tp, i] has one scale, which is the same on all ranks.  ``fast`` as in `product`.
+        ``x`` [t/tp, i] has one scale, which is the same on all ranks.  ``bias`` [o], in ``dtype``,
+        and ``fast`` as in `product`.
         """
         if not self.gathers:
             rows = gathered_codes(x, self.group)
-            return rows, product(rows, matrix, dtype, fast=fast)
+            return rows, product(rows, matrix, dtype, bias=bias, fast=fast)
+        is_added = is_added_by_gemm(bias, dtype)
         codes, (y,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
             x.codes.contiguous(),
             [_columns(matrix)],
@@ -69,11 +77,12 @@ class Overlap:
             [matrix.scale],
             0,
             self.group.group_name,
-            [None],  # bias
+            [bias if is_added else None],
             [None],  # scale of the result
             [dtype],
             [fast],
         )
+        y = y if bias is None or is_added else y + bias
         return Scaled(codes, x.scale), y
 
     def scattered_product_of_codes(

@@ -69,8 +69,7 @@ class _ColumnProduct(Function[Tensor]):
             LinearCall(weight, bias, True, overlap.group, True), quantizer, overlap
         )
         codes = quantizer.weight(weight)
-        _, y = overlap.gathered_product_of_codes(rows, codes, x.dtype, fast=True)
-        y = y if bias is None else y + bias
+        _, y = overlap.gathered_product_of_codes(rows, codes, x.dtype, bias=bias, fast=True)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod

@@ -289,8 +289,7 @@ class _QuantizedLinear(Function[Tensor]):
         ctx.values = _QuantizedCall(call, quantizer, block)
         if gather is not None:
             rows = gathered_codes(rows, gather)
-        y = product(rows, quantizer.weight(weight), x.dtype, fast=True)
-        y = y if bias is None else y + bias
+        y = product(rows, quantizer.weight(weight), x.dtype, bias=bias, fast=True)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod

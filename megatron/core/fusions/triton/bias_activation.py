@@ -110,7 +110,8 @@ def _backward(
     program = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     bias = tl.load(Bias + column, mask=column < width, other=0.0).to(tl.float32)
-    total = tl.zeros((COLUMNS,), tl.float32)
+    # Summed over the rows at the end: a sum in the loop would synchronize all warps each time.
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(program * each, tl.minimum(program * each + each, rows), ROWS):
         row = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -120,5 +121,6 @@ def _backward(
         _, slope = act_and_slope(x + bias[None, :], ACT)
         grad *= slope
         tl.store(OfX + at, grad.to(OfX.dtype.element_ty), mask=inside)
-        total += tl.sum(grad, 0)
-    tl.store(Sums + program.to(tl.int64) * width + column, total, mask=column < width)
+        total += grad
+    to = Sums + program.to(tl.int64) * width + column
+    tl.store(to, tl.sum(total, 0), mask=column < width)

@@ -18,8 +18,10 @@ _PAIRS, _WARPS = 2048, 4
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
     """Rotate the first r channels by the angle times ``sign``; copy the others.
 
-    The channels of ``x`` are contiguous; ``cos`` and ``sin`` are [s, 1 or b, 1, r/2].
+    The channels of ``x`` are contiguous, and pairs not interleaved; ``cos`` and ``sin`` are
+    [s, 1 or b, 1, r/2].
     """
+    assert not interleaved, "the caller leaves interleaved pairs to torch"
     s, b, n, d = x.shape
     cos, sin = cos.contiguous(), sin.contiguous()
     half = cos.shape[-1]
@@ -38,7 +40,6 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> T
         d,
         half,
         sign,
-        2 if interleaved else 1,
         2 * half < d,
         max(1, min(_PAIRS // block, heads)),
         block,
@@ -65,7 +66,6 @@ def _turn(
     width,
     half,
     SIGN: tl.constexpr,
-    STEP: tl.constexpr,
     COPIES: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -90,7 +90,6 @@ def _turn(
         sin,
         half,
         width,
-        STEP,
         True,
         COPIES,
         HEADS,
@@ -123,7 +122,6 @@ def move_heads(
     sin,
     half,
     width,
-    STEP: tl.constexpr,
     TURNS: tl.constexpr,
     COPIES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -139,8 +137,8 @@ def move_heads(
     if TURNS:
         start = 2 * half
         pair = tl.arange(0, HALF)
-        first = (pair * STEP)[None, :]
-        second = first + (1 if STEP == 2 else half)
+        first = pair[None, :]
+        second = first + half
         for begin in range(0, num_heads, HEADS):
             n = (begin + tl.arange(0, HEADS))[:, None]
             inside = (n < num_heads) & (pair < half)[None, :]

@@ -26,7 +26,7 @@ _WARPS = 4
 _PROGRAMS = 1056  # in backward: eight for each of the 132 processors of an H100
 
 Parts = tuple[Tensor, Tensor, Tensor]  # queries [s, b, g r, d], keys and values [s, b, g, d]
-Angles = tuple[Tensor, Tensor, bool]  # cos and sin [s, 1 or b, 1, rotated / 2]; interleaved
+Angles = tuple[Tensor, Tensor]  # cos and sin [s, 1 or b, 1, rotated / 2]
 Weights = tuple[Tensor, Tensor]  # of the norms of queries and keys: [d]
 
 
@@ -80,7 +80,6 @@ def _shape(queries: int, width: int, at: Angles) -> dict[str, Any]:
     half = at[0].shape[-1]
     tail = triton.next_power_of_2(width)
     return {
-        "STEP": 2 if at[2] else 1,
         "TAIL": 2 * half < width,  # the channels after the rotated ones
         "HEADS": max(1, min(2 * _PAIRS // tail, triton.next_power_of_2(queries))),
         "HALF": max(4, triton.next_power_of_2(half)),
@@ -91,16 +90,14 @@ def _shape(queries: int, width: int, at: Angles) -> dict[str, Any]:
 
 
 @triton.jit
-def _places(half, width, STEP: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
+def _places(half, width, HALF: tl.constexpr, REST: tl.constexpr):
     """Return the channels of the first and second values of pairs and of the tail, and masks.
 
     REST: at least as many as the channels of the tail and those before it; 1 without a tail.
     """
-    pair = tl.arange(0, HALF)
+    first = tl.arange(0, HALF)
     channel = tl.arange(0, REST)
-    first = pair * STEP
-    second = first + (1 if STEP == 2 else half)
-    return first, second, channel, pair < half, (channel >= 2 * half) & (channel < width)
+    return first, first + half, channel, first < half, (channel >= 2 * half) & (channel < width)
 
 
 @triton.jit
@@ -144,11 +141,11 @@ def _sum_of(u, v, t):
 @triton.jit
 def _norm_heads(
     packed, part, Weight, cos, sin, eps, per_group, group, num_heads, half, width,
-    STEP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    TAIL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr,
 ):  # fmt: skip
     """Normalise and rotate the heads of a token."""
-    first, second, channel, is_pair, is_tail = _places(half, width, STEP, HALF, REST)
+    first, second, channel, is_pair, is_tail = _places(half, width, HALF, REST)
     wu, wv, wt = _load_row(Weight, first, second, channel, is_pair, is_tail)
     for begin in range(0, num_heads, HEADS):
         n = (begin + tl.arange(0, HEADS))[:, None]
@@ -168,11 +165,11 @@ def _norm_heads(
 @triton.jit
 def _norm_heads_backward(
     packed, out, grad, Weight, cos, sin, of_u, of_v, of_t, eps, per_group, group, num_heads, half,
-    width, STEP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    width, TAIL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the heads of a token; return the sums for the weight, updated."""
-    first, second, channel, is_pair, is_tail = _places(half, width, STEP, HALF, REST)
+    first, second, channel, is_pair, is_tail = _places(half, width, HALF, REST)
     wu, wv, wt = _load_row(Weight, first, second, channel, is_pair, is_tail)
     for begin in range(0, num_heads, HEADS):
         n = (begin + tl.arange(0, HEADS))[:, None]
@@ -220,7 +217,7 @@ def _copy_heads(
 def _forward(
     Packed, Query, Key, Value, QueryWeight, KeyWeight, Cos, Sin, eps,
     table_b, table_s, num_sequences, groups, per_group, width, half,
-    STEP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    TAIL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -233,11 +230,11 @@ def _forward(
     at_key = packed + per_group * width
     _norm_heads(
         packed, Query + heads * per_group, QueryWeight, cos, sin, eps,
-        per_group, group, groups * per_group, half, width, STEP, TAIL, HEADS, HALF, REST,
+        per_group, group, groups * per_group, half, width, TAIL, HEADS, HALF, REST,
     )  # fmt: skip
     _norm_heads(
         at_key, Key + heads, KeyWeight, cos, sin, eps,
-        1, group, groups, half, width, STEP, TAIL, HEADS, HALF, REST,
+        1, group, groups, half, width, TAIL, HEADS, HALF, REST,
     )  # fmt: skip
     _copy_heads(at_key + width, group, Value + heads, width, groups, width, HEADS, WIDTH)
 
@@ -246,11 +243,11 @@ def _forward(
 def _backward(
     Packed, Out, OfQuery, OfKey, OfValue, QueryWeight, KeyWeight, Sums, Cos, Sin, eps,
     table_b, table_s, num_sequences, groups, per_group, width, half, tokens, each,
-    STEP: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    TAIL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    first, second, channel, is_pair, is_tail = _places(half, width, STEP, HALF, REST)
+    first, second, channel, is_pair, is_tail = _places(half, width, HALF, REST)
     group = (per_group + 2) * width
     qu = tl.zeros((HALF,), tl.float32)
     qv = tl.zeros((HALF,), tl.float32)
@@ -269,11 +266,11 @@ def _backward(
         to_key = per_group * width
         qu, qv, qt = _norm_heads_backward(
             packed, out, OfQuery + heads * per_group, QueryWeight, cos, sin, qu, qv, qt, eps,
-            per_group, group, groups * per_group, half, width, STEP, TAIL, HEADS, HALF, REST,
+            per_group, group, groups * per_group, half, width, TAIL, HEADS, HALF, REST,
         )  # fmt: skip
         ku, kv, kt = _norm_heads_backward(
             packed + to_key, out + to_key, OfKey + heads, KeyWeight, cos, sin, ku, kv, kt, eps,
-            1, group, groups, half, width, STEP, TAIL, HEADS, HALF, REST,
+            1, group, groups, half, width, TAIL, HEADS, HALF, REST,
         )  # fmt: skip
         _copy_heads(
             OfValue + heads, width, out + to_key + width, group, groups, width, HEADS, WIDTH

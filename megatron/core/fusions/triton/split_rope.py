@@ -24,32 +24,28 @@ _PAIRS, _WARPS = 2048, 4
 Parts = tuple[Tensor, Tensor, Tensor]  # queries [s, b, g r, d], keys and values [s, b, g, d]
 
 
-def split_and_turn(
-    packed: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool
-) -> Parts:
+def split_and_turn(packed: Tensor, width: int, cos: Tensor, sin: Tensor) -> Parts:
     """Return rotated queries and keys, and values, of ``packed``, which is contiguous.
 
-    ``cos`` and ``sin`` are [s, 1 or b, 1, half the rotated width].
+    ``cos`` and ``sin`` are [s, 1 or b, 1, half the rotated width]; pairs are not interleaved.
     """
     s, b, groups, packed_width = packed.shape
     queries = groups * (packed_width // width - 2)
     query, key, value = (packed.new_empty(s, b, n, width) for n in (queries, groups, groups))
-    _launch(packed, (query, key, value), cos, sin, interleaved, 1)
+    _launch(packed, (query, key, value), cos, sin, 1)
     return query, key, value
 
 
-def turn_and_join(parts: Parts, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def turn_and_join(parts: Parts, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the packed gradient of the gradients ``parts``, whose channels are contiguous."""
     query, key, _ = parts
     s, b, groups, width = key.shape
     packed = query.new_empty(s, b, groups, (query.shape[2] // groups + 2) * width)
-    _launch(packed, parts, cos, sin, interleaved, -1)
+    _launch(packed, parts, cos, sin, -1)
     return packed
 
 
-def _launch(
-    packed: Tensor, parts: Parts, cos: Tensor, sin: Tensor, interleaved: bool, sign: int
-) -> None:
+def _launch(packed: Tensor, parts: Parts, cos: Tensor, sin: Tensor, sign: int) -> None:
     s, b, groups, packed_width = packed.shape
     if not packed.numel():
         return
@@ -58,7 +54,7 @@ def _launch(
     numbers = (
         *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
         *(0 if cos.shape[1] == 1 else half, half * cos.shape[1]),
-        *(b, groups, packed_width // width - 2, width, half, sign, 2 if interleaved else 1),
+        *(b, groups, packed_width // width - 2, width, half, sign),
         *_blocks(half, heads, width),
     )
     tensors = packed, *parts, cos.contiguous(), sin.contiguous()
@@ -101,7 +97,6 @@ def _split(
     width,
     half,
     SIGN: tl.constexpr,
-    STEP: tl.constexpr,
     COPIES: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -117,15 +112,15 @@ def _split(
     at_key = packed + per_group * width
     _move(
         packed, query, query_n, per_group, groups * per_group, cos, sin, per_group, half, width,
-        SIGN, STEP, True, COPIES, HEADS, HALF, COPIED, WIDTH,
+        SIGN, True, COPIES, HEADS, HALF, COPIED, WIDTH,
     )  # fmt: skip
     _move(
         at_key, key, key_n, 1, groups, cos, sin, per_group, half, width,
-        SIGN, STEP, True, COPIES, HEADS, HALF, COPIED, WIDTH,
+        SIGN, True, COPIES, HEADS, HALF, COPIED, WIDTH,
     )  # fmt: skip
     _move(
         at_key + width, value, value_n, 1, groups, cos, sin, per_group, half, width,
-        SIGN, STEP, False, True, HEADS, HALF, COPIED, WIDTH,
+        SIGN, False, True, HEADS, HALF, COPIED, WIDTH,
     )  # fmt: skip
 
 
@@ -142,7 +137,6 @@ def _move(
     half,
     width,
     SIGN: tl.constexpr,
-    STEP: tl.constexpr,
     TURNS: tl.constexpr,
     COPIES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -155,10 +149,10 @@ def _move(
     if SIGN == 1:
         move_heads(
             packed, width, group, part, stride, each, per_group, num_heads, cos, sin, half, width,
-            STEP, TURNS, COPIES, HEADS, HALF, COPIED, WIDTH,
+            TURNS, COPIES, HEADS, HALF, COPIED, WIDTH,
         )  # fmt: skip
     else:
         move_heads(
             part, stride, each, packed, width, group, per_group, num_heads, cos, sin, half, width,
-            STEP, TURNS, COPIES, HEADS, HALF, COPIED, WIDTH,
+            TURNS, COPIES, HEADS, HALF, COPIED, WIDTH,
         )  # fmt: skip
