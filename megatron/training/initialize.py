@@ -60,6 +60,7 @@ from megatron.training.process.preflight import (
     launch_problems,
     needs_rendezvous,
     rendezvous_problems,
+    set_gpu_defaults,
 )
 from megatron.training.process.rank_print import print_rank_0, rank, survive_lost_output, world_size
 from megatron.training.process.rendezvous import claim_gpu, meet
@@ -233,6 +234,8 @@ def connect(config: RunConfig, store: dist.Store | None = None) -> None:
         device.choose(config.distributed.device, local_rank)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if device.is_cuda():
+        set_gpu_defaults(os.environ)
     if config.model.deterministic_mode:  # before the first GEMM and before NCCL starts
         ConfigError.raise_for(determinism.require(os.environ))
     if not device.is_cuda():

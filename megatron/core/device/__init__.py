@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     Moment = float | Event  # CPU: seconds of ``time.perf_counter``
 
+logger = logging.getLogger(__name__)
 Kind = Literal["cpu", "cuda"]
 CPU: Kind = "cpu"
 CUDA: Kind = "cuda"
@@ -122,7 +124,11 @@ def supports_fp32_accumulate_addmm() -> bool:
     ones = torch.ones(16, 16, device=_current, dtype=torch.bfloat16)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError) as error:
+        logger.warning(
+            "weight gradients are added to fp32 buffers in a second pass, which takes longer: "
+            f"torch.addmm of 16-bit matrices into fp32: {type(error).__name__}: {error}"
+        )
         return False
     return bool((total == 17).all())
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import device, low_precision
+from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.low_precision import Block, Scaled
 
 _ROW, _SQUARE, _MX = (1, 128), (128, 128), (1, 32)
@@ -87,9 +88,18 @@ def _is_right(
     expected = low_precision.product(a, b, torch.float32)
     try:
         found = product(a, b, dtype).float()
-    except _FAILURES:
-        return False
-    return bool((found - expected).abs().max() <= expected.abs().max() / 64)
+        is_right = bool((found - expected).abs().max() <= expected.abs().max() / 64)
+        why = "its result is wrong"
+    except _FAILURES as error:
+        is_right = False
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if not is_right:
+        sizes = " and ".join(f"{rows} x {columns}" for rows, columns in blocks)
+        warn_once(
+            f"fp8 GEMMs with scales for {sizes} values run on matrices converted to {dtype}, which "
+            f"takes longer: torch's GEMM is not used ({why})"
+        )
+    return is_right
 
 
 def _example(rows: int, block: Block, to: torch.dtype, where: torch.device) -> Scaled:

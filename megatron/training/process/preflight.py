@@ -1,19 +1,49 @@
-"""Check environment variables and folders before the run starts.
+"""Check environment variables and folders before the run starts, and set those of a GPU.
 
-The functions do not communicate and write nothing.  Every rank finds the same problems, unless
-hosts differ.
+The functions do not communicate.  Every rank finds the same problems, unless hosts differ.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 from megatron.training.config.run import RunConfig
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAST_PORT = 65535
+_RECORDED_COLLECTIVES = "2000"
+
+
+def set_gpu_defaults(environ: MutableMapping[str, str]) -> None:
+    """Set what Triton and NCCL read from the environment, unless the user has set it.
+
+    Call it before the first kernel and the first process group.  Triton's cache moves from the home
+    folder, which many nodes may share and lock, to this node.  NCCL records its last collectives
+    for the report of a hang, and torch writes them when one times out.
+    """
+    if "TRITON_CACHE_DIR" not in environ and (folder := _own_folder("triton")) is not None:
+        environ["TRITON_CACHE_DIR"] = str(folder)
+    environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
+    environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def _own_folder(name: str) -> Path | None:
+    """Return a folder of this node that only this user can write to; None if there is none.
+
+    Processes load compiled code from it, so that a folder which another user made is not used.
+    """
+    folder = Path(tempfile.gettempdir()) / f"megatron-{name}-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return folder if is_own and not found.st_mode & 0o022 else None
 
 
 def launch_problems(environ: Mapping[str, str]) -> list[str]:

@@ -12,16 +12,23 @@ for the reports of all ranks, prints their summary, and goes on.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+from megatron.core import device
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.parallel.run_store import RunStore
 
+_TRACE_FILE = "TORCH_FR_DUMP_TEMP_FILE", "/tmp/nccl_trace_rank_"  # torch's variable and default
 _CALLED_FOR = "stall_report/called_for"
 _LINE = "stall_report/rank"  # + rank
 _SHARE = 0.9  # of the timeout without progress, after which a rank reports
@@ -51,6 +58,27 @@ def is_timeout(error: BaseException) -> bool:
         isinstance(e, RuntimeError) and any(words in str(e) for words in ("imed out", "imeout"))
         for e in (error, error.__cause__)
     )
+
+
+def write_flight_recorder(rank: int) -> Path | None:
+    """Write NCCL's record of this rank's last collectives where torch would; return the path.
+
+    Torch writes it when NCCL's timeout expires, but a rank that hangs is ended before.  Returns
+    None without NCCL, or if the file cannot be written.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    if dump is None or not device.is_cuda():
+        return None
+    path = Path(f"{os.environ.get(*_TRACE_FILE)}{rank}")
+    try:
+        # A new file that replaces another one: the name is known, and /tmp belongs to all users.
+        number, new = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(number, "wb") as file:
+            file.write(dump())
+        os.replace(new, path)
+    except (OSError, RuntimeError):
+        return None
+    return path
 
 
 class StallReport:
@@ -148,6 +176,9 @@ class StallReport:
             me = f"rank {self._rank}"
             said = f"{me} {doing} ({why})\n{me} began {record.counts()}\n{me} stands in\n{stack}"
             print(said, file=sys.stderr, end="", flush=True)
+            if (path := write_flight_recorder(self._rank)) is not None:
+                line = f"{me} wrote NCCL's last collectives to {path} (torchfrtrace reads it)"
+                print(line, file=sys.stderr, flush=True)
         self._has_reported = True
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
             store.set(f"{_LINE}{self._rank}", doing)

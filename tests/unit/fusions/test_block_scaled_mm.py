@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.fusions import block_scaled_mm, quantize
 from megatron.core.low_precision import E4M3, E5M2, Scaled
 from megatron.core.low_precision import product as plain
@@ -91,11 +92,16 @@ def test_nan_stays_nan_in_mxfp8() -> None:
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("failure", [NotImplementedError, ValueError, AttributeError, None])
 def test_a_gemm_that_fails_or_is_wrong_is_not_used(
-    name: str, failure: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    failure: type[Exception] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    warn_once.cache_clear()
+
     def multiply(*args: Any, **options: Any) -> Tensor:
         if failure is not None:
-            raise failure
+            raise failure("no such GEMM\nin this release")
         return gemm.scaled_mm_v2(*args, **options).roll(1)
 
     monkeypatch.setattr(torch, "_scaled_mm_v2", multiply)
@@ -104,6 +110,9 @@ def test_a_gemm_that_fails_or_is_wrong_is_not_used(
     for _ in range(2):
         found = quantize.product(a, b, torch.float32)
         torch.testing.assert_close(found, expected, **tolerances.BITWISE)
+    (said,) = (line for line in caplog.messages if "torch's GEMM is not used" in line)
+    why = "its result is wrong" if failure is None else f"{failure.__name__}: no such GEMM"
+    assert said.endswith(f"({why})")
 
 
 @pytest.mark.parametrize("shape", [(0, 256, 384), (10, 256, 384), (144, 8, 384), (144, 256, 200)])
