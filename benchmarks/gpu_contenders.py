@@ -1,5 +1,7 @@
 """Contenders of train_gpu.py: same shape, initial weights, tokens and AdamW.
 
+GPT-2 has the approximation of GELU by tanh, as Megatron-LM and OpenAI train it.
+
 Every weight is sampled on the device from a seed derived from its name, so that no contender needs
 tensors of another.
 """
@@ -85,7 +87,7 @@ SHAPES = {
 
 
 def flags(shape: Shape, kind: str) -> list[str]:
-    """Return our command line for a shape; ``kind`` is ours or ours-fp8."""
+    """Return our command line for a shape; ``kind`` is ours, ours-fp8 or ours-loop."""
     words = (
         f"--device {device.current().type} --bf16 --num-layers {shape.layers} "
         f"--hidden-size {shape.hidden} --num-attention-heads {shape.heads} "
@@ -102,12 +104,11 @@ def flags(shape: Shape, kind: str) -> list[str]:
     if shape.family == "llama":
         words += " --swiglu --normalization RMSNorm --position-embedding-type rope"
         words += " --disable-bias-linear --untie-embeddings-and-output-weights"
-    else:
-        words += " --no-bias-gelu-fusion"  # exact GELU, as in the others
     if shape.groups:
         words += f" --group-query-attention --num-query-groups {shape.groups}"
     if shape.experts:
-        words += f" --num-experts {shape.experts} --moe-router-topk 2 --moe-grouped-gemm"
+        words += f" --num-experts {shape.experts} --moe-router-topk 2"
+        words += "" if kind == "ours-loop" else " --moe-grouped-gemm"
         words += f" --moe-ffn-hidden-size {shape.inner} --moe-router-load-balancing-type none"
     if kind == "ours-fp8":
         words += " --fp8-format hybrid --fp8-recipe tensorwise"
@@ -229,7 +230,7 @@ class PeerTrainer:
 def _plain(shape: Shape) -> nn.Module:
     """Build the single-file GPT with the initial weights."""
     with device.current():
-        model = peers.PlainGPT(shape)  # type: ignore[arg-type]
+        model = peers.PlainGPT(shape, gelu="tanh")  # type: ignore[arg-type]
     begin = Start(shape)
     model.wte.weight.copy_(begin.table("wte"))
     model.wpe.weight.copy_(begin.table("wpe"))
@@ -259,7 +260,7 @@ class _Huggingface(nn.Module):
 @torch.no_grad()
 def _hf_gpt2(shape: Shape) -> nn.Module:
     with device.current():
-        wrapped: Any = peers.gpt2_of(shape)  # type: ignore[arg-type]
+        wrapped: Any = peers.gpt2_of(shape, gelu="gelu_pytorch_tanh")  # type: ignore[arg-type]
     begin, body = Start(shape), wrapped.transformer
     body.wte.weight.copy_(begin.table("wte"))
     body.wpe.weight.copy_(begin.table("wpe"))
@@ -339,7 +340,7 @@ def contenders(shape: Shape) -> list[str]:
     Those that say most come first: time may end before the last one.
     """
     if shape.experts:
-        return ["ours", "ours-fp8"]
+        return ["ours", "ours-fp8", "ours-loop"]  # a loop over experts has the same losses
     mark = "hf-llama" if shape.family == "llama" else ("plain", "hf-gpt2")
     left_out = [
         word
@@ -347,7 +348,7 @@ def contenders(shape: Shape) -> list[str]:
         if importlib.util.find_spec(package) is None
     ]
     found = [n for n in _PEERS if n.startswith(mark) and not any(word in n for word in left_out)]
-    return ["ours", *found[:1], "ours-fp8", *found[1:]]
+    return ["ours", "ours-fp8", *found]
 
 
 def make_trainer(name: str, shape: Shape, more: str) -> Any:

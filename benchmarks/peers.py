@@ -90,10 +90,10 @@ def batches(shape: Shape, steps: int) -> Tensor:
 
 
 class _Block(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, gelu: str):
         super().__init__()
         h = shape.hidden
-        self.heads = shape.heads
+        self.heads, self.gelu = shape.heads, gelu
         self.ln1, self.ln2 = nn.LayerNorm(h), nn.LayerNorm(h)
         self.qkv, self.proj = nn.Linear(h, 3 * h), nn.Linear(h, h)
         self.fc1, self.fc2 = nn.Linear(h, shape.inner), nn.Linear(shape.inner, h)
@@ -105,17 +105,17 @@ class _Block(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(b, s, h))
-        return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate=self.gelu))
 
 
 class PlainGPT(nn.Module):
     """GPT-2 in one file: tied embeddings, learned positions, mean token loss."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, gelu: str = "none"):
         super().__init__()
         self.wte = nn.Embedding(shape.vocab, shape.hidden)
         self.wpe = nn.Embedding(shape.seq, shape.hidden)
-        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(_Block(shape, gelu) for _ in range(shape.layers))
         self.lnf = nn.LayerNorm(shape.hidden)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class _HF(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def gpt2_of(shape: Shape) -> nn.Module:
+def gpt2_of(shape: Shape, gelu: str = "gelu") -> nn.Module:
     """Build transformers' GPT-2 with SDPA."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -163,7 +163,7 @@ def gpt2_of(shape: Shape) -> nn.Module:
         n_embd=shape.hidden,
         n_layer=shape.layers,
         n_head=shape.heads,
-        activation_function="gelu",
+        activation_function=gelu,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

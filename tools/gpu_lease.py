@@ -5,6 +5,8 @@
     python tools/gpu_lease.py speed            training speed against peers
     python tools/gpu_lease.py profile          kernels of training steps
     python tools/gpu_lease.py rest             generation speed, kernels against plain torch
+    python tools/gpu_lease.py sanitize         kernels under compute-sanitizer
+    python tools/gpu_lease.py pair             losses of layouts of two GPUs, connected by NCCL
 
 Several stages in one command share less than ten minutes.  The four commands of half an hour, and
 the minutes that they should take (docs/performance.md says what this assumes):
@@ -56,6 +58,8 @@ from tools.gpu_lease_losses import (
 from tools.timed_commands import Command, Row, run_stage, table_of
 
 _STAGE_S = {"smoke": 300.0, "losses": 300.0, "speed": 545.0, "profile": 300.0, "rest": 300.0}
+_STAGE_S |= {"sanitize": 400.0, "pair": 300.0}
+_UNTIMED = ("smoke", "losses", "sanitize")  # several commands at a time share the GPU
 _CONTENDER_S = 140  # of one contender at one shape
 _CALL_S = 560.0  # of all stages: a lent machine ends a command after ten minutes
 _TRIAL_S = 7200.0  # with --stand-in
@@ -79,7 +83,7 @@ def main() -> int:
     for stage in asked.stages:
         # Most runs measure no time, and spend most of theirs on imports and compilation.
         cores = os.cpu_count() or 1
-        workers = max(1, min(8, cores // 2)) if stage in ("smoke", "losses") else 1
+        workers = max(1, min(8, cores // 2)) if stage in _UNTIMED else 1
         limit_s = _TRIAL_S if asked.stand_in else _STAGE_S[stage]
         limit_s = min(limit_s, ends_s - time.monotonic())
         rows = run_stage(STAGES[stage](asked), asked.output / f"{stage}.log", limit_s, workers)
@@ -169,10 +173,17 @@ def smoke(asked: argparse.Namespace) -> list[Command]:
     commands = [
         # Torch comes from a cold disk.
         Command("device", [*python, "-c", _DESCRIBE], 120, _last_line if is_fake else _gpu),
+        *(
+            []
+            if is_fake
+            else [Command("facts", [*python, "-m", "benchmarks.gpu_facts"], 120, _last_line)]
+        ),
         Command("training and text", both, 240, _trained),
         Command("compiled kernels", ["sh", "-c", _build()], 240, _last_line),
     ]
     if not is_fake:  # these kernels have an interpreter of their own for a CPU
+        facts = [*python, "-m", "benchmarks.gpu_facts"]
+        commands.insert(1, Command("facts", facts, 120, _last_line))
         pytest = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
         if importlib.util.find_spec("xdist") is not None:  # compilation takes most of the time
             pytest += ["-n", str(min(10, os.cpu_count() or 1))]
@@ -235,7 +246,35 @@ def _some_passed(output: str) -> str:
 def losses(asked: argparse.Namespace) -> list[Command]:
     """Return a training run for each of `FLAG_SETS`."""
     known = known_trainings()
-    return _selected(asked, [_compared(asked, name, known.get(name)) for name in FLAG_SETS])
+    names = [name for name, one in FLAG_SETS.items() if one.gpus == 1]
+    return _selected(asked, [_compared(asked, name, known.get(name)) for name in names])
+
+
+def pair(asked: argparse.Namespace) -> list[Command]:
+    """Return a training run for each of `FLAG_SETS` that needs two GPUs."""
+    known = known_trainings()
+    names = [name for name, one in FLAG_SETS.items() if one.gpus == 2]
+    return _selected(asked, [_compared(asked, name, known.get(name)) for name in names])
+
+
+def sanitize(asked: argparse.Namespace) -> list[Command]:
+    """Return the tests of kernels under compute-sanitizer, which slows them down many times."""
+    tests = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    commands = []
+    for tool in ("memcheck", "racecheck"):
+        checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        for name in ("attention_merge", "mlp", "quantize", "split_norm_rope", "kernels", "adam"):
+            words = [*checker, *tests, f"tests/gpu/test_{name}.py"]
+            commands.append(Command(f"{tool} {name}", words, 300, _no_error))
+    return _selected(asked, commands)
+
+
+def _no_error(output: str) -> str:
+    """Return the summary of compute-sanitizer, and pytest's last line."""
+    found = [line.strip("= ") for line in output.splitlines() if "SUMMARY" in line]
+    passed = [line.strip("= ") for line in output.splitlines() if " passed" in line]
+    text = "; ".join([*passed, *found]) or "no summary"
+    return f"ok: {text}" if passed and found else f"failed: {text}"
 
 
 def _compared(asked: argparse.Namespace, name: str, wanted: Training | None) -> Command:
@@ -263,9 +302,9 @@ def _write_reference(asked: argparse.Namespace) -> int:
 
         def keep(output: str) -> str:
             found[name] = found_in(output, folder)
-            return "ok" if len(found[name].losses) == STEPS else "failed: a loss is missing"
+            return "ok" if found[name].losses else "failed: no loss"
 
-        return Command(name, _training(asked, FLAG_SETS[name], folder, _ON_CPU), 120, keep)
+        return Command(name, _training(asked, FLAG_SETS[name], folder, _ON_CPU), 600, keep)
 
     asked.stand_in = False
     commands = _selected(asked, [reference(name) for name in FLAG_SETS])
@@ -336,6 +375,8 @@ STAGES: dict[str, Callable[[argparse.Namespace], list[Command]]] = {
     "speed": speed,
     "profile": profile,
     "rest": rest,
+    "sanitize": sanitize,
+    "pair": pair,
 }
 
 if __name__ == "__main__":

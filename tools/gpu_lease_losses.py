@@ -37,7 +37,13 @@ GPT, T5, BERT, MAMBA = (f"pretrain_{kind}.py" for kind in ("gpt", "t5", "bert", 
 _MASTER = "--use-distributed-optimizer --use-precision-aware-optimizer"
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _HYBRID = "--num-layers 4 --hybrid-override-pattern M*-M --mamba-num-groups 1 --mamba-head-dim 32"
+# With the larger weights of `TINY`, attention to 1,024 keys would magnify the rounding of bf16.
+_WIDE = (
+    "--hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
+    "--init-method-std 0.02"
+)
 _GRAPHS = "--enable-cuda-graph --cuda-graph-warmup-steps 1"
+_TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 _FP8 = "--bf16 --fp8-format"
 
 
@@ -59,29 +65,33 @@ BF16 = Limits(1e-3, 5e-2)
 FP8 = Limits(5e-3, 0.35)
 # A token whose scores are nearly equal may go to another expert.
 ROUTED = Limits(2e-3, 0.3)
+FP8_ROUTED = Limits(5e-3, 0.5)
 
 
 @dataclass(frozen=True)
 class FlagSet:
-    """Training run of ``STEPS`` steps; ``ranks``: processes on one device, connected by gloo."""
+    """Training run of ``STEPS`` steps; more ``ranks`` than ``gpus`` are connected by gloo."""
 
     flags: str
     limits: Limits = BF16
     program: str = GPT
     ranks: int = 1
+    gpus: int = 1
 
     def words(self) -> list[str]:
         """Return the command line after the program, without device and folder."""
         words = [*TINY.split(), *self.flags.split()]
         if self.program == T5:
             words += "--encoder-seq-length 64 --decoder-seq-length 64".split()
-        if self.ranks > 1:  # NCCL refuses two ranks on one GPU
+        if self.ranks > self.gpus:  # NCCL refuses two ranks on one GPU
             words += "--distributed-backend gloo".split()
         return words
 
 
 FLAG_SETS = {
     "gpt2 in fp32": FlagSet("", FP32),
+    "a log line for three steps": FlagSet("--bf16 --log-interval 3"),
+    "wide heads and rows": FlagSet(f"--bf16 {_LLAMA} {_WIDE}"),
     "gpt2": FlagSet("--bf16"),
     "llama, grouped queries": FlagSet(
         f"--bf16 {_LLAMA} --group-query-attention --num-query-groups 2"
@@ -92,21 +102,50 @@ FLAG_SETS = {
     "sliding window": FlagSet(f"--bf16 {_LLAMA} --window-size 16,0"),
     "attention sink": FlagSet(f"--bf16 {_LLAMA} --softmax-type learnable"),
     "documents apart": FlagSet("--bf16 --reset-attention-mask --reset-position-ids"),
+    "norms of queries and keys": FlagSet(f"--bf16 {_LLAMA} --qk-layernorm"),
     "experts, grouped GEMMs": FlagSet(f"--bf16 {_EXPERTS} --moe-grouped-gemm", ROUTED),
+    "experts, fused router": FlagSet(
+        f"--bf16 {_EXPERTS} --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion", ROUTED
+    ),
+    "experts in fp8": FlagSet(
+        f"{_FP8} hybrid --fp8-recipe tensorwise {_EXPERTS} --moe-grouped-gemm", FP8_ROUTED
+    ),
+    "experts in fp8 blocks": FlagSet(
+        f"{_FP8} e4m3 --fp8-recipe blockwise {_EXPERTS} --moe-grouped-gemm", FP8_ROUTED
+    ),
     "fp8 delayed": FlagSet(f"{_FP8} hybrid --fp8-recipe delayed", FP8),
     "fp8 tensorwise": FlagSet(f"{_FP8} hybrid --fp8-recipe tensorwise", FP8),
     "fp8 blockwise": FlagSet(f"{_FP8} e4m3 --fp8-recipe blockwise", FP8),
+    "fp8 with recomputation": FlagSet(f"{_FP8} hybrid --fp8-recipe tensorwise {_RECOMPUTE}", FP8),
     "precision-aware optimizer": FlagSet(f"--bf16 {_MASTER}"),
     "fully sharded": FlagSet("--bf16 --use-torch-fsdp2 --no-gradient-accumulation-fusion"),
     "optimizer on the host": FlagSet(f"--bf16 {_MASTER} --optimizer-cpu-offload"),
     "recomputation": FlagSet(f"--bf16 {_RECOMPUTE}"),
     "CUDA graphs": FlagSet(f"--bf16 {_GRAPHS}"),
+    "a CUDA graph of all passes": FlagSet(
+        f"--bf16 {_GRAPHS} --cuda-graph-scope full_iteration --no-check-for-nan-in-loss-and-grad"
+    ),
     "asynchronous save": FlagSet("--bf16 --async-save"),
     "deterministic": FlagSet("--bf16 --deterministic-mode"),
     "T5": FlagSet("--bf16 --vocab-extra-ids 20", program=T5),
     "BERT": FlagSet("--bf16", program=BERT),
     "Mamba": FlagSet(f"--bf16 {_HYBRID}", program=MAMBA),
-    "TP and SP": FlagSet("--tensor-model-parallel-size 2 --sequence-parallel --bf16", ranks=2),
+    "TP and SP": FlagSet(f"--bf16 {_TP}", ranks=2),
+    "TP with fused collectives": FlagSet(f"--bf16 {_TP} --tp-comm-overlap", ranks=2, gpus=2),
+    "a ring of two": FlagSet(f"--bf16 {_LLAMA} --context-parallel-size 2", ranks=2, gpus=2),
+    "1F1B": FlagSet("--bf16 --pipeline-model-parallel-size 2", ranks=2, gpus=2),
+    "ZeRO": FlagSet(
+        "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        ranks=2,
+        gpus=2,
+    ),
+    "experts on two GPUs": FlagSet(
+        f"--bf16 {_EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
+        "--moe-token-dispatcher-type alltoall",
+        ROUTED,
+        ranks=2,
+        gpus=2,
+    ),
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tests.repo.source import Source, dotted, functions
 
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 # "path" or "path:function" -> (lines allowed, date and reason).  This table only shrinks.
