@@ -40,7 +40,7 @@ from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import plan
 from megatron.training.arguments.checks.parallel import gloo_sends_no_tensors_of_a_gpu
 from megatron.training.arguments.flag_requirements import without_effect_on_a_cpu
-from megatron.training.arguments.parser import apply_defaults, parse_args
+from megatron.training.arguments.parser import OF_PROGRAM, apply_defaults, parse_args
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.arguments.validated import resolve_args
 from megatron.training.callbacks.user import callback_problems
@@ -85,8 +85,11 @@ def configure(
     *,
     ignore_unknown_args: bool = False,
     parsed_args: argparse.Namespace | None = None,
+    trains: bool = True,
 ) -> RunConfig:
     """Parse and check the command line, or check ``parsed_args``.  Local: no communication.
+
+    ``trains``: see RunConfig.
 
     Raises ConfigError that lists every conflict.  With --check-only it prints the layout and raises
     SystemExit.
@@ -105,15 +108,16 @@ def configure(
     _check_kind(namespace, args_defaults or {})
     if namespace.use_checkpoint_args and namespace.load is not None:
         apply_checkpoint_args(namespace)
+    _choose_kind(namespace)
     _read_layers(namespace)
     _skip_rejected(namespace)
     problems = callback_problems(namespace.callback)
     if namespace.check_only:
-        status = plan.check_only(namespace, problems=problems)
+        status = plan.check_only(namespace, problems=problems, trains=trains)
         if status and rank() != 0:
             _wait_for_the_end()
         raise SystemExit(status)
-    config = _checked(namespace, ranks, problems)
+    config = _checked(namespace, ranks, problems, trains)
     for warning in config.warnings:
         print_rank_0(f"WARNING: {warning}")
     return config
@@ -151,7 +155,9 @@ def continued(config: RunConfig, attempt: int) -> RunConfig:
     return replace(config, checkpoint=own)
 
 
-def _checked(namespace: argparse.Namespace, ranks: int, problems: list[str]) -> RunConfig:
+def _checked(
+    namespace: argparse.Namespace, ranks: int, problems: list[str], trains: bool
+) -> RunConfig:
     """Return the resolved configuration of the run.
 
     Raises one ConfigError for all problems of flags, environment and folders, including
@@ -160,7 +166,7 @@ def _checked(namespace: argparse.Namespace, ranks: int, problems: list[str]) -> 
     if namespace.virtual_ranks is None and not dist.is_initialized():
         problems = [*problems, *rendezvous_problems(os.environ, ranks)]
     try:
-        config = resolve_args(namespace, ranks)
+        config = resolve_args(namespace, ranks, trains=trains)
     except ConfigError as error:
         if error.problems:
             ConfigError.raise_for((*error.problems, *problems))
@@ -183,6 +189,20 @@ def _check_kind(namespace: argparse.Namespace, defaults: Mapping[str, object]) -
             f"--model-kind {namespace.model_kind}: this program trains {kind}; use "
             f"{model_kind(namespace.model_kind).entry_script} for that kind"
         )
+
+
+def _choose_kind(namespace: argparse.Namespace) -> None:
+    """Set the model kind of a script that names none: mamba, if its flags describe such a model.
+
+    Megatron-LM's scripts build the model of --model-provider, a flag of their own.
+    """
+    given = vars(namespace)
+    if given["model_kind"] is not None:
+        return
+    is_own = "model_provider" in given.get(OF_PROGRAM, ())
+    describes = given["is_hybrid_model"] or given["hybrid_override_pattern"]
+    if describes or (is_own and given["model_provider"] == "mamba"):
+        given["model_kind"] = "mamba"
 
 
 def _read_layers(namespace: argparse.Namespace) -> None:
@@ -306,7 +326,8 @@ def initialize_megatron(
 
     Collective over all ranks.  ``allow_no_cuda``, ``get_embedding_ranks``,
     ``get_position_embedding_ranks`` and ``store`` have no effect: a GPU is never required, and the
-    layout determines which ranks hold the embeddings.  Logs and process groups are closed when the
+    layout determines which ranks hold the embeddings.  --lr, a length of the run and what else only
+    training needs is required where the script builds an optimizer.  Logs and process groups are closed when the
     program exits.  Raises ConfigError.
     """
     del allow_no_cuda, get_embedding_ranks, get_position_embedding_ranks, store
@@ -320,6 +341,7 @@ def initialize_megatron(
         args_defaults,
         ignore_unknown_args=ignore_unknown_args,
         parsed_args=parsed_args,
+        trains=False,
     )
     if config.distributed.virtual_ranks is not None and not dist.is_initialized():
         raise ConfigError(

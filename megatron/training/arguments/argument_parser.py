@@ -20,13 +20,15 @@ _EXPECTED: dict[object, str] = {int: "a whole number is needed", float: "a numbe
 class Parser(argparse.ArgumentParser):
     """An argparse parser that continues after a bad value and suggests spellings.
 
-    ``problems`` collects the error messages, ``warnings`` the warnings.
+    ``problems`` collects the error messages, ``warnings`` the warnings.  ``replaced``: dests of the
+    flags in whose place a program has put flags of its own.
     """
 
     def __init__(self, *, description: str, usage: str) -> None:
         super().__init__(description=description, usage=usage, allow_abbrev=False)
         self.problems: list[str] = []
         self.warnings: list[str] = []
+        self.replaced: list[str] = []
 
     @contextlib.contextmanager
     def may_replace(self, flags: Collection[str]) -> Iterator[None]:
@@ -48,6 +50,8 @@ class Parser(argparse.ArgumentParser):
                     f"the program adds the flag {flag}, which exists: give its flag another name, "
                     "or read the value of this one"
                 )
+            if after.get(flag) is not action:
+                self.replaced.append(action.dest)
 
     def read_value(self, action: argparse.Action, text: str) -> object:
         """Parse one word for ``action``; on an error record the message and return None."""

@@ -25,5 +25,10 @@ OF_FINE_TUNING = (
     needs_flag("logits_save_top_p", "logits_save_top_p_min_k"),
     needs_flag("logits_load_dir", "logits_load_kd_loss_alpha logits_load_ignore_errors"),
     needs_flag("perform_rl_step", " ".join(RL_FLAGS)),
+    needs(
+        "--perform-rl-step or a script that generates text",
+        "inference_dynamic_batching_buffer_size_gb",
+        lambda ns: ns.perform_rl_step or not ns.trains,
+    ),
     needs_flag("rl_inference_logprobs_is_correction", "rl_importance_sampling_truncation_coef"),
 )

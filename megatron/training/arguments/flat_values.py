@@ -17,6 +17,8 @@ COUNTERS = (
     "consumed_valid_samples",
     "num_floating_point_operations_so_far",
 )
+# Of one element, Megatron-LM's value is this element, with which scripts compare it.
+_SCALAR_IF_ONE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 
 
 def flat_values(run: RunConfig) -> dict[str, Any]:
@@ -27,7 +29,10 @@ def flat_values(run: RunConfig) -> dict[str, Any]:
         for f, opt in options_of(cls):
             value = section[f.name]
             value = not value if opt.inverted else value
-            values[dest_of(f, opt)] = list(value) if isinstance(value, tuple) else value
+            dest = dest_of(f, opt)
+            values[dest] = list(value) if isinstance(value, tuple) else value
+            if dest in _SCALAR_IF_ONE and len(values[dest]) == 1:
+                (values[dest],) = values[dest]
         for name_of_field in DERIVED_FIELDS & section.keys():
             values[name_of_field] = section[name_of_field]
     m = run.model

@@ -41,8 +41,11 @@ def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser
     return parser
 
 
-# Attribute of a parsed namespace: warnings that `resolve` adds to RunConfig.warnings.
+# Attributes of a parsed namespace.  Warnings that `resolve` adds to RunConfig.warnings.
 PARSE_WARNINGS = "parse_warnings"
+# Dests whose values belong to the program, which has replaced the flag by one of its own: neither
+# a derivation nor a checkpoint may change them.
+OF_PROGRAM = "dests_of_program"
 
 
 def parse_args(
@@ -72,6 +75,8 @@ def parse_args(
         parser.problems.extend(parser.unknown(rest))
     if parser.problems:
         parser.error("")
+    if parser.replaced:
+        vars(args)[OF_PROGRAM] = tuple(parser.replaced)
     vars(args)[PARSE_WARNINGS] = [*parser.warnings, *apply_defaults(args, args_defaults or {})]
     return args
 

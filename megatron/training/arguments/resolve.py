@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from inspect import isfunction
 from typing import Any
 
@@ -46,7 +47,7 @@ from megatron.training.arguments.checks import (
 from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.flag_requirements import without_effect
 from megatron.training.arguments.options import namespace_default, read_config
-from megatron.training.arguments.parser import PARSE_WARNINGS
+from megatron.training.arguments.parser import OF_PROGRAM, PARSE_WARNINGS
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS, flags_and_defaults
 from megatron.training.arguments.value_rules import has_excessive_number, out_of_range
 from megatron.training.config.run import RunConfig
@@ -131,35 +132,53 @@ def resolve(
     *,
     extra: Mapping[str, object] | None = None,
     problems: Iterable[str] = (),
+    trains: bool = True,
 ) -> RunConfig:
     """Return the RunConfig that ``args`` request on ``world_size`` ranks.
 
     ``extra`` holds the values of flags that a user script added; by default those of ``args`` that
     no section declares.  Raise ConfigError with ``problems``, which the caller has found, and all
-    others.  ``RunConfig.warnings`` lists overridden and ignored flags.
+    others.  ``RunConfig.warnings`` lists overridden and ignored flags.  ``trains``: see RunConfig.
     """
-    refused, warnings = states(args)
-    problems = [*problems, *refused]
     given = dict(vars(args))
+    replaced = given.pop(OF_PROGRAM, ())
+    own = {dest: given[dest] for dest in replaced if dest in given}
+    given.update({dest: flags_and_defaults()[dest][1] for dest in replaced})
+    refused, warnings = states(Namespace(**given))
+    problems = [*problems, *refused]
     warnings[:0] = given.pop(PARSE_WARNINGS, ())
     if has_excessive_number(given):
         ConfigError.raise_for([*problems, *out_of_range(given)])
     ns = Namespace(**given)
     ns.world_size = world_size
+    ns.trains = trains
     for derive in DERIVATIONS:
         warnings.extend(derive(ns) or ())
     warnings.extend(without_effect(ns, given))
     known = flags_and_defaults().keys() | _LAUNCH
     if extra is None:
-        extra = {dest: value for dest, value in given.items() if dest not in known}
+        extra = {dest: value for dest, value in given.items() if dest not in known} | own
     run = assemble(
         ns,
+        trains=trains,
         extra=dict(extra),
         asked={dest: value for dest, value in given.items() if dest != "yaml_cfg"},
         warnings=tuple(warnings),
     )
     problems.extend(problem for check in CHECKS for problem in check(run))
     ConfigError.raise_for(problems)
+    return run
+
+
+def require_training(run: RunConfig) -> RunConfig:
+    """Return the configuration of a script that is about to train.
+
+    Raises ConfigError for what training needs and `resolve` did not require.
+    """
+    if run.trains:
+        return run
+    run = replace(run, trains=True)
+    ConfigError.raise_for([problem for check in CHECKS for problem in check(run)])
     return run
 
 

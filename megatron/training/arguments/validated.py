@@ -12,19 +12,20 @@ from megatron.training.config.run import RunConfig
 VALIDATED = "validated_run"
 
 
-def resolve_args(args: Namespace, world_size: int) -> RunConfig:
-    """Return the resolved configuration of ``args``.  Raises ConfigError.
+def resolve_args(args: Namespace, world_size: int, *, trains: bool = True) -> RunConfig:
+    """Return the resolved configuration of ``args``.  Raises ConfigError.  See `resolve`.
 
     Also accepts validated arguments that a script has changed since: unchanged derived values are
     then derived again.
     """
     before = vars(args).get(VALIDATED)
     if before is None:
-        return resolve(args, world_size)
+        return resolve(args, world_size, trains=trains)
     filled_in = {**flat_values(before), **dict.fromkeys(COUNTERS, 0), VALIDATED: before}
     changed = {
         dest: value
         for dest, value in vars(args).items()
         if dest not in filled_in or filled_in[dest] != value
     }
-    return resolve(Namespace(**{"yaml_cfg": None, **before.asked, **changed}), world_size)
+    given = {"yaml_cfg": None, **before.asked, **before.extra, **changed}
+    return resolve(Namespace(**given), world_size, trains=trains)

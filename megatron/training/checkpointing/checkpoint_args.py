@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
 from megatron.core.transformer.spec_utils import reason_not_own_spec
-from megatron.training.arguments.parser import build_parser
+from megatron.training.arguments.parser import OF_PROGRAM, build_parser
 from megatron.training.checkpointing.paths import find, read_content, usable
 from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.models.registry import model_kind
@@ -240,6 +240,8 @@ def _set(namespace: argparse.Namespace, name: str, asked: Arguments) -> None:
     """Set ``name`` from the checkpoint, if both sides have it with different values; log it."""
     values = vars(namespace)
     if name not in values or asked.get(name) is None or values[name] == asked[name]:
+        return
+    if name in values.get(OF_PROGRAM, ()):  # a flag of the program, not of the model
         return
     print_rank_0(f"Setting {name} to {asked[name]} from checkpoint")
     values[name] = asked[name]

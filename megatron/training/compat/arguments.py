@@ -27,7 +27,8 @@ def parse_args(
 def validate_args(args: Namespace, defaults: Mapping[str, object] | None = None) -> Namespace:
     """Check ``args`` and fill in every derived value, in place.  Raises ConfigError."""
     parsing.apply_defaults(args, defaults or {})
-    run = resolve_args(args, vars(args).get("world_size") or world_size())
+    ranks = vars(args).get("world_size") or world_size()
+    run = resolve_args(args, ranks, trains=False)  # initialize_megatron() says if it is to train
     vars(args).update(flat_values(run), **dict.fromkeys(COUNTERS, 0))
     vars(args)[VALIDATED] = run
     vars(args).setdefault("rank", rank())

@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.rerun_data_iterator import RerunDataIterator
+from megatron.training.arguments.resolve import require_training
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.metrics import Metrics
 from megatron.training.checkpointing.run_checkpoint import load
@@ -55,6 +56,7 @@ def get_model(
 def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build the scheduler of ``optimizer``'s parameter groups that the flags request."""
     run = get_run()
+    run.config = require_training(run.config)
     run.optimizer = optimizer
     scheduler = run.scheduler = build_scheduler(run)
     return scheduler
@@ -75,6 +77,7 @@ def setup_model_and_optimizer(
     """
     del model_type, checkpointing_context
     run = get_run()
+    run.config = require_training(run.config)
     setup.build_model_chunks(run, model_provider_func)
     setup.check_adapter_targets(run)
     setup.build_optimizer(

@@ -111,7 +111,7 @@ class RLConfig:
 
 
 # Flags that have an effect in reinforcement learning only.
-RL_FLAGS = ("inference_dynamic_batching_buffer_size_gb",) + tuple(
+RL_FLAGS = tuple(
     f.name
     for f in fields(RLConfig)
     if f.name != "perform_rl_step"

@@ -73,6 +73,9 @@ class RunConfig:
     extra: Mapping[str, Any] = field(default_factory=dict)  # values of extra_args_provider flags
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parsed namespace, dest -> value
     warnings: tuple[str, ...] = ()  # one sentence per flag that was overridden or has no effect
+    # False for a script that has not built an optimizer (yet), as one that generates text: what
+    # training alone needs is not required of its flags; see `require_training`.
+    trains: bool = True
 
     @property
     def placement(self) -> Placement:

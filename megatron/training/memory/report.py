@@ -102,7 +102,7 @@ def _planned(run: Runtime) -> Iterator[str]:
     asked = Namespace(**run.config.asked, yaml_cfg=None)
     try:
         with virtual_ranks.without_groups():
-            config = resolve(asked, run.config.world_size)
+            config = resolve(asked, run.config.world_size, trains=run.config.trains)
             only = run.groups.pp.rank()
             planned = plan.plan_run(config, rank(), only=only, memory=_memory())
     except (MemoryError, RuntimeError, MegatronError) as error:

@@ -35,18 +35,19 @@ def check_only(
     write: Callable[[str], object] = print_rank_0,
     *,
     problems: Sequence[str] = (),
+    trains: bool = True,
 ) -> int:
     """Pass the lines of the report to ``write``; return the exit status.
 
     Status 0: the run can start and fits; the lines are its plan.  Status 2: it cannot start, and
     the lines list every conflict with a suggested fix; or it exceeds --check-device-memory-gib, and
     they also report the cheapest change with which it fits.  Missing files are reported in either
-    case and do not change the status.  ``problems`` are conflicts that were found before.
+    case and do not change the status.  ``problems`` are conflicts that were found before.  ``trains``: see RunConfig.
     """
     missing = missing_files(args)
     try:
         world_size = args.check_world_size or world_size_of_launcher()
-        run = resolve(args, world_size, problems=problems)
+        run = resolve(args, world_size, problems=problems, trains=trains)
         if not 0 <= args.check_rank < world_size:
             raise ConfigError(f"--check-rank {args.check_rank}: ranks are 0 to {world_size - 1}")
         if not is_rank0():  # rank 0 alone plans

@@ -70,7 +70,8 @@ def fits(args: Namespace, run: RunConfig, fullest: int, limit: float) -> Iterato
     """
     for change in changes(run):
         try:
-            changed = resolve(Namespace(**{**vars(args), **change.values}), run.world_size)
+            given = Namespace(**{**vars(args), **change.values})
+            changed = resolve(given, run.world_size, trains=run.trains)
         except ConfigError:
             continue
         changed = replace(changed, tokenizer=run.tokenizer)  # whose vocabulary is known

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
@@ -18,13 +19,33 @@ from megatron.training.process.rank_print import rank
 from megatron.training.runtime.runtime import Runtime
 
 
+_SETTABLE = "exit_on_missing_checkpoint"
+
+
 class ReadOnlyNamespace(Namespace):
     """Namespace whose attributes cannot be set; the error message explains how to change a value.
 
+    Megatron-LM's scripts assign two kinds of values, which are accepted: the value that an
+    attribute has already, and exit_on_missing_checkpoint, which the next load_checkpoint() obeys.
     A copy (copy.copy, pickle) is a plain, writable Namespace.
     """
 
+    __slots__ = ("_runtime",)  # not among the values
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        object.__setattr__(self, "_runtime", runtime)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        values = vars(self)
+        if name in values and type(values[name]) is type(value) and values[name] == value:
+            return
+        if name == _SETTABLE and isinstance(value, bool):
+            run: Runtime = self._runtime
+            checkpoint = replace(run.config.checkpoint, exit_on_missing_checkpoint=value)
+            run.config = replace(run.config, checkpoint=checkpoint)
+            values[name] = value
+            return
         if name in flags_and_defaults():
             cure = f"set {flags_and_defaults()[name][0]} or give pretrain() args_defaults"
         elif name in (*COUNTERS, "curr_iteration"):
@@ -42,7 +63,7 @@ class ReadOnlyNamespace(Namespace):
 
 def legacy_namespace(runtime: Runtime) -> ReadOnlyNamespace:
     """Return configuration and counters of a run as a flat namespace, like Megatron-LM's args."""
-    namespace = ReadOnlyNamespace()
+    namespace = ReadOnlyNamespace(runtime)
     values = flat_values(runtime.config)
     vars(namespace).update(values, rank=rank(), local_rank=_local_rank(runtime))
     refresh(namespace, runtime)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import pickle
 import sys
@@ -72,6 +73,23 @@ def test_writing_says_what_to_do_instead(name: str, cure: str) -> None:
         setattr(namespace(), name, 4)
 
 
+def test_the_value_that_is_there_may_be_assigned() -> None:
+    args = namespace()
+    args.micro_batch_size = 2
+    args.load = None
+    with pytest.raises(ConfigError, match="micro_batch_size = True changes nothing"):
+        args.micro_batch_size = True
+    assert args.micro_batch_size == 2
+
+
+def test_a_script_may_say_that_a_missing_checkpoint_ends_it() -> None:
+    runtime = run_with_tokenizer(run_of(""))
+    args = legacy_namespace(runtime)
+    args.exit_on_missing_checkpoint = True
+    assert args.exit_on_missing_checkpoint
+    assert runtime.config.checkpoint.exit_on_missing_checkpoint
+
+
 def test_deleting_says_that_it_changes_nothing() -> None:
     with pytest.raises(ConfigError, match="deleting seed would change nothing"):
         del namespace().seed
@@ -115,6 +133,31 @@ def test_a_users_flags_are_in_the_namespace() -> None:
     args = parse_args(lambda p: p.add_argument("--mine", type=int) and p, argv=argv("--mine 3"))
     runtime = run_with_tokenizer(resolve(args, 1))
     assert legacy_namespace(runtime).mine == 3
+
+
+def with_a_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--model-provider", choices=["mamba", "gpt"], default="gpt")
+    parser.add_argument("--num-frames", type=int, default=3, dest="frames")
+    return parser
+
+
+@pytest.mark.parametrize("words", ["", "--num-experts 2"])
+def test_a_flag_that_a_program_has_replaced_keeps_its_value(words: str) -> None:
+    args = parse_args(with_a_provider, argv=argv(words))
+    run = resolve(args, 1)
+    mine = legacy_namespace(run_with_tokenizer(run))
+    assert (mine.model_provider, mine.frames) == ("gpt", 3)
+    assert (run.mimo.model_provider, run.mimo.num_frames) == ("mock", 1)
+    assert not any("--model-provider" in warning for warning in run.warnings)
+    facade.validate_args(args)
+    again = resolve_args(args, 1)
+    assert (again.extra["model_provider"], again.mimo) == ("gpt", run.mimo)
+
+
+def test_a_list_of_one_is_its_element() -> None:
+    args = namespace("--num-experts 4 --moe-aux-loss-coeff 0.1")
+    assert args.moe_router_load_balancing_type == "aux_loss"
+    assert args.moe_aux_loss_coeff == 0.1
 
 
 @pytest.mark.feature("Scripts: get_args(), args_defaults and extra_args_provider of Megatron-LM")

@@ -38,11 +38,12 @@ def experts_are_dealt_out(run: RunConfig) -> Iterator[str]:
 def experts_need_a_cut_sequence(run: RunConfig) -> Iterator[str]:
     """Require sequence parallelism for MoE layers with tensor parallelism.
 
-    Otherwise all tensor-parallel ranks would route the same tokens.
+    Otherwise all tensor-parallel ranks would route the same tokens, and count their gradients
+    several times.
     """
     m = run.model
     tp = m.tensor_model_parallel_size
-    if m.num_moe_experts is not None and tp > 1 and not m.sequence_parallel:
+    if run.trains and m.num_moe_experts is not None and tp > 1 and not m.sequence_parallel:
         yield (
             f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel: "
             "add it"

@@ -25,7 +25,7 @@ def shape_is_given(run: RunConfig) -> Iterator[str]:
 def training_has_a_length(run: RunConfig) -> Iterator[str]:
     """Require a run length and a learning rate, unless training is skipped."""
     t = run.training
-    if run.validation.skip_train:
+    if run.validation.skip_train or not run.trains:
         return
     if t.train_iters is None and t.train_samples is None:
         yield "--train-iters or --train-samples is required (or --skip-train)"
