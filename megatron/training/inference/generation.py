@@ -307,11 +307,8 @@ def generation_config(
         namespace.pipeline_split = "auto"
     if not drafts_ahead:
         namespace.mtp_num_layers = None
-    # resolve() requires sequence parallelism for experts with tensor parallelism: ranks that
-    # route the same tokens count their gradients several times.  Generation has no gradients: off.
-    namespace.sequence_parallel = tensor > 1 and bool(namespace.num_experts)
-    config = resolve(namespace, ranks, extra={})
-    return replace(config, model=replace(config.model, sequence_parallel=False))
+    namespace.sequence_parallel = False
+    return resolve(namespace, ranks, extra={}, trains=False)
 
 
 def _start_of_decoder(tokenizer: MegatronTokenizer) -> int:

@@ -91,6 +91,7 @@ def _least_of_all(number: int) -> int:
 
 
 @in_phase("building the model")
+@torch.inference_mode(False)  # a script may be inside: it would make parameters without a version
 def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:
     """Build ``run.model_chunks``: on the device, initialised, in the run's precision.
 

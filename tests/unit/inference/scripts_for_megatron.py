@@ -57,6 +57,7 @@ def model_of(world: int, sizes: dict[str, int], **changes: Any) -> GPTModel:
                 sizes.get("tp", 1),
                 sizes.get("pp", 1),
                 expert_model_parallel_size=sizes.get("ep", 1),
+                expert_tensor_parallel_size=sizes.get("etp"),
             )
         groups = None
     torch.manual_seed(7)
@@ -68,6 +69,7 @@ def model_of(world: int, sizes: dict[str, int], **changes: Any) -> GPTModel:
         tensor_model_parallel_size=sizes.get("tp", 1),
         pipeline_model_parallel_size=sizes.get("pp", 1),
         expert_model_parallel_size=sizes.get("ep", 1),
+        expert_tensor_parallel_size=sizes.get("etp"),
         **changes,
     )
     is_one = world == 1
@@ -173,11 +175,48 @@ def replicas_script(rank: int, world: int, sizes: dict[str, int]) -> list[str]:
     return texts
 
 
-def refused_script(rank: int, world: int) -> str:
-    """Return the message that a model with sequence parallelism gives."""
-    model = model_of(world, {"tp": 2}, sequence_parallel=True)
+def trained_between_script(rank: int, world: int, sizes: dict[str, int]) -> list[Any]:
+    """Generate with a model that shards sequences; return its answers and its losses around it."""
+    model = model_of(world, sizes, sequence_parallel=True)
+    engine = StaticInferenceEngine(controller_of(model))
+    ids = torch.arange(8)[None] + 8
+    losses = []
+    params = SamplingParams(top_k=1, num_tokens_to_generate=5, return_log_probs=True)
+    for _ in range(2):
+        model.train()
+        losses.append(float(model(ids, torch.arange(8)[None], None, labels=ids + 1).sum().detach()))
+        out = engine.generate(PROMPTS, sampling_params=params)
+    return [losses, [facts_of(request) for request in out]]
+
+
+def own_loop_script(rank: int, world: int, sizes: dict[str, int]) -> list[int]:
+    """Generate three greedy tokens after "hello" without an engine; return all tokens."""
+    controller = controller_of(model_of(world, sizes, sequence_parallel=world > 1))
+    wrapper = controller.inference_wrapped_model
+    tokens = torch.tensor([Letters().tokenize("hello")])
+    wrapper.prep_model_for_inference()
+    for start, stop in ((0, 5), (5, 6), (6, 7)):
+        inputs = wrapper.prep_inference_input(tokens)
+        window = wrapper.get_batch_for_context_window(inputs, start, stop)
+        logits = wrapper.run_one_forward_step(window)
+        assert logits is not None
+        greedy = SamplingParams(top_k=1)
+        new = controller.sample_from_logits(logits[:, -1], greedy, Letters.vocab_size)
+        tokens = torch.cat([tokens, new[:, None]], dim=1)
+    assert isinstance(wrapper.inference_context, StaticInferenceContext)
+    assert wrapper.inference_context.sequence_len_offset == 7
+    return tokens[0].tolist()
+
+
+def experts_in_training_script(rank: int, world: int) -> str:
+    """Return the message of experts that are trained with tensor parallelism alone."""
+    changes = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+    model = model_of(world, {"tp": 2}, **changes)
+    ids = torch.arange(8)[None] + 8
+    with torch.no_grad():
+        model(ids, torch.arange(8)[None], None)
     try:
-        StaticInferenceEngine(controller_of(model))
+        model(ids, torch.arange(8)[None], None)
     except ConfigError as error:
         return str(error)
     return "no error"

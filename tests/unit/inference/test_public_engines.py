@@ -307,9 +307,33 @@ def test_a_wrapper_with_batches_of_its_own_is_refused() -> None:
         StaticInferenceEngine(controller)
 
 
-def test_a_model_with_sequence_parallelism_is_refused_by_all_ranks() -> None:
-    for message in run_ranks(scripts.refused_script, 2):
-        assert "build the model with sequence_parallel=False" in message
+def test_a_model_that_shards_sequences_generates_and_trains_as_before() -> None:
+    wanted = scripts.trained_between_script(0, 1, {})
+    for losses, answers in run_ranks(scripts.trained_between_script, 2, {"tp": 2}):
+        assert losses[0] == losses[1]
+        assert losses == pytest.approx(wanted[0])
+        assert_same(answers, wanted[1])
+
+
+@pytest.mark.parametrize("shards_sequences", [False, True])
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [(2, {"tp": 2}), (4, {"tp": 2, "ep": 2}), (4, {"tp": 2, "ep": 4, "etp": 1})],
+    ids=["tp2", "tp2 ep2", "tp2 ep4 etp1"],
+)
+def test_experts_and_tensor_parallelism_give_the_answers_of_one_process(
+    world: int, sizes: dict[str, int], shards_sequences: bool
+) -> None:
+    moe = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+    wanted = scripts.static_script(0, 1, {}, True, moe)
+    changes = {**moe, "sequence_parallel": shards_sequences}
+    for found in run_ranks(scripts.static_script, world, sizes, True, changes):
+        assert_same(found, wanted)
+
+
+def test_experts_are_not_trained_with_tensor_parallelism_alone() -> None:
+    for message in run_ranks(scripts.experts_in_training_script, 2):
+        assert "experts with tensor parallelism are trained with --sequence-parallel" in message
 
 
 def test_arguments_without_effect_are_announced_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -324,20 +348,30 @@ def test_arguments_without_effect_are_announced_once(caplog: pytest.LogCaptureFi
 
 
 def test_a_script_can_run_forward_passes_by_itself() -> None:
+    wanted = Letters().tokenize("hello") + by_hand("hello", 3)[0]
+    assert scripts.own_loop_script(0, 1, {}) == wanted
+    assert run_ranks(scripts.own_loop_script, 2, {"tp": 2}) == [wanted, wanted]
+
+
+def test_a_context_reports_the_sizes_of_its_engine() -> None:
+    context = scripts.context_of(buffer_overflow_factor=2.0, num_cuda_graphs=2)
+    estimate = int(0.01 * 2**30 / (2 * 8 * 6 * 4 * 8 * LENGTH) * 2)
+    assert context.max_requests == estimate
+    assert context.max_tokens == 2048
+    assert context.cuda_graph_token_counts == [estimate, -(-estimate // 2)]
+    assert context.gtd_request_count == int(estimate / 2 * 0.1)
+    assert not context.is_decode_only()
     controller = scripts.controller_of(scripts.model_of(1, {}))
-    wrapper = controller.inference_wrapped_model
-    tokens = torch.tensor([Letters().tokenize("hello")])
-    wrapper.prep_model_for_inference()
-    for start, stop in ((0, 5), (5, 6), (6, 7)):
-        inputs = wrapper.prep_inference_input(tokens)
-        window = wrapper.get_batch_for_context_window(inputs, start, stop)
-        logits = wrapper.run_one_forward_step(window)
-        assert logits is not None
-        new = controller.sample_from_logits(logits[:, -1], GREEDY, Letters.vocab_size)
-        tokens = torch.cat([tokens, new[:, None]], dim=1)
-    assert tokens[0, 5:].tolist() == by_hand("hello", 3)[0]
-    assert isinstance(wrapper.inference_context, StaticInferenceContext)
-    assert wrapper.inference_context.sequence_len_offset == 7
+    context = scripts.context_of(max_requests_override=3)
+    assert context.max_requests == 3
+    engine = DynamicInferenceEngine(controller, context, None, False)
+    assert context.max_requests == 3
+    kinds = []
+    engine.add_request(0, "hello", 3)
+    while engine.has_unfinished_requests():
+        kinds.append(engine.is_decode_only)
+        engine.step(GREEDY)
+    assert kinds == [False, True, True]
 
 
 def test_the_steps_of_a_loop_of_its_own_are_those_of_megatron_core() -> None:

@@ -14,6 +14,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron.core.inference.paged_engine.collective_engine import CollectiveEngine
+from megatron.core.inference.paged_engine.decode_graphs import captured_sizes
 from megatron.core.inference.paged_engine.engine import EngineOptions
 
 _ROUND_TO = 64  # tokens, of Megatron-LM's batches
@@ -51,7 +52,8 @@ class ActiveRequestCountOverflowError(ContextOverflowError):
 class DynamicInferenceContext(BaseInferenceContext):
     """Sizes of a dynamic engine: a cache of ``buffer_size_gb`` in pages of ``chunk_size_tokens``.
 
-    The shapes of the model's layers are accepted and not used: the engine measures them.
+    The shapes of the model's layers serve to report sizes before there is an engine, which measures
+    them.
     """
 
     def __init__(
@@ -98,6 +100,11 @@ class DynamicInferenceContext(BaseInferenceContext):
             ),
         )
         self._engine: CollectiveEngine | None = None
+        heads = -(-num_attention_heads // (tensor_model_parallel_size or 1))
+        row_bytes = 2 * params_dtype.itemsize * num_layers * heads * kv_channels
+        if cache_mla_latent and kv_lora_rank and qk_pos_emb_head_dim:
+            row_bytes = params_dtype.itemsize * num_layers * (kv_lora_rank + qk_pos_emb_head_dim)
+        self._num_sequences = self.options.buffer_bytes / (row_bytes * max_sequence_length)
         if not materialize_only_last_token_logits:
             warn_once(
                 "DynamicInferenceContext: materialize_only_last_token_logits=False has no effect: "
@@ -113,6 +120,34 @@ class DynamicInferenceContext(BaseInferenceContext):
     def bind(self, engine: CollectiveEngine) -> None:
         """Report the state of ``engine`` from now on."""
         self._engine = engine
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that run at the same time; an estimate before there is an engine."""
+        if self._engine is not None:
+            return self._engine.limits.max_requests
+        asked = self.options.max_requests
+        return asked or max(int(self._num_sequences * self.options.overflow_factor), 1)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest prompt: one that is longer than a step is read in several."""
+        return max(self.options.max_step_tokens, self.max_sequence_length)
+
+    @property
+    def gtd_request_count(self) -> int:
+        """Requests of the greatest length for which the guaranteed part of the cache suffices."""
+        return max(int(self._num_sequences * self.options.guaranteed_fraction), 1)
+
+    @property
+    def cuda_graph_token_counts(self) -> list[int]:
+        """Numbers of requests whose decode steps are captured, the largest first."""
+        sizes = captured_sizes(self.options.num_cuda_graphs, self.max_requests)
+        return sizes[::-1]
+
+    def is_decode_only(self) -> bool:
+        """Return whether every unfinished request has a generated token: no prompt is to be read."""
+        return self._engine is not None and self._engine.is_decode_only
 
     def is_static_batching(self) -> bool:
         """Return False: requests join and leave the batch."""

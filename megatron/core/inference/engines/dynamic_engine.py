@@ -78,6 +78,11 @@ class DynamicInferenceEngine(AbstractEngine):
         self._futures: dict[int, asyncio.Future[DynamicInferenceRequest]] = {}
         self._arrival = asyncio.Event()
 
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether the next step reads no prompt."""
+        return self.context.is_decode_only()
+
     def has_unfinished_requests(self) -> bool:
         """Return whether a request waits or runs."""
         return bool(self.requests)

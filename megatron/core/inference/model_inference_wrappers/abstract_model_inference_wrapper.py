@@ -23,6 +23,7 @@ from megatron.core.inference.model_inference_wrappers.inference_wrapper_config i
     InferenceWrapperConfig,
 )
 from megatron.core.inference.paged_engine.runner import GenerationModel
+from megatron.core.inference.replicated_sequences import ReplicatedSequences
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -63,6 +64,7 @@ class AbstractModelInferenceWrapper(abc.ABC):
         self.model_comm_pgs: ProcessGroupCollection = model_comm_pgs or groups
         self.tp_group, self.pp_group = self.model_comm_pgs.tp, self.model_comm_pgs.pp
         self.model_is_pipeline_parallel = self.pp_group.size() > 1
+        self.sequences = ReplicatedSequences(model)
         for name in ("nccl_all_reduce_for_prefill", "fp8"):
             if vars(inference_wrapper_config).get(name):
                 warn_once(f"InferenceWrapperConfig: {name} has no effect: the model decides")
@@ -91,11 +93,6 @@ class AbstractModelInferenceWrapper(abc.ABC):
                     "by themselves: derive the wrapper from GPTInferenceWrapper or "
                     "T5InferenceWrapper without it"
                 )
-        if config.sequence_parallel and self.tp_group.size() > 1:
-            raise ConfigError(
-                "the model has sequence_parallel=True, but a step of generation has too few tokens "
-                "to shard: build the model with sequence_parallel=False"
-            )
         if config.moe_expert_capacity_factor is not None:
             warn_once(
                 "moe_expert_capacity_factor drops tokens of experts, so that a text depends on the "
@@ -191,12 +188,13 @@ class AbstractModelInferenceWrapper(abc.ABC):
         return int(inference_input["tokens"].shape[1])
 
     def _forward(self, inference_input: dict[str, Any]) -> Tensor:
-        out: Tensor = self.model(
-            inference_input["tokens"],
-            inference_input["position_ids"],
-            inference_input["attention_mask"],
-            inference_context=self.inference_context,
-        )
+        with self.sequences.bound():
+            out: Tensor = self.model(
+                inference_input["tokens"],
+                inference_input["position_ids"],
+                inference_input["attention_mask"],
+                inference_context=self.inference_context,
+            )
         return out
 
 

@@ -5,7 +5,7 @@ rank schedules, and all ranks return the same outputs.  Replicas are independent
 unless experts are distributed over them: then the ranks of all replicas make the same calls.
 
 The model belongs to the script, which may train it while no request is unfinished: the matmuls of
-generation are bound to it in `advance` only, and a request that finds the engine empty shares no
+generation are bound to it, and its sequence parallelism is switched off, in `advance` only, and a request that finds the engine empty shares no
 prefix with earlier ones.
 """
 
@@ -21,6 +21,7 @@ import numpy as np
 from megatron.core.device import is_cuda
 from megatron.core.inference.fast_linear import FastLinears
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
+from megatron.core.inference.paged_engine.limits import EngineLimits
 from megatron.core.inference.paged_engine.request import (
     Beam,
     Request,
@@ -29,6 +30,7 @@ from megatron.core.inference.paged_engine.request import (
 )
 from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.paged_engine.step_plan import Integers
+from megatron.core.inference.replicated_sequences import ReplicatedSequences
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.rank_grid import RankGrid
 
@@ -52,15 +54,28 @@ class CollectiveEngine(Engine):
         peers = None
         if groups is not model.groups and groups.world.size() < model.groups.world.size():
             peers = model.groups.dense_grid.groups("tp", "pp")
-        super().__init__(replace(model, groups=groups), options, peers)
+        self._sequences = ReplicatedSequences(model.module)
+        with self._sequences.bound():
+            super().__init__(replace(model, groups=groups), options, peers)
         self._is_root = self.model.groups.world.rank() == 0
         self._linears = None if is_cuda(self.model.device) else FastLinears(self.model.module)
         self._unfinished: set[str] = set()
+        self._begun: set[str] = set()  # unfinished requests that have a token
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._unfinished)
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Sizes of this engine."""
+        return self._limits
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether all unfinished requests, of which there are some, have a token."""
+        return bool(self._unfinished) and self._unfinished == self._begun
 
     @property
     def num_unfinished(self) -> int:
@@ -82,6 +97,7 @@ class CollectiveEngine(Engine):
             super().abort(request_id)
         was_there = request_id in self._unfinished
         self._unfinished.discard(request_id)
+        self._begun.discard(request_id)
         return was_there
 
     def advance(self, *, to_end: bool) -> list[TimedOutput]:
@@ -90,10 +106,13 @@ class CollectiveEngine(Engine):
         Collective over the ranks of the engine.
         """
         self.model.module.eval()
-        with nullcontext() if self._linears is None else self._linears.bound():
+        linears = nullcontext() if self._linears is None else self._linears.bound()
+        with linears, self._sequences.bound():
             found = self._advance(to_end=to_end)
         ended = {f.output.request_id for f in found if f.output.finish_reason is not None}
         self._unfinished -= ended
+        self._begun |= {f.output.request_id for f in found if f.output.new}
+        self._begun -= ended
         return found
 
     def _advance(self, *, to_end: bool) -> list[TimedOutput]:

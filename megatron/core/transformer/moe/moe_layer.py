@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.config.errors import ConfigError
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -47,6 +48,7 @@ class MoELayer(MegatronModule):
     ) -> None:
         super().__init__(config)
         assert config.num_moe_experts is not None, "a layer of experts needs --num-experts"
+        self.has_tensor_ranks = pg_collection.tp.size() > 1
         self.router = TopKRouter(config, layer_number, pg_collection=pg_collection)
         self.dispatcher = _dispatcher(config, config.num_moe_experts, pg_collection)
         self.experts = Experts(
@@ -63,8 +65,16 @@ class MoELayer(MegatronModule):
         """Compute [s, b, h] -> ([s, b, h], None); None stands for the unadded bias of an MLP.
 
         ``padding_mask`` [b, s]: True for tokens that visit no expert; see `TopKRouter`.  Collective
-        over tp_ep (the dispatcher), and over tp_cp where the router counts tokens.
+        over tp_ep (the dispatcher), and over tp_cp where the router counts tokens.  Raises
+        ConfigError in training with tensor parallelism alone, whose ranks route the same tokens
+        and count their gradients several times.
         """
+        is_replicated = self.has_tensor_ranks and not self.config.sequence_parallel
+        if is_replicated and self.training and torch.is_grad_enabled():
+            raise ConfigError(
+                "experts with tensor parallelism are trained with --sequence-parallel "
+                "(sequence_parallel=True) only: add it"
+            )
         routing = self.router(hidden) if padding_mask is None else self.router(hidden, padding_mask)
         # Output of the shared experts.  With overlap the dispatcher computes it during its
         # all-to-all, otherwise it is computed after the routed experts.

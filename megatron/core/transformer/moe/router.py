@@ -51,8 +51,6 @@ class TopKRouter(MegatronModule):
         self.layer_number, self.groups = layer_number, pg_collection
         self.num_experts = config.num_moe_experts
         self.is_sequence_sharded = config.sequence_parallel and pg_collection.tp.size() > 1
-        # The ranks over which the tokens of a micro-batch are sharded.
-        self.sharers = pg_collection.tp_cp if self.is_sequence_sharded else pg_collection.cp
         self.choice = Choice(
             k=config.moe_router_topk,
             score_function=config.moe_router_score_function,
@@ -80,6 +78,11 @@ class TopKRouter(MegatronModule):
         self.register_buffer(
             "tokens_per_expert", None if zeros is None else zeros.clone(), persistent=False
         )
+
+    @property
+    def sharers(self) -> ProcessGroup:
+        """The ranks over which the tokens of a micro-batch are sharded."""
+        return self.groups.tp_cp if self.is_sequence_sharded else self.groups.cp
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Routing:
         """Route the s*b tokens of this rank, hidden states [s, b, h].

@@ -102,13 +102,14 @@ class T5InferenceWrapper(AbstractModelInferenceWrapper):
     def forward_pass_without_pipeline_parallel(self, inference_input: dict[str, Any]) -> Tensor:
         """Run encoder and decoder; return logits [b, t, v]."""
         mask = inference_input["encoder_mask"]
-        logits: Tensor = self.model(
-            inference_input["encoder_tokens"],
-            inference_input["decoder_tokens"],
-            encoder_attn_mask=mask,
-            encoder_decoder_attn_mask=mask,
-            runtime_gather_output=True,
-        )
+        with self.sequences.bound():
+            logits: Tensor = self.model(
+                inference_input["encoder_tokens"],
+                inference_input["decoder_tokens"],
+                encoder_attn_mask=mask,
+                encoder_decoder_attn_mask=mask,
+                runtime_gather_output=True,
+            )
         return logits
 
     def forward_pass_with_pipeline_parallel_small_input_batch(
