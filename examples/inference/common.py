@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from megatron.core.config.errors import ConfigError
+from megatron.core.inference.engines import StaticInferenceEngine
 from megatron.core.inference.inference_request import InferenceRequest
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import (
     InferenceWrapperConfig,
@@ -21,12 +26,40 @@ from megatron.training.initialize import initialize_megatron
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of prompts and sampling; set those of training that are not needed."""
+    """Add the flags of prompts and sampling, under Megatron-LM's names."""
     # Load the weights alone (--finetune), in the precision of this run whatever was saved.
-    only_weights = {"finetune": True, "no_load_optim": True, "load_main_params_from_ckpt": True}
-    parser.set_defaults(skip_train=True, **only_weights)
+    parser.set_defaults(finetune=True, no_load_optim=True, load_main_params_from_ckpt=True)
     group = parser.add_argument_group("text generation")
-    group.add_argument("--prompts", nargs="+", required=True, metavar="TEXT")
+    group.add_argument("--prompts", nargs="+", metavar="TEXT")
+    group.add_argument(
+        "--prompt-file", metavar="FILE", help='Lines {"text": ...} with the prompts.'
+    )
+    group.add_argument(
+        "--random-sample-prompts",
+        action="store_true",
+        help="Take prompts of --prompt-file at random, at random times.",
+    )
+    group.add_argument(
+        "--num-tokens-to-prompt",
+        nargs=2,
+        type=int,
+        default=(64, 1024),
+        metavar=("FEWEST", "MOST"),
+        help="Words of the synthetic prompts that replace --prompts and --prompt-file.",
+    )
+    group.add_argument("--incoming-requests-per-sec", type=float, default=100.0)
+    group.add_argument("--incoming-requests-duration", type=float, default=10.0, metavar="SECONDS")
+    group.add_argument(
+        "--model-provider",
+        choices=("gpt", "mamba"),
+        default="gpt",
+        help="Kind of the model, if neither --use-checkpoint-args nor a flag of hybrids tells it.",
+    )
+    group.add_argument(
+        "--inference-ckpt-non-strict",
+        action="store_true",
+        help="Only log tensors that the checkpoint lacks or has in addition.",
+    )
     group.add_argument("--encoder-prompts", nargs="+", metavar="TEXT", help="T5: texts to read.")
     group.add_argument("--num-tokens-to-generate", type=int, default=30)
     group.add_argument("--temperature", type=float, default=1.0)
@@ -41,9 +74,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def start(
-    model_provider: Callable[..., Any], model_kind: str, add: Callable[..., Any] = add_flags
+    model_provider: Callable[..., Any],
+    model_kind: str | None = None,
+    add: Callable[..., Any] = add_flags,
 ) -> Any:
-    """Set up the run, and return this rank's part of the model with the weights of --load."""
+    """Set up the run, and return this rank's part of the model with the weights of --load.
+
+    ``model_kind`` None: as the checkpoint or the flags say.
+    """
     initialize_megatron(
         extra_args_provider=add,
         args_defaults={
@@ -55,7 +93,7 @@ def start(
         },
     )
     model = get_model(model_provider, wrap_with_ddp=False)
-    load_checkpoint(model, None, None)
+    load_checkpoint(model, None, None, strict=not get_args().inference_ckpt_non_strict)
     return model[0].eval()
 
 
@@ -86,24 +124,85 @@ def sampling_params() -> SamplingParams:
     )
 
 
-def report(answers: Iterable[InferenceRequest]) -> None:
-    """Print the answers on rank 0, and write them to --output-path."""
-    rows = []
+def prompts() -> list[tuple[float, str]]:
+    """Return the prompts that the flags ask for, with the second at which each arrives.
+
+    Raises ConfigError for prompts from two places, or none.
+    """
+    args = get_args()
+    if args.prompts and args.prompt_file:
+        raise ConfigError(
+            f"--prompts and --prompt-file {args.prompt_file} both give prompts: leave one out"
+        )
+    if args.prompts:
+        return [(0.0, text) for text in args.prompts]
+    chance = random.Random(args.seed)
+    if args.prompt_file is None:
+        fewest, most = args.num_tokens_to_prompt
+        return [(at, "hi " * chance.randint(fewest, most)) for at in _arrivals(chance)]
+    texts = _read_prompts(args.prompt_file)
+    if args.random_sample_prompts:
+        return [(at, chance.choice(texts)) for at in _arrivals(chance)]
+    return [(0.0, text) for text in texts]
+
+
+def _arrivals(chance: random.Random) -> list[float]:
+    """Return the seconds at which requests arrive, one at least."""
+    args = get_args()
+    rate, last = args.incoming_requests_per_sec, args.incoming_requests_duration
+    if not rate > 0:
+        raise ConfigError(f"--incoming-requests-per-sec {rate}: give a number above 0")
+    found = [chance.expovariate(rate)]
+    while found[-1] < last:
+        found.append(found[-1] + chance.expovariate(rate))
+    return found[:-1] or [0.0]
+
+
+def _read_prompts(path: str) -> list[str]:
+    try:
+        texts = [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f'--prompt-file {path}: each line is an object {{"text": PROMPT}}; found {error!r}'
+        ) from None
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"--prompt-file {path}: each line needs a text, and there is one at least")
+    return texts
+
+
+def generate(engine: StaticInferenceEngine, **texts: Any) -> None:
+    """Generate for all texts and report the answers, which end at the same time."""
+    started = time.perf_counter()
+    answers = engine.generate(**texts, sampling_params=sampling_params())
+    latency = time.perf_counter() - started
+    report(answers, {answer.request_id: latency for answer in answers})
+
+
+def report(answers: Iterable[InferenceRequest], latency: Mapping[int, float]) -> None:
+    """Print the answers on rank 0, and write them to --output-path in Megatron-LM's form.
+
+    That is a JSON object: request id -> answer.  ``latency``: request id -> seconds.
+    """
+    args = get_args()
+    found: dict[int, dict[str, Any]] = {}
     for answer in answers:
-        prompt = answer.encoder_prompt or answer.prompt
         tokens = answer.generated_tokens
         assert tokens is not None, "the request is finished"
+        prompt = answer.encoder_prompt or answer.prompt
         print_rank_0(f"{prompt!r} -> {answer.generated_text!r}")
-        rows.append(
-            {
-                "prompt": prompt,
-                "text": answer.generated_text,
-                "tokens": tokens if isinstance(tokens, list) else tokens.tolist(),
-                "log_probs": answer.generated_log_probs,
-                "top_n_logprobs": answer.generated_top_n_logprobs,
-                "seconds": answer.tpot,
-            }
-        )
-    if get_args().output_path and get_args().rank == 0:
-        with open(get_args().output_path, "w") as file:
-            json.dump(rows, file, indent=1)
+        row = {
+            "input_prompt": prompt,
+            "generated_text": answer.generated_text,
+            "generated_tokens": tokens if isinstance(tokens, list) else tokens.tolist(),
+            "latency": latency[answer.request_id],
+            "tpot": answer.tpot,
+        }
+        if args.return_log_probs:
+            row["logprobs"] = [
+                *(answer.prompt_log_probs or ()), *(answer.generated_log_probs or ())
+            ]
+        if args.top_n_logprobs:
+            row["generated_top_n_logprobs"] = answer.generated_top_n_logprobs
+        found[answer.request_id] = row
+    if args.output_path and args.rank == 0:
+        Path(args.output_path).write_text(json.dumps(found, indent=1))

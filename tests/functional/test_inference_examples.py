@@ -29,13 +29,13 @@ T5 = (
 ).split()
 
 
-def run_example(rank: int, world: int, name: str, out: str, argv: list[str]) -> list[Any]:
+def run_example(rank: int, world: int, name: str, out: str, argv: list[str]) -> dict[str, Any]:
     script = str(ROOT / "examples/inference" / name)
     flags = ["--device", "cpu", "--use-checkpoint-args", "--num-tokens-to-generate", "6"]
     flags += ["--inference-dynamic-batching-buffer-size-gb", "0.01", "--output-path", out]
     with mock.patch("sys.argv", [script, *flags, *argv]):
         runpy.run_path(script, run_name="__main__")
-    return json.loads(Path(out).read_text()) if rank == 0 else []
+    return json.loads(Path(out).read_text()) if rank == 0 else {}
 
 
 def own_answers(rank: int, world: int, load: str, prompts: list[str]) -> list[Any]:
@@ -49,11 +49,15 @@ def assert_equal(folder: Path, load: str, name: str, argv: list[str], prompts: l
     out = str(folder / "answers.json")
     found = run_ranks(run_example, ranks, name, out, ["--load", load, *argv])[0]
     wanted = run_ranks(own_answers, 1, load, prompts)[0]
-    assert [row["prompt"] for row in found] == prompts
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine["text"] == theirs["text"]
-        assert mine["tokens"] == theirs["tokens"][: len(mine["tokens"])]
-        assert len(mine["seconds"]) == len(mine["tokens"])
+    ids = [int(request_id) for request_id in found]
+    assert ids == list(range(ids[0], ids[0] + len(prompts)))
+    for prompt, mine, theirs in zip(prompts, found.values(), wanted, strict=True):
+        tokens = mine["generated_tokens"]
+        assert mine["input_prompt"] == prompt
+        assert mine["generated_text"] == theirs["text"]
+        assert tokens[: len(theirs["tokens"])] == theirs["tokens"][: len(tokens)]
+        assert len(mine["tpot"]) in (len(tokens), len(tokens) - 1)  # an end token has no text
+        assert mine["latency"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections import deque
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # installed or not
 
-from examples.inference.common import add_flags, report, sampling_params, start, wrapper_config
+from examples.inference.common import (
+    add_flags,
+    prompts,
+    report,
+    sampling_params,
+    start,
+    wrapper_config,
+)
+from megatron.core import device
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest
@@ -27,7 +40,7 @@ from pretrain_gpt import model_provider
 
 
 def add_arrival_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of prompts and sampling, and when prompts arrive."""
+    """Add the flags of prompts and sampling, and when prompts without a time arrive."""
     parser.add_argument("--steps-between-arrivals", type=int, default=2)
     return add_flags(parser)
 
@@ -51,28 +64,49 @@ def make_context() -> DynamicInferenceContext:
     )
 
 
+def now() -> float:
+    """Return rank 0's time in seconds: all ranks must add the same requests.  Collective."""
+    nanoseconds = torch.tensor(time.time_ns(), device=device.current())
+    dist.broadcast(nanoseconds, 0)
+    return int(nanoseconds) / 1e9
+
+
 def main() -> None:
     """Load the model, generate while prompts arrive, and report."""
-    model = start(model_provider, "gpt", add_arrival_flags)
+    model = start(model_provider, add=add_arrival_flags)
     wrapped = GPTInferenceWrapper(model, wrapper_config())
-    tokenizer = get_tokenizer()
-    controller = TextGenerationController(wrapped, tokenizer)
-    engine = DynamicInferenceEngine(controller, make_context(), None, enable_cuda_graph=False)
     args = get_args()
+    controller = TextGenerationController(wrapped, get_tokenizer())
+    engine = DynamicInferenceEngine(
+        controller, make_context(), None, enable_cuda_graph=args.enable_cuda_graph
+    )
     params = sampling_params()
-    arrivals = list(enumerate(args.prompts))
+    waiting = deque(enumerate(prompts()))
     finished: list[DynamicInferenceRequest] = []
+    added: dict[int, float] = {}
+    latency: dict[int, float] = {}
+    begin = now()
     num_steps = 0
-    while arrivals or engine.has_unfinished_requests():
-        if arrivals and num_steps % args.steps_between_arrivals == 0:
-            number, prompt = arrivals.pop(0)
+    while waiting or engine.has_unfinished_requests():
+        second = now() - begin
+        while waiting:
+            number, (arrival, prompt) = waiting[0]
+            step = number * args.steps_between_arrivals
+            if arrival > second or (not arrival and step > num_steps):
+                break
             engine.add_request(number, prompt, args.num_tokens_to_generate)
+            added[number] = second
+            waiting.popleft()
+        if not engine.has_unfinished_requests():
+            time.sleep(0.001)  # until the next one arrives
+            continue
         _, ended, seconds = engine.step(params)
         finished += ended
         num_steps += 1
         for request in ended:
+            latency[request.request_id] = now() - begin - added[request.request_id]
             print_rank_0(f"step {num_steps} ({seconds:.4f} s): request {request.request_id} ended")
-    report(sorted(finished, key=lambda request: request.request_id))
+    report(sorted(finished, key=lambda request: request.request_id), latency)
 
 
 if __name__ == "__main__":

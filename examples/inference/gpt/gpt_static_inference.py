@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # installed or not
 
-from examples.inference.common import report, sampling_params, start, wrapper_config
+from examples.inference.common import generate, prompts, sampling_params, start, wrapper_config
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.engines import StaticInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
@@ -26,17 +26,17 @@ from megatron.training import get_args, get_tokenizer, print_rank_0
 from pretrain_gpt import model_provider
 
 
-def main(model_kind: str = "gpt") -> None:
+def main(model_kind: str | None = None) -> None:
     """Load the model, generate and report."""
     model = start(model_provider, model_kind)
     config = wrapper_config()
     wrapped = GPTInferenceWrapper(model, config, StaticInferenceContext.from_config(config))
     controller = TextGenerationController(wrapped, get_tokenizer())
     engine = StaticInferenceEngine(controller, max_batch_size=get_args().max_batch_size)
-    prompts = get_args().prompts
+    texts = [text for _, text in prompts()]
     if get_args().stream:
-        asyncio.run(stream(engine, prompts[0]))
-    report(engine.generate(prompts=prompts, sampling_params=sampling_params()))
+        asyncio.run(stream(engine, texts[0]))
+    generate(engine, prompts=texts)
 
 
 async def stream(engine: StaticInferenceEngine, prompt: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # installed or not
 
-from examples.inference.common import report, sampling_params, start, wrapper_config
+from examples.inference.common import generate, start, wrapper_config
 from megatron.core.inference.engines import StaticInferenceEngine
 from megatron.core.inference.model_inference_wrappers.t5.t5_inference_wrapper import (
     T5InferenceWrapper,
@@ -30,12 +30,7 @@ def main() -> None:
     wrapped = T5InferenceWrapper(model, wrapper_config())
     controller = controllers.EncoderDecoderTextGenerationController(wrapped, get_tokenizer())
     engine = StaticInferenceEngine(controller, max_batch_size=args.max_batch_size)
-    answers = engine.generate(
-        prompts=args.prompts,
-        encoder_prompts=args.encoder_prompts,
-        sampling_params=sampling_params(),
-    )
-    report(answers)
+    generate(engine, prompts=args.prompts, encoder_prompts=args.encoder_prompts)
 
 
 if __name__ == "__main__":
