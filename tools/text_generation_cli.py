@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from megatron.inference.llm import LLM, Answer
 
 
+_NUM_TOKENS = 100
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -52,7 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="image that the prompt is about; several: one for each tag <image> of the prompt",
     )
-    parser.add_argument("--num-tokens", type=int, default=100, help="tokens to write at most")
+    parser.add_argument(
+        "--num-tokens",
+        type=int,
+        help="tokens to write at most, 100 if not given; with HOST:PORT and prompts from the "
+        "terminal, each prompt is followed by the number for it",
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     parser.add_argument("--top-k", "--top_k", type=int, default=0, help="0: no limit")
     parser.add_argument("--top-p", "--top_p", type=float, default=0.0, help="0: no limit")
@@ -88,7 +96,7 @@ def main() -> None:
             temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,
-            num_tokens_to_generate=args.num_tokens,
+            num_tokens_to_generate=_NUM_TOKENS if args.num_tokens is None else args.num_tokens,
             seed=args.seed,
             return_log_probs=args.json,
         )
@@ -135,17 +143,24 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
         return
     while True:
         try:
-            yield input("Enter prompt: ")
+            prompt = input("Enter prompt: ")
         except EOFError:
             return
+        yield prompt
 
 
 def _ask_server(args: argparse.Namespace) -> None:
+    """Print the answer to each prompt; an error ends the program, if --prompt has asked for it."""
     for prompt in _prompts(args):
-        body = _fields_of_api(args, prompt)
+        num_tokens = args.num_tokens
+        if num_tokens is None:
+            try:
+                num_tokens = _NUM_TOKENS if args.prompt is not None else _read_number()
+            except EOFError:
+                return
         request = urllib.request.Request(
             f"http://{args.address}/api",
-            data=json.dumps(body).encode(),
+            data=json.dumps(_fields_of_api(args, prompt, num_tokens)).encode(),
             headers={"Content-Type": "application/json"},
             method="PUT",
         )
@@ -154,13 +169,35 @@ def _ask_server(args: argparse.Namespace) -> None:
                 print("Megatron Response: ")
                 print(json.load(answer)["text"][0], flush=True)
         except urllib.error.HTTPError as error:
-            message = error.read(10_000).decode(errors="replace")
-            raise ConfigError(f"{args.address} answers {error.code}: {message}") from None
+            message = _message_of(error)
+            if args.prompt is not None:
+                raise ConfigError(f"{args.address} answers {error.code}: {message}") from None
+            print(f"Error {error.code}: {message}", flush=True)
 
 
-def _fields_of_api(args: argparse.Namespace, prompt: str) -> dict[str, object]:
+def _read_number() -> int:
+    """Read the number that Megatron-LM's client asks for after each prompt."""
+    text = input("Enter number of tokens to generate: ")
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"number of tokens {text!r:.80}: give a whole number") from None
+
+
+def _message_of(error: urllib.error.HTTPError) -> str:
+    """Return the message of a server's error, or the text of one that is not ours."""
+    text = error.read(10_000).decode(errors="replace")
+    try:
+        return str(json.loads(text)["message"])
+    except (ValueError, KeyError, TypeError):
+        return text
+
+
+def _fields_of_api(
+    args: argparse.Namespace, prompt: str, num_tokens: int
+) -> dict[str, object]:
     """Return the body of PUT /api; greedy is top_k 1 there."""
-    body: dict[str, object] = {"prompts": [prompt], "tokens_to_generate": args.num_tokens}
+    body: dict[str, object] = {"prompts": [prompt], "tokens_to_generate": num_tokens}
     if args.temperature == 0:
         return {**body, "top_k": 1}
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}

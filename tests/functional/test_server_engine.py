@@ -105,7 +105,7 @@ def test_clients_at_the_same_time_get_the_text_of_the_engine(checkpoint, expecte
         assert beams["scores"] == sorted(beams["scores"], reverse=True)
         assert all(text.startswith(PROMPTS[1]) for text in beams["text"])
         status, found = server.ask("PUT", "/api", {**body, "stop_on_eol": True})
-        assert (status, found.split()[0]) == (400, "beam_width")
+        assert (status, found["message"].split()[0]) == (400, "beam_width")
         schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
         schema["additionalProperties"] = False
         for kind, is_right in (({"schema": schema}, True), ({"schema": {"enum": []}}, False)):

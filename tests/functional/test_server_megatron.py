@@ -133,7 +133,8 @@ K = "equal to or greater than 0 and less than or equal to 1000"
     ],
 )
 def test_a_wrong_field_gets_the_message_of_megatron(server, fields, message):
-    assert put(server, **fields) == (400, message)
+    status, found = put(server, **fields)
+    assert (status, found["message"]) == (400, message)
 
 
 def test_what_cannot_be_done_is_refused(server):
@@ -146,7 +147,8 @@ def test_what_cannot_be_done_is_refused(server):
     ):
         status, found = put(server, prompts=["a"], **fields)
         assert status == 400
-        assert word in found
+        assert word in found["message"]
+        assert found["error"]["message"] == found["message"], "both kinds of clients read it"
 
 
 def test_post_completions_is_openai_s(server):
@@ -164,13 +166,47 @@ def test_the_command_line_client_reports_an_error(server, capsys):
     assert re.search("400.*cannot set both top-k and top-p", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("flags", [[], ["--num-tokens", "1", "--temperature", "0"]])
-def test_the_command_line_client_prints_the_text(server, flags):
-    argv = ["text_generation_cli.py", server.url.removeprefix("http://"), *flags]
+def output_of_client(server, words, lines):
+    """What the client prints with these words, for these lines from the terminal."""
+    argv = ["text_generation_cli.py", server.url.removeprefix("http://"), *words]
     with (
         mock.patch.object(sys, "argv", argv),
-        mock.patch("builtins.input", side_effect=["Hello", EOFError]),
+        mock.patch("builtins.input", side_effect=[*lines, EOFError]),
         contextlib.redirect_stdout(io.StringIO()) as said,
     ):
         text_generation_cli.main()
-    assert said.getvalue().split() == ["Megatron", "Response:", "HelloH" if flags else "HelloHello"]
+    return said.getvalue().splitlines()
+
+
+def test_the_command_line_client_prints_the_text(server):
+    words = ["--num-tokens", "1", "--temperature", "0"]
+    assert output_of_client(server, words, ["Hello"]) == ["Megatron Response: ", "HelloH"]
+
+
+def test_the_command_line_client_asks_for_the_number_of_tokens_as_megatron_s(server):
+    lines = ["Hello", "3", "Hello", "-1", "Hello", "1", "Hello"]
+    assert output_of_client(server, [], lines) == [
+        "Megatron Response: ",
+        "HelloHello",
+        "Error 400: tokens_to_generate must be an integer greater than or equal to 0",
+        "Megatron Response: ",
+        "HelloH",
+    ]
+
+
+def test_a_number_of_tokens_that_is_none_is_reported(server, capsys):
+    with pytest.raises(SystemExit):
+        output_of_client(server, [], ["Hello", "many"])
+    assert "number of tokens 'many': give a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [("PUT", "/api", [], 400), ("PUT", "/nothing", {}, 404), ("POST", "/api", {}, 405)],
+)
+def test_every_error_has_the_message_where_megatron_s_clients_read_it(
+    server, method, path, body, status
+):
+    found_status, found = server.ask(method, path, body)
+    assert found_status == status
+    assert found["message"] == found["error"]["message"] != ""

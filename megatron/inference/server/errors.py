@@ -1,4 +1,7 @@
-"""Errors of the HTTP interface, as OpenAI's objects: {"error": {message, type, param, code}}."""
+"""Errors of the HTTP interface: {"error": {message, type, param, code}, "message": ...}.
+
+The first is OpenAI's object, the second what clients of Megatron-LM's server print.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ class ApiError(MegatronError):
                 "type": _TYPES.get(self.status, kind),
                 "param": self.param,
                 "code": self.code,
-            }
+            },
+            "message": self.message,
         }
 
     @property

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.config.errors import MegatronError
 from megatron.core.inference.paged_engine.request import BeamParams
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.endpoint import Service, json_answer
-from megatron.inference.server.errors import ApiError, as_api_error
+from megatron.inference.server.errors import ApiError
 from megatron.inference.server.fields import Body, log_prob_of
 from megatron.inference.server.generation import Sample, Wanted
 from megatron.inference.server.sampling_fields import with_log_probs
@@ -38,14 +37,7 @@ class LegacyRequest:
 
 async def answer_api(service: Service, request: Any, body: Body) -> Any:
     """Answer one request."""
-    try:
-        asked = read_request(body)
-        return json_answer(await _generate(service, request, asked))
-    except MegatronError as error:
-        found = as_api_error(error)  # of a field, or of the engine
-        if found.status != 400:
-            raise
-        return json_answer(found.message, 400)
+    return json_answer(await _generate(service, request, read_request(body)))
 
 
 async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dict[str, Any]:
