@@ -193,9 +193,7 @@ def _message_of(error: urllib.error.HTTPError) -> str:
         return text
 
 
-def _fields_of_api(
-    args: argparse.Namespace, prompt: str, num_tokens: int
-) -> dict[str, object]:
+def _fields_of_api(args: argparse.Namespace, prompt: str, num_tokens: int) -> dict[str, object]:
     """Return the body of PUT /api; greedy is top_k 1 there."""
     body: dict[str, object] = {"prompts": [prompt], "tokens_to_generate": num_tokens}
     if args.temperature == 0:

@@ -166,7 +166,9 @@ def _read_prompts(path: str) -> list[str]:
             f'--prompt-file {path}: each line is an object {{"text": PROMPT}}; found {error!r}'
         ) from None
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"--prompt-file {path}: each line needs a text, and there is one at least")
+        raise ConfigError(
+            f"--prompt-file {path}: each line needs a text, and there is one at least"
+        )
     return texts
 
 
@@ -199,7 +201,8 @@ def report(answers: Iterable[InferenceRequest], latency: Mapping[int, float]) ->
         }
         if args.return_log_probs:
             row["logprobs"] = [
-                *(answer.prompt_log_probs or ()), *(answer.generated_log_probs or ())
+                *(answer.prompt_log_probs or ()),
+                *(answer.generated_log_probs or ()),
             ]
         if args.top_n_logprobs:
             row["generated_top_n_logprobs"] = answer.generated_top_n_logprobs

@@ -327,8 +327,8 @@ def initialize_megatron(
     Collective over all ranks.  ``allow_no_cuda``, ``get_embedding_ranks``,
     ``get_position_embedding_ranks`` and ``store`` have no effect: a GPU is never required, and the
     layout determines which ranks hold the embeddings.  --lr, a length of the run and what else only
-    training needs is required where the script builds an optimizer.  Logs and process groups are closed when the
-    program exits.  Raises ConfigError.
+    training needs is required where the script builds an optimizer.  Logs and process groups are
+    closed when the program exits.  Raises ConfigError.
     """
     del allow_no_cuda, get_embedding_ranks, get_position_embedding_ranks, store
     if skip_mpu_initialization:

@@ -53,9 +53,7 @@ def test_static_and_dynamic_generation_give_the_same_tokens(tmp_path: Path) -> N
         for kind in ("static", "dynamic")
     )
     assert [row["input_prompt"] for row in static] == PROMPTS
-    assert [row["generated_text"] for row in static] == [
-        row["generated_text"] for row in dynamic
-    ]
+    assert [row["generated_text"] for row in static] == [row["generated_text"] for row in dynamic]
 
 
 @pytest.mark.feature("Examples: a Llama of Hugging Face's form is converted, served and generates")

@@ -40,7 +40,9 @@ def make_engine(args: Any, model: torch.nn.Module) -> StaticInferenceEngine:
         fp8=args.fp8,
     )
     wrapped = GPTInferenceWrapper(model, config, StaticInferenceContext.from_config(config))
-    controller = TextGenerationController(inference_wrapped_model=wrapped, tokenizer=get_tokenizer())
+    controller = TextGenerationController(
+        inference_wrapped_model=wrapped, tokenizer=get_tokenizer()
+    )
     return StaticInferenceEngine(text_generation_controller=controller)
 
 

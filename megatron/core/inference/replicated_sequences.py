@@ -41,9 +41,10 @@ class ReplicatedSequences:
                 if id(config) not in configs:
                     configs[id(config)] = replace(config, sequence_parallel=False)
                 changes["config"] = configs[id(config)]
-            engine = attributes.get("engine")  # of Transformer Engine: no submodule of its layer
-            if getattr(getattr(engine, "module", None), "sequence_parallel", False):
-                self._sharded.append((vars(engine.module), {"sequence_parallel": False}))
+            # Transformer Engine's module is no submodule of its layer.
+            inner = getattr(attributes.get("engine"), "module", None)
+            if isinstance(inner, nn.Module) and vars(inner).get("sequence_parallel"):
+                self._sharded.append((vars(inner), {"sequence_parallel": False}))
             if changes:
                 self._sharded.append((attributes, changes))
 

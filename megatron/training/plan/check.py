@@ -42,7 +42,8 @@ def check_only(
     Status 0: the run can start and fits; the lines are its plan.  Status 2: it cannot start, and
     the lines list every conflict with a suggested fix; or it exceeds --check-device-memory-gib, and
     they also report the cheapest change with which it fits.  Missing files are reported in either
-    case and do not change the status.  ``problems`` are conflicts that were found before.  ``trains``: see RunConfig.
+    case and do not change the status.  ``problems`` are conflicts that were found before.
+    ``trains``: see RunConfig.
     """
     missing = missing_files(args)
     try:

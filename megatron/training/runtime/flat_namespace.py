@@ -18,7 +18,6 @@ from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.process.rank_print import rank
 from megatron.training.runtime.runtime import Runtime
 
-
 _SETTABLE = "exit_on_missing_checkpoint"
 
 

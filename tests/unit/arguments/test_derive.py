@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from argparse import Namespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
+from megatron.core.config.errors import ConfigError
+from megatron.core.config.option import Option
 from megatron.core.enums import AttnBackend
+from megatron.training.arguments.flat_values import flat_values
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
+from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
 from tests.unit.arguments.commands import argv, run_of
 
 
@@ -229,3 +234,35 @@ def test_where_no_whole_step_is_captured_its_layers_are(flags: str, world_size: 
     assert run.model.captures_layers
     assert run.model.cuda_graph_scope == "full"
     assert sum(w.startswith("--cuda-graph-scope full_iteration: each") for w in run.warnings) == 1
+
+
+def other_values(opt: Option, default: object) -> list[object]:
+    """Values of a flag besides its default."""
+    if opt.choices is not None:
+        found = [choice for choice in opt.choices if choice is not None]
+        return [[each] for each in found] if isinstance(default, list) else found
+    if isinstance(default, bool):
+        return [not default]
+    if isinstance(default, int | float):
+        return [default + 1]
+    return [1, "x", True] if default is None else []
+
+
+def test_a_value_that_was_given_stays_or_a_warning_names_its_flag() -> None:
+    """Of every flag; "yarn" is rope with --rope-type yarn, a form that layers understand."""
+    base = vars(parse_args(argv=argv("--num-experts 4")))
+    changed = set()
+    for dest, opt in options_by_dest().items():
+        if dest == "yaml_cfg":
+            continue  # the other values include those of the file
+        flag = flags_and_defaults()[dest][0]
+        for value in other_values(opt, base[dest]):
+            try:
+                run = resolve(Namespace(**{**base, dest: value}), 1)
+            except (ConfigError, TypeError, ValueError, AttributeError):
+                continue  # refused, or of a type that the parser does not give
+            kept = flat_values(run)[dest]
+            if kept not in (value, [value], (value,)) and [kept] != value:
+                said = any(flag in warning for warning in run.warnings)
+                changed |= set() if said else {f"{flag} {value}"}
+    assert changed == {"--position-embedding-type yarn"}

@@ -11,7 +11,6 @@ import torch
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics import log_once
-from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.contexts.dynamic_context import (
     ActiveRequestCountOverflowError,
     ChunkOverflowError,

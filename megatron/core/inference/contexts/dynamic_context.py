@@ -146,7 +146,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         return sizes[::-1]
 
     def is_decode_only(self) -> bool:
-        """Return whether every unfinished request has a generated token: no prompt is to be read."""
+        """Return whether the next step reads no prompt: all requests have a generated token."""
         return self._engine is not None and self._engine.is_decode_only
 
     def is_static_batching(self) -> bool:

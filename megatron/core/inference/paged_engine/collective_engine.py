@@ -5,8 +5,8 @@ rank schedules, and all ranks return the same outputs.  Replicas are independent
 unless experts are distributed over them: then the ranks of all replicas make the same calls.
 
 The model belongs to the script, which may train it while no request is unfinished: the matmuls of
-generation are bound to it, and its sequence parallelism is switched off, in `advance` only, and a request that finds the engine empty shares no
-prefix with earlier ones.
+generation are bound to it, and its sequence parallelism is switched off, in `advance` only, and a
+request that finds the engine empty shares no prefix with earlier ones.
 """
 
 from __future__ import annotations
