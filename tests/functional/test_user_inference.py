@@ -23,6 +23,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.llm import LLM
 from megatron.training import get_args
+from megatron.training.global_vars import get_run
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import get_model, setup_model_and_optimizer
 from pretrain_gpt import model_provider
@@ -170,6 +171,18 @@ def test_the_checkpoint_does_not_change_a_flag_of_the_script(
     assert_answers(found, wanted["gpt"], "static")
 
 
+def test_a_script_generates_in_fp8(tmp_path: Path) -> None:
+    run_gpt(tmp_path, "--bf16", "--save", str(tmp_path / "ck"), "--lr", "1e-2")
+    tokens = []
+    for flags in ([], ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", *GRAPHS]):
+        argv = [*SHAPE, *USUAL, "--bf16", *flags, "--prompts", *PROMPTS]
+        argv += ["--load", str(tmp_path / "ck"), "--output-path", str(tmp_path / "out.json")]
+        run_ranks(run_script, 1, str(ROOT / "tests/functional" / STATIC), argv)
+        found = json.loads((tmp_path / "out.json").read_text()).values()
+        tokens.append([answer["generated_tokens"] for answer in found])
+    assert tokens[0] == tokens[1]
+
+
 def test_experts_generate_without_the_flag_that_training_needs(
     tmp_path: Path, checkpoints: dict[str, str], wanted: dict[str, list[Any]]
 ) -> None:
@@ -185,6 +198,7 @@ def messages(rank: int, world: int, argv: list[str]) -> list[str]:
     with mock.patch("sys.argv", ["script.py", *argv]):
         initialize_megatron(user_inference.add_flags, {"micro_batch_size": 1})
     args = get_args()
+    assert not any("generates" in warning for warning in get_run().config.warnings)
     assert (args.lr, args.train_iters, args.model_provider) == (None, None, "gpt")
     found = []
     for call in (
@@ -200,7 +214,7 @@ def messages(rank: int, world: int, argv: list[str]) -> list[str]:
 
 
 def test_training_flags_are_required_where_a_script_builds_an_optimizer() -> None:
-    argv = [*SHAPE, *TP2, *EXPERTS]
+    argv = [*SHAPE, *TP2, *EXPERTS, *BUFFER, "--inference-max-seq-length", "32"]
     for training, provider in run_ranks(messages, 2, argv):
         assert "--lr is required" in training
         assert "--train-iters or --train-samples is required" in training

@@ -11,6 +11,7 @@ from dataclasses import replace
 from inspect import isfunction
 from typing import Any
 
+from megatron.core.config import flag_messages
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import Option, dest_of, flag_of, options_of
 from megatron.training.arguments.checks import (
@@ -103,8 +104,11 @@ DERIVED_FIELDS = frozenset(
 )
 
 
-def states(args: Namespace) -> tuple[list[str], list[str]]:
-    """Return error messages for refused flags, and warnings for ignored flags, that are given."""
+def states(args: Namespace, *, trains: bool = True) -> tuple[list[str], list[str]]:
+    """Return error messages for refused flags, and warnings for ignored flags, that are given.
+
+    A script that may never train (``trains`` False) reads the flags of generation.
+    """
     refused, ignored = [], []
     given = vars(args)
     for config_class in ALL_CLASSES:
@@ -116,7 +120,8 @@ def states(args: Namespace) -> tuple[list[str], list[str]]:
             reason = opt.refused or _refused_value(value, opt)
             if reason is not None:
                 refused.append(f"{shown}: {reason}")
-            if opt.ignored is not None:
+            is_read = not trains and opt.ignored == flag_messages.GENERATION
+            if opt.ignored is not None and not is_read:
                 ignored.append(f"{shown} is without effect: {opt.ignored}")
     return refused, ignored
 
@@ -144,7 +149,7 @@ def resolve(
     replaced = given.pop(OF_PROGRAM, ())
     own = {dest: given[dest] for dest in replaced if dest in given}
     given.update({dest: flags_and_defaults()[dest][1] for dest in replaced})
-    refused, warnings = states(Namespace(**given))
+    refused, warnings = states(Namespace(**given), trains=trains)
     problems = [*problems, *refused]
     warnings[:0] = given.pop(PARSE_WARNINGS, ())
     if has_excessive_number(given):
