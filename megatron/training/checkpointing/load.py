@@ -394,7 +394,7 @@ def _check_folder(folder: Path, config: CheckpointConfig, parts: RunParts) -> Ru
             )
         if not config.no_load_rng and RNG_STATE not in (reader.rank_state(0) or {}):
             raise CheckpointError(
-                f"{folder} holds no random state (it was saved with --no-save-rng): "
-                "use --no-load-rng or --finetune"
+                f"{folder} holds no random state (it was saved with --no-save-rng, or "
+                "converted to another layout): use --no-load-rng or --finetune"
             )
     return common

@@ -51,6 +51,7 @@ from megatron.training.conversion.source import BESIDE as BESIDE
 from megatron.training.conversion.source import HF as HF
 from megatron.training.conversion.source import PEFT as PEFT
 from megatron.training.conversion.source import (
+    STAGE_FLAGS,
     TO_RESOLVE,
     Source,
     config_beside,
@@ -58,6 +59,7 @@ from megatron.training.conversion.source import (
     layout_of,
     vocab_size_of,
     weights_of,
+    with_changes,
     without_padding,
 )
 from megatron.training.conversion.source import ConversionRequest as ConversionRequest
@@ -79,6 +81,8 @@ from megatron.training.conversion.vision_language_tensors import (
     import_tensors,
     with_attention_bias,
 )
+from megatron.training.estimates.model_layers import layers_of_stages
+from megatron.training.estimates.pipeline_split import resolve_pipeline_split
 from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.runtime.state import TrainState
 from megatron.training.tokenizer import (
@@ -109,7 +113,7 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
     kind = source.args["model_kind"]
     if wanted.kind not in (None, kind):
         raise CheckpointError(f"{wanted.source} is of kind {kind}, not {wanted.kind}")
-    source = replace(source, args={**source.args, **wanted.args})
+    source = replace(source, args=with_changes(source.args, wanted.args, say))
     if wanted.format == PEFT:
         return _to_peft(source, wanted, say)
     if base_named_in(source.args) is not None:
@@ -270,7 +274,7 @@ def _from_peft(wanted: ConversionRequest, say: Say) -> Path:
     source = replace(
         base,
         tensors=tensors,
-        args={**base.args, **flags, **named.arguments, **wanted.args},
+        args=with_changes({**base.args, **flags, **named.arguments}, wanted.args, say),
         common={},
         rank_states={},
         layout={},
@@ -306,8 +310,8 @@ def write_checkpoint(source: Source, wanted: ConversionRequest, say: Say = print
     """Write ``source`` to ``wanted.target`` in a format of ours; return the folder."""
     format = FORMATS[wanted.format]
     check_format(wanted.format, source.tensors, source.args["model_kind"])
-    if wanted.args:
-        run_config(source.args, **layout_of(wanted.args))  # raises if not supported
+    if layout_of(wanted.args):
+        run_config(source.args, **layout_of(source.args))  # raises if not supported
     change = _for_megatron if format.is_foreign else without_padding
     source = change(source, wanted)
     common = {
@@ -347,12 +351,15 @@ def _for_megatron(source: Source, wanted: ConversionRequest) -> Source:
     """
     layout = layout_of(source.args)
     run = run_config(source.args, **layout)
-    cut = flat_values(run)
-    lacking = {k: v for k, v in cut.items() if source.args.get(k) is None}
     rows = embedding_of(source.tensors).shape[0]
     multiple = run.language_model.make_vocab_size_divisible_by
     padded = pad_vocab_size(rows, multiple, run.model.tensor_model_parallel_size)
-    lacking["padded_vocab_size"] = run.tokenizer.padded_vocab_size or padded
+    padded = run.tokenizer.padded_vocab_size or padded
+    if run.model.pipeline_split == "auto":
+        run = resolve_pipeline_split(run, padded)
+    cut = flat_values(run)
+    lacking = {k: v for k, v in cut.items() if source.args.get(k) is None or k in STAGE_FLAGS}
+    lacking["padded_vocab_size"] = padded
     lacking[TRUE_VOCAB_SIZE] = vocab_size_of(source, wanted)
     sizes = dict(source.layout.get("dense", ()))
     sizes |= {axis: size for axis, size in source.layout.get("expert", ()) if axis == "ep"}
@@ -369,6 +376,7 @@ def _for_megatron(source: Source, wanted: ConversionRequest) -> Source:
         source,
         tensors=tensors,
         args={**source.args, **lacking},
+        common={**source.common, "stages": [list(layers) for layers in layers_of_stages(run)]},
         rank_states=source.rank_states if is_same else {},
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.config.errors import CheckpointError, MegatronError
+from megatron.core.config.errors import CheckpointError, ConfigError, MegatronError
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.value_types import (
     Layout,
 )
 from megatron.training.arguments.resolve import resolve
+from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.checkpointing.checkpoint_args import (
     FORCED,
     FORCED_PREFIXES,
@@ -34,6 +35,7 @@ from megatron.training.checkpointing.checkpoint_args import (
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf_folder
+from megatron.training.models.registry import model_kind
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, pad_vocab_size
 
 HF = "hf"
@@ -46,6 +48,19 @@ _MORE = (
     "bias_gelu_fusion bias_swiglu_fusion tokenizer_model encoder_num_layers reward_model".split()
 )
 TO_RESOLVE = {"skip_train": True, "micro_batch_size": 1, "transformer_impl": "local"}
+_PIPELINE = "pipeline_model_parallel_size"
+# Arguments that split the layers over the pipeline stages of one pipeline size.
+STAGE_FLAGS = (
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("pipeline_model_parallel_layout", "pipeline_split", "pipeline_schedule"),
+)
+# Values that Megatron-LM's formats store even where they were derived from these.
+_DERIVED_FROM_STAGES = (
+    *("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"),
+    "encoder_pipeline_model_parallel_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +135,12 @@ def weights_of(source: Source) -> dict[str, LazyTensor]:
 def run_config(args: Arguments, tp: int = 1, pp: int = 1, ep: int = 1) -> RunConfig:
     """Resolve the model and tokenizer arguments of a saved run, for these parallel sizes.
 
-    All other arguments are ignored.  Raises ConfigError if the arguments request something that is
-    not implemented, or if the model does not support these sizes.
+    With ``pp`` above 1, the arguments that split the layers over stages count as well; all others
+    are ignored.  Raises ConfigError if the arguments request something that is not implemented, or
+    if the model does not support these sizes.
     """
     names = {*FORCED, *IF_UNSET, *_MORE, *(n for n in args if n.startswith(FORCED_PREFIXES))}
+    names |= set(STAGE_FLAGS if pp > 1 else ())
     described = {name: args[name] for name in names if args.get(name) is not None}
     path = described.pop("heterogeneous_layers_config_path", None)  # never opened
     if path and not described.get("heterogeneous_layers_config_encoded_json"):
@@ -138,6 +155,30 @@ def run_config(args: Arguments, tp: int = 1, pp: int = 1, ep: int = 1) -> RunCon
     vars(namespace)["expert_tensor_parallel_size"] = 1 if ep > 1 else None
     vars(namespace)["sequence_parallel"] = tp > 1 and bool(described.get("num_experts"))
     return resolve(namespace, tp * pp * ep)
+
+
+def with_changes(stored: Arguments, changes: Arguments, say: Callable[[str], None]) -> JsonObject:
+    """Return the arguments of a saved run with ``changes``.
+
+    With another pipeline size, the arguments that split the layers for the saved one are dropped,
+    which splits them evenly; ``say`` receives those that had an effect.  Raises ConfigError if the
+    layers cannot be split evenly.
+    """
+    pp, num_layers = changes.get(_PIPELINE), stored.get("num_layers")
+    if pp is None or pp == (stored.get(_PIPELINE) or 1):
+        return {**stored, **changes}
+    has_encoder = model_kind(stored.get("model_kind") or "gpt").has_encoder
+    if not has_encoder and num_layers and (pp < 1 or num_layers % pp):
+        raise ConfigError(
+            f"pipeline-parallel size {pp}: the {num_layers} layers of the checkpoint cannot be "
+            f"split evenly over {pp} stages: give a size that divides {num_layers}"
+        )
+    known = [(name, *flags_and_defaults()[name]) for name in STAGE_FLAGS if name in stored]
+    given = [flag for name, flag, default in known if stored[name] != default]
+    if given:
+        say(f"the layers are split evenly over {pp} stages, without {', '.join(given)}")
+    dropped = (*STAGE_FLAGS, *_DERIVED_FROM_STAGES)
+    return {**{n: v for n, v in stored.items() if n not in dropped}, **changes}
 
 
 def layout_of(args: Arguments) -> dict[str, int]:

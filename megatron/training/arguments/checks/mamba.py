@@ -53,9 +53,12 @@ def hybrid_pattern_names_the_layers_of_experts(run: RunConfig) -> Iterator[str]:
             "give "
             "--hybrid-override-pattern with an E for each MoE layer"
         )
-    if run.asked["moe_layer_freq"] != 1:
+    freq = run.asked["moe_layer_freq"]
+    # Checkpoints in Megatron-LM's formats have the list that was derived from the pattern.
+    is_derived = isinstance(freq, list | tuple) and tuple(freq) == m.moe_layer_freq
+    if freq != 1 and not is_derived:
         yield (
-            f"--moe-layer-freq {run.asked['moe_layer_freq']} is not available for hybrid models: "
+            f"--moe-layer-freq {freq} is not available for hybrid models: "
             "put an E into --hybrid-override-pattern for each MoE layer"
         )
 
