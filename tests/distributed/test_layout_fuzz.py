@@ -9,7 +9,7 @@ import torch
 
 from tests import tolerances
 from tests.distributed.draws import QUICK, draw
-from tests.distributed.layouts import Trace, compare, must_agree
+from tests.distributed.layouts import Trace, badly_rounded, compare, must_agree
 from tools import matrix
 from tools.layout_axes import Sizes, case_of
 
@@ -122,3 +122,20 @@ def test_the_comparison_sees_each_kind_of_difference() -> None:
         compare([half], alone, allowed)
     with pytest.raises(AssertionError, match="no rank reported .'lm loss'"):
         compare([elsewhere], alone, allowed)
+
+
+def test_a_gradient_in_16_bits_may_be_off_as_far_as_rounding_explains() -> None:
+    names = ["layers.0.w", "layers.1.w", "layers.1.mlp.experts.0.w", "layers.1.b"]
+    exact = [(name, torch.ones(100)) for name in names]
+
+    def off(*errors: float) -> list[tuple[str, torch.Tensor]]:
+        pairs = zip(exact, errors, strict=True)
+        return [(name, ones * (1 + error)) for (name, ones), error in pairs]
+
+    def reported(*layout: float) -> list[str]:
+        found = badly_rounded([off(*layout)], off(0.01, 0.1, 0.01, 0.01), exact, 0.06, 0.125)
+        return [sentence.split(":")[0].removeprefix("gradient of ") for sentence in found]
+
+    assert reported(0.05, 0.1, 0.05, 0.06) == []  # as one process, or within the line
+    assert reported(0.19, 0.19, 0.24, 0.01) == []  # as the other layer; an expert lacks a token
+    assert reported(0.21, -0.19, 0.26, 0.08) == ["layers.0.w", *names[2:]]

@@ -20,6 +20,8 @@ CASES = {
     "tied-stages": ("tp sp pp tied", _EVERYWHERE),
     "zero-bubble": ("pp zb-h1 gqa", "--lora-target-modules q_proj v_proj down_proj"),
     "zero-1": ("tp sp dp zero-1 swiglu", ""),
+    "zero-1-in-bf16": ("tp sp dp zero-1 swiglu bf16", _EVERYWHERE),
+    "experts-in-bf16": ("tp sp ep dp zero-1 experts swiglu bf16", ""),
     "fsdp2": ("tp dp fsdp2 untied", _EVERYWHERE),
     "fsdp2-on-meta": ("dp fsdp2", "--init-model-with-meta-device"),
     "expert-parallel": ("ep experts swiglu", ""),
