@@ -245,9 +245,13 @@ def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str 
     """Return an error message if ``stored`` cannot fill ``wanted`` (shape or dtype), else None."""
     shape, have = wanted.global_shape, stored.shape
     if shape != have and not _is_padded(wanted, stored):
+        hint = ""
+        if stored.max_padding and have[1:] == shape[1:] and have[0] > shape[0]:
+            extra = have[0] - shape[0]
+            hint = f" (with --padded-vocab-size {have[0]} if the last {extra} rows are padding)"
         return (
             f"{wanted.key} has shape {list(stored.shape)} in the checkpoint "
-            f"and {list(wanted.global_shape)} in this run"
+            f"and {list(wanted.global_shape)} in this run{hint}"
         )
     if wanted.dtype != stored.dtype and not cast:
         return (

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.collectives import (
     broadcast_json,
     is_so_everywhere,
 )
-from megatron.core.dist_checkpointing.folders import RELEASE
+from megatron.core.dist_checkpointing.folders import RELEASE, folder_name
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local_load import LocalContent, find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
@@ -234,6 +234,7 @@ def _load_folder(
         config = replace(config, no_load_optim=True, no_load_rng=True)
         source = {**source, "weights_only": True}
     common = _on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
+    _log_if_renamed(folder, common["iteration"])
     makes_head = begins_reward_model(parts, common["args"])
     if makes_head:
         check_begins(source, folder)
@@ -288,6 +289,16 @@ def _load_folder(
         base=base,
         objective_state=None if source["weights_only"] else common.get("objective_state"),
     )
+
+
+def _log_if_renamed(folder: Path, iteration: int) -> None:
+    """Log that the name of the folder has another iteration than its contents."""
+    name = folder.name.partition(".")[0]
+    if name.startswith("iter_") and name != folder_name(iteration):
+        print_rank_0(
+            f"WARNING: {folder} was saved at iteration {iteration} and renamed since: iteration "
+            f"{iteration} is used, not the one in the name"
+        )
 
 
 def _holds_adapters(folder: Path) -> bool:
@@ -368,6 +379,8 @@ def _check_model(parts: RunParts, common: RunContent, folder: Path, *, is_finetu
         return ""
     found = compare_models(common["args"], parts.asked, is_finetuning=is_finetuning)
     found.check(folder)
+    for line in found.warned:
+        print_rank_0(f"WARNING: {line}")
     for line in found.logged if parts.optimizer is not None else ():
         print_rank_0(f"NOTE: {line}")
     return f"; of the command line, {'; '.join(found.shown)}" if found.shown else ""

@@ -55,18 +55,25 @@ _MEANT = {
     "yarn_beta_slow": 1.0,
 }
 
+_OTHER_TOKENS = (
+    "ids of equal value may be other tokens; give the tokenizer of the checkpoint, or "
+    "--use-checkpoint-args"
+)
+
 
 @dataclass(frozen=True)
 class ModelDifferences:
     """Flags whose values differ: for each of them a phrase with both values.
 
     ``refused``: they make it another model.  ``shown``: the tensors differ as well.  ``logged``: a
-    run may change them.  ``may_finetune``: --finetune would accept everything that is refused.
+    run may change them.  ``warned``: every program may, but seldom should.  ``may_finetune``:
+    --finetune would accept everything that is refused.
     """
 
     refused: tuple[str, ...]
     shown: tuple[str, ...]
     logged: tuple[str, ...]
+    warned: tuple[str, ...] = ()
     may_finetune: bool = False
 
     def check(self, folder: Path) -> None:
@@ -98,12 +105,15 @@ def compare_models(stored: Arguments, asked: Arguments, *, is_finetuning: bool) 
         ) from None
     mine = _resolved(asked, kind)
     groups: dict[str, list[str]] = {"refused": [], "shown": [], "logged": [], "learned": []}
+    warned: list[str] = []
     for name in _compared(stored, theirs, mine):
         if _is_same(theirs[name], mine[name]) or name in following:
             continue
         flag = flags_and_defaults()[name][0]
         line = f"{name}: {theirs[name]} in the checkpoint, {mine[name]} in this run ({flag})"
-        if name in LOGGED:
+        if name == "tokenizer_type":
+            warned += [f"{line}: {_OTHER_TOKENS}"] if theirs[name] is not None else []
+        elif name in LOGGED:
             groups["logged"] += [line] if theirs[name] is not None else []
         elif name in SHOWN_BY_TENSORS:
             groups["shown"].append(line)
@@ -114,6 +124,7 @@ def compare_models(stored: Arguments, asked: Arguments, *, is_finetuning: bool) 
         refused=(*refused, *(() if is_finetuning else learned)),
         shown=tuple(groups["shown"]),
         logged=(*groups["logged"], *(learned if is_finetuning else ())),
+        warned=tuple(warned),
         may_finetune=not refused,
     )
 

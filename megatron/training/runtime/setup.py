@@ -61,7 +61,7 @@ def setup_tokenizer(run: Runtime) -> None:
     asked = run.config.tokenizer.padded_vocab_size
     if asked is not None:
         run.padded_vocab_size = asked
-        check_vocab(run.tokenizer, asked)
+        check_vocab(run.tokenizer, asked, run.config.model.tensor_model_parallel_size)
     else:
         vocab_size = run.tokenizer.vocab_size
         run.padded_vocab_size = pad_vocab_size(

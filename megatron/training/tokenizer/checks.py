@@ -30,8 +30,11 @@ def check_eod(tokenizer: MegatronTokenizer, wanted_by: str) -> int:
         raise ConfigError(f"{wanted_by} needs the id that ends a document: {error}") from error
 
 
-def check_vocab(tokenizer: MegatronTokenizer, padded_vocab_size: int) -> None:
-    """Raise ConfigError unless every id of the tokenizer has a row in the embedding."""
+def check_vocab(tokenizer: MegatronTokenizer, padded_vocab_size: int, tp: int = 1) -> None:
+    """Raise ConfigError unless every id of the tokenizer has a row in the embedding.
+
+    Its rows must also divide by the ``tp`` tensor-parallel ranks.
+    """
     largest = max(tokenizer.vocab.values(), default=-1)
     needed = max(largest + 1, tokenizer.vocab_size)
     if needed > padded_vocab_size:
@@ -39,6 +42,12 @@ def check_vocab(tokenizer: MegatronTokenizer, padded_vocab_size: int) -> None:
             f"--padded-vocab-size {padded_vocab_size} is fewer than the {needed} ids of "
             f"{tokenizer.name}; raise it to at least {needed}; without the flag it follows from "
             "the tokenizer"
+        )
+    if padded_vocab_size % tp:
+        raise ConfigError(
+            f"--padded-vocab-size {padded_vocab_size}, from the command line or from "
+            f"--use-checkpoint-args, is not a multiple of --tensor-model-parallel-size {tp}: give "
+            f"--padded-vocab-size {-(-padded_vocab_size // tp) * tp}"
         )
 
 

@@ -219,3 +219,24 @@ def test_a_load_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     loaded = load_run(options(tmp_path), same)
     assert loaded is not None
     assert "NOTE: seed: 1 in the checkpoint, 2 in this run (--seed)" in capsys.readouterr().out
+
+
+def test_every_program_warns_of_another_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bpe = f"{GPT} --tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt"
+    parts = make_parts()
+    save_run(options(tmp_path), parts, counters(1), asked=asked(bpe))
+    null = asked(f"{GPT} --tokenizer-type NullTokenizer --vocab-size 50256")
+    for optimizer in (parts.optimizer, None):  # a program that generates text has none
+        capsys.readouterr()
+        config = options(tmp_path, no_load_optim=True)
+        load_run(config, replace(parts, asked=null, optimizer=optimizer, scheduler=None))
+        (warning,) = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")
+        ]
+        assert warning == (
+            "WARNING: tokenizer_type: GPT2BPETokenizer in the checkpoint, NullTokenizer in this "
+            "run (--tokenizer-type): ids of equal value may be other tokens; give the tokenizer "
+            "of the checkpoint, or --use-checkpoint-args"
+        )

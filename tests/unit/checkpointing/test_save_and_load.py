@@ -185,6 +185,16 @@ def test_a_folder_itself_may_be_loaded(saved, tmp_path):
     assert load_run(config, make_parts()).iteration == 3
 
 
+def test_a_renamed_folder_keeps_its_iteration_and_the_run_says_so(saved, tmp_path, capsys):
+    (tmp_path / "iter_0000003").rename(tmp_path / "iter_0000008")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
+    assert load_run(options(tmp_path), make_parts()).iteration == 3
+    assert (
+        f"WARNING: {tmp_path / 'iter_0000008'} was saved at iteration 3 and renamed since: "
+        "iteration 3 is used, not the one in the name\n"
+    ) in capsys.readouterr().out
+
+
 # -- nothing to load ------------------------------------------------------------------------
 
 

@@ -50,6 +50,12 @@ def test_ids_beyond_the_padded_vocabulary_are_refused():
     checks.check_vocab(_NullTokenizer(10), 11)
 
 
+def test_rows_that_tensor_parallel_ranks_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="size 2: give --padded-vocab-size 12"):
+        checks.check_vocab(_NullTokenizer(10), 11, tp=2)
+    checks.check_vocab(_NullTokenizer(10), 12, tp=2)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
 def test_every_type_of_token_file_is_checked(tmp_path, dtype):
     dataset = write_data(tmp_path / "data", [[1, 64], [], [0]], dtype)
