@@ -392,6 +392,7 @@ class RerunStateMachine(ResultValidator):
         iteration = int(saved["current_iteration"])
         self.error_injector.load_state_dict(saved["error_injector_checkpoint"])
         self._largest = largest
+        self.current_iteration = iteration
         if state != RerunState.NOT_RUNNING_YET:
             self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
             self.suspect = suspect

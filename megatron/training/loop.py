@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.process import exit_report
+from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.step.rerun import StepRejected
 from megatron.training.step.train_step import finish_deferred_step, train_step
@@ -17,6 +18,12 @@ def train(run: Runtime) -> None:
     """
     for chunk in run.model_chunks:
         chunk.train()
+    # Scripts that test resumption search for Megatron-LM's line.
+    if run.state.iteration == 0 or run.rerun.current_iteration != run.state.iteration:
+        print_rank_0(
+            f"Setting rerun_state_machine.current_iteration to {run.state.iteration}..."
+        )
+        run.rerun.current_iteration = run.state.iteration
     run.callbacks.on_train_start(run)
     is_watched = _is_watched(run)
     while not run.finished():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import platform
 import re
 from pathlib import Path
 
@@ -49,6 +50,19 @@ not_emulated = pytest.mark.skipif(
     reason="these formats recognise the random state of a GPU by its size, and this one has the "
     "host's",
 )
+# Lines that scripts search for in the log, in Megatron-LM's spelling.
+WARNING = "WARNING:megatron.core.rerun_state_machine:"
+ERROR = "ERROR:megatron.core.rerun_state_machine:"
+INJECTED = {
+    "correct_result": "Expected result",
+    "transient_error": "Transient error",
+    "persistent_error": "Persistent error",
+}
+DIAGNOSES = {
+    "correct_result": "Correct result (but possible Application error)",
+    "transient_error": "Possible transient error!",
+    "persistent_error": "Possible persistent error!",
+}
 MEASURED = ("lm loss", "load_balancing_loss", "z_loss", "grad-norm")
 
 
@@ -167,6 +181,7 @@ def test_another_layout_ignores_the_step_that_was_to_be_judged(tmp_path: Path) -
     assert train(tmp_path, *save, world_size=2, faults="step.gradient:nan:step3")[0] == {16}
     codes, said, values = train(tmp_path, *save, "--tensor-model-parallel-size", "2", world_size=2)
     assert "the state of a step that would be computed again, are not restored" in said
+    assert f"{WARNING}Job sharding has changed: Rerun state will be ignored" in said.splitlines()
     assert codes == {0}
     assert list(values) == [3, 4, 5, 6]
 
@@ -180,10 +195,22 @@ def test_an_injected_error_of_each_type_is_diagnosed(
     flags = ["--save", str(tmp_path / "c"), "--load", str(tmp_path / "c")]
     flags += ["--error-injection-rate", "25", "--error-injection-type", kind]
     codes, said, _ = train(tmp_path, *flags)
-    assert "Injecting error type" in said
+    lines = said.splitlines()
+    assert "Setting rerun_state_machine.current_iteration to 0..." in lines
+    assert f"{WARNING}Result validation enabled" in lines
+    assert f"{WARNING}Injecting error type {INJECTED[kind]}" in lines
+    is_same = "is" if expected else "is not"
+    assert f"{WARNING}First rerun: unexpected result {is_same} reproducible within the" in said
     if expected:
         assert codes == {16}
+        assert (
+            f"{WARNING}Saving a checkpoint and exiting now. Please resume the job from the "
+            "checkpoint to rerun the last iteration and establish a diagnostic"
+        ) in lines
         codes, said, _ = train(tmp_path, *flags)
+        assert "successfully loaded checkpoint" in said
+    diagnosis = DIAGNOSES[kind]
+    assert f"{ERROR}Rank 0, node {platform.node()}, device 0: {diagnosis}!" in said.splitlines()
     assert codes == {expected}
 
 

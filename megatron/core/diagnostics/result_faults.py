@@ -20,7 +20,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron.core.config.errors import ConfigError
 
-logger = logging.getLogger(__name__)
+# Scripts search the log of a run for lines of Megatron-LM's logger.
+logger = logging.getLogger("megatron.core.rerun_state_machine")
 
 COMPARISON_MATCH = 0.0
 COMPARISON_MISMATCH = math.inf

@@ -58,6 +58,7 @@ class ResultValidator:
         self.suspect: Suspect | None = None
         self.explanation: str | None = None  # what this rank found in the step, for the user
         self._tracker_file = result_rejected_tracker_filename
+        self._has_validated = False  # in a step that may run again
         self._pass = Findings()
         self._largest = LargestValues()
         self._results: dict[Call, Any] = {}  # of the first pass, to report statistics
@@ -106,6 +107,9 @@ class ResultValidator:
             if is_rejected(rejection_func, result):
                 self._refuse(result, name + detail(), fatal)
             return
+        if not self._has_validated:
+            self._has_validated = True
+            log("Result validation enabled", once=True)
         is_initial = self.state == RerunState.INITIAL_RUN
         # The first step has no checkpoint of the step before, which a restart needs.
         can_inject = is_initial and self.current_iteration > 1
@@ -186,10 +190,7 @@ class ResultValidator:
         if not is_same:
             diagnosis = f"Possible {'transient' if is_first else 'persistent'} error!"
         rank, node, where = suspect.place
-        log(
-            f"{diagnosis} (rank {rank}, node {node}, device {where}, "
-            f"iteration #{self.current_iteration})"
-        )
+        log(f"Rank {rank}, node {node}, device {where}: {diagnosis}!", level=logging.ERROR)
 
     def _record_difference(
         self, call: Call, message: str, result: T, compare: Callable[[T, T], float]

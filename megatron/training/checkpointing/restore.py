@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.core.diagnostics.result_faults import RerunMode, log
 from megatron.core.dist_checkpointing.collectives import all_or_none, is_so_everywhere
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.value_types import RERUN_STATE, RNG_STATE, JsonObject
@@ -34,6 +35,8 @@ def read_rank_state(config: CheckpointConfig, folder: Path, parts: RunParts) -> 
                 "NOTE: random states, and the state of a step that would be computed again, are "
                 "not restored: the checkpoint was written in another layout"
             )
+        if parts.rerun is not None and parts.rerun.mode != RerunMode.DISABLED:
+            log("Job sharding has changed: Rerun state will be ignored", once=True)
         return {}
     return state
 

@@ -10,6 +10,8 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.process.rank_print import rank
 
 LEVEL_VARIABLE = "MEGATRON_LOGGING_LEVEL"
+# Scripts search for whole lines of these loggers in Megatron-LM's format, which is Python's default.
+_IN_DEFAULT_FORMAT = frozenset({"megatron.core.rerun_state_machine"})
 
 
 class StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -18,6 +20,13 @@ class StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]
     def __init__(self) -> None:
         logging.Handler.__init__(self)
         self.addFilter(_is_for_this_rank)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message alone, or ``LEVEL:logger:message`` where scripts search for it."""
+        text = super().format(record)
+        if record.name in _IN_DEFAULT_FORMAT:
+            return f"{record.levelname}:{record.name}:{text}"
+        return text
 
     @property
     def stream(self):  # type: ignore[no-untyped-def]

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
 from megatron.core.config.errors import NonFiniteError
-from megatron.core.diagnostics.result_faults import RerunDiagnostic
+from megatron.core.diagnostics.result_faults import RerunDiagnostic, log
 from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.rerun_state_machine import (
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
@@ -89,6 +89,11 @@ def end_if_rejected(run: Runtime) -> None:
                 "checkpoint of the step before (--save, and not in the first step) the next start "
                 "could tell a fault of the hardware from a correct result"
             )
+        log(
+            "Saving a checkpoint and exiting now. Please resume the job from the checkpoint to "
+            "rerun the last iteration and establish a diagnostic",
+            once=True,
+        )
         advice = "start the run again from its checkpoint, if possible on other devices"
     elif should_checkpoint:
         places = "; ".join(f"rank {r} on node {node}, device {at}" for r, node, at in blamed)

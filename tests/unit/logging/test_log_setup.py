@@ -47,6 +47,18 @@ def test_other_ranks_print_errors_and_what_is_meant_for_them(
     assert capsys.readouterr().out == "an error\nfrom everybody\n"
 
 
+def test_lines_of_the_rerun_state_machine_have_the_format_that_scripts_search(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setup_logging(None)
+    _say("megatron.core.rerun_state_machine")
+    assert capsys.readouterr().out.splitlines() == [
+        "INFO:megatron.core.rerun_state_machine:an info line",
+        "WARNING:megatron.core.rerun_state_machine:a warning",
+        "ERROR:megatron.core.rerun_state_machine:an error",
+    ]
+
+
 def test_the_flag_wins_over_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
