@@ -109,7 +109,7 @@ def _unfused_operations(config: RunConfig) -> Iterator[tuple[str, str]]:
     if model.gated_linear_unit and not model.bias_swiglu_fusion:
         yield "gated activation", "--no-bias-swiglu-fusion"
     has_rope = config.language_model.position_embedding_type in ("rope", "mrope")
-    if has_rope and not model.apply_rope_fusion:
+    if (has_rope or model.multi_latent_attention) and not model.apply_rope_fusion:
         yield "rotary position embedding", "--no-rope-fusion"
     if device.launches_kernels(device.current()):
         if not model.bias_dropout_fusion:

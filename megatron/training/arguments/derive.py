@@ -224,12 +224,16 @@ def activation(ns: Namespace) -> None:
         ns.bias_activation_fusion = False
 
 
-def attention(ns: Namespace) -> None:
+def attention(ns: Namespace) -> Iterator[str]:
     """Resolve --add-qkv-bias and --attention-backend.
 
     QKV layers have biases unless --disable-bias-linear is given without --add-qkv-bias.
-    --use-flash-attn means --attention-backend flash unless another backend is given.
+    --use-flash-attn means --attention-backend flash unless another backend is given.  As in
+    Megatron-LM, --qk-l2-norm replaces --qk-layernorm.
     """
+    if ns.qk_layernorm and ns.qk_l2_norm and not ns.multi_latent_attention:
+        ns.qk_layernorm = False
+        yield "--qk-layernorm is without effect: --qk-l2-norm, without weights, replaces it"
     if ns.add_bias_linear:
         ns.add_qkv_bias = True
     if ns.use_flash_attn and ns.attention_backend is AttnBackend.auto:
@@ -247,7 +251,7 @@ def positions(ns: Namespace) -> None:
         ns.position_embedding_type = "rope"
     if ns.position_embedding_type == "yarn":
         ns.position_embedding_type, ns.rope_type = "rope", "yarn"
-    if ns.position_embedding_type not in ("rope", "mrope"):
+    if ns.position_embedding_type not in ("rope", "mrope") and not ns.multi_latent_attention:
         ns.apply_rope_fusion = False
 
 

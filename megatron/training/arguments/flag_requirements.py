@@ -109,9 +109,13 @@ _OF_MODEL = (
         "--position-embedding-type rope or mrope",
         "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
         "no_rope_freq",
-        lambda ns: ns.position_embedding_type in ("rope", "mrope"),
+        lambda ns: ns.multi_latent_attention or ns.position_embedding_type in ("rope", "mrope"),
     ),
-    needs_value("position_embedding_type", "rope", "rope_type use_rope_scaling"),
+    needs(
+        "--position-embedding-type rope",
+        "rope_type use_rope_scaling",
+        lambda ns: ns.multi_latent_attention or ns.position_embedding_type == "rope",
+    ),
     needs_value("position_embedding_type", "mrope", "mrope_section"),
     needs_value("position_embedding_type", "learned_absolute", "reset_position_ids"),
     needs_value(

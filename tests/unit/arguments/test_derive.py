@@ -266,3 +266,17 @@ def test_a_value_that_was_given_stays_or_a_warning_names_its_flag() -> None:
                 said = any(flag in warning for warning in run.warnings)
                 changed |= set() if said else {f"{flag} {value}"}
     assert changed == {"--position-embedding-type yarn"}
+
+
+def test_a_norm_without_weights_replaces_the_one_with_weights() -> None:
+    run = run_of("--qk-layernorm --qk-l2-norm")
+    assert (run.model.qk_layernorm, run.model.qk_l2_norm) == (False, True)
+    assert any(w.startswith("--qk-layernorm is without effect") for w in run.warnings)
+
+
+@pytest.mark.parametrize("positions", ["learned_absolute", "none", "rope"])
+def test_latent_attention_takes_the_positions_of_megatron_lm(positions: str) -> None:
+    words = "--multi-latent-attention --rotary-base 500"
+    run = run_of(f"{words} --position-embedding-type {positions} --max-position-embeddings 32")
+    assert run.model.apply_rope_fusion, "it rotates a part of each head"
+    assert not any("--rotary-base" in w for w in run.warnings)

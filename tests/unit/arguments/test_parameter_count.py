@@ -32,6 +32,8 @@ SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
         "--qk-layernorm --qk-layernorm-full-width --layer-norm-placement sandwich",
         "--layer-norm-placement post --geglu",
         "--qk-l2-norm --position-embedding-type none",
+        "--qk-l2-norm --qk-layernorm --position-embedding-type rope",
+        "--multi-latent-attention",
         "--softmax-type learnable --num-experts 4 --quick-geglu "
         "--moe-shared-expert-intermediate-size 8",
         "--mtp-num-layers 2 --position-embedding-type rope --num-experts 4 --disable-bias-linear "

@@ -311,6 +311,12 @@ def test_each_choice_of_architecture_matters(change: dict[str, Any]) -> None:
     assert not torch.allclose(logits_of(**change), logits_of(), atol=1e-3)
 
 
+def test_a_norm_without_weights_replaces_the_one_with_weights() -> None:
+    both = build(qk_l2_norm=True, qk_layernorm=True)
+    assert not [name for name, _ in both.named_parameters() if "q_layernorm" in name]
+    assert torch.equal(logits_of(qk_l2_norm=True, qk_layernorm=True), logits_of(qk_l2_norm=True))
+
+
 def test_longrope_takes_its_factors_together() -> None:
     factors = {
         "longrope_short_factor": (1.0, 1.5, 2.0, 2.5),

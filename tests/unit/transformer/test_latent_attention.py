@@ -75,3 +75,24 @@ def test_latent_attention_is_that_of_transformers(rank: int | None, factor: floa
     for name, param in given.items():
         own = ours.get_parameter(NAMES[name.split(".")[0]] + ".weight")
         torch.testing.assert_close(own.grad, param.grad, **tolerances.GRADIENT)
+
+
+def test_latent_attention_rotates_whatever_the_embedding_adds() -> None:
+    logits = {}
+    for positions in ("rope", "none", "learned_absolute"):
+        config = tiny_config(num_layers=1, multi_latent_attention=True)
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(config=config),
+            64,
+            LENGTH,
+            position_embedding_type=positions,
+            pg_collection=one_process_groups(),
+        )
+        has_table = model.embedding.position_embeddings is not None
+        assert has_table == (positions == "learned_absolute")
+        with torch.no_grad():
+            ids = torch.arange(LENGTH).view(1, -1)
+            logits[positions] = model.eval()(ids, ids, None)
+    assert torch.equal(logits["rope"], logits["none"])
+    assert not torch.allclose(logits["rope"], logits["learned_absolute"])

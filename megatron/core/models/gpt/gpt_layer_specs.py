@@ -67,6 +67,8 @@ def layer_of(
     is_wide = config is not None and config.qk_layernorm_full_width
     placement = "pre" if config is None else config.layer_norm_placement
     is_latent = multi_latent_attention or (config is not None and config.multi_latent_attention)
+    if config is not None and config.qk_l2_norm and not is_latent:
+        qk_layernorm = False  # the norm without weights takes its place
     attention = _latent_attention if is_latent else partial(_self_attention, is_wide=is_wide)
     before = IdentityOp if placement == "post" else parts.norm
     after = IdentityOp if placement == "pre" else parts.norm

@@ -141,13 +141,14 @@ class AttentionConfig:
     )
     qk_layernorm: bool = option(
         False,
-        "Normalise the queries and keys of each head, with learned weights; excludes --qk-l2-norm.",
+        "Normalise the queries and keys of each head, with learned weights; --qk-l2-norm replaces "
+        "it.",
         group="vision",
     )
     qk_l2_norm: bool = option(
         False,
         "Divide the queries and keys of each head by their root mean square, without learned "
-        "weights; excludes --qk-layernorm.",
+        "weights; replaces --qk-layernorm, excludes --multi-latent-attention.",
         group="vision",
     )
     flash_decode: bool = option(

@@ -69,13 +69,12 @@ def softcaps_are_positive(run: RunConfig) -> Iterator[str]:
 
 
 def one_query_key_norm(run: RunConfig) -> Iterator[str]:
-    """Refuse several norms for queries and keys."""
+    """Refuse norms of queries and keys that the attention does not have."""
     m = run.model
-    if m.qk_layernorm and m.qk_l2_norm:
+    if m.qk_l2_norm and m.multi_latent_attention:
         yield (
-            "--qk-layernorm and --qk-l2-norm exclude each other: keep --qk-layernorm for a norm "
-            "with "
-            "learned weights, --qk-l2-norm for one without"
+            "--qk-l2-norm and --multi-latent-attention exclude each other: use --qk-layernorm, "
+            "which normalizes the latent vectors"
         )
     if m.qk_layernorm_full_width and not m.qk_layernorm:
         yield "--qk-layernorm-full-width widens --qk-layernorm, which is not given: add it"

@@ -136,10 +136,11 @@ def latent_attention_has_its_own_rotation(run: RunConfig) -> Iterator[str]:
     m, lm = run.model, run.language_model
     if not m.multi_latent_attention:
         return
-    if lm.position_embedding_type != "rope":
+    if lm.position_embedding_type not in ("rope", "none", "learned_absolute"):
         yield (
-            "--multi-latent-attention needs --position-embedding-type rope, not "
-            f"{lm.position_embedding_type}"
+            f"--multi-latent-attention with --position-embedding-type {lm.position_embedding_type}"
+            ": it rotates a part of each head itself; use rope or none, or learned_absolute to add "
+            "a learned table"
         )
     if m.rotary_interleaved:
         yield (

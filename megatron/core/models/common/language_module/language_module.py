@@ -91,7 +91,8 @@ class LanguageModule(MegatronModule):
         self.has_embedding = pre_process
         self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
         self.rotary_pos_emb: RotaryEmbedding | None = None
-        if position_embedding_type == "rope":
+        # Latent attention always rotates a part of each head; a learned table adds to that.
+        if position_embedding_type == "rope" or config.multi_latent_attention:
             self.rotary_pos_emb = build_rotary(
                 config,
                 max_sequence_length,
