@@ -42,7 +42,13 @@ def forward_step(data_iterator: Iterator[Any] | None, model: nn.Module) -> tuple
     batch = next_batch(run, data_iterator, model)
     with stimer:
         losses, loss_mask = implementation_of(run.config).apply(model, batch)
-    return losses, partial(loss_func, loss_mask)
+    return losses, partial(weighted_loss, loss_mask)
+
+
+def weighted_loss(weights: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """As `loss_func`, with a sum of weights that need not be a whole number."""
+    loss, _, reported = loss_func(weights, losses)
+    return loss, reported["lm loss"][1], reported
 
 
 if __name__ == "__main__":

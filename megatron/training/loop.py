@@ -20,9 +20,7 @@ def train(run: Runtime) -> None:
         chunk.train()
     # Scripts that test resumption search for Megatron-LM's line.
     if run.state.iteration == 0 or run.rerun.current_iteration != run.state.iteration:
-        print_rank_0(
-            f"Setting rerun_state_machine.current_iteration to {run.state.iteration}..."
-        )
+        print_rank_0(f"Setting rerun_state_machine.current_iteration to {run.state.iteration}...")
         run.rerun.current_iteration = run.state.iteration
     run.callbacks.on_train_start(run)
     is_watched = _is_watched(run)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import CheckpointReader
 from megatron.training.conversion.convert import ConversionRequest, convert
+from pretrain_vlm import weighted_loss
 from tests import tolerances
 from tests.functional.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
 from tests.ranks import run_ranks
@@ -264,3 +265,31 @@ def test_shards_of_pictures_train_the_same_on_any_number_of_ranks(
     first = losses(run_gpt(tmp_path / "a", *stop, base=base))
     rest = losses(run_gpt(tmp_path / "b", "--load", saved, base=base, world_size=2))
     same(first + rest, whole)
+
+
+@pytest.mark.feature("Vision: a checkpoint without a projector begins a vision-language model")
+def test_a_missing_projector_keeps_its_initial_values_if_allowed(tmp_path: Path) -> None:
+    given = [*FLAGS, "--train-iters", "1", "--no-load-optim", "--no-load-rng", "--finetune"]
+    run_gpt(tmp_path / "whole", *FLAGS, "--train-iters", "1", "--save", str(tmp_path / "whole"))
+    request = ConversionRequest(
+        source=tmp_path / "whole",
+        target=tmp_path / "without",
+        format="safetensors_dist",
+        rename=lambda key: None if "vision_projection" in key else key,
+    )
+    convert(request)
+    load = ["--load", str(tmp_path / "without")]
+    told = run_ranks(refusal, 1, [*TINY, *given, *load])
+    assert "vision_projection" in told[0]
+    allowed = "--allow-missing-vision-projection-checkpoint"
+    assert len(losses(run_gpt(tmp_path / "b", *given, *load, allowed))) == 1
+
+
+def test_the_loss_of_weighted_answers_is_their_mean_by_the_root_of_their_length() -> None:
+    counts = torch.tensor([4.0, 9.0])
+    of_answers = torch.rand(4), torch.rand(9)
+    weights = torch.cat([torch.full((int(n),), n.rsqrt()) for n in counts])
+    total, count, reported = weighted_loss(weights, torch.cat(of_answers))
+    parts = [x.sum() / n.sqrt() for x, n in zip(of_answers, counts, strict=True)]
+    torch.testing.assert_close(total / count, sum(parts) / counts.sqrt().sum())
+    torch.testing.assert_close(reported["lm loss"], torch.stack([total, count]))

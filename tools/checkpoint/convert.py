@@ -30,7 +30,10 @@ from megatron.training.process.user_code import parse_tool_args
 
 KINDS = ("GPT", "BERT", "T5", "MAMBA")  # Megatron-LM has the first two
 # Megatron-LM's --loader and --saver: None if supported, else why not.
-_IMAGES = "models that see images are not in this version"
+_IMAGES = (
+    "Megatron-LM's files of models that read images are not converted; convert the Hugging Face "
+    "form: --from HF_DIR, or --format hf"
+)
 LOADERS: dict[str, str | None] = {
     **dict.fromkeys(("core", "mcore", "megatron", "legacy", "llama_mistral", "mixtral_hf")),
     "llava": _IMAGES,

@@ -24,6 +24,11 @@ MULTIMODAL = (
     "positions, or Megatron-LM for multimodal models"
 )
 
+RADIO = (
+    "runs with the encoder RADIO are not available in this program; use clip, siglip, internvit "
+    "or qwen2_vl, or build megatron.core.models.vision.radio.RADIOViTModel in a script"
+)
+
 # ---- refused: not part of this project -----------------------------------------------------
 LEGACY_MODELS = (
     "Megatron-LM's legacy models are not available in this program; use the models of its core "
@@ -36,6 +41,15 @@ VISION = (
 RETRIEVER = (
     "ICT and REALM retrieval models are not available in this program; use tools/bert_embedding.py "
     "for embeddings of a trained BERT, or Megatron-LM"
+)
+MODELOPT = (
+    "ModelOpt's quantization of trained models is not available in this program; use --fp8-format "
+    "or --fp4-format in training, or quantize the Hugging Face model that "
+    "tools/checkpoint/convert.py --format hf writes"
+)
+HUB_DATA = (
+    "no data are downloaded in a run; save the conversations as JSON lines, and use --sft with "
+    "--data-path"
 )
 KITCHEN = (
     "the kitchen package is not public and not available in this program; use --fp8-format with "

@@ -8,6 +8,7 @@ tile.
 from __future__ import annotations
 
 import os
+import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -59,6 +60,8 @@ class ImageTextDatasetConfig(ReplacedSamplesConfig):
     counts_tiles: bool = False  # of every sample, for `num_tiles`
     use_tile_tags: bool = False  # NVLM: each tile is a token of its own, after a text like <tile_1>
     caption_prompt: str = ""  # question before a caption
+    caption_prompts: tuple[str, ...] = ()  # several, of which the name of a sample chooses one
+    weighs_answers: bool = False  # by the root of their length, in place of their length
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,7 +182,11 @@ class ImageTextDataset(ReplacedSamples):
                 images=asdict(self._processor.settings),
                 tokenizer=config.tokenizer,
                 limits=[config.sequence_length, config.decoder_sequence_length],
-                texts=[config.use_tile_tags, config.caption_prompt, config.broken_samples],
+                texts=[
+                    config.use_tile_tags,
+                    config.caption_prompts or config.caption_prompt,
+                    config.broken_samples,
+                ],
             )
         )
         name = f"{description_hash(description)}-packing"
@@ -272,6 +279,10 @@ class ImageTextDataset(ReplacedSamples):
     def _tokenized(self, content: TarSample) -> tuple[np.ndarray, np.ndarray]:
         num_images = len(content.images)
         prompt = self.config.caption_prompt
+        if prompts := self.config.caption_prompts:
+            # Not the path: the question stays the same if the data move.
+            name = os.path.basename(content.name)
+            prompt = prompts[zlib.crc32(name.encode()) % len(prompts)]
         if content.json is not None:
             turns = conversation_of(parse_record(content.json), num_images, prompt)
         elif content.text is not None:
@@ -328,7 +339,8 @@ class ImageTextDataset(ReplacedSamples):
         labels[: len(following)] = np.where(has_loss, following, pad)
         loss_mask = np.zeros(s, np.float32)
         num_tiles = np.full(s, -1, np.int64)
-        loss_mask[: len(following)] = has_loss
+        weighs = self.config.weighs_answers
+        loss_mask[: len(following)] = _weights_by_root(has_loss) if weighs else has_loss
         num_tiles[:end] = laid.tiles[:end]
         shape = self._processor.settings.tile_shape
         all_pixels = np.concatenate([np.empty((0, *shape), np.float32), *pixels])
@@ -340,3 +352,15 @@ class ImageTextDataset(ReplacedSamples):
             "num_tiles": torch.from_numpy(num_tiles),
             "images": torch.from_numpy(all_pixels[: int(laid.tiles[:end].sum())]),
         }
+
+
+def _weights_by_root(has_loss: np.ndarray) -> np.ndarray:
+    """Return 1/sqrt(n) for each token of an answer of n tokens, 0 for the other tokens.
+
+    Answers are runs of tokens with a loss.  The weights of an answer sum to sqrt(n).
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], has_loss, [False]])))
+    weights = np.zeros(len(has_loss), np.float32)
+    for start, stop in edges.reshape(-1, 2):
+        weights[start:stop] = (stop - start) ** -0.5
+    return weights

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.models.vision.kinds import get_num_image_embeddings
+from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.vision import largest_image
@@ -72,6 +72,8 @@ def images(ns: Namespace) -> Iterator[str]:
         ns.encoder_tp = None
     if not model_kind(ns.model_kind).reads_images:
         return
+    if ns.vision_model_type not in KINDS:
+        ns.vision_model_type = None  # a value that is reported as refused
     if ns.ckpt_format == "torch":
         ns.ckpt_format = CheckpointConfig.ckpt_format
         yield (

@@ -16,7 +16,11 @@ OF_IMAGES = (
         "pretrain_vlm.py (--model-kind vlm)",
         " ".join(
             name
-            for name in (dest_of(f, opt) for f, opt in options_of(VisionConfig))
+            for name in (
+                dest_of(f, opt)
+                for f, opt in options_of(VisionConfig)
+                if opt.ignored is None and opt.refused is None
+            )
             if name not in _SHARED
         ),
         lambda ns: model_kind(ns.model_kind).reads_images,

@@ -34,6 +34,7 @@ GROUPS = (
     "biencoder",
     "vision",
     "MIMO",
+    "ModelOpt",
     "moe",
     "mla",
     "heterogeneous architecture",

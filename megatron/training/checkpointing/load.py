@@ -100,6 +100,7 @@ class Loaded:
 
 
 T = TypeVar("T")
+_PROJECTOR = "vision_projection."  # in the keys of its parameters and their optimizer state
 
 
 def load_run(
@@ -256,6 +257,9 @@ def _load_folder(
         refuse_adapters(folder)
     if makes_head:
         wanted = [tensor for tensor in wanted if tensor.key != REWARD_HEAD]
+    if config.allow_missing_vision_projection_checkpoint:
+        present = _on_rank_0(partial(_projector_keys, folder), folder, world)
+        wanted = [t for t in wanted if _PROJECTOR not in t.key or t.key in present]
     if verify_first:
         _load_tensors(config, parts, folder, explanation, [_into_nothing(t) for t in wanted])
     try:
@@ -299,6 +303,11 @@ def _log_if_renamed(folder: Path, iteration: int) -> None:
             f"WARNING: {folder} was saved at iteration {iteration} and renamed since: iteration "
             f"{iteration} is used, not the one in the name"
         )
+
+
+def _projector_keys(folder: Path) -> list[str]:
+    with open_reader(folder) as reader:
+        return [key for key in reader.tensors if _PROJECTOR in key]
 
 
 def _holds_adapters(folder: Path) -> bool:

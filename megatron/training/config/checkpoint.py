@@ -46,6 +46,10 @@ class CheckpointConfig:
     no_save_optim: bool | None = _ckpt(None, "Do not save the optimizer state.")
     no_save_rng: bool | None = _ckpt(None, "Do not save the random number generator states.")
     load: str | None = _ckpt(None, "Directory of the checkpoint to resume from.")
+    allow_missing_vision_projection_checkpoint: bool = _ckpt(
+        False,
+        "Keep the initial values of a projector of images that the checkpoint does not have.",
+    )
     load_newest_valid: bool = _ckpt(
         False,
         "If the newest checkpoint is damaged, load the newest complete one instead.",

@@ -11,6 +11,7 @@ from megatron.core.config.parse import strict_bool
 
 _ict = partial(option, group="biencoder", refused=flag_messages.RETRIEVER)
 _vision = partial(option, group="vision", refused=flag_messages.VISION)
+_modelopt = partial(option, group="ModelOpt")
 _retro = partial(option, group="retro")
 _retro_detail = partial(_retro, ignored=flag_messages.only_with("--retro-add-retriever"))
 
@@ -29,6 +30,45 @@ class OutOfScopeFlags:
         "Use Megatron-LM's legacy models instead of its core library's.",
         group="training",
         refused=flag_messages.LEGACY_MODELS,
+    )
+    export_te_mcore_model: bool = _modelopt(
+        False,
+        "Build the layers of Transformer Engine in a script of ModelOpt.",
+        ignored="--transformer-impl transformer_engine, the default, builds them",
+    )
+    export_force_local_attention: bool = _modelopt(
+        False,
+        "Build Megatron Core's own attention in a script of ModelOpt.",
+        ignored="--attention-backend chooses the attention",
+    )
+    export_model_type: str = _modelopt(
+        "GPTModel",
+        "Class of the model in a script of ModelOpt.",
+        ignored="the entry program, or --model-kind, chooses the model",
+    )
+    export_legacy_megatron: bool = _modelopt(
+        False,
+        "Write a checkpoint of Megatron-LM's legacy models.",
+        refused=flag_messages.LEGACY_MODELS,
+    )
+    export_quant_cfg: str | None = _modelopt(
+        None, "Format of ModelOpt's quantization.", refused=flag_messages.MODELOPT
+    )
+    export_real_quant_cfg: str = _modelopt(
+        "None",
+        "Format of ModelOpt's weights in low precision.",
+        refused=flag_messages.MODELOPT,
+    )
+    export_kv_cache_quant: bool = _modelopt(
+        False,
+        "Quantize the key/value cache by ModelOpt.",
+        refused=flag_messages.MODELOPT,
+    )
+    finetune_hf_dataset: str | None = _modelopt(
+        None, "Data set on the Hugging Face hub to tune on.", refused=flag_messages.HUB_DATA
+    )
+    finetune_data_split: str = _modelopt(
+        "train", "Split of --finetune-hf-dataset.", refused=flag_messages.HUB_DATA
     )
     ict_head_size: int | None = _ict(None, "Width of the retriever's embeddings in ICT.")
     biencoder_projection_dim: int = _ict(

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron.core.config import flag_messages
 from megatron.core.config.option import MAX_LAYERS, option
 
 _vision = partial(option, group="vision")
 ENCODERS = (
     *("clip", "siglip", "siglip_without_norm", "internvit", "internvit300M", "vit", "qwen2_vl"),
 )
+# The library has RADIO; no run trains with it.
+_RADIO = dict.fromkeys(("radio", "radio-g", "cradio-g"), flag_messages.RADIO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,8 @@ class VisionConfig:
         "architecture's activation and norm, and the projector GELU, biases and one width; else "
         "both have those of the language model.",
         default=None,
-        choices=ENCODERS,
+        choices=(*ENCODERS, *_RADIO),
+        refused_values=_RADIO,
     )
     vision_num_layers: int | None = _vision(
         None,
@@ -106,6 +110,17 @@ class VisionConfig:
     caption_prompt: str = _vision(
         "", "Question before an image whose sample has a caption instead of a conversation."
     )
+    prompt_path: str | None = _vision(
+        None,
+        "JSON file of questions before an image whose sample has a caption: the list llava, or "
+        "raw, of CaptioningPretraining. The name of a sample chooses one. Replaces "
+        "--caption-prompt.",
+    )
+    use_loss_scaling: bool = _vision(
+        False,
+        "Weigh each answer of a conversation by the root of its length, so that long answers "
+        "dominate less.",
+    )
     broken_samples: str = _vision(
         "skip",
         "What happens to a sample that cannot be used, such as one with a damaged image: skip "
@@ -126,6 +141,38 @@ class VisionConfig:
         "Choose the data-parallel rank of each micro-batch of a global batch so that ranks encode "
         "about equal numbers of tiles; the samples of a micro-batch stay the same. Needs shards of "
         "images and text, whose tiles are counted once, and --dataloader-type single.",
+    )
+    language_model_type: str | None = _vision(
+        None,
+        "Megatron-LM's name of a language model.",
+        ignored="the flags of the layers describe the language model and the projector "
+        "(--swiglu, --normalization, --ffn-hidden-size, ...)",
+    )
+    use_te: bool = _vision(
+        False,
+        "Build layers of Transformer Engine.",
+        ignored="--transformer-impl transformer_engine, the default, builds them",
+    )
+    packing_seq_length: int = _vision(
+        0,
+        "Length of packed rows in Megatron-LM.",
+        ignored="with --use-packed-sequence, --decoder-seq-length and --dataloader-seq-length "
+        "limit a row",
+    )
+    dataset_config: str | None = _vision(
+        None, "File of settings of a data set.", ignored=flag_messages.OLD_SPELLING
+    )
+    eos_id: int | None = _vision(
+        None, "Token that ends a generated text.", ignored=flag_messages.GENERATION
+    )
+    use_mcore_inference: bool = _vision(
+        False, "Generate with Megatron Core's engine.", ignored=flag_messages.GENERATION
+    )
+    online_evaluation_config: str | None = _vision(
+        None,
+        "File of tasks that Megatron-LM evaluates during training.",
+        refused="tasks are not evaluated during training; use --eval-generate, or "
+        "tools/run_vlm_text_generation.py with a checkpoint",
     )
     # Positions of a row in every layout, derived; ranks that split it add a few, see --seq-length.
     row_length: int | None = None

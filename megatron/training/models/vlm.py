@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTextDatasetConfig
 from megatron.core.datasets.images.patches import FRAMES, MERGE
@@ -19,6 +20,7 @@ from megatron.core.datasets.packed_rows import packed
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
+from megatron.core.text_files import parse_yaml, read_text
 from megatron.training.config.run import RunConfig
 from megatron.training.config.vision import VisionConfig
 from megatron.training.models.attention_request import documents_are_bounds
@@ -109,9 +111,29 @@ def _image_text_config(config: RunConfig, **common: Any) -> ImageTextDatasetConf
         packs_samples=vision.use_packed_sequence,
         counts_tiles=vision.balance_image_tiles,
         caption_prompt=vision.caption_prompt,
+        caption_prompts=() if vision.prompt_path is None else read_prompts(vision.prompt_path),
+        weighs_answers=vision.use_loss_scaling,
         broken_samples=vision.broken_samples,
         **(common | {"sequence_length": _text_length(config) + 1}),
     )
+
+
+def read_prompts(path: str) -> tuple[str, ...]:
+    """Return the questions before captions from the JSON file of --prompt-path.
+
+    Raises ConfigError unless ``CaptioningPretraining`` has a list ``llava`` or ``raw`` of texts.
+    """
+    what = f"--prompt-path {path}"
+    found = parse_yaml(read_text(path, what, ConfigError), what, ConfigError)  # includes JSON
+    kinds = found.get("CaptioningPretraining") if isinstance(found, dict) else None
+    prompts = (kinds.get("llava") or kinds.get("raw")) if isinstance(kinds, dict) else None
+    is_list = isinstance(prompts, list) and bool(prompts)
+    if not is_list or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError(
+            f'{what}: {{"CaptioningPretraining": {{"llava": [texts]}}}} is needed; for one '
+            "question, use --caption-prompt"
+        )
+    return tuple(prompts)
 
 
 def embeddings_per_tile(vision: VisionConfig) -> int:

@@ -10,7 +10,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.process.rank_print import rank
 
 LEVEL_VARIABLE = "MEGATRON_LOGGING_LEVEL"
-# Scripts search for whole lines of these loggers in Megatron-LM's format, which is Python's default.
+# Scripts search for whole lines of these loggers, in Python's default format as in Megatron-LM.
 _IN_DEFAULT_FORMAT = frozenset({"megatron.core.rerun_state_machine"})
 
 

@@ -62,6 +62,12 @@ def test_every_flag_of_communicators_is_in_the_table_with_its_state() -> None:
     assert told == {flag: s for flag, s in found.items() if COMMUNICATION.search(flag)}
 
 
+def test_every_refusal_is_explained() -> None:
+    told = set(re.findall(r"`(--[\w-]+)[`\s]", section("Refused flags")))
+    options = [(flag_of(f, opt), opt) for f, opt in flags_page.declared()]
+    assert told == {flag for flag, opt in options if opt.refused or opt.refused_values}
+
+
 def test_every_flag_of_our_own_is_named() -> None:
     reference = {spelling for g in GOLDEN for spelling in g["flags"]} | {"-h", "--help"}
     own = {s for action in build_parser()._actions for s in action.option_strings} - reference

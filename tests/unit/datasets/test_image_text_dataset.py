@@ -154,6 +154,26 @@ class TestTensors:
         assert tokenizer.text(sample["tokens"])[:6] == "IMAGE q </s> a b </s>".split()
         assert sample["loss_mask"].sum() == 3
 
+    def test_answers_weigh_by_the_root_of_their_length(self, tmp_path: Path) -> None:
+        files = ("a.png", png()), ("a.json", talk("<image> what?", "a cat", "sure?", "yes"))
+        sample, _ = one(tmp_path, *files, weighs_answers=True)
+        weights = sample["loss_mask"]
+        third, half = 3**-0.5, 2**-0.5
+        assert weights.tolist() == pytest.approx([0, 0, 0, *[third] * 3, 0, 0, 0, half, half, 0])
+
+    def test_the_name_of_a_sample_chooses_its_question(self, tmp_path: Path) -> None:
+        files = [(f"{n}.txt", b"a") for n in range(8)]
+        shard = write_tar(
+            tmp_path / "many.tar",
+            [f for n, text in files for f in ((n[0] + ".png", png()), (n, text))],
+        )
+        built = dataset(shard, broken_samples="fail", caption_prompts=("q", "what"))
+        words = built.config.tokenizer.text
+        asked = [words(built[i]["tokens"])[1] for i in range(8)]
+        assert set(asked) == {"q", "what"}
+        again = dataset(shard, broken_samples="fail", caption_prompts=("q", "what"))
+        assert [words(again[i]["tokens"])[1] for i in range(8)] == asked
+
     def test_a_text_file_is_a_caption(self, tmp_path: Path) -> None:
         sample, tokenizer = one(tmp_path, ("a.png", png()), ("a.txt", b"a b\n"))
         assert tokenizer.text(sample["tokens"])[:5] == "IMAGE </s> a b </s>".split()

@@ -149,6 +149,7 @@ class AttentionConfig:
         False,
         "Divide the queries and keys of each head by their root mean square, without learned "
         "weights; replaces --qk-layernorm, excludes --multi-latent-attention.",
+        aliases=("--export-qk-l2-norm",),
         group="vision",
     )
     flash_decode: bool = option(

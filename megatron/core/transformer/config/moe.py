@@ -143,4 +143,5 @@ class MoEConfig:
         False,
         "Multiply the input of each expert, instead of its output, by the score; needs "
         "--moe-router-topk 1.",
+        aliases=("--export-moe-apply-probs-on-input",),
     )
