@@ -1,8 +1,8 @@
 """Transformer Engine's modules in plain torch, for tests of what we hand to them.
 
 Constructors and calls take the arguments that we use and no others; those are held against the
-package's own by tests/unit/extensions/test_signatures.py.  Nothing is quantised: which recipe a
-product was asked to follow is written down in `CALLS`.
+package's own by tests/unit/extensions/test_signatures.py.  Which recipe a product was asked to
+follow is written down in `CALLS`; of the recipes, delayed scaling alone rounds values to fp8.
 """
 
 from __future__ import annotations
@@ -31,19 +31,40 @@ BUFFERS: list[dict[str, Any]] = []  # what `initialize_ub` was asked for
 _active: list[Any] = []
 
 
+class _DelayedState:
+    """Scales and amax values of a module's forward or backward pass."""
+
+    def __init__(self, history: int, *formats: torch.dtype) -> None:
+        self.formats = formats
+        self.scale = torch.ones(len(formats))
+        self.amax_history = torch.zeros(history, len(formats))
+
+    def rounded(self, x: Tensor, column: int) -> Tensor:
+        recorded = self.amax_history[0]
+        recorded[column] = torch.maximum(recorded[column], x.abs().amax().float())
+        scale, to = self.scale[column].to(x.dtype), self.formats[column]
+        top = torch.finfo(to).max
+        return (x * scale).clamp(-top, top).to(to).to(x.dtype) / scale
+
+
 class _Product(torch.autograd.Function):
     """x W^T, its weight gradient added to main_grad where the module was told to."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, module: Any, is_first: bool | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.weight, ctx.fuses, ctx.is_first = weight, module.fuse_wgrad_accumulation, is_first
         ctx.overwrites = getattr(weight, "overwrite_main_grad", False)
+        ctx.delayed = None
+        if _active and isinstance(_active[-1], DelayedScaling):
+            forward, ctx.delayed = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
+            x, weight = forward.rounded(x, 0), forward.rounded(weight, 1)
+        ctx.save_for_backward(x, weight)
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        grad = grad if ctx.delayed is None else ctx.delayed.rounded(grad, 0)
         of_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         if ctx.fuses:
             total = ctx.weight.main_grad
@@ -61,6 +82,18 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_off: b
 
 
 class _Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, Any] = {}
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        assert num_gemms == 1
+        recipe = _active[-1]
+        steps, e4m3, e5m2 = recipe.amax_history_len, torch.float8_e4m3fn, torch.float8_e5m2
+        self.fp8_meta["scaling_fwd"] = _DelayedState(steps, e4m3, e4m3, e4m3)
+        of_gradient = e5m2 if recipe.fp8_format == "hybrid" else e4m3
+        self.fp8_meta["scaling_bwd"] = _DelayedState(steps, of_gradient, of_gradient)
+
     def note(self, **more: Any) -> None:
         recipe = _active[-1] if _active else None
         CALLS.append({"kind": type(self).__name__, "recipe": recipe, **more})

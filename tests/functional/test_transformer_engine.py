@@ -108,6 +108,29 @@ def test_a_checkpoint_moves_between_implementations_and_layouts(tmp_path):
         assert_same(found, expected[3:])
 
 
+@pytest.mark.parametrize("layout", [[], LAYOUT], ids=["alone", "layout"])
+def test_histories_of_delayed_scaling_resume(tmp_path, layout):
+    flags = "--hidden-size 64 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 2"
+    base = [*BASE, *flags.split()]
+    ranks = 4 if layout else 1
+    whole = tmp_path / "whole"
+    expected, (calls, *_) = run_with_engine(whole, *layout, base=base, world_size=ranks)
+    recipes = {str(call["recipe"]) for call in calls if call["kind"] == "Linear"}
+    assert recipes == {
+        "DelayedScaling(margin=0, fp8_format='hybrid', amax_history_len=2, "
+        "amax_compute_algo='most_recent')"
+    }
+    save = [*layout, "--save", str(tmp_path / "saved"), "--save-interval", "3"]
+    run_with_engine(tmp_path / "a", *save, "--exit-interval", "3", base=base, world_size=ranks)
+    load = [*layout, "--load", str(tmp_path / "saved")]
+    resumed, _ = run_with_engine(tmp_path / "b", *load, base=base, world_size=ranks)
+    assert_same(resumed, expected[3:])
+    elsewhere = run_gpt(
+        tmp_path / "c", *load[len(layout) :], "--transformer-impl", "local", base=base
+    )
+    assert len(losses(elsewhere)) == 3, "our own layers resume from the histories"
+
+
 def test_layers_follow_their_recipe_and_the_outer_ones_none(tmp_path):
     flags = "--bf16 --num-layers 4 --fp8-format hybrid --fp8-recipe blockwise".split()
     flags += ["--first-last-layers-bf16", "--train-iters", "1", "--eval-iters", "0", *EXPERTS]

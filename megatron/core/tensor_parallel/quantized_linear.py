@@ -70,8 +70,8 @@ class Recipe:
         return self.forward is E2M1
 
 
-class LinearQuantizer(nn.Module):
-    """Runs the GEMMs of one linear layer in low precision; holds amax histories and cached weights.
+class AmaxHistory(nn.Module):
+    """Amax values of one linear layer, if the recipe scales by those of earlier steps.
 
     ``amax_history`` [2, steps]: amax of inputs and of gradients in each step, over all
     micro-batches and ranks, newest first; 0 for steps that have not happened.  ``amax`` [2]: those
@@ -81,15 +81,9 @@ class LinearQuantizer(nn.Module):
     amax_history: Tensor
     amax: Tensor
 
-    def __init__(
-        self, recipe: Recipe, weight: Tensor, *, amax_group: ProcessGroup, is_expert: bool
-    ) -> None:
+    def __init__(self, recipe: Recipe, weight: Tensor, *, is_expert: bool) -> None:
         super().__init__()
-        self.recipe, self.amax_group, self.is_expert = recipe, amax_group, is_expert
-        self._kept: dict[bool, Scaled] = {}  # cached quantised weight; key: transposed blocks
-        self._kept_of: tuple[int, int] | None = None  # address and version of the cached weight
-        self.keeps_transposed = False  # --keep-fp8-transpose-cache
-        self._transposed: Scaled | None = None  # contiguous transposed weight [i, o] of this step
+        self.recipe, self.is_expert = recipe, is_expert
         if recipe.history:
             zeros = torch.zeros(2, recipe.history, device=weight.device)
             self.register_buffer("amax_history", zeros)
@@ -97,6 +91,28 @@ class LinearQuantizer(nn.Module):
                 self.amax_history, ParamInfo(global_shape=(2, recipe.history), is_expert=is_expert)
             )
             self.register_buffer("amax", zeros.new_zeros(2), persistent=False)
+
+    def known(self, which: int) -> Tensor:
+        """Return the amax that the history gives for inputs or gradients; 0 if it is empty."""
+        past = self.amax_history[which]
+        return past.amax() if self.recipe.takes_max else past[0]
+
+    def end_pass(self) -> None:
+        """Complete ``amax`` at the end of a step."""
+
+
+class LinearQuantizer(AmaxHistory):
+    """Runs the GEMMs of one linear layer in low precision; holds cached weights."""
+
+    def __init__(
+        self, recipe: Recipe, weight: Tensor, *, amax_group: ProcessGroup, is_expert: bool
+    ) -> None:
+        super().__init__(recipe, weight, is_expert=is_expert)
+        self.amax_group = amax_group
+        self._kept: dict[bool, Scaled] = {}  # cached quantised weight; key: transposed blocks
+        self._kept_of: tuple[int, int] | None = None  # address and version of the cached weight
+        self.keeps_transposed = False  # --keep-fp8-transpose-cache
+        self._transposed: Scaled | None = None  # contiguous transposed weight [i, o] of this step
         self._is_warm = [False, False]  # whether the rows of the history have a value
 
     def forward(
@@ -127,8 +143,7 @@ class LinearQuantizer(nn.Module):
             amax = largest(x)
             amax = self._agreed(amax) if is_gathered else amax
             return quantize(x, to, amax=amax, turns=turns)
-        past = self.amax_history[which]
-        known = past.amax() if recipe.takes_max else past[0]
+        known = self.known(which)
         # This synchronises with a GPU, but only as long as the history is empty.
         self._is_warm[which] = self._is_warm[which] or bool(known > 0)
         if self._is_warm[which]:
@@ -144,9 +159,7 @@ class LinearQuantizer(nn.Module):
             self.amax[which] = torch.maximum(self.amax[which], amax)
 
     def _agreed(self, amax: Tensor) -> Tensor:
-        if self.amax_group.size() > 1:
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.amax_group)
-        return amax
+        return agreed_amax(amax, self.amax_group)
 
     def columns(self, which: int, x: Tensor, group: ProcessGroup | None = None) -> Scaled:
         """Quantise ``x`` [t, w] for a GEMM that sums over t; only for recipes with blocks.
@@ -221,6 +234,13 @@ class LinearQuantizer(nn.Module):
         return self.recipe.forward if which == INPUT else self.recipe.backward
 
 
+def agreed_amax(amax: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the largest ``amax`` of the ranks, in place.  Collective over ``group``."""
+    if group.size() > 1:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+    return amax
+
+
 def quantizers_of(models: Sequence[nn.Module]) -> list[LinearQuantizer]:
     """Return the quantizers of all layers of ``models``."""
     return [m for model in models for m in model.modules() if isinstance(m, LinearQuantizer)]
@@ -234,23 +254,25 @@ def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupColle
     newest value.  Drops cached transposed weights.  Collective over tp_dp_cp, and for experts over
     expt_tp and expt_dp.
     """
-    found = quantizers_of(models)
-    for quantizer in found:
-        quantizer.forget_transposed()
-    delayed = [quantizer for quantizer in found if quantizer.recipe.history]
+    for each in quantizers_of(models):
+        each.forget_transposed()
+    found = [m for model in models for m in model.modules() if isinstance(m, AmaxHistory)]
+    delayed = [layer for layer in found if layer.recipe.history]
+    for layer in delayed:
+        layer.end_pass()
     for is_expert, over in ((False, (groups.tp_dp_cp,)), (True, (groups.expt_tp, groups.expt_dp))):
-        chosen = [quantizer for quantizer in delayed if quantizer.is_expert == is_expert]
+        chosen = [layer for layer in delayed if layer.is_expert == is_expert]
         if not chosen:
             continue
-        amaxes = torch.stack([quantizer.amax for quantizer in chosen])
+        amaxes = torch.stack([layer.amax for layer in chosen])
         for group in over:
             if group.size() > 1:
                 dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-        for quantizer, amax in zip(chosen, amaxes, strict=True):
-            history = quantizer.amax_history
+        for layer, amax in zip(chosen, amaxes, strict=True):
+            history = layer.amax_history
             newest = torch.where(amax.isfinite() & (amax > 0), amax, history[:, 0])
             history.copy_(torch.cat([newest.unsqueeze(1), history[:, :-1]], 1))
-            quantizer.amax.zero_()
+            layer.amax.zero_()
 
 
 class _QuantizedCall(NamedTuple):

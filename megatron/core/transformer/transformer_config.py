@@ -98,10 +98,13 @@ class TransformerConfig(
         if not self.fp8_wgrad:
             return "--no-fp8-wgrad: this program's own layers save inputs in the higher precision"
         if self.fp4 is None and self.fp8_recipe == "delayed":
-            return (
-                "--fp8-recipe delayed: this program's own layers keep amax histories that resume "
-                "in every layout; the other recipes have none"
-            )
+            if self.uses_graphs:
+                return "--fp8-recipe delayed: a captured graph cannot replay the scales' changes"
+            if self.num_moe_experts is not None and self.moe_grouped_gemm:
+                return (
+                    "--fp8-recipe delayed with --moe-grouped-gemm: this program's own layers keep "
+                    "the amax history of each expert"
+                )
         return None
 
     def __post_init__(self) -> None:

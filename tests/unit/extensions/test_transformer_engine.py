@@ -237,15 +237,15 @@ def test_without_the_package_a_layer_says_what_is_missing(build):
 
 
 def test_what_cannot_be_had_is_said_once_or_refused(caplog):
-    config = tiny_config(fp8="hybrid")
+    config = tiny_config(fp8="hybrid", fp8_wgrad=False)
     with installed():
         for _ in range(2):
             parts = transformer_engine_parts(config)
-        with pytest.raises(MissingDependency, match="-engine for matrices: --fp8-recipe delayed"):
+        with pytest.raises(MissingDependency, match="-engine for matrices: --no-fp8-wgrad"):
             transformer_engine_parts(replace(config, require_transformer_engine=True))
     assert (parts.norm, parts.column) == (te.TENorm, LOCAL.column)
     (said,) = [r.message for r in caplog.records]
-    assert "engine falls back to local for matrices: --fp8-recipe delayed: this program's" in said
+    assert "engine falls back to local for matrices: --no-fp8-wgrad: this program's" in said
     with pytest.raises(MissingDependency, match="--require-transformer-engine: transformer_en"):
         transformer_engine_parts(tiny_config(require_transformer_engine=True))
 
@@ -283,10 +283,10 @@ def test_a_scripts_own_layers_compute_alone():
 
 
 def test_a_spec_with_matrices_that_cannot_quantise_is_refused():
-    config = tiny_config(fp8="hybrid", params_dtype=torch.bfloat16)
+    config = tiny_config(fp8="hybrid", fp8_wgrad=False, params_dtype=torch.bfloat16)
     with installed():
         spec = get_gpt_layer_with_transformer_engine_spec()
-        with pytest.raises(ConfigError, match="names matrices of Transformer Engine: --fp8-recipe"):
+        with pytest.raises(ConfigError, match="names matrices of Transformer Engine: --no-fp8-wg"):
             model_of(spec, config)
 
 

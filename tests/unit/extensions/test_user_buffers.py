@@ -163,5 +163,5 @@ def refusals(rank: int, world_size: int, folder: str) -> list[str | None]:
 def test_what_the_package_has_no_buffers_for_is_a_reason(tmp_path: Path) -> None:
     for local, blocks, refused in run_ranks(refusals, 2, str(tmp_path)):
         assert local == "no layer of Transformer Engine has sequence parallelism"
-        assert "--fp8-recipe tensorwise or mxfp8" in blocks
+        assert "--fp8-recipe delayed, tensorwise or mxfp8" in blocks
         assert refused == "Transformer Engine: UB communicators are already initialized."

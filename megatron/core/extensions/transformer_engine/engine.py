@@ -3,8 +3,7 @@
 Parameters, their ParamInfo and their names are those of our layers, so initial values, checkpoints
 and optimizer states do not depend on the implementation.  The package's module is created on the
 meta device, is not a registered submodule, and receives the parameters before each call.  Its only
-own state is the amax history of delayed scaling, which it saves pickled and in shards of the
-current layout; therefore our own layers compute with that recipe.
+own state is the scales of delayed scaling, which `delayed_scaling` sets.
 
 Supported are versions 2.4 to 2.20 of the package.  A test checks the names of all arguments that we
 pass against the signatures of some of them (tests/golden/transformer_engine.json).
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron.core import device, optional
 from megatron.core.config.errors import ConfigError
+from megatron.core.extensions.transformer_engine.delayed_scaling import EngineAmax
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -30,6 +30,7 @@ _PACKAGE, _OLDEST = "transformer_engine", (2, 4)
 _PYTORCH, _RECIPE = f"{_PACKAGE}.pytorch", f"{_PACKAGE}.common.recipe"
 DTYPES = (torch.bfloat16, torch.float16)  # fp32 is excluded: the package's GEMMs use TF32
 _RECIPES = {
+    "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
@@ -88,8 +89,16 @@ def recipe_of(config: TransformerConfig) -> object:
     make = getattr(recipes, _recipe_name(config))
     if config.fp4 is not None:
         return make()
-    is_hybrid = config.fp8 == "hybrid"
-    return make(fp8_format=recipes.Format.HYBRID if is_hybrid else recipes.Format.E4M3)
+    given: dict[str, object] = {
+        "fp8_format": recipes.Format.HYBRID if config.fp8 == "hybrid" else recipes.Format.E4M3
+    }
+    if config.fp8_recipe == "delayed":
+        given |= {
+            "margin": config.fp8_margin,
+            "amax_history_len": config.fp8_amax_history_len,
+            "amax_compute_algo": config.fp8_amax_compute_algo,
+        }
+    return make(**given)
 
 
 def _recipe_name(config: TransformerConfig) -> str:
@@ -115,6 +124,7 @@ class Engine:
         self.module = getattr(package(), kind)(**arguments)
         self._parameters = parameters
         self.recipe: object = None  # the package's fp8 or fp4 recipe
+        self.amax: EngineAmax | None = None  # of delayed scaling
         self._seen: list[tuple[int, int]] = []  # (address, version) of the last call's weights
 
     def rebuild(self, **more: object) -> None:
@@ -140,6 +150,8 @@ class Engine:
             y: Tensor = self.module(x, *more)
         else:
             with quantized(self.recipe):
+                if self.amax is not None:
+                    self.amax.prepare(self.module, weights[0])
                 y = self.module(x, *more, is_first_microbatch=self._has_changed(weights))
         return y
 

@@ -13,7 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.extensions.transformer_engine.delayed_scaling import EngineAmax
 from megatron.core.extensions.transformer_engine.engine import Engine, package, recipe_of
+from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     Linear,
@@ -59,10 +61,16 @@ class _Computed(Linear):
         return {"weight": self.weight, "bias": self.bias}
 
     def quantize(self, recipe: Recipe, amax_group: ProcessGroup) -> None:
-        """Run the GEMMs in fp8 or fp4 by the package, which reduces amax values itself."""
-        del recipe, amax_group
-        if self.engine is not None:
-            self.engine.recipe = recipe_of(self.config)
+        """Run the GEMMs in fp8 or fp4 by the package."""
+        if self.engine is None:
+            return
+        self.engine.recipe = recipe_of(self.config)
+        if recipe.history:
+            assert self.weight is not None, "the engine has one"
+            is_expert = info_of(self.weight).is_expert
+            self.quantizer = self.engine.amax = EngineAmax(
+                self.engine.run, recipe, self.weight, amax_group=amax_group, is_expert=is_expert
+            )
 
     @staticmethod
     def product_of_all(linears: Sequence[_Computed]) -> Callable[[Tensor, Sequence[int]], Tensor]:

@@ -26,7 +26,7 @@ from megatron.core.text_files import parse_yaml, read_text
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _BUFFERS = {"linear_qkv": "qkv", "linear_proj": "proj", "linear_fc1": "fc1", "linear_fc2": "fc2"}
-_FP8_RECIPES = ("tensorwise", "mxfp8")  # the package's buffers take no others
+_FP8_RECIPES = ("delayed", "tensorwise", "mxfp8")  # the package's buffers take no others
 
 
 def use_user_buffers(
@@ -87,7 +87,7 @@ def _unsupported_reason(config: TransformerConfig, tp_group: ProcessGroup) -> st
     if config.fp4 is not None or (config.fp8 and config.fp8_recipe not in _FP8_RECIPES):
         return (
             f"--{config.format_flag}: user buffers of Transformer Engine need bf16, or fp8 with "
-            "--fp8-recipe tensorwise or mxfp8"
+            "--fp8-recipe delayed, tensorwise or mxfp8"
         )
     ranks = dist.get_process_group_ranks(tp_group)
     size = tp_group.size()
