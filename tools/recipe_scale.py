@@ -24,6 +24,7 @@ AT_MOST = {
     "--context-parallel-size": 2,
     "--expert-model-parallel-size": 2,
     "--expert-tensor-parallel-size": 2,
+    "--num-distributed-optimizer-instances": 2,
     "--hidden-size": 64,
     "--ffn-hidden-size": 128,
     "--num-attention-heads": 8,
@@ -116,16 +117,21 @@ def scale_down(args: Mapping[str, Any], out: Path) -> dict[str, Any]:
 
 
 def smallest_world(args: Mapping[str, Any]) -> int:
-    """Return the smallest number of ranks that fits the parallel degrees."""
+    """Return the smallest number of ranks that fits the parallel degrees.
+
+    Each of --num-distributed-optimizer-instances has data-parallel ranks of its own, of dense
+    layers and of experts.
+    """
     dense = _dense_ranks(args)
     stages = _number(args, "--pipeline-model-parallel-size", 1)
     experts = _number(args, "--expert-model-parallel-size", 1)
     if experts > 1:
         tensor = _number(args, "--tensor-model-parallel-size", 1)
         experts *= _number(args, "--expert-tensor-parallel-size", tensor)
-    world = dense
-    while world % (experts * stages):
-        world += dense
+    instances = _number(args, "--num-distributed-optimizer-instances", 1)
+    world = dense * instances
+    while world % (experts * stages * instances):
+        world += dense * instances
     return world
 
 

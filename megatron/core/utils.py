@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
 from megatron.core.diagnostics.straggler import StragglerDetector as StragglerDetector
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
+from megatron.core.rank_local import each_rank_owns
 
 T = TypeVar("T")
+
+_marks_ranges = False  # `configure_nvtx_profiling`
+_ranges: list[tuple[str, record_function]] = []  # that have begun, innermost last
+each_rank_owns(__name__, "_marks_ranges", "_ranges")
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -52,6 +60,66 @@ def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs:
         # The log handler drops records of ranks other than 0 without this mark.
         extra = {**kwargs.pop("extra", {}), "all_ranks": True}
         logger.log(*args, extra=extra, **kwargs)
+
+
+def configure_nvtx_profiling(enabled: bool) -> None:
+    """Let `nvtx_range_push` mark ranges, or ignore its calls, as it does by default."""
+    global _marks_ranges
+    _marks_ranges = enabled
+
+
+def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
+    """Begin a range that profiles of PyTorch show, and with --profile those of Nsight Systems.
+
+    ``msg`` defaults to the module and name of the caller; ``.suffix`` is appended.
+    """
+    if _marks_ranges:
+        name = _range_name(msg, suffix)
+        mark = record_function(name)
+        mark.__enter__()
+        _ranges.append((name, mark))
+
+
+def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
+    """End the range that began last.  Raises ValueError if ``msg`` and ``suffix`` name another."""
+    if not _marks_ranges:
+        return
+    if not _ranges:
+        raise ValueError("nvtx_range_pop: no range has begun; call nvtx_range_push first")
+    name, mark = _ranges.pop()
+    mark.__exit__(None, None, None)
+    if msg is not None and name != _range_name(msg, suffix):
+        raise ValueError(
+            f"nvtx_range_pop: {_range_name(msg, suffix)} is not {name}, the last range"
+        )
+
+
+def nvtx_decorator(
+    message: str | None = None, color: str | None = None
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return a decorator that marks the calls of a function; without effect: ``color``."""
+    del color
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        name = message or f"{function.__module__}.{function.__qualname__}"
+
+        @functools.wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> T:
+            if not _marks_ranges:
+                return function(*args, **kwargs)
+            with record_function(name):
+                return function(*args, **kwargs)
+
+        return marked
+
+    return decorate
+
+
+def _range_name(msg: str | None, suffix: str | None) -> str:
+    if msg is None:
+        caller = sys._getframe(2)
+        msg = f"{caller.f_globals.get('__name__', '')}.{caller.f_code.co_name}"
+    return msg if suffix is None else f"{msg}.{suffix}"
 
 
 def get_attr_wrapped_model(

@@ -12,10 +12,14 @@ from torch import nn
 from megatron.core.utils import (
     PaddedSize,
     StragglerDetector,
+    configure_nvtx_profiling,
     divide,
     ensure_divisibility,
     get_attr_wrapped_model,
     get_model_config,
+    nvtx_decorator,
+    nvtx_range_pop,
+    nvtx_range_push,
 )
 from megatron.training.compat.utils import unwrap_model
 
@@ -68,3 +72,33 @@ def test_division_without_remainder():
     assert divide(6, 3) == 2
     with pytest.raises(AssertionError, match="7 is not divisible by 2"):
         ensure_divisibility(7, 2)
+
+
+@nvtx_decorator("decorated")
+def compute() -> None:
+    nvtx_range_push(suffix="inner")
+    torch.ones(2).sum()
+    nvtx_range_pop()
+
+
+def marked_ranges() -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        nvtx_range_push("outer")
+        compute()
+        nvtx_range_pop("outer")
+    return {event.key for event in profile.key_averages()}
+
+
+def test_ranges_are_marked_if_they_are_switched_on() -> None:
+    names = {"outer", "decorated", f"{__name__}.compute.inner"}
+    assert not names & marked_ranges()
+    configure_nvtx_profiling(True)
+    try:
+        assert names <= marked_ranges()
+        nvtx_range_push("a")
+        with pytest.raises(ValueError, match="b is not a, the last range"):
+            nvtx_range_pop("b")
+        with pytest.raises(ValueError, match="no range has begun"):
+            nvtx_range_pop()
+    finally:
+        configure_nvtx_profiling(False)

@@ -247,7 +247,7 @@ def get_parser() -> argparse.ArgumentParser:
         for place in places:
             sub.add_argument(place, type=str if place == "key" else Path)
         sub.add_argument("--ckpt-step", type=int, help="iteration; default: the newest")
-        sub.add_argument("--enable-msc", action="store_true", help="refused")
+        sub.add_argument("--enable-msc", action="store_true", help="without effect on local files")
         return sub
 
     command("inspect", inspect, "checkpoint_dir")
@@ -271,8 +271,13 @@ def get_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits with 1 if two checkpoints differ."""
     args = get_parser().parse_args(argv)
+    for place in (v for v in vars(args).values() if isinstance(v, Path)):
+        if str(place).startswith("msc:"):
+            raise ConfigError(
+                f"{place}: checkpoints are read from local files only; copy it to this machine"
+            )
     if args.enable_msc:
-        raise ConfigError("--enable-msc: checkpoints are read from local files only")
+        print("note: --enable-msc is without effect: the files are local")
     if args.run(args):
         sys.exit(1)
 

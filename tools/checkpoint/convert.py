@@ -53,6 +53,7 @@ WITHOUT_EFFECT = {
     "model_size": "config.json says it",
     "position_embedding_type": "the checkpoint says it",
     "make_vocab_size_divisible_by": "padding of the vocabulary is not stored",
+    "vit_dummy_head_count": "it belongs to the loader llava",
 }
 
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 LAYOUT = "--pipeline-model-parallel-layout"
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 # A backslash before a letter or bar is a shell escape that a script passed on.
-_TOKENS = re.compile(r"\*(?P<times>\d{1,4})|\\?(?P<item>[EtmL|()])|[,\s]+|(?P<other>.)", re.DOTALL)
+_TOKENS = re.compile(r"\*(?P<times>\d{1,4})|\\*(?P<item>[EtmL|()])|[,\s]+|(?P<other>.)", re.DOTALL)
 _LONGEST = 65536  # letters, to bound the memory of nested repetitions; real layouts are far shorter
 
 

@@ -104,6 +104,13 @@ def test_names_are_changed_in_a_copy(
             main(["modify-state-dict", str(folder), str(tmp_path / "x"), "--op", op])
 
 
+def test_a_multi_storage_client_is_not_needed_for_local_files(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["inspect", str(folder), "--enable-msc"])
+    assert "--enable-msc is without effect" in capsys.readouterr().out
+
+
 def test_what_is_not_served_is_said(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,5 +125,5 @@ def test_what_is_not_served_is_said(
     said = capsys.readouterr().out
     for flag in without_effect[:2]:
         assert f"note: {flag} is without effect: " in said
-    with pytest.raises(ConfigError, match="--enable-msc: checkpoints are read from local files"):
-        main(["inspect", str(folder), "--enable-msc"])
+    with pytest.raises(ConfigError, match="msc:/bucket/c: checkpoints are read from local files"):
+        main(["inspect", "msc://bucket/c", "--enable-msc"])

@@ -171,6 +171,10 @@ def test_the_world_is_as_small_as_the_degrees_allow():
     assert world(expert_model=4, context=2) == 4
     assert world(expert_model=4, tensor_model=2) == 8
     assert world(expert_model=4, tensor_model=2, expert_tensor=1) == 4
+    instances = {"--num-distributed-optimizer-instances": "2"}
+    assert smallest_world(instances) == 2
+    assert smallest_world({**instances, "--context-parallel-size": "2"}) == 4
+    assert smallest_world({**instances, "--expert-model-parallel-size": "4"}) == 8
 
 
 def test_one_rank_needs_no_launcher_and_more_are_spread_over_nodes():

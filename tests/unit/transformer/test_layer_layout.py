@@ -75,6 +75,7 @@ def test_in_v_placement_the_last_rank_of_a_chunk_is_the_first_of_the_next() -> N
         ("E((t*2|)*2t)*2L", ["Ett", "tt", "ttt", "tt", "tL"]),
         (r"Et*3\|(tt\|)*2,m\|L", ["Ettt", "tt", "tt", "m", "L"]),
         (r"""'Et\|tL'""", ["Et", "tL"]),
+        (r"Et\\|\\(tt\\|\\)*2L", ["Et", "tt", "tt", "L"]),
     ],
 )
 def test_a_layout_is_read(text: str, contents: list[str]) -> None:
