@@ -183,22 +183,9 @@ class LayerNormLinear(Linear):
         ub_name: str | None = None,
     ) -> None:
         super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel,
-            fuse_wgrad_accumulation,
-            tp_group,
-            tp_size,
-            bias,
-            params_dtype,
-            parallel_mode,
-            device,
-            ub_overlap_ag,
-            False,
-            ub_overlap_rs_dgrad,
-            ub_bulk_dgrad,
-            ub_bulk_wgrad,
-            ub_name,
+            *(in_features, out_features, sequence_parallel, fuse_wgrad_accumulation, tp_group),
+            *(tp_size, bias, params_dtype, parallel_mode, device, ub_overlap_ag, False),
+            *(ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name),
         )
         self.eps, self.one_off = eps, zero_centered_gamma
         self.parameter("layer_norm_weight", in_features)

@@ -127,8 +127,8 @@ def read_prompts(path: str) -> tuple[str, ...]:
     found = parse_yaml(read_text(path, what, ConfigError), what, ConfigError)  # includes JSON
     kinds = found.get("CaptioningPretraining") if isinstance(found, dict) else None
     prompts = (kinds.get("llava") or kinds.get("raw")) if isinstance(kinds, dict) else None
-    is_list = isinstance(prompts, list) and bool(prompts)
-    if not is_list or not all(isinstance(prompt, str) for prompt in prompts):
+    is_list = isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)
+    if not prompts or not is_list:
         raise ConfigError(
             f'{what}: {{"CaptioningPretraining": {{"llava": [texts]}}}} is needed; for one '
             "question, use --caption-prompt"
