@@ -15,8 +15,8 @@ import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -436,11 +436,11 @@ def installed(version: str = "2.20.2") -> Iterator[list[dict[str, Any]]]:
     CALLS.clear()
     BUFFERS.clear()
     optional.why_missing.cache_clear()
-    with (
-        mock.patch.dict(sys.modules, modules),
-        mock.patch.object(engine, "_why_no_gpu", return_value=None),
-        mock.patch.object(engine, "DTYPES", dtypes),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():  # other modules that are imported meanwhile stay
+            patch.setitem(sys.modules, name, module)
+        patch.setattr(engine, "_why_no_gpu", lambda: None)
+        patch.setattr(engine, "DTYPES", dtypes)
         try:
             yield CALLS
         finally:
