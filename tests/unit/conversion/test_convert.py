@@ -387,7 +387,7 @@ def test_the_command_line_of_the_reference(
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--saver llava", "--saver llava: models that see images"),
+        ("--saver llava", "--saver llava: Megatron-LM.s files of models that read images"),
         ("--loader mine", "--loader mine: plug-ins are not loaded by name; there are core"),
         ("--model-type BERT", "is of kind gpt, not bert"),
         ("--checkpoint-type meta", "Meta's own files are not read"),
