@@ -82,7 +82,7 @@ def find(
     """Return the checkpoint that ``--load directory --ckpt-step step`` selects, None if none.
 
     ``directory`` may also be the folder of one checkpoint.  ``lenient``: see `folders.choose`.
-    Raises CheckpointError, OSError.
+    Raises CheckpointError, also for a model folder of Hugging Face, and OSError.
     """
     if directory is None:
         return None
@@ -92,7 +92,16 @@ def find(
     if step is None and format_of(path) is not None:
         manifest = read_manifest(path)
         return CheckpointChoice(Found(path, manifest.iteration if manifest else None, manifest))
-    return choose(path, step=step, lenient=lenient)
+    choice = choose(path, step=step, lenient=lenient)
+    if choice is None and (path / "config.json").is_file():
+        converted = f"{path.name or 'model'}-converted"
+        raise CheckpointError(
+            f"{directory} is a Hugging Face model folder (it has config.json), not a checkpoint: "
+            f"convert it with `python tools/checkpoint/convert.py --from {directory} "
+            f"--to {converted}`, and give --load {converted} --use-checkpoint-args "
+            f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {directory}"
+        )
+    return choice
 
 
 def is_same_directory(a: str | None, b: str | None) -> bool:
