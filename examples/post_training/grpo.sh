@@ -61,7 +61,6 @@ YAML
 "$python" pretrain_rl.py "${model[@]}" \
     --load "$out/warmup" \
     --finetune \
-    --pretrained-checkpoint "$out/warmup" \
     --langrl-env-config "$out/environments.yaml" \
     --grpo-prompts-per-step 32 \
     --grpo-group-size 8 \

@@ -166,6 +166,26 @@ def test_the_kl_term_begins_at_zero_and_is_the_same_in_every_layout(
     compare(lines[:3], alone)
 
 
+@pytest.mark.feature("RL: the reference policy is the loaded model unless another one is named")
+def test_the_loaded_model_is_the_reference_policy_also_after_a_resume(
+    pretrained: Path, tmp_path: Path
+) -> None:
+    flags = ["--load", str(pretrained), "--finetune", "--grpo-kl-beta", "0.5"]
+    named = run_rl(tmp_path / "named", *flags, "--pretrained-checkpoint", str(pretrained))
+    save = ["--save", str(tmp_path / "saved"), "--exit-interval", "3"]
+    first = run_rl(tmp_path / "first", *flags, *save)
+    rest = run_rl(tmp_path / "rest", "--load", str(tmp_path / "saved"), "--grpo-kl-beta", "0.5")
+    compare([*first, *rest], named)
+    pretrained.rename(tmp_path / "moved")
+    moved = ["--load", str(tmp_path / "saved"), "--grpo-kl-beta", "0.5"]
+    message = refusal_of_rl(tmp_path / "gone", *moved)
+    (tmp_path / "moved").rename(pretrained)
+    assert "its reference policy, are gone: restore them, or give a copy with" in message
+    new = str(tmp_path / "new")
+    message = refusal_of_rl(tmp_path / "new_run", "--load", new, "--save", new, *flags[-2:])
+    assert "holds no checkpoint yet, and --grpo-kl-beta needs a reference policy" in message
+
+
 def test_another_reference_policy_is_refused(pretrained: Path, tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "saved"), "--train-iters", "2"]
     flags = ["--pretrained-checkpoint", str(pretrained), "--grpo-kl-beta", "0.5"]

@@ -95,6 +95,7 @@ class Loaded:
     iteration: int  # to resume from; 0 if only weights were loaded
     counters: Mapping[str, float] = field(default_factory=dict)  # as saved; empty with iteration 0
     has_schedule: bool = False  # the state of the scheduler was restored
+    folder: str  # of the checkpoint
     base: BaseModel | None = None  # of adapters
     objective_state: JsonObject | None = None  # see Runtime
 
@@ -178,6 +179,7 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
         counters=common["counters"],
         has_schedule=has_schedule,
         objective_state=common.get("objective_state"),
+        folder=str(root),
     )
 
 
@@ -292,6 +294,7 @@ def _load_folder(
         has_schedule=has_schedule,
         base=base,
         objective_state=None if source["weights_only"] else common.get("objective_state"),
+        folder=str(folder.resolve()),
     )
 
 

@@ -73,6 +73,7 @@ def load(run: Runtime) -> None:
     run.timers.log(["load-checkpoint"])
     run.state.load(dict(loaded.counters))
     run.objective_state = loaded.objective_state
+    run.loaded_from = loaded.folder
     exit_report.note(loaded_iteration=loaded.iteration, iteration=loaded.iteration)
     if not run.config.checkpoint.moe_use_upcycling:
         run.saved_at = run.state.iteration

@@ -35,7 +35,8 @@ class RLConfig:
     grpo_kl_beta: float = _rl(
         0.001,
         "Weight of the KL divergence from the reference policy, the weights in "
-        "--pretrained-checkpoint; 0: no reference policy is held.",
+        "--pretrained-checkpoint, by default those that the run begins with (--load); 0: no "
+        "reference policy is held.",
     )
     grpo_entropy_term_weight: float = _rl(0.0, "Weight of the entropy bonus.")
     grpo_filter_groups_with_same_reward: bool = _rl(

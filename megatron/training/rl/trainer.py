@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.distributed.sharding import is_fully_sharded
@@ -117,6 +117,7 @@ class RolloutTraining(Callback):
         is_last = position + size == num_rollouts * rl.grpo_iterations
         run.objective_state = {
             "reference": None if self._reference is None else self._reference.hash,
+            "reference_folder": None if self._reference is None else self._reference.folder,
             "number": None if is_last else number,
             "round": None if is_last else self._saved,
         }
@@ -148,19 +149,11 @@ class RolloutTraining(Callback):
         self.metrics = metrics_of(round_.rollouts)
 
     def _resume(self, run: Runtime) -> None:
-        """Continue the round in which the checkpoint was saved.  Raises CheckpointError."""
+        """Continue the round in which the checkpoint was saved."""
         self._number = None
         state = run.objective_state
         if state is None:
             return
-        held = None if self._reference is None else self._reference.hash
-        before = state.get("reference")
-        if held is not None and before is not None and held != before:
-            raise CheckpointError(
-                f"--pretrained-checkpoint {run.config.checkpoint.pretrained_checkpoint}: its "
-                "weights are not those of the reference policy that this run has been trained "
-                "with: give the same checkpoint again, or start a new run with --finetune"
-            )
         if state.get("round") is not None:
             self._hold(state["number"], from_json(state["round"], run.config))
 

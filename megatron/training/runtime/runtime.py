@@ -241,6 +241,7 @@ class Runtime:
     callbacks: CallbackList = field(default_factory=CallbackList)
     last_step: StepResult | None = None  # for scripts that write their own log
     deferred: DeferredStep | None = None  # the last step, if the host has not judged it yet
+    loaded_from: str | None = None  # folder of the checkpoint that the run began with
     saved_at: int | None = None  # iteration of the newest checkpoint of this run
     adapter_base: Arguments | None = None  # what checkpoints of adapters say about their base
     pending_save: BackgroundSave | None = None  # with --async-save

@@ -34,10 +34,11 @@ def rollouts_have_rewards_and_a_reference(run: RunConfig) -> Iterator[str]:
     if rl.langrl_env_config is None:
         yield f"{_FLAG} needs --langrl-env-config, a YAML file that lists environments: add it"
     has_base = run.adapters.lora_rank is not None  # the frozen model is the reference
-    if rl.grpo_kl_beta and run.checkpoint.pretrained_checkpoint is None and not has_base:
+    named = run.checkpoint.pretrained_checkpoint or run.checkpoint.load
+    if rl.grpo_kl_beta and named is None and not has_base:
         yield (
             f"--grpo-kl-beta {rl.grpo_kl_beta:g} needs a reference policy, the weights in "
-            "--pretrained-checkpoint: add that flag, or use --grpo-kl-beta 0"
+            "--pretrained-checkpoint or --load: add one of these flags, or use --grpo-kl-beta 0"
         )
 
 
