@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import host_gpu
+from tests.functional.rl_environments import Echo
 from tests.functional.rl_runs import numbers, refusal_of_rl, run_rl
 
 LAYOUTS: dict[str, tuple[int, str]] = {
@@ -47,6 +49,26 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     rewards = [line["reward"] for line in metrics]
     assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-3:]) / 3 > 0.8
+
+
+ECHO_FUNCTION = """
+def reward(prompt, answer):
+    words = answer.split()
+    return sum(word == prompt["prompt"].split()[-1] for word in words) / max(len(words), 1)
+"""
+
+
+def test_a_function_of_a_file_trains_as_the_environment_that_it_replaces(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(ECHO_FUNCTION)
+    rows = [{"prompt": prompt} for prompt in Echo().prompts]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = {
+        "functions": f"{tmp_path}/rewards.py:reward",
+        "prompts": f"{tmp_path}/prompts.jsonl",
+    }
+    entry = {"agent_type": "functions", "agent_args": arguments}
+    found = run_rl(tmp_path / "function", env=[entry])
+    assert numbers(found) == numbers(run_rl(tmp_path / "class"))
 
 
 @pytest.mark.feature("RL: GRPO computes the same in every layout")

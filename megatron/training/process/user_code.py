@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
+from typing import TypeVar
 
 from megatron.core.config.errors import ConfigError
 
 IMPORT_FLAG = "--import-module"
+T = TypeVar("T")
 
 
 def import_user_module(name: str, flag: str) -> ModuleType:
@@ -24,8 +26,34 @@ def import_user_module(name: str, flag: str) -> ModuleType:
     # stays in sys.path, because user modules may import each other later.
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.append(os.getcwd())
+    return _imported(name, flag, lambda: importlib.import_module(name))
+
+
+def import_user_file(path: str, flag: str) -> ModuleType:
+    """Import the Python file ``path``, whose folder joins the import path.
+
+    Raises ConfigError that names ``flag`` if the file is missing or its import raises.
+    """
+    if not os.path.isfile(path):
+        raise ConfigError(f"{flag} {path}: no such file; correct the path")
+    name = os.path.abspath(path)  # not its stem, which an installed package may have
+    if name in sys.modules:
+        return sys.modules[name]
+    if os.path.dirname(name) not in sys.path:
+        sys.path.append(os.path.dirname(name))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "the name ends in .py"
+    loader = spec.loader
+    assert loader is not None, "the name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses in the file look their module up
+    _imported(path, flag, lambda: loader.exec_module(module))
+    return module
+
+
+def _imported(name: str, flag: str, load: Callable[[], T]) -> T:
     try:
-        return importlib.import_module(name)
+        return load()
     except (Exception, SystemExit) as error:  # whatever the code of the module raises
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
@@ -80,11 +108,15 @@ def parse_tool_args(
 
 
 def find_user_object(path: str, flag: str) -> object:
-    """Return the object that ``path``, MODULE:NAME, names.  Raises ConfigError."""
-    name, separator, attribute = path.partition(":")
+    """Return the object that ``path``, MODULE:NAME or FILE.py:NAME, names.  Raises ConfigError."""
+    name, separator, attribute = path.rpartition(":")
     if not (name and separator and attribute):
-        raise ConfigError(f"{flag} {path}: write MODULE:NAME, such as my_package.my_module:MyClass")
-    module = import_user_module(name, flag)
+        raise ConfigError(
+            f"{flag} {path}: write MODULE:NAME or FILE.py:NAME, such as "
+            "my_package.my_module:MyClass"
+        )
+    is_file = name.endswith(".py")
+    module = import_user_file(name, flag) if is_file else import_user_module(name, flag)
     if attribute not in vars(module):
         raise ConfigError(
             f"{flag} {path}: {module.__file__ or name} defines no {attribute}; correct the name"

@@ -7,10 +7,10 @@ The file of --langrl-env-config is a list, in YAML::
       weight: 2.0
       evaluation_only: false
 
-``agent_type`` is the import path of a class, or ``http`` (`HttpEnvironment`); ``agent_args`` are
-its keyword arguments; ``weight`` is its share of the prompts.  With ``evaluation_only: true`` the
-policy is evaluated on its prompts, and not trained on them.  Only this file of the user names code:
-a checkpoint never does.
+``agent_type`` is the import path of a class, ``functions`` (`FunctionEnvironment`) or ``http``
+(`HttpEnvironment`); ``agent_args`` are its keyword arguments; ``weight`` is its share of the
+prompts.  With ``evaluation_only: true`` the policy is evaluated on its prompts, and not trained on
+them.  Only this file of the user names code: a checkpoint never does.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.text_files import parse_yaml, read_text
 from megatron.training.datasets.conversation import messages_of, tools_of
+from megatron.training.datasets.row_files import Rows, open_rows
 from megatron.training.process.user_code import find_user_object
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
@@ -63,6 +64,17 @@ class Environment(ABC):
     @abstractmethod
     def reward(self, prompt: Prompt, answer: str) -> float:
         """Return the reward of an answer; it does not include the prompt."""
+
+
+class FileEnvironment(Environment):
+    """Environment whose prompts are the rows of a jsonl or parquet file, or a `datasets` folder."""
+
+    def __init__(self, prompts: str) -> None:
+        self._prompts = open_rows(prompts)
+
+    @property
+    def prompts(self) -> Rows:
+        return self._prompts
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,13 @@ from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.config.run import RunConfig
 from megatron.training.datasets.row_files import read_row, report_wrong_rows
-from megatron.training.rl.environment import Environment, Environments, Prompt, Task
-from megatron.training.rl.http_environment import HttpEnvironment
+from megatron.training.rl.environment import (
+    Environment,
+    Environments,
+    FileEnvironment,
+    Prompt,
+    Task,
+)
 from megatron.training.rl.rounds import Rollouts
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
@@ -101,7 +106,7 @@ def check_prompts(config: RunConfig, source: PromptSource) -> None:
     Raises DataError with file and line of those that cannot be used.
     """
     for environment in source.environments.every:
-        if not isinstance(environment, HttpEnvironment):
+        if not isinstance(environment, FileEnvironment):
             continue  # its prompts may be without number
         rows = environment.prompts
         check = partial(_check_prompt, environment, source, config)

@@ -14,8 +14,7 @@ from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from megatron.training.datasets.row_files import Rows, open_rows
-from megatron.training.rl.environment import Environment, Prompt
+from megatron.training.rl.environment import FileEnvironment, Prompt
 
 _LONGEST_WAIT_S = 30.0
 
@@ -24,8 +23,8 @@ class RewardServiceError(MegatronError, RuntimeError):
     """The service did not return a reward."""
 
 
-class HttpEnvironment(Environment):
-    """``prompts``: rows with ``prompt`` in a jsonl or parquet file, or a `datasets` folder.
+class HttpEnvironment(FileEnvironment):
+    """Each reward is the answer of a service.
 
     A request takes ``timeout_s`` at most.  After a failed connection and the statuses 429 and 5xx
     it is sent again, ``retries`` times, with waits that double from ``wait_s`` on.
@@ -42,16 +41,12 @@ class HttpEnvironment(Environment):
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https"):
             raise ConfigError(f"url {url!r}: give an address that begins with http:// or https://")
+        super().__init__(prompts)
         self._url = url
         self._timeout_s = timeout_s
         self._retries = retries
         self._wait_s = wait_s
         self.num_threads = num_threads
-        self._prompts = open_rows(prompts)
-
-    @property
-    def prompts(self) -> Rows:
-        return self._prompts
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         body = json.dumps({"prompt": prompt, "answer": answer}).encode()

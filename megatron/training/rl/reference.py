@@ -1,7 +1,8 @@
 """The reference policy of the KL term, in host memory: the weights of --pretrained-checkpoint.
 
-Without that flag they are the weights that the run began with.  Its log-probabilities are computed by the model of the run, which holds its weights meanwhile.  In a
-run with adapters it is their base: the adapters are zero meanwhile.
+Without that flag they are the weights that the run began with.  Its log-probabilities are computed
+by the model of the run, which holds its weights meanwhile.  In a run with adapters it is their
+base: the adapters are zero meanwhile.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
 from megatron.training.rl.environment import open_environments
 from megatron.training.rl.evaluation import evaluate_policy
+from megatron.training.rl.function_environment import FunctionEnvironment
 from megatron.training.rl.generate import PromptSource, check_prompts, generate_round
 from megatron.training.rl.http_environment import HttpEnvironment
 from megatron.training.rl.log_probs import round_log_probs
@@ -42,6 +43,8 @@ from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Callback, EvalResult, Runtime
 from megatron.training.runtime.state import StepResult
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
+
+KNOWN_ENVIRONMENTS = {"functions": FunctionEnvironment, "http": HttpEnvironment}
 
 
 class RolloutTraining(Callback):
@@ -67,10 +70,9 @@ class RolloutTraining(Callback):
         if run.is_rank_0:
             path = config.rl.langrl_env_config
             assert path is not None, "a check requires it"
-            known = {"http": HttpEnvironment}
             assert run.tokenizer is not None, "setup_tokenizer() builds it"
             self._source = PromptSource(
-                open_environments(path, config.training.seed, known),
+                open_environments(path, config.training.seed, KNOWN_ENVIRONMENTS),
                 run.tokenizer,
                 chat_template_of(run.tokenizer, config.tokenizer),
             )

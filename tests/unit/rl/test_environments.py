@@ -16,6 +16,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.rl.environment import Environment, Prompt, Task, open_environments
 from megatron.training.rl.generate import PromptSource, check_prompts
 from megatron.training.rl.http_environment import HttpEnvironment, RewardServiceError
+from megatron.training.rl.trainer import KNOWN_ENVIRONMENTS
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
 
@@ -40,7 +41,7 @@ class Numbers(Environment):
 def opened(tmp_path: Path, content: object, seed: int = 1) -> Any:
     path = tmp_path / "environments.yaml"
     path.write_text(json.dumps(content))
-    return open_environments(str(path), seed, {"http": HttpEnvironment})
+    return open_environments(str(path), seed, KNOWN_ENVIRONMENTS)
 
 
 def test_tasks_are_a_function_of_seed_and_index(tmp_path: Path) -> None:
@@ -52,6 +53,88 @@ def test_tasks_are_a_function_of_seed_and_index(tmp_path: Path) -> None:
     assert [task.text for task in again.tasks(7, 8)] == first[7:]
     assert [task.text for task in again.tasks(2, 3)] == first[2:5]
     assert [task.text for task in opened(tmp_path, content, seed=2).tasks(0, 15)] != first
+
+
+REWARDS = """
+from dataclasses import dataclass
+
+@dataclass
+class Scale:
+    factor: "float" = 10.0
+
+def reward(prompt, answer):
+    return Scale().factor * (answer == str(prompt["result"]))
+
+def length(completions, **columns):
+    assert columns["result"] == [2] and columns["prompts"] == ["1 + 1 = "], columns
+    return [float(len(completion)) for completion in completions]
+
+def first(prompts, completions):
+    return [float(completions[0][0]["content"] == prompts[0][0]["content"])]
+
+def silent(completions, **columns):
+    return [None for _ in completions]
+
+number = 3
+"""
+SUM = {"prompt": "1 + 1 = ", "result": 2}
+CHAT = {"prompt": [{"role": "user", "content": "Hi"}]}
+
+
+def functions_entry(tmp_path: Path, functions: object, row: object = SUM) -> Any:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    if isinstance(functions, str):
+        functions = f"{tmp_path}/{functions}"
+    elif isinstance(functions, list):
+        functions = [f"{tmp_path}/{name}" for name in functions]
+    elif isinstance(functions, dict):
+        functions = {f"{tmp_path}/{name}": weight for name, weight in functions.items()}
+    arguments = {"functions": functions, "prompts": str(tmp_path / "prompts.jsonl")}
+    return opened(tmp_path, [{"agent_type": "functions", "agent_args": arguments}])
+
+
+@pytest.mark.feature("RL: rewards are functions of a file, with weights, also of TRL's signature")
+@pytest.mark.parametrize(
+    ("functions", "row", "answer", "expected"),
+    [
+        ("rewards.py:reward", SUM, "2", 10.0),
+        ("rewards.py:reward", SUM, "3", 0.0),
+        ("rewards.py:length", SUM, "three", 5.0),
+        (["rewards.py:reward", "rewards.py:length"], SUM, "2", 11.0),
+        ({"rewards.py:reward": 0.5, "rewards.py:length": -1}, SUM, "2", 4.0),
+        (["rewards.py:silent", "rewards.py:length"], SUM, "2", 1.0),
+        ("rewards.py:first", CHAT, "Hi", 1.0),
+    ],
+)
+def test_functions_of_a_file_reward_answers(
+    functions: object, row: object, answer: str, expected: float, tmp_path: Path
+) -> None:
+    (task,) = functions_entry(tmp_path, functions, row).tasks(0, 1)
+    assert task.reward(answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ("missing.py:reward", "missing.py: no such file; correct the path"),
+        ("rewards.py:missing", "rewards.py defines no missing; correct the name"),
+        ("rewards.py:number", "it is 3, no function: correct the name"),
+        ("rewards.py", "write MODULE:NAME or FILE.py:NAME"),
+        ([], "functions is empty: name at least one function"),
+        ({"rewards.py:reward": "much"}, "its weight is 'much': give a number"),
+    ],
+)
+def test_wrong_functions_are_refused(functions: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="functions") as error:
+        functions_entry(tmp_path, functions)
+    assert message in str(error.value)
+
+
+def test_an_answer_that_no_function_rewards_ends_the_run(tmp_path: Path) -> None:
+    (task,) = functions_entry(tmp_path, "rewards.py:silent").tasks(0, 1)
+    with pytest.raises(DataError, match="is nan: return a finite number"):
+        task.reward("2")
 
 
 @pytest.mark.feature("RL: wrong prompts of a file are reported before the first step, with line")
