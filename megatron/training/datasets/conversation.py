@@ -2,7 +2,8 @@
 
 A row has ``messages`` (and ``tools``), or ``prompt`` and ``completion``: two texts, which no
 template changes, or two lists of messages, of which only the second is trained.  Rows of ShareGPT
-have ``conversations``, whose messages have ``from`` and ``value``.
+have ``conversations``, whose messages have ``from`` and ``value``.  Rows of Alpaca have
+``instruction``, ``input`` and ``output``; each stands for a prompt and a completion.
 """
 
 from __future__ import annotations
@@ -57,12 +58,34 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
             messages = messages_of(row[name], name) if is_own else sharegpt_messages(row)
             check_turns(messages)
             return Conversation(messages, tools_of(row))
+    row = from_alpaca(row) or row
     if row.get("prompt") is None or row.get("completion") is None:
         raise DataError(
-            "a row needs messages, conversations, or prompt and completion; this one has "
-            f"{keys_of(row)}"
+            "a row needs messages, conversations, prompt and completion, or instruction and "
+            f"output; this one has {keys_of(row)}"
         )
     return answered_prompt(row, row["prompt"], "completion")
+
+
+def from_alpaca(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the prompt and the completion that a row of Alpaca stands for; None for other rows.
+
+    The user says the instruction and, after a blank line, the input.  Raises DataError.
+    """
+    if row.get("instruction") is None or row.get("output") is None or "prompt" in row:
+        return None
+    if row.get("history"):
+        raise DataError("history is not empty: write the turns of this row as messages")
+    parts = {name: row.get(name) or "" for name in ("system", "instruction", "input", "output")}
+    for name, value in parts.items():
+        if not isinstance(value, str):
+            raise DataError(f"{name} is {value!r:.60}; it must be a text")
+    asked = "\n\n".join(filter(None, (parts["instruction"], parts["input"])))
+    system = [{"role": "system", "content": parts["system"]}] if parts["system"] else []
+    return {
+        "prompt": [*system, {"role": "user", "content": asked}],
+        "completion": [{"role": "assistant", "content": parts["output"]}],
+    }
 
 
 def answered_prompt(row: Mapping[str, Any], prompt: object, name: str) -> Conversation:

@@ -30,6 +30,7 @@ from megatron.core.packed_seq_params import PackedBounds
 from megatron.training.datasets.conversation import (
     Conversation,
     encode_conversation,
+    from_alpaca,
     read_conversation,
 )
 from megatron.training.datasets.packing import PackedEpochs
@@ -140,6 +141,9 @@ class SFTLowLevelDataset:
             prefix = os.path.join(folder, f"{named}-SFTDataset")
             arrays = cached_arrays(prefix, description, _ARRAYS, lambda: self._encode(config), fits)
             self._encoded = named, EncodedRows(*arrays)
+            if self.per_row == 1 and (row := from_alpaca(self.rows[0])):
+                shown = json.dumps(row, ensure_ascii=False)
+                logger.info("%s has rows of Alpaca, read as %.300s", self.dataset_path, shown)
         return self._encoded[1]
 
     def _encode(self, config: SFTDatasetConfig) -> Sequence[np.ndarray]:

@@ -53,6 +53,46 @@ def test_files_of_a_folder_are_joined_in_order(tmp_path):
     assert rows.where(2).endswith("b.jsonl, line 1")
 
 
+@pytest.mark.parametrize(
+    ("row", "user", "system"),
+    [
+        ({"instruction": "Add.", "input": "1 + 1", "output": "2"}, "Add.\n\n1 + 1", None),
+        ({"instruction": "Say hi.", "input": "", "output": "2"}, "Say hi.", None),
+        ({"instruction": "Say hi.", "output": "2", "history": []}, "Say hi.", None),
+        (
+            {"instruction": "Hi", "input": None, "output": "2", "system": "Be brief."},
+            "Hi",
+            "Be brief.",
+        ),
+    ],
+)
+@pytest.mark.feature("Fine-tuning: rows of Alpaca (instruction, input, output)")
+def test_a_row_of_alpaca_is_the_prompt_and_completion_that_it_stands_for(row, user, system):
+    before = [{"role": "system", "content": system}] if system else []
+    same = {
+        "prompt": [*before, {"role": "user", "content": user}],
+        "completion": [{"role": "assistant", "content": "2"}],
+    }
+    assert conversation_of(row) == conversation_of(same)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"instruction": "a", "output": ["b"]}, r"output is \['b'\]; it must be a text"),
+        (
+            {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+            "write the turns .* messages",
+        ),
+        ({"instruction": "a", "output": ""}, "is empty"),
+        ({"instruction": "a"}, "instruction and output; this one has instruction"),
+    ],
+)
+def test_a_wrong_row_of_alpaca_is_refused(row, message):
+    with pytest.raises(DataError, match=message):
+        conversation_of(row)
+
+
 def test_lists_of_messages_as_prompt_and_completion_train_the_completion(tmp_path):
     row = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT], "tools": '[{"a": 1}]'}
     found = read_conversation(open_rows(write_lines(tmp_path / "c.jsonl", row)), 0)
@@ -71,8 +111,8 @@ WRONG = [
     ("3\n", "it is a number, not an object"),
     ("null\n", "it is null, not an object"),
     ('{"prompt": "a\\ud800"}\n', r"\\ud800 is half a character; remove it"),
-    ({"text": "a"}, "needs messages, conversations, or prompt and completion; this one has text"),
-    ({"messages": None}, "or prompt and completion; this one has nothing"),
+    ({"text": "a"}, "completion, or instruction and output; this one has text"),
+    ({"messages": None}, "prompt and completion, or instruction and output; this one has nothing"),
     ({"conversations": [{"from": "x", "value": "a"}]}, "message 0 is .* it needs a role of"),
     ({"messages": [_turn("user", [{"type": "image"}])]}, "parts must be texts .* pretrain_vlm.py"),
     ({"messages": [USER, {**ASSISTANT, "tool_calls": [{"function": 3}]}]}, "tool_calls must be a"),

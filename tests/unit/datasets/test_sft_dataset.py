@@ -214,3 +214,12 @@ def test_mock_conversations_need_no_file(tmp_path):
     dataset = build(config, (10, 0, 0), MockSFTDataset)
     assert dataset.rows.fill > 0.95
     assert dataset[0]["tokens"].max() <= 100
+
+
+def test_the_log_shows_how_rows_of_alpaca_are_read(folder, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "alpaca.jsonl"
+    path.write_text(json.dumps({"instruction": "Add.", "input": "1 and 1", "output": "2"}) + "\n")
+    build(config_of(folder, blend=([str(path)], None), path_to_cache=str(tmp_path)))
+    assert f"{path} has rows of Alpaca, read as" in caplog.text
+    assert r'"content": "Add.\n\n1 and 1"' in caplog.text
