@@ -32,7 +32,9 @@ def train(run: Runtime) -> None:
         except StepRejected as rejected:
             _stop(run, rejected)
             break
-        flops = num_floating_point_operations(run.config, result.batch_size, run.padded_vocab_size)
+        flops = num_floating_point_operations(
+            run.config_of_work, result.batch_size, run.padded_vocab_size
+        )
         run.state.advance(result, flops)
         exit_report.note(iteration=run.state.iteration)
         run.callbacks.on_step_end(run, result)

@@ -86,6 +86,11 @@ def test_losses_and_rewards_are_those_of_trl(tmp_path, model, loss):
 LAYOUTS = {
     "micro-batch of 2": (1, "--micro-batch-size 2"),
     "one pair per row": (1, "--no-sft-packing --global-batch-size 4"),
+    "one pair per row, TP2 PP2": (
+        4,
+        "--no-sft-packing --global-batch-size 4 --micro-batch-size 2 --sequence-parallel "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    ),
     "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2": (2, "--pipeline-model-parallel-size 2"),
     "CP2": (2, "--context-parallel-size 2 --seq-length 128"),

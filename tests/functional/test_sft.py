@@ -109,6 +109,35 @@ def test_packed_rows_train_as_one_conversation_per_row(tmp_path, data, unpacked,
         )
 
 
+UNPACKED = {
+    "micro-batches of 3": (1, 3, ""),
+    "TP2 SP": (2, 3, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2": (2, 2, "--pipeline-model-parallel-size 2"),
+    "CP2": (2, 2, "--context-parallel-size 2"),
+    "DP2 ZeRO": (2, 1, "--use-distributed-optimizer --overlap-grad-reduce"),
+    "TP2 PP2": (
+        4,
+        3,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+    ),
+    "PP2 CP2": (4, 2, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
+}
+
+
+@pytest.mark.feature("Fine-tuning: rows of one conversation are as long as it, in every layout")
+@pytest.mark.parametrize("name", UNPACKED)
+def test_rows_of_different_lengths_train_alike_in_every_layout(tmp_path, data, unpacked, name):
+    ranks, micro, layout = UNPACKED[name]
+    flags = ["--no-sft-packing", *flags_of(data[0], NUM_CONVERSATIONS, micro), *layout.split()]
+    found = run_gpt(tmp_path, *flags, base=BASE, world_size=ranks)
+    for key in KEYS:
+        torch.testing.assert_close(
+            torch.tensor(losses(found, key), dtype=torch.float64),
+            torch.tensor(losses(unpacked, key), dtype=torch.float64),
+            **EXACT,
+        )
+
+
 def test_experts_leave_padding_out(tmp_path, data, unpacked):
     folder, num_rows = data
     moe = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none".split()
@@ -122,6 +151,20 @@ def test_experts_leave_padding_out(tmp_path, data, unpacked):
                 flags_of(folder, NUM_CONVERSATIONS),
             ),
             ("packed", 1, "", flags_of(folder, num_rows, 2)),
+            (
+                "unpacked ep2 pp2",
+                4,
+                "--no-sft-packing --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+                "--moe-token-dispatcher-type alltoall",
+                flags_of(folder, NUM_CONVERSATIONS, 2),
+            ),
+            (
+                "unpacked ep2, all-gathered tokens",
+                2,
+                "--no-sft-packing --expert-model-parallel-size 2 "
+                "--moe-token-dispatcher-type allgather",
+                flags_of(folder, NUM_CONVERSATIONS, 2),
+            ),
             (
                 "tp2 ep2",
                 2,

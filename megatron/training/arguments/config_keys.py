@@ -90,7 +90,8 @@ FIELDS: dict[str, ConfigField] = {
     "batch_p2p_sync": ConfigField(True, ignored=_IMPLEMENTATION),
     "deallocate_pipeline_outputs": ConfigField(False, ignored=_IMPLEMENTATION),
     "variable_seq_lengths": ConfigField(
-        False, ignored="all micro-batches of a run have --seq-length tokens"
+        False,
+        ignored="rows of --no-sft-packing differ in length without it, others have one length",
     ),
     "cpu_offloading_activations": ConfigField(
         True, ignored="cpu_offloading always offloads activations"

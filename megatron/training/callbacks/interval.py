@@ -33,7 +33,7 @@ class Interval:
         self._num_steps += 1
         self._num_tokens += result.num_tokens
         if run.config.logging.log_throughput:
-            sizes = (run.config, result.batch_size, run.padded_vocab_size)
+            sizes = (run.config_of_work, result.batch_size, run.padded_vocab_size)
             self._flops += num_floating_point_operations(*sizes)
             self._causal_flops += causal_model_flops(*sizes).total
 

@@ -100,7 +100,7 @@ class Straggler(Callback):
         if not result.skipped:
             self._steps += 1
             self._flops += num_floating_point_operations(
-                run.config, result.batch_size, run.padded_vocab_size
+                run.config_of_work, result.batch_size, run.padded_vocab_size
             )
         if run.state.iteration % run.config.logging.log_interval == 0:
             self._compare(run)

@@ -8,7 +8,7 @@ broadcast between the hosts precedes the bounds of documents, so that no host wa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -67,14 +67,11 @@ def load_batch(
     reads = tp_group.rank() == 0 and any(table.values())
     item = next(data_iterator) if reads and data_iterator is not None else {}
     batch: dict[str, Any] = dict.fromkeys(table)
+    sizes = _agreed_sizes(item, table, tp_group)
     for name, expected in table.items():
         if expected is None:
             continue
-        value = item[name] if reads else expected.empty(target)
-        if isinstance(expected, DocumentSpec):
-            value = _described_by_first(value, expected, tp_group)
-        elif expected.is_joined:
-            value = _as_long_as_first(value, expected, tp_group)
+        value = item[name] if reads else _without_values(expected, sizes.get(name), target)
         tensor = value.cumulative if isinstance(value, PackedBounds) else value
         # A collective reads memory in order, and a loader may return slices of larger tensors.
         tensor = tensor.to(target, non_blocking=True).contiguous()
@@ -83,6 +80,9 @@ def load_batch(
         batch[name] = tensor
         if isinstance(value, PackedBounds):
             batch[name] = PackedBounds(tensor, value.longest)
+        if isinstance(expected, DocumentSpec) and expected.is_trimmed:
+            full = expected.num_rows * expected.num_tokens
+            batch["trimmed"] = (sizes[name].num_tokens if name in sizes else full, full)
     return batch
 
 
@@ -91,53 +91,86 @@ def _as_one_row(
 ) -> dict[str, Any]:
     """Return this rank's part of a micro-batch whose rows follow each other in one row.
 
-    Tensors [b, s, ...] become [1, b s / cp, ...]; context parallelism splits each packed sample.
+    Tensors [b, s, ...] become [1, b s / cp, ...]; those [n] of rows of different lengths, which
+    follow each other already, [1, n / cp].  Context parallelism splits each packed sample.
+    ``trimmed``: n and b s if rows may differ in length, else None.
     """
     spec = table["packed_seq_params"]
     assert isinstance(spec, DocumentSpec), "every stage reads the bounds of samples"
     bounds = batch.pop("packed_seq_params")
+    trimmed = batch.pop("trimmed", None)
     lengths = (spec.num_tokens,) * spec.num_rows if is_planned else ()
     packed = PackedSeqParams.of_bounds(bounds, lengths)
-    rows = {name: None if x is None else x.flatten(0, 1)[None] for name, x in batch.items()}
+    rows = {
+        name: None if x is None else (x if x.dim() == 1 else x.flatten(0, 1))[None]
+        for name, x in batch.items()
+    }
     if cp_group.size() > 1:
         rows = get_batch_on_this_cp_rank(rows, cp_group, lengths=packed.lengths)
-    return {**rows, "packed_seq_params": packed}
+    return {**rows, "packed_seq_params": packed, "trimmed": trimmed}
 
 
-def _described_by_first(
-    value: PackedBounds | Tensor, expected: DocumentSpec, tp_group: dist.ProcessGroup
-) -> PackedBounds | Tensor:
-    """Return ``value``, on other ranks than 0 with the shape that rank 0 has read.
+class _Size(NamedTuple):
+    """Size of an entry of a batch that differs between micro-batches."""
 
-    Data of the user may have a mask in place of bounds.  Collective over ``tp_group``.
+    num_rows: int = 0  # or number of bounds; 0: a mask has taken the place of bounds
+    longest: int = 0  # document
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, value: Any) -> _Size:
+        """Return the size of what a rank has read."""
+        if isinstance(value, PackedBounds):
+            return cls(len(value.cumulative), value.longest, int(value.cumulative[-1]))
+        return cls(len(value))
+
+
+def _agreed_sizes(
+    item: dict[str, Any], table: BatchTable, tp_group: dist.ProcessGroup
+) -> dict[str, _Size]:
+    """Return the sizes of entries that differ between micro-batches, as rank 0 has read them.
+
+    The planner has none.  Collective over ``tp_group`` if the table has such entries: one broadcast
+    between hosts.
     """
-    if tp_group.size() == 1 or _is_planned(tp_group):
-        return value
-    sizes = torch.zeros(2, dtype=torch.int64)
-    if isinstance(value, PackedBounds):
-        sizes = torch.tensor([len(value.cumulative), value.longest])
-    dist.broadcast(sizes, dist.get_global_rank(tp_group, 0), group=_between_hosts(tp_group))
-    if tp_group.rank() == 0:
-        return value
-    num_bounds, longest = sizes.tolist()
-    target = device.current()
-    if not num_bounds:
-        return expected.mask.empty(target)
-    return PackedBounds(torch.empty(num_bounds, dtype=torch.int32, device=target), longest)
-
-
-def _as_long_as_first(value: Any, expected: TensorSpec, tp_group: dist.ProcessGroup) -> Any:
-    """Return ``value``, on other ranks than 0 with as many rows as rank 0 has read.
-
-    Collective over ``tp_group``.
-    """
-    if tp_group.size() == 1:
-        return value
     if _is_planned(tp_group):
-        return expected.largest(value.device)
-    num_rows = torch.tensor(len(value))
-    dist.broadcast(num_rows, dist.get_global_rank(tp_group, 0), group=_between_hosts(tp_group))
-    return value if tp_group.rank() == 0 else value.new_empty(int(num_rows), *value.shape[1:])
+        return {}
+    names = [
+        name
+        for name, spec in table.items()
+        if isinstance(spec, DocumentSpec) or (spec is not None and spec.is_joined)
+    ]
+    found = {
+        name: _Size()
+        if isinstance(table[name], DocumentSpec) and not isinstance(item.get(name), PackedBounds)
+        else _Size.of(item[name])
+        for name in names
+        if tp_group.rank() == 0
+    }
+    if tp_group.size() == 1 or not names:
+        return found
+    sizes = torch.zeros(len(names), len(_Size._fields), dtype=torch.int64)
+    if found:
+        sizes = torch.tensor(list(found.values()))
+    dist.broadcast(sizes, dist.get_global_rank(tp_group, 0), group=_between_hosts(tp_group))
+    return {name: _Size(*size) for name, size in zip(names, sizes.tolist(), strict=True)}
+
+
+def _without_values(
+    expected: TensorSpec | DocumentSpec, size: _Size | None, target: torch.device
+) -> PackedBounds | Tensor:
+    """Return an entry of a batch that a broadcast fills; ``size`` is that of rank 0, if it varies.
+
+    Data of the user may have a mask in place of bounds.
+    """
+    if size is None:
+        return expected.largest(target)
+    if isinstance(expected, TensorSpec):
+        return torch.empty(size.num_rows, *expected.shape[1:], dtype=expected.dtype, device=target)
+    if not size.num_rows:
+        return expected.mask.empty(target)
+    bounds = torch.empty(size.num_rows, dtype=torch.int32, device=target)
+    return PackedBounds(bounds, size.longest)
 
 
 def _is_planned(group: dist.ProcessGroup) -> bool:

@@ -13,18 +13,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.text_files import read_text
 from megatron.training.config.data import DataConfig
 from megatron.training.data.prefetch import ReadAhead
-from megatron.training.models.kind import TensorSpec
+from megatron.training.models.kind import DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.phases import in_phase
@@ -95,11 +97,25 @@ def build_data(run: Runtime, provider: Provider) -> None:
     sets = list(valid) if isinstance(valid, list | tuple) else [valid]
     evaluates = run.config.validation.eval_iters > 0 or run.config.validation.full_validation
     found = [s for s in sets if s is not None and evaluates]
-    num_valid, num_test = agree_on(run.groups.mp, len(found), int(test is not None and evaluates))
+    num_valid, num_test, run.mean_row_tokens = agree_on(
+        run.groups.mp,
+        len(found),
+        int(test is not None and evaluates),
+        mean_row_tokens(train),
+    )
     whole = run.config.validation.full_validation
     run.valid_loaders = [make_loader(run, s, 0, whole=whole) for s in found] or [None] * num_valid
     run.test_loader = make_loader(run, test, 0)
     run.has_test_set = bool(num_test)
+
+
+def mean_row_tokens(dataset: Any) -> int:
+    """Return the mean number of tokens of a row; 0 if all rows have --seq-length tokens."""
+    if isinstance(dataset, BlendedDataset):
+        means = [mean_row_tokens(each) for each in dataset.datasets]
+        return int(np.average(means, weights=dataset.weights))
+    lengths = getattr(dataset, "trimmed_lengths", None)
+    return 0 if lengths is None else int(lengths[lengths > 0].mean())
 
 
 def _map_sets(function: Callable[[Any], Any], sets: Any) -> Any:
@@ -188,15 +204,18 @@ def make_loader(
             seed=config.training.seed,
             drop_last=not whole,
             pad_to_samples=batch if whole else None,
-            joined=_joined(run),
+            joined=joined_tensors(run),
             balanced_batch=batch if balances else None,
         ),
     )
 
 
-def _joined(run: Runtime) -> tuple[str, ...]:
+def joined_tensors(run: Runtime) -> tuple[str, ...]:
     """Return the tensors of a batch that concatenate those of its samples."""
     table = implementation_of(run.config).batch(run.config, 0, run.placement.num_stages)
+    bounds = table.get("packed_seq_params")
+    if isinstance(bounds, DocumentSpec) and bounds.is_trimmed:
+        return tuple(name for name in table if name != "packed_seq_params")
     return tuple(
         name for name, spec in table.items() if isinstance(spec, TensorSpec) and spec.is_joined
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.collectives import broadcast_json
+from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.config.run import SFT, RunConfig
 from megatron.training.datasets.sft_dataset import MockSFTDataset, SFTDataset, SFTDatasetConfig
@@ -22,6 +25,8 @@ from megatron.training.models.kind import (
 from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
+
+_UNIT = 16  # tokens: rows that are not packed have a multiple of it, as 8-bit GEMMs need
 
 
 def sft_dataset_config(config: RunConfig, **common: Any) -> SFTDatasetConfig:
@@ -38,7 +43,41 @@ def sft_settings(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
         "packs": data.sft_packing,
         "alignment": data.sft_alignment,
         "truncates": data.sft_long_conversations == "truncate",
+        "row_multiple": row_multiple(config),
     }
+
+
+def row_multiple(config: RunConfig) -> int | None:
+    """Return the divisor of the lengths of rows of one sample; None: all have --seq-length tokens.
+
+    So they do where something has buffers or kernels of one size: compiled layers, overlapped
+    tensor parallelism, experts that all-gather the tokens of data-parallel ranks, and a teacher or
+    a store of predictions.
+    """
+    m = config.model
+    gathers = m.moe_token_dispatcher_type == "allgather" and m.expert_model_parallel_size > 1
+    has_one_size = m.compile != "none" or m.tp_comm_overlap or gathers
+    if config.data.sft_packing or has_one_size or config.distillation.method is not None:
+        return None
+    assert config.data.sft_alignment is not None, "it follows from --context-parallel-size"
+    of_layout = sequence_divisor(
+        cp=m.context_parallel_size,
+        tp=m.tensor_model_parallel_size,
+        sequence_parallel=m.sequence_parallel,
+    )
+    return math.lcm(_UNIT, config.data.sft_alignment, of_layout)
+
+
+def token_specs(config: RunConfig) -> tuple[TensorSpec, TensorSpec]:
+    """Return the specs of integers and of reals, one for each token of a micro-batch.
+
+    [b, s], or with `row_multiple` the tokens of all rows, [n].
+    """
+    shape = (config.training.micro_batch_size, config.data.seq_length)
+    if row_multiple(config) is None:
+        return TensorSpec(torch.int64, shape), TensorSpec(torch.float32, shape)
+    most = math.prod(shape)
+    return TensorSpec(torch.int64, (-1,), most), TensorSpec(torch.float32, (-1,), most)
 
 
 def set_loss_share(run: Runtime, config: SFTDatasetConfig) -> dict[str, Any]:
@@ -67,33 +106,42 @@ def set_loss_share(run: Runtime, config: SFTDatasetConfig) -> dict[str, Any]:
 def sft_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     """Return the tensors that ``stage`` reads, None for those it does not.
 
-    tokens, labels, loss_mask, position_ids and is_padding are [b, s]; packed_seq_params are the
-    bounds of samples, which every stage reads.  Experts leave out padding.
+    tokens, labels, loss_mask, position_ids and is_padding: see `token_specs`; packed_seq_params
+    are the bounds of samples, which every stage reads.  Experts leave out padding.
     """
     b = config.training.micro_batch_size
     s = config.data.seq_length
     is_first = stage == 0
     is_last = stage == num_stages - 1
-    ids = TensorSpec(torch.int64, (b, s))
+    ids, reals = token_specs(config)
     looks_ahead = is_last and config.model.mtp_num_layers is not None
     has_experts = config.model.num_moe_experts is not None
     return {
         "tokens": ids if is_first or looks_ahead else None,
         "labels": ids if is_last else None,
-        "loss_mask": TensorSpec(torch.float32, (b, s)) if is_last else None,
+        "loss_mask": reals if is_last else None,
         "position_ids": ids if is_first else None,
-        "is_padding": TensorSpec(torch.bool, (b, s)) if has_experts else None,
-        "packed_seq_params": DocumentSpec(b, s),
+        "is_padding": ids._replace(dtype=torch.bool) if has_experts else None,
+        "packed_seq_params": DocumentSpec(b, s, is_trimmed=row_multiple(config) is not None),
     }
 
 
 def apply_sft(model: nn.Module, batch: Batch) -> Tensor:
-    """Run one stage: return token losses [1, b s/cp] on the last, hidden states on the others."""
+    """Run one stage: return token losses [1, n] on the last, hidden states on the others.
+
+    Stages send as many tokens to each other as the longest rows have, so that the receiver knows
+    the shape: what exceeds this micro-batch's tokens is zeros.
+    """
+    trimmed: tuple[int, int] | None = batch.get("trimmed")
+    if trimmed is not None:
+        decoder = get_attr_wrapped_model(model, "decoder")
+        if (received := decoder.input_tensor) is not None:
+            decoder.set_input_tensor(received[: len(received) * trimmed[0] // trimmed[1]])
     is_padding = batch["is_padding"]
     if is_padding is not None and get_attr_wrapped_model(model, "config").sequence_parallel:
         tp = get_attr_wrapped_model(model, "pg_collection").tp
         is_padding = is_padding.chunk(tp.size(), 1)[tp.rank()]
-    losses: Tensor = model(
+    output: Tensor = model(
         batch["tokens"],
         batch["position_ids"],
         None,
@@ -102,7 +150,10 @@ def apply_sft(model: nn.Module, batch: Batch) -> Tensor:
         packed_seq_params=batch["packed_seq_params"],
         extra_block_kwargs=None if is_padding is None else {"padding_mask": is_padding},
     )
-    return losses
+    if trimmed is not None and not get_attr_wrapped_model(model, "post_process"):
+        missing = len(output) * trimmed[1] // trimmed[0] - len(output)
+        output = F.pad(output, (0, 0, 0, 0, 0, missing))
+    return output
 
 
 GPT_SFT = ModelImplementation(

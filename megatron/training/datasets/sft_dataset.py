@@ -49,12 +49,15 @@ class SFTDatasetConfig(GPTDatasetConfig):
 
     ``chat``: None for data without messages.  ``alignment``: each packed sample is padded to a
     multiple of it.  ``truncates``: a conversation that is too long is cut, otherwise left out.
+    ``row_multiple``: rows end with their last sample, padded to a multiple of it; None: all rows
+    have ``sequence_length`` tokens.
     """
 
     chat: ChatTemplate | None = None
     packs: bool = True
     alignment: int = 1
     truncates: bool = True
+    row_multiple: int | None = None
 
     @property
     def chat_hash(self) -> str:
@@ -206,7 +209,7 @@ class Place(NamedTuple):
 
 
 class SFTDataset(MegatronDataset):
-    """Rows of conversations of one split, as dictionaries of tensors.
+    """Rows of conversations of one split, as dictionaries of tensors of s tokens.
 
     Keys: tokens, labels, position_ids i64 [s]; loss_mask f32 [s], 1 where the assistant writes the
     label; is_padding bool [s]; packed_seq_params: the bounds of samples, padding being the last.
@@ -281,6 +284,8 @@ class SFTDataset(MegatronDataset):
 
     def __getitem__(self, idx: int | None) -> Sample:
         s = self.config.sequence_length
+        if self.trimmed_lengths is not None:
+            s = int(self.trimmed_lengths[self.rows[idx or 0]].sum())
         tokens = np.full(s, self._pad, np.int64)
         labels = np.full(s, self._pad, np.int64)
         loss_mask = np.zeros(s, np.float32)
@@ -319,6 +324,19 @@ class SFTDataset(MegatronDataset):
             for turn, length in enumerate(self.kept_lengths[number].tolist()):
                 yield Place(int(self.indices[number]), turn, start, length)
                 start += int(self._aligned(length))
+
+    @cached_property
+    def trimmed_lengths(self) -> np.ndarray | None:
+        """Number of tokens of the row of each conversation, padding included; None: all are full.
+
+        0 for a conversation that is left out.
+        """
+        unit = self.config.row_multiple
+        if unit is None:
+            return None
+        assert not self.config.packs, "a row of several conversations is full"
+        rounded = -(-self.rows.lengths // unit) * unit
+        return np.asarray(np.minimum(rounded, self.config.sequence_length))
 
     def chat(self, place: Place) -> EncodedChat:
         """Return the complete conversation at ``place``."""

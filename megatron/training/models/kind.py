@@ -50,10 +50,14 @@ class TensorSpec(NamedTuple):
 
 
 class DocumentSpec(NamedTuple):
-    """Bounds of the documents of a micro-batch, or the mask of data that has no bounds."""
+    """Bounds of the documents of a micro-batch, or the mask of data that has no bounds.
+
+    ``is_trimmed``: rows may be shorter, and the other tensors of a micro-batch join them.
+    """
 
     num_rows: int
     num_tokens: int  # of a row
+    is_trimmed: bool = False
 
     @property
     def mask(self) -> TensorSpec:

@@ -96,8 +96,9 @@ class PreferenceDataset(SFTDataset):
     def __getitem__(self, idx: int | None) -> Sample:
         sample = super().__getitem__(idx)
         known = self.config.references.get(self.dataset_path or "")
-        is_rejected = np.zeros(self.config.sequence_length, np.int64)
-        reference = np.zeros(self.config.sequence_length, np.float32)
+        num_tokens = len(sample["tokens"])
+        is_rejected = np.zeros(num_tokens, np.int64)
+        reference = np.zeros(num_tokens, np.float32)
         for place in self.places(idx):
             is_rejected[place.start : place.start + place.length] = place.turn
             if known is not None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from megatron.core.models.gpt.reward_model import RewardModel
 from megatron.training.config import run
 from megatron.training.config.run import RunConfig
-from megatron.training.datasets.sft import GPT_SFT, set_loss_share, sft_batch, sft_settings
+from megatron.training.datasets.sft import (
+    GPT_SFT,
+    set_loss_share,
+    sft_batch,
+    sft_settings,
+    token_specs,
+)
 from megatron.training.models.gpt import gpt_layer_spec
-from megatron.training.models.kind import BatchTable, TensorSpec, language_arguments
+from megatron.training.models.kind import BatchTable, language_arguments
 from megatron.training.preference.dataset import (
     MockPreferenceDataset,
     PreferenceDataset,
@@ -30,17 +34,17 @@ def preference_dataset_config(config: RunConfig, **common: Any) -> PreferenceDat
 
 
 def preference_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
-    """Return the tensors that ``stage`` reads: those of --sft, and on the last stage [b, s] more.
+    """Return the tensors that ``stage`` reads: those of --sft, and on the last stage more.
 
     is_rejected, and reference for direct preference optimization: see `PreferenceDataset`.
     """
-    shape = config.training.micro_batch_size, config.data.seq_length
+    integers, reals = token_specs(config)
     is_last = stage == num_stages - 1
     has_reference = config.objective == run.DPO
     return {
         **sft_batch(config, stage, num_stages),
-        "is_rejected": TensorSpec(torch.int64, shape) if is_last else None,
-        "reference": TensorSpec(torch.float32, shape) if is_last and has_reference else None,
+        "is_rejected": integers if is_last else None,
+        "reference": reals if is_last and has_reference else None,
     }
 
 

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.data.batch import next_batch
-from megatron.training.data.loaders import chunk_iterators, reads_data
+from megatron.training.data.loaders import chunk_iterators, joined_tensors, reads_data
 from megatron.training.datasets.sft import apply_sft, set_loss_share
 from megatron.training.models.kind import Batch
 from megatron.training.models.registry import implementation_of
@@ -150,7 +150,7 @@ def _log_probs(
     for first in range(0, num_passes, _PASSES_AT_ONCE):
         passes = range(first, min(first + _PASSES_AT_ONCE, num_passes))
         rows = [_rows_of(i * dp.size() + dp.rank(), size, num_rows) for i in passes]
-        loader = None if pairs is None else _MicroBatches(pairs, rows)
+        loader = None if pairs is None else _MicroBatches(pairs, rows, joined_tensors(run))
         data = chunk_iterators(run, loader, prefetches=False)
         with torch.no_grad():
             found = forward_backward(scoring, data, len(rows), forward_only=True)
@@ -171,13 +171,19 @@ def _rows_of(number: int, size: int, num_rows: int) -> list[int | None]:
 class _MicroBatches:
     """Micro-batches of given rows, read when they are used."""
 
-    def __init__(self, dataset: PreferenceDataset, rows: Sequence[Sequence[int | None]]) -> None:
+    def __init__(
+        self,
+        dataset: PreferenceDataset,
+        rows: Sequence[Sequence[int | None]],
+        joined: tuple[str, ...],
+    ) -> None:
         self._dataset = dataset
         self._rows = rows
+        self._joined = joined
 
     def __iter__(self) -> Iterator[Any]:
         for rows in self._rows:
-            yield collate([self._dataset[row] for row in rows])
+            yield collate([self._dataset[row] for row in rows], self._joined)
 
 
 def _score(run: Runtime, data_iterator: Iterator[Any] | None, model: nn.Module) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ from megatron.training.config.run import GRPO, RunConfig
 from megatron.training.data.loaders import chunk_iterators, reads_data
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
-from megatron.training.rl.environment import open_environments
+from megatron.training.rl.environment import Environment, open_environments
 from megatron.training.rl.evaluation import evaluate_policy
 from megatron.training.rl.function_environment import FunctionEnvironment
 from megatron.training.rl.generate import PromptSource, check_prompts, generate_round
@@ -44,7 +44,10 @@ from megatron.training.runtime.runtime import Callback, EvalResult, Runtime
 from megatron.training.runtime.state import StepResult
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
 
-KNOWN_ENVIRONMENTS = {"functions": FunctionEnvironment, "http": HttpEnvironment}
+KNOWN_ENVIRONMENTS: Mapping[str, type[Environment]] = {
+    "functions": FunctionEnvironment,
+    "http": HttpEnvironment,
+}
 
 
 class RolloutTraining(Callback):

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -232,6 +232,7 @@ class Runtime:
     step_graph: StepGraph | None = None  # with --cuda-graph-scope full_iteration
     loss_share: float = 1.0  # see `StepHooks`
     dataset_settings: dict[str, Any] = field(default_factory=dict)  # computed by `prepare_data`
+    mean_row_tokens: int = 0  # of training data; 0: all rows have --seq-length tokens
     train_data: Any = None  # iterator; with several model chunks a list of one per chunk
     train_loader: Any = None  # of the program, with --dataloader-type external
     # one loader per validation set; every pass makes a new iterator
@@ -257,6 +258,13 @@ class Runtime:
     objective_state: JsonObject | None = None
     exit_code: int = 0  # of the program, where a step was rejected
     phase: str = "start-up"  # current phase, for the out-of-memory report
+
+    @property
+    def config_of_work(self) -> RunConfig:
+        """The configuration for estimates of a step's work: with rows of their mean length."""
+        if not self.mean_row_tokens:
+            return self.config
+        return replace(self.config, data=replace(self.config.data, seq_length=self.mean_row_tokens))
 
     @property
     def placement(self) -> Placement:

@@ -44,7 +44,7 @@ def unjudged_result(
         skipped=False,
         nan=False,
         batch_size=batch_size,
-        num_tokens=batch_size * tokens_of_a_sample(config),
+        num_tokens=batch_size * tokens_of_a_sample(run.config_of_work),
         params_hash=_params_hash(run, iteration),
         layer_losses=layer_losses,
         is_judged=False,

@@ -14,6 +14,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.utils import Split
+from megatron.training.data.loaders import mean_row_tokens
 from megatron.training.datasets.sft_dataset import (
     MockSFTDataset,
     SFTDataset,
@@ -103,6 +104,39 @@ def test_without_packing_a_row_is_one_conversation(folder):
     several = build(config_of(folder, packs=False), (41, 0, 0))
     assert len(several) == 80  # complete epochs
     assert sorted(int(several.rows[i][0]) for i in range(40, 80)) == list(range(40))
+
+
+def test_rows_end_with_their_conversation_padded_to_the_row_multiple(folder):
+    config = config_of(folder, packs=False, row_multiple=24, alignment=8)
+    dataset = build(config)
+    complete = build(config_of(folder, packs=False, alignment=8))
+    lengths = set()
+    for i in range(len(dataset)):
+        row = dataset[i]
+        bounds = row.pop("packed_seq_params")
+        n = int(bounds.cumulative[-1])
+        assert n == S or n % 24 == 0
+        expected = complete[i]
+        used = int((~expected["is_padding"]).sum())
+        assert n - used < 24
+        ends = expected.pop("packed_seq_params").cumulative
+        assert bounds.cumulative.tolist() == ends.clamp(max=n).unique().tolist()
+        for name, values in row.items():
+            assert values.equal(expected[name][:n]), name
+        lengths.add(n)
+    assert len(lengths) > 2
+    assert not dataset[None]["loss_mask"].any()
+
+
+def test_the_work_of_a_step_is_estimated_by_the_mean_length_of_rows(folder):
+    dataset = build(config_of(folder, packs=False, row_multiple=16))
+    lengths = [len(dataset[i]["tokens"]) for i in range(len(dataset))]
+    assert mean_row_tokens(dataset) == int(np.mean(lengths)) < S
+    same = str(folder / "chats.jsonl")
+    config = config_of(folder, packs=False, row_multiple=16, blend=([same, same], [1.0, 3.0]))
+    assert mean_row_tokens(build(config, (8, 0, 0))) == int(np.mean(lengths))
+    assert mean_row_tokens(build(config_of(folder))) == 0
+    assert mean_row_tokens(None) == 0
 
 
 def test_tokens_are_encoded_once_per_file_template_and_tokenizer(folder, tmp_path, caplog):
