@@ -31,7 +31,7 @@ from megatron.training.checkpointing.run_checkpoint import (
 )
 from megatron.training.config.run import RunConfig
 from megatron.training.data import loaders
-from megatron.training.data.datasets import prepare_datasets
+from megatron.training.data.datasets import count_epochs, prepare_datasets
 from megatron.training.fault_tolerance import sections
 from megatron.training.fault_tolerance.inprocess.coordinator import FINAL_CODES
 from megatron.training.fault_tolerance.inprocess.monitor import run_with_restarts
@@ -256,6 +256,7 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     print_compiled_regions(run)
     print_low_precision(run)
     setup.setup_tokenizer(run)
+    count_epochs(run)
     print_datetime("after megatron is initialized")
     run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
     setup.build_model_chunks(run, model_provider)

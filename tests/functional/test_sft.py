@@ -109,6 +109,33 @@ def test_packed_rows_train_as_one_conversation_per_row(tmp_path, data, unpacked,
         )
 
 
+@pytest.mark.feature("Fine-tuning: --epochs sets the number of steps by the rows after packing")
+def test_epochs_read_every_conversation_as_often(tmp_path, data):
+    folder, num_rows = data
+    base = [flag for flag in BASE if flag not in ("--train-iters", str(STEPS))]
+    flags = [*flags_of(folder, 4), "--epochs", "2", "--save", str(tmp_path / "saved")]
+    whole = run_gpt(tmp_path / "whole", *flags[:-2], base=base)
+    steps = -(-2 * num_rows // 4)
+    assert len(losses(whole)) == steps
+    named = run_gpt(tmp_path / "named", *flags[:-4], "--train-iters", str(steps), base=base)
+    assert losses(named) == losses(whole)
+    assert losses(named, "learning-rate") == losses(whole, "learning-rate")
+    first = run_gpt(tmp_path / "first", *flags, "--exit-interval", "2", base=base)
+    load = ["--load", str(tmp_path / "saved"), "--tensor-model-parallel-size", "2"]
+    second = run_gpt(tmp_path / "second", *flags, *load, base=base, world_size=2)
+    found = torch.tensor(losses(first) + losses(second), dtype=torch.float64)
+    torch.testing.assert_close(found, torch.tensor(losses(whole), dtype=torch.float64), **EXACT)
+    unpacked = [*flags[:-4], "--epochs", "0.5", "--no-sft-packing"]
+    assert len(losses(run_gpt(tmp_path / "half", *unpacked, base=base))) == NUM_CONVERSATIONS / 8
+
+
+def test_a_schedule_longer_than_the_epochs_is_refused(tmp_path, data):
+    base = [flag for flag in BASE if flag not in ("--train-iters", str(STEPS))]
+    flags = [*flags_of(data[0], 4), "--epochs", "1", "--lr-warmup-iters", "100"]
+    (said,) = run_ranks(refusal, 1, [*base, *flags])
+    assert "--lr-warmup-iters 100 is not less than --train-iters" in said
+
+
 UNPACKED = {
     "micro-batches of 3": (1, 3, ""),
     "TP2 SP": (2, 3, "--tensor-model-parallel-size 2 --sequence-parallel"),

@@ -66,6 +66,12 @@ class TrainingConfig:
         "Number of training samples; excludes --train-iters.",
         at_most=INT64_MAX,
     )
+    epochs: float | None = _training(
+        None,
+        "Passes over the training data of --sft, --dpo-beta or --reward-model; excludes "
+        "--train-iters and --train-samples. The number of steps follows from the rows, after "
+        "packing, and is rounded up.",
+    )
     exit_interval: int | None = _training(
         None,
         "Save a checkpoint and exit when the step is a multiple of this; 0 means never.",

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.training.data.loaders import get_blend_and_blend_per_split, reads_data
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Blend
+from megatron.training.arguments.checks.schedule import (
+    warmup_ends_before_decay,
+    wsd_has_a_last_part,
+)
+from megatron.training.data.loaders import agree_on, get_blend_and_blend_per_split, reads_data
 from megatron.training.data.shown_sample import sample_as_text
 from megatron.training.data.user_datasets import build_user_datasets
 from megatron.training.models.kind import ModelImplementation
 from megatron.training.models.registry import implementation_of
+from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.tokenizer.checks import check_data
 
@@ -50,6 +59,46 @@ def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any
         row: Any = train[0]
         print(sample_as_text(row, run.tokenizer, in_color=sys.stdout.isatty()), flush=True)
     return train, valid, test
+
+
+def count_epochs(run: Runtime) -> None:
+    """Set the number of steps of --epochs, from the rows of the training data after packing.
+
+    Collective over the model-parallel ranks.  Raises ConfigError if the schedule of the learning
+    rate does not fit the number.
+    """
+    training = run.config.training
+    if training.epochs is None:
+        return
+    num_rows = 0
+    if reads_data(run):
+        config = _dataset_config(run)
+        if config.blend_per_split is None:
+            config = replace(config, blend=_without_weights(config.blend))
+        else:
+            each = [_without_weights(blend) for blend in config.blend_per_split]
+            config = replace(config, blend_per_split=each)
+        cls = implementation_of(run.config).datasets[run.config.data.mock_data]
+        builder = BlendedMegatronDatasetBuilder(cls, [None, 0, 0], lambda: True, config)
+        (train, *_) = builder.build()
+        assert isinstance(train, MegatronDataset), "checks require one path"
+        num_rows = len(train)
+    (num_rows,) = agree_on(run.groups.mp, num_rows)
+    run.samples_of_epochs = math.ceil(training.epochs * num_rows)
+    batch = run.batches.full_global_batch_size
+    run.train_iters = -(-run.samples_of_epochs // batch)
+    print_rank_0(
+        f"setting training iterations to {run.train_iters}: --epochs {training.epochs:g} of "
+        f"{num_rows} rows, {batch} in a step"
+    )
+    run.config = replace(run.config, training=replace(training, train_iters=run.train_iters))
+    lasting = (*warmup_ends_before_decay(run.config), *wsd_has_a_last_part(run.config))
+    ConfigError.raise_for(lasting)
+
+
+def _without_weights(blend: Blend | None) -> Blend | None:
+    """Return ``blend``, whose path is read once: a weight would need a number of samples."""
+    return None if blend is None else (blend[0], None)
 
 
 def prepare_datasets(run: Runtime) -> None:

@@ -171,6 +171,9 @@ def _batches(run: RunConfig) -> Iterator[str]:
     if v.skip_train:
         yield "length: no training (--skip-train)"
         return
+    if t.epochs is not None:
+        yield f"length: {t.epochs:g} epochs, whose steps are counted when the run reads its data"
+        return
     if t.train_iters is not None:
         steps, train = t.train_iters, t.train_iters * effective
         yield f"length: {steps:,} steps, {train:,} samples, {train * seq:,} tokens"

@@ -250,7 +250,8 @@ class Runtime:
     checkpoint_worker: Worker | None = None  # with --use-persistent-ckpt-worker
     save_plan: SavePlan | None = None  # with --ckpt-assume-constant-structure
     failed_saves: int = 0  # consecutive
-    train_iters: int = 0  # derived from --train-samples where that is given
+    train_iters: int = 0  # derived from --train-samples or --epochs where these are given
+    samples_of_epochs: int | None = None  # with --epochs
     # of this rank; `step.rerun.install_state_machine` replaces it
     rerun: RerunStateMachine = field(default_factory=RerunStateMachine)
     # What the objective of the run saves in a checkpoint after the current step, and what it has

@@ -22,7 +22,7 @@ def number_of_train_iters(config: RunConfig, batches: NumMicroBatchesCalculator)
 
 
 def recount_train_iters(run: Runtime) -> None:
-    """Recompute ``run.train_iters`` after loading, so that a resumed run reads all --train-samples.
+    """Recompute ``run.train_iters`` after loading, so that a resumed run reads all its samples.
 
     The number of remaining steps differs if the batch size has changed since the checkpoint.
     """
@@ -30,6 +30,9 @@ def recount_train_iters(run: Runtime) -> None:
     if run.config.training.train_iters is None and samples is not None:
         left = run.batches.train_iters(samples, state.consumed_train_samples)
         run.train_iters = state.iteration + left
+    elif run.samples_of_epochs is not None:
+        unread = max(0, run.samples_of_epochs - state.consumed_train_samples)
+        run.train_iters = state.iteration + -(-unread // run.batches.full_global_batch_size)
 
 
 def build_scheduler(run: Runtime) -> OptimizerParamScheduler:

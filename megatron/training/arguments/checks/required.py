@@ -27,8 +27,8 @@ def training_has_a_length(run: RunConfig) -> Iterator[str]:
     t = run.training
     if run.validation.skip_train or not run.trains:
         return
-    if t.train_iters is None and t.train_samples is None:
-        yield "--train-iters or --train-samples is required (or --skip-train)"
+    if t.train_iters is None and t.train_samples is None and t.epochs is None:
+        yield "--train-iters, --train-samples or --epochs is required (or --skip-train)"
     if run.optimizer.lr is None:
         yield "--lr is required (or --skip-train)"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from megatron.training.config.run import RunConfig
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.training.config.run import OF_CONVERSATIONS, RunConfig
 
 
 def length_has_one_unit(run: RunConfig) -> Iterator[str]:
@@ -22,12 +24,43 @@ def length_has_one_unit(run: RunConfig) -> Iterator[str]:
         "--lr-warmup-iters": s.lr_warmup_iters or None,
         "--lr-wsd-decay-iters": s.lr_wsd_decay_iters,
     }
-    if t.train_iters is not None:
+    if t.train_iters is not None or t.epochs is not None:
+        length = "--train-iters counts steps" if t.epochs is None else "--epochs becomes steps"
         for flag in (f for f, value in by_samples.items() if value is not None):
-            yield f"{flag} counts samples and --train-iters counts steps: use one unit for all"
+            yield f"{flag} counts samples and {length}: use one unit for all"
     elif t.train_samples is not None:
         for flag in (f for f, value in by_steps.items() if value is not None):
             yield f"{flag} counts steps and --train-samples counts samples: use one unit for all"
+
+
+def epochs_are_of_one_data_set(run: RunConfig) -> Iterator[str]:
+    """Require that --epochs alone sets the length, and that one path has the training data."""
+    t = run.training
+    d = run.data
+    if t.epochs is None:
+        return
+    if run.objective not in OF_CONVERSATIONS:
+        yield (
+            f"--epochs {t.epochs:g} is for --sft, --dpo-beta and --reward-model, whose data has "
+            "rows to count: give --train-iters"
+        )
+    if not 0 < t.epochs < math.inf:
+        yield f"--epochs {t.epochs:g}: give a number above 0"
+    if t.train_iters is not None:
+        yield f"--epochs {t.epochs:g} and --train-iters {t.train_iters} set the length: keep one"
+    for flag, words in (("--data-path", d.data_path), ("--train-data-path", d.train_data_path)):
+        blend = get_blend_from_list(words)
+        if blend is not None and len(blend[0]) > 1:
+            yield (
+                f"--epochs {t.epochs:g} with several paths in {flag}: an epoch of a mixture has no "
+                "length; give one folder with all files, or --train-iters"
+            )
+    for flag, path in (
+        ("--data-args-path", d.data_args_path),
+        ("--per-split-data-args-path", d.per_split_data_args_path),
+    ):
+        if path is not None:
+            yield f"--epochs {t.epochs:g} with {flag}: name the data with --train-data-path"
 
 
 def warmup_is_said_once(run: RunConfig) -> Iterator[str]:
