@@ -36,6 +36,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**LLAMA, "qk_layernorm_full_width": True, "layer_norm_placement": "post"},
         {"position_embedding_type": "rope"},
     ),
+    "windows_with_another_rotary_base": (
+        {
+            **{**LLAMA, "qk_layernorm": True, "window_size": (5, 0)},
+            **{"window_attn_skip_freq": 2, "window_rotary_base": 50.0},
+        },
+        {"position_embedding_type": "rope", "rotary_base": 1000},
+    ),
     "alibi": ({"layer_norm_placement": "sandwich"}, {"position_embedding_type": "alibi"}),
     "softcap": (
         {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "embedding_scale": 0.0},

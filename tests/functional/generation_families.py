@@ -32,6 +32,7 @@ _SPREAD = 4.0  # standard deviation of the logits
 
 _SIZE = {"max_position_embeddings": 256, "num_hidden_layers": 2}
 _WINDOW = {**_SIZE, "sliding_window": 20}  # crosses a page border
+_GEMMA3 = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ FAMILIES = {
     "qwen2": Family("qwen2, windows", {**_WINDOW, "tie_word_embeddings": True}),
     "qwen3": Family("qwen3", _SIZE, seed=1),
     "gemma2": Family("gemma2", {**_WINDOW, "final_logit_softcapping": 30.0}),
+    "gemma3": Family("gemma3", _GEMMA3),
     # Texts outgrow the short frequencies after 64 tokens: a prompt of 150, others on the way.
     "phi3": Family(
         "phi3",

@@ -7,7 +7,8 @@ angle whose cosine and sine are given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,15 +21,32 @@ from megatron.core.fusions import kernels
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """Cosines and sines [s, 1 or b, 1, r/2] of the angle of each pair at each position."""
+    """Cosines and sines [s, 1 or b, 1, r/2] of the angle of each pair at each position.
+
+    ``windowed``: the table of layers with a sliding window, if it is another one.
+    """
 
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+    windowed: RotaryTable | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        more = {} if self.windowed is None else self.windowed.tensors()
+        return {"cos": self.cos, "sin": self.sin} | {f"windowed.{n}": t for n, t in more.items()}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> RotaryTable:
+        """Return the table with other tensors, which are named as those of `tensors`."""
+        windowed = self.windowed
+        if windowed is not None:
+            own = {n: tensors[f"windowed.{n}"] for n in windowed.tensors()}
+            windowed = windowed.with_tensors(own)
+        return replace(self, cos=tensors["cos"], sin=tensors["sin"], windowed=windowed)
 
     def to(self, dtype: torch.dtype) -> RotaryTable:
         """Convert the table to ``dtype``."""
-        return RotaryTable(self.cos.to(dtype), self.sin.to(dtype), self.interleaved)
+        return self.with_tensors({name: x.to(dtype) for name, x in self.tensors().items()})
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:

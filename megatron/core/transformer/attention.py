@@ -31,6 +31,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import divide_over_group
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.kv_cache import KVCache, PositionBias
 from megatron.core.transformer.module import MegatronModule, WithBias, before_reading
 from megatron.core.transformer.norms import Norm, l2_norm
@@ -340,6 +341,7 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
         )
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.has_rope = layer_has_rope(config, self.layer_number - 1)
+        self.is_windowed = window_of_layer(config, self.layer_number - 1) is not None
         self.linear_qkv = self.projection(
             submodules.linear_qkv,
             config.hidden_size,
@@ -381,6 +383,8 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
         width = self.head_dim
         mixed = mixed.view(*mixed.shape[:2], self.local_groups, -1)
         rotary, fused = rotary if self.has_rope else None, self.config.apply_rope_fusion
+        if rotary is not None and self.is_windowed:
+            rotary = rotary.windowed or rotary
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         if has_norms and rotary is not None and fused:
             parts = self._split_norm_and_rotate(mixed, rotary)

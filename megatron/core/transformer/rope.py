@@ -123,10 +123,12 @@ class RotaryEmbedding(nn.Module):
         rope_scaling_factor: float = 8.0,
         *,
         scaling: RopeScaling | None = None,
+        window_base: float | None = None,
     ) -> None:
         """Set the parameters.  ``rope_scaling`` means Llama 3's scaling; ``scaling`` overrides it.
 
-        ``seq_len_interpolation_factor`` divides positions.
+        ``seq_len_interpolation_factor`` divides positions.  ``window_base``: layers with a sliding
+        window have frequencies of this base, without scaling and interpolation.
         """
         super().__init__()
         self.width = int(kv_channels * rotary_percent) // 2 * 2
@@ -135,6 +137,11 @@ class RotaryEmbedding(nn.Module):
         if scaling is None and rope_scaling:
             scaling = RopeScaling(kind="llama3", factor=rope_scaling_factor)
         self.scaling = scaling
+        self.windowed: RotaryEmbedding | None = None
+        if window_base is not None:
+            self.windowed = RotaryEmbedding(
+                kv_channels, rotary_percent, rotary_interleaved, rotary_base=window_base
+            )
         self._table: RotaryTable | None = None
         self._table_key: object = None
         self._held: Tensor | None = None
@@ -204,7 +211,10 @@ class RotaryEmbedding(nn.Module):
         angles = self.angles(positions, num_positions)
         amplitude = self.scaling.amplitude if self.scaling else 1.0
         cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
-        return RotaryTable(cos.to(dtype), sin.to(dtype), self.interleaved)
+        windowed = None
+        if self.windowed is not None:
+            windowed = self.windowed.table_at(positions, num_positions, dtype)
+        return RotaryTable(cos.to(dtype), sin.to(dtype), self.interleaved, windowed)
 
     def _table_of_contexts(
         self, positions: Tensor, num_positions: Tensor, dtype: torch.dtype
@@ -219,7 +229,7 @@ class RotaryEmbedding(nn.Module):
             torch.where(is_long, long.cos, short.cos),
             torch.where(is_long, long.sin, short.sin),
         )
-        return RotaryTable(cos, sin, self.interleaved)
+        return RotaryTable(cos, sin, self.interleaved, short.windowed)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Return the rotation angle of each channel: [s, 1, 1, r] float32 (Megatron-LM's call)."""

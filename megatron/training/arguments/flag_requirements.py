@@ -116,6 +116,8 @@ _OF_MODEL = (
         "rope_type use_rope_scaling",
         lambda ns: ns.multi_latent_attention or ns.position_embedding_type == "rope",
     ),
+    needs_value("position_embedding_type", "rope", "window_rotary_base"),
+    needs_flag("window_size", "window_rotary_base"),
     needs_value("position_embedding_type", "mrope", "mrope_section"),
     needs_value("position_embedding_type", "learned_absolute", "reset_position_ids"),
     needs_value(
@@ -318,7 +320,7 @@ _OF_HYBRIDS = (
         "an attention layer, * in --hybrid-override-pattern",
         "apply_query_key_layer_scaling attention_dropout attn_logit_softcapping "
         "group_query_attention no_rope_freq num_query_groups qk_layernorm rotary_base "
-        "rotary_percent softmax_type window_attn_skip_freq window_size",
+        "rotary_percent softmax_type window_attn_skip_freq window_rotary_base window_size",
         lambda ns: _has_layer(ns, ATTENTION),
     ),
     needs(

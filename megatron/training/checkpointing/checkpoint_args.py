@@ -40,7 +40,8 @@ _ATTENTION = (
 _POSITIONS = (
     "position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base "
     "rotary_percent rotary_interleaved rope_type no_rope_freq use_rope_scaling "
-    "rope_scaling_factor rotary_seq_len_interpolation_factor mrope_section"
+    "rope_scaling_factor rotary_seq_len_interpolation_factor mrope_section "
+    "window_rotary_base"
 )
 _MLP = (
     "relu squared_relu swiglu openai_gelu geglu quick_geglu bias_gelu_fusion "
@@ -118,6 +119,7 @@ LEARNED_ANEW = frozenset(
     (
         *"rotary_base rotary_seq_len_interpolation_factor use_rope_scaling".split(),
         *"rope_scaling_factor rope_type window_size window_attn_skip_freq".split(),
+        "window_rotary_base",
         *"longrope_short_factor longrope_long_factor".split(),
         *("longrope_original_max_position_embeddings", "sft_alignment", *YARN),
     )

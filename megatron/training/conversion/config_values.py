@@ -50,18 +50,19 @@ _KINDS: Mapping[tuple[str, Test], str] = {
     "decoder_sparse_step type_vocab_size",
     _FEW_OR_NONE: "num_experts num_local_experts n_routed_experts n_shared_experts n_group "
     "topk_group first_k_dense_replace num_nextn_predict_layers",
-    _COUNT_OR_NONE: "sliding_window max_window_layers",
+    _COUNT_OR_NONE: "sliding_window max_window_layers sliding_window_pattern",
     _POSITIVE: "rms_norm_eps layer_norm_epsilon layer_norm_eps rope_theta partial_rotary_factor "
-    "query_pre_attn_scalar expand factor beta_fast beta_slow",
+    "query_pre_attn_scalar expand factor beta_fast beta_slow rope_local_base_freq",
     _NUMBER: "attention_dropout attn_pdrop embd_pdrop resid_pdrop dropout_rate hidden_dropout "
     "hidden_dropout_prob attention_probs_dropout_prob attn_logit_softcapping "
     "final_logit_softcapping routed_scaling_factor swiglu_limit mscale mscale_all_dim",
     _SWITCH: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
-    "scale_decoder_outputs truncate",
+    "use_bidirectional_attention scale_decoder_outputs truncate",
     _NAME: "model_type hidden_act hidden_activation activation_function mlp_hidden_act "
     "feed_forward_proj topk_method scoring_func hybrid_override_pattern rope_type type",
     _LIST: "layer_types layers_block_type mlp_only_layers short_factor long_factor",
-    _OBJECT: "rope_scaling rope_parameters quantization_config text_config vision_config",
+    _OBJECT: "rope_scaling rope_parameters quantization_config text_config vision_config "
+    "full_attention sliding_attention",
 }
 _EXPECTED = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 

@@ -48,6 +48,10 @@ _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = 
     ),
     (lambda shape: shape.position_embedding_type == "mrope", ("mrope_section",)),
     (
+        lambda shape: shape.position_embedding_type == "rope" and any(shape.windows),
+        ("window_rotary_base",),
+    ),
+    (
         lambda shape: shape.position_embedding_type == "rope",
         (
             *("rope_scaling_factor", "longrope_short_factor", "longrope_long_factor"),
@@ -100,6 +104,7 @@ class ModelShape:
     longrope_short_factor: tuple[float, ...] | None = None
     longrope_long_factor: tuple[float, ...] | None = None
     longrope_original_max_position_embeddings: int | None = None
+    window_rotary_base: float | None = None  # in layers with a window, if it is another one
     windows: tuple[int | None, ...] = ()  # per layer: number of earlier tokens it attends to
     qk_norm: str | None = None  # head: per head; wide: over all heads; latent: of MLA
     softmax_scale: float = 0.0

@@ -95,6 +95,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 6.0,
         },
     ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
     "phi3": (
         "Phi3",
         {"original_max_position_embeddings": 32, "sliding_window": 7, "rope_parameters": LONG},
@@ -192,8 +205,12 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 # Loaded here and not in a test: their modules set environment variables.
 _KINDS = {(kind, "LMHeadModel" if kind == "GPT2" else "ForCausalLM") for kind, _ in CASES.values()}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 CLASSES: dict[str, tuple[Any, Any]] = {
-    name: (getattr(transformers, f"{name}Config"), getattr(transformers, name + task))
+    name: (
+        getattr(transformers, _CONFIGS.get(name, f"{name}Config")),
+        getattr(transformers, name + task),
+    )
     for name, task in (*_KINDS, *((kind, task) for kind, task, _ in OTHERS.values()))
 }
 BERT_PARTS = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.config.errors import CheckpointError
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.convert import (
     BESIDE,
@@ -35,7 +36,7 @@ def config_of(folder: Path) -> dict:
 
 
 @pytest.mark.feature(
-    "Checkpoints: GPT-2, Llama 1-3, Mistral, Qwen2, Qwen3, Gemma 1-2, Phi-3 and OLMo-2 from and to "
+    "Checkpoints: GPT-2, Llama 1-3, Mistral, Qwen2, Qwen3, Gemma 1-3, Phi-3 and OLMo-2 from and to "
     "Hugging Face, bit for bit"
 )
 @pytest.mark.parametrize("case", models.CASES)
@@ -68,6 +69,43 @@ def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
     logits, heard = models.logits_of(again, ids)
     assert torch.equal(logits, expected)
     assert heard == ""
+
+
+def test_the_released_form_of_gemma_3_is_read_as_the_newer_one(tmp_path: Path) -> None:
+    models.make("gemma3", num_hidden_layers=7, layer_types=None).save_pretrained(tmp_path / "new")
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    config = config_of(tmp_path / "new")
+    ropes = config.pop("rope_parameters")
+    full, windowed = "full_attention", "sliding_attention"
+    assert config.pop("layer_types") == [windowed] * 5 + [full, windowed]
+    config |= {
+        "rope_theta": ropes[full].pop("rope_theta"),
+        "rope_scaling": ropes[full],
+        "rope_local_base_freq": ropes[windowed]["rope_theta"],
+        "sliding_window_pattern": config.pop("_sliding_window_pattern", 6),
+    }
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    asked = []
+    for name in ("new", "old"):
+        ours = tmp_path / f"{name}-ours"
+        request = ConversionRequest(source=tmp_path / name, target=ours, format=OURS, verify=False)
+        convert(request, quiet)
+        asked.append(open_checkpoint(ours).asked)
+    new, old = asked
+    assert old == new
+    assert new["window_rotary_base"] == 500
+    assert new["window_attn_skip_freq"] == [1, 1, 1, 1, 1, 0, 1]
+
+
+def test_scaled_positions_of_windowed_layers_are_refused(tmp_path: Path) -> None:
+    models.write(tmp_path, "gemma3")
+    config = config_of(tmp_path)
+    linear = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+    config["rope_parameters"]["sliding_attention"] = linear
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    request = ConversionRequest(source=tmp_path, target=tmp_path / "ours", format=OURS)
+    with pytest.raises(CheckpointError, match="rope_type linear of sliding_attention: only"):
+        convert(request, quiet)
 
 
 @pytest.mark.feature(

@@ -75,6 +75,23 @@ def test_interpolation_divides_positions() -> None:
     assert torch.equal(stretched.cos[::4], plain.cos)
 
 
+def test_windowed_layers_have_a_table_of_their_own_base_without_scaling() -> None:
+    scaled = {"seq_len_interpolation_factor": 2.0, "rope_scaling": True}
+    table = RotaryEmbedding(8, rotary_base=1e6, window_base=100.0, **scaled).table(
+        6, 0, torch.float32
+    )
+    expected = RotaryEmbedding(8, rotary_base=100).table(6, 0, torch.float32)
+    assert table.windowed is not None
+    assert torch.equal(table.windowed.cos, expected.cos)
+    assert torch.equal(table.windowed.sin, expected.sin)
+    assert not torch.equal(table.cos, expected.cos)
+    halved = table.with_tensors({name: x / 2 for name, x in table.tensors().items()})
+    assert halved.windowed is not None
+    assert torch.equal(halved.windowed.sin, expected.sin / 2)
+    assert torch.equal(halved.cos, table.cos / 2)
+    assert table.to(torch.float64).windowed.cos.dtype == torch.float64  # type: ignore[union-attr]
+
+
 def test_llama3_keeps_short_waves_and_divides_long_ones() -> None:
     base = base_frequencies(64, 10000)
     scaled = llama3_frequencies(base, RopeScaling(kind="llama3", factor=8))

@@ -23,6 +23,7 @@ def build_rotary(
         config.qk_pos_emb_head_dim if is_latent else config.kv_channels,
         rotary_interleaved=config.rotary_interleaved or is_latent,
         scaling=_scaling(config, max_sequence_length),
+        window_base=config.window_rotary_base,
         **of_rotary,
     )
 

@@ -73,6 +73,11 @@ class AttentionConfig:
         "list such as [1,1,0]*4, 1 is windowed and 0 is full.",
         parse=layer_frequency,
     )
+    window_rotary_base: float | None = _network(
+        None,
+        "Base of the rotary embedding in layers with a sliding window, which --rotary-base and "
+        "scaling of positions then do not reach; --rotary-base if not given.",
+    )
     attn_logit_softcapping: float | None = _network(
         None, "Soft-cap attention logits to plus or minus this value (tanh)."
     )

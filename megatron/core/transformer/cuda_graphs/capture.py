@@ -17,7 +17,7 @@ Collectives inside layers are captured too, so all ranks of a group must capture
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ def shared_tensors(shared: Shared) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, value in shared.items():
         if isinstance(value, RotaryTable):
-            found |= {f"{name}.cos": value.cos, f"{name}.sin": value.sin}
+            found |= {f"{name}.{part}": tensor for part, tensor in value.tensors().items()}
         elif torch.is_tensor(value):
             found[name] = value
     return found
@@ -90,8 +90,8 @@ def _with_tensors(shared: Shared, tensors: Mapping[str, Tensor]) -> Shared:
     result = dict(shared)
     for name, value in shared.items():
         if isinstance(value, RotaryTable):
-            cos, sin = tensors[f"{name}.cos"], tensors[f"{name}.sin"]
-            result[name] = replace(value, cos=cos, sin=sin)
+            parts = {part: tensors[f"{name}.{part}"] for part in value.tensors()}
+            result[name] = value.with_tensors(parts)
         elif torch.is_tensor(value):
             result[name] = tensors[name]
     return result

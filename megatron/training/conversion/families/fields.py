@@ -216,6 +216,35 @@ _ROPE_TYPES: dict[str, tuple[str, tuple[Field, ...]]] = {
 ROPE = Field(_read_rope, _write_rope)
 
 
+def _read_two_ropes(config: Config) -> Values:
+    """Read the bases of layers without and with a window, in the form of either transformers."""
+    ropes = config.get("rope_parameters") or {}
+    bases = {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})}
+    complete = {**bases, **ropes.get(_FULL, {})}
+    windowed = {
+        "rope_theta": config.get("rope_local_base_freq", 1e4),
+        "rope_type": "default",
+        **ropes.get(_WINDOWED, {}),
+    }
+    if windowed["rope_type"] != "default":
+        raise CheckpointError(
+            f"config.json has rope_type {windowed['rope_type']} of {_WINDOWED}: only default can "
+            "be converted"
+        )
+    return {
+        **_read_rope({**config, "rope_scaling": complete}),
+        "window_rotary_base": windowed["rope_theta"],
+    }
+
+
+def _write_two_ropes(shape: ModelShape) -> Values:
+    base = shape.rotary_base if shape.window_rotary_base is None else shape.window_rotary_base
+    return {**_write_rope(shape), "rope_local_base_freq": float(base)}
+
+
+TWO_ROPES = Field(_read_two_ropes, _write_two_ropes)
+
+
 def _read_mrope(config: Config) -> Values:
     rope = {"rope_theta": 1000000.0, **rope_of(config)}
     sections = rope.get("mrope_section", (16, 24, 24))

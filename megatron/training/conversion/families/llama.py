@@ -11,6 +11,7 @@ from megatron.training.conversion.families.fields import (
     LLAMA_OUTSIDE,
     MROPE,
     ROPE,
+    TWO_ROPES,
     activation,
     demand,
     norm,
@@ -129,6 +130,15 @@ _NORMS_BEHIND = {
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
 
+_NORMS_AROUND = {**_NORMS_BEHIND, "pre_mlp_layernorm": "pre_feedforward_layernorm"}
+_SCORE_SCALE = same(
+    "query_pre_attn_scalar",
+    "softmax_scale",
+    256,
+    lambda width: float(width**-0.5),
+    lambda scale: round(scale**-2),
+)
+
 # Gemma with norms before and after each part, soft caps, and a window in every other layer.
 GEMMA2 = llama_like(
     "gemma2",
@@ -137,17 +147,28 @@ GEMMA2 = llama_like(
     activation("hidden_activation", "gelu_pytorch_tanh"),
     same("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
     same("final_logit_softcapping", "final_logit_softcapping", 30.0),
-    same(
-        "query_pre_attn_scalar",
-        "softmax_scale",
-        256,
-        lambda width: float(width**-0.5),
-        lambda scale: round(scale**-2),
-    ),
+    _SCORE_SCALE,
     windows(lambda config, layer: layer % 2 == 0),
-    layer={**_NORMS_BEHIND, "pre_mlp_layernorm": "pre_feedforward_layernorm"},
+    layer=_NORMS_AROUND,
     always={**_GEMMA, "layer_norm_placement": "sandwich"},
 )
+
+# As Gemma 2, with norms of each head's queries and keys in place of soft caps of the scores, and
+# two bases of the rotary embedding: of layers with a window, and of every sixth, without.
+GEMMA3 = llama_like(
+    "gemma3_text",
+    "Gemma3",
+    *_GEMMA_FIELDS,
+    activation("hidden_activation", "gelu_pytorch_tanh"),
+    _SCORE_SCALE,
+    same("attn_logit_softcapping", "attn_logit_softcapping", None),
+    same("final_logit_softcapping", "final_logit_softcapping", None),
+    demand("use_bidirectional_attention", False),
+    windows(lambda config, layer: (layer + 1) % config.get("sliding_window_pattern", 6) != 0),
+    layer=_NORMS_AROUND,
+    always={**_GEMMA, "layer_norm_placement": "sandwich", "qk_norm": "head"},
+)
+GEMMA3 = replace(GEMMA3, fields=tuple(TWO_ROPES if f is ROPE else f for f in GEMMA3.fields))
 
 # One matrix for queries, keys and values, one for gate and up, and LongRoPE.
 PHI3 = llama_like(
@@ -176,4 +197,4 @@ OLMO2 = llama_like(
 )
 
 IN_VISION_LANGUAGE = (QWEN2_VL_TEXT, QWEN2_5_VL_TEXT)
-DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2)
+DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2)
