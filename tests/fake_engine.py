@@ -44,6 +44,9 @@ class FakeEngine:
         self.open: dict[str, Request] = {}
         self.num_added = 0
 
+    def prepare(self, request: Request) -> bool:
+        return True
+
     def add(self, request: Request) -> None:
         if len(self.open) >= self.max_requests:
             raise QueueFullError(f"{self.max_requests} requests wait: try again later")

@@ -1,62 +1,114 @@
 """Constraints on generated text: JSON schema, regular expression, Lark grammar, list of choices.
 
-llguidance (extra "serve") follows the bytes of the tokens through the grammar.  Rank 0 asks a
-matcher before each step which tokens may follow, and reports each token that was chosen.
+llguidance (extra "serve") follows the bytes of the tokens through the grammar, in processes with
+limits (`megatron.core.inference.grammar_worker`).  Rank 0 tells them each token that was chosen,
+and asks before the next step which tokens may follow.  It waits for a moment only: a text whose
+answer has not come is left out of the step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+import select
+import socket
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.core.inference.paged_engine.request import RequestError
+from megatron.core.inference import grammar_worker
+from megatron.core.inference.grammar_worker import (
+    ANSWER,
+    DROP,
+    NEW,
+    STEP,
+    WANTED_BY,
+    pack_vocabulary,
+)
+from megatron.core.inference.paged_engine.request import QueueFullError, RequestError
+from megatron.core.limited_processes import EXCEEDED, LENGTH, LimitedProcesses
 from megatron.core.optional import require
 
 _LARGEST_TEXT = 1 << 16  # characters
-_LONGEST_FORCED = 1 << 13  # bytes that follow without a choice; each step tokenises them again
-_KEPT_GRAMMARS = 16  # compiled ones, for requests that share a grammar
-# A step may take some 20 ms of the host; states take 2 kB each.
-_LIMITS = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 10_000,
-    "max_grammar_size": 100_000,
-    "verbose_errors": False,
-}
-_SPACES = r"[ \n]{1,40}"  # between tokens of JSON: a model must not write spaces for ever
+_KINDS = ("json_schema", "regex", "lark", "choice")
+_MOST_GRAMMARS = 128  # in use at the same time: each has a process
+_KEPT_GRAMMARS = 16  # compiled ones, for later requests that have the same grammar
+_LONGEST_WAIT_S = 0.02  # of a step, for an answer; less for a text whose last one was late
+_SHORTEST_WAIT_S = 0.001
+_PATIENCE_S = 60.0  # with a process that is stopped, or has no processor
+_READ_BYTES = 1 << 20
+_NOTHING: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class GrammarMatcher:
     """Where one text stands in its grammar: the `Matcher` of a request."""
 
-    def __init__(self, state: Any, vocabulary: _Vocabulary) -> None:
-        self._state = state
-        self._vocabulary = vocabulary
-        self._num_words = -(-len(vocabulary.tokens) // 32)
-        self.error = ""  # why the text cannot go on: the grammar needs more work than a step allows
+    def __init__(self, process: _GrammarProcess, number: int, num_words: int) -> None:
+        self._process = process
+        self._number = number
+        self._none = np.zeros(num_words, np.int32)
+        self._words: npt.NDArray[np.int32] | None = None  # None: an answer has not come
+        self._num_asked = 1
+        self._wait_s = 0.0  # the first answer comes when the grammar has been compiled
+        self._is_late = False
+        self._asked_at = time.monotonic()
+        self.error = ""  # why the text cannot go on
+        process.ask(number, NEW)
+
+    def is_ready(self) -> bool:
+        """Return whether `allowed` returns at once; wait for a moment if it was asked just now."""
+        if self._words is None:
+            self._wait(self._asked_at + self._wait_s - time.monotonic())
+            self._is_late |= self._words is None
+        return self._words is not None
 
     def allowed(self) -> npt.NDArray[np.int32]:
         """Return which tokens may follow: token t is bit t % 32 of word t // 32.
 
         A complete text allows the end-of-document token.  No token is allowed after an error.
         """
-        self._vocabulary.has_long_text = False
-        words = np.frombuffer(self._state.compute_bitmask(), dtype=np.int32)
-        if self._vocabulary.has_long_text:
-            self.error = f"the grammar forces more than {_LONGEST_FORCED} bytes in sequence"
-        elif self._state.is_error():
-            self.error = _reason(self._state.get_error())
-        return np.zeros(self._num_words, np.int32) if self.error else words
+        while self._words is None:
+            self._wait(_PATIENCE_S)
+        return self._words
 
     def accept(self, token: int) -> None:
         """Advance by an allowed token; after another one no token is allowed."""
-        self._state.consume_token(token)
+        if self.error:
+            return
+        if self._wait_s == 0:
+            self._wait_s = _LONGEST_WAIT_S
+        elif self._is_late:
+            self._wait_s = max(self._wait_s / 2, _SHORTEST_WAIT_S)
+        else:
+            self._wait_s = min(self._wait_s * 2, _LONGEST_WAIT_S)
+        self._is_late = False
+        self._words = None
+        self._num_asked += 1
+        self._asked_at = time.monotonic()
+        self._process.ask(self._number, token)
+
+    def take(self, words: npt.NDArray[np.int32], error: str) -> None:
+        """Take an answer of the process."""
+        self._num_asked -= 1
+        self.error = error
+        if error:
+            self._words = self._none
+        elif self._num_asked == 0:
+            self._words = words
+
+    def _wait(self, seconds: float) -> None:
+        """Read answers until this text has one; return after some seconds even if it has none."""
+        end = time.monotonic() + seconds
+        self._process.exchange(0)
+        while self._words is None and (left := end - time.monotonic()) > 0:
+            self._process.exchange(left)
+        if self._words is None and time.monotonic() - self._asked_at > _PATIENCE_S:
+            self.take(self._none, f"its process has not answered for {_PATIENCE_S:g} s")
 
 
 class Grammars:
@@ -67,91 +119,130 @@ class Grammars:
     """
 
     def __init__(self, tokens: Sequence[bytes | None], eod: int) -> None:
-        self._library = require("llguidance", "a grammar in a request")
-        self._vocabulary = _Vocabulary(tokens, eod)
-        wrapper = self._library.TokenizerWrapper(self._vocabulary)
-        self._tokenizer = self._library.LLTokenizer(wrapper, eos_token=eod)
-        self._vocabulary.tokenize = self._tokenizer.greedy_tokenize
-        self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(self._compile)
+        require("llguidance", WANTED_BY)
+        self._num_words = -(-len(tokens) // 32)
+        self._processes = LimitedProcesses(grammar_worker.__name__, pack_vocabulary(tokens, eod))
+        self._processes.start()
+        self._in_use: weakref.WeakValueDictionary[tuple[str, str], _GrammarProcess] = (
+            weakref.WeakValueDictionary()
+        )
+        self._kept: OrderedDict[tuple[str, str], _GrammarProcess] = OrderedDict()
 
     def matcher(self, kind: str, text: str) -> GrammarMatcher:
         """Return a matcher at the start of a grammar.
 
         ``kind``: "json_schema", "regex", "lark", or "choice", whose text is a JSON list of strings.
-        Raises RequestError with the reason if no text fits or the grammar is too large.
+        The matcher has an ``error`` as soon as it is ready if no text fits, or if the grammar needs
+        too much time or memory.  Raises RequestError for a grammar of another kind or too long, and
+        QueueFullError if too many are in use.
         """
+        if kind not in _KINDS:
+            kinds = "json_schema, regex, lark or choice"
+            raise RequestError(f"grammar of kind {kind!r}: give {kinds}", "grammar")
         if len(text) > _LARGEST_TEXT:
             size = f"grammar of {len(text)} characters"
             raise RequestError(f"{size}: at most {_LARGEST_TEXT} are supported", "grammar")
-        return GrammarMatcher(self._compiled(kind, text).deep_copy(), self._vocabulary)
+        return self._process(kind, text).matcher(self._num_words)
 
-    def _compile(self, kind: str, text: str) -> Any:
-        of = self._library.LLMatcher
-        try:
-            if kind == "json_schema":
-                how = {"whitespace_pattern": _SPACES} if text.lstrip().startswith("{") else None
-                grammar = of.grammar_from_json_schema(text, overrides=how)
-            elif kind == "regex":
-                grammar = of.grammar_from_regex(text)
-            elif kind == "lark":
-                grammar = of.grammar_from_lark(text)
-            elif kind == "choice":
-                grammar = of.grammar_from_regex(_one_of(text))
-            else:
-                kinds = "json_schema, regex, lark or choice"
-                raise RequestError(f"grammar of kind {kind!r}: give {kinds}", "grammar")
-            limits = self._library.LLParserLimits(**_LIMITS)
-            state = of(self._tokenizer, grammar, log_level=0, limits=limits)
-        except RequestError:
-            raise
-        except (ValueError, RecursionError) as error:  # not JSON, not Unicode, or nested too deeply
-            raise RequestError(f"{kind} grammar: {_reason(str(error))}", "grammar") from error
-        reason = _reason(state.get_error())
-        if not reason:  # most errors are found with the first token
-            first = GrammarMatcher(state.deep_copy(), self._vocabulary)
-            first.allowed()
-            reason = first.error
-        if reason:
-            raise RequestError(f"{kind} grammar: {reason}", "grammar")
-        return state
+    def close(self) -> None:
+        """End the processes that no matcher uses."""
+        self._kept.clear()
+        self._processes.close()
+
+    def _process(self, kind: str, text: str) -> _GrammarProcess:
+        found = self._in_use.get((kind, text))
+        if found is None or found.failure:
+            self._kept.pop((kind, text), None)
+            while len(self._in_use) >= _MOST_GRAMMARS and self._kept:
+                self._kept.popitem(last=False)
+            if len(self._in_use) >= _MOST_GRAMMARS:
+                raise QueueFullError(
+                    f"{_MOST_GRAMMARS} grammars are in use, the most at the same time: try again "
+                    "later"
+                )
+            found = _GrammarProcess(self._processes.open(), kind, text)
+            self._in_use[kind, text] = found
+        self._kept[kind, text] = found
+        self._kept.move_to_end((kind, text))
+        if len(self._kept) > _KEPT_GRAMMARS:
+            self._kept.popitem(last=False)
+        return found
 
 
-class _Vocabulary:
-    """The tokenizer as llguidance expects one; it tokenises bytes that a grammar forces."""
+class _GrammarProcess:
+    """The connection to the process of one grammar.  It never waits for the process to read."""
 
-    bos_token_id = None
+    def __init__(self, connection: socket.socket, kind: str, text: str) -> None:
+        self.failure = ""
+        self._kind = kind
+        self._connection = connection
+        self._connection.setblocking(False)
+        self._matchers: weakref.WeakValueDictionary[int, GrammarMatcher] = (
+            weakref.WeakValueDictionary()
+        )
+        self._numbers = count()
+        self._unsent = bytearray()
+        self._received = bytearray()
+        self._send(json.dumps([kind, text]).encode())
 
-    def __init__(self, tokens: Sequence[bytes | None], eod: int) -> None:
-        self.tokens = [token or b"" for token in tokens]  # empty ones are never allowed
-        self.tokens[eod] = b"<eod>"
-        self.eos_token_id = eod
-        self.special_token_ids = [eod]
-        self.tokenize: Callable[[str], list[int]] | None = None
-        self.has_long_text = False
+    def matcher(self, num_words: int) -> GrammarMatcher:
+        """Return a matcher at the start of the grammar."""
+        number = next(self._numbers)
+        found = GrammarMatcher(self, number, num_words)
+        self._matchers[number] = found
+        weakref.finalize(found, self.ask, number, DROP).atexit = False
+        return found
 
-    def __call__(self, text: bytes) -> list[int]:
-        self.has_long_text |= len(text) > _LONGEST_FORCED
-        return self.tokenize(text.decode()) if self.tokenize else []
+    def ask(self, number: int, token: int) -> None:
+        """Tell the process how a text goes on; it answers unless that is dropped."""
+        self._send(STEP.pack(number, token))
 
+    def exchange(self, seconds: float) -> None:
+        """Send and receive what can be, waiting for it at most so long."""
+        if not self.failure:
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN | (select.POLLOUT * bool(self._unsent)))
+            try:
+                if poll.poll(1000 * seconds):
+                    self._flush()
+                    self._receive()
+            except OSError:
+                self.failure = EXCEEDED
+        if self.failure:
+            for matcher in list(self._matchers.values()):
+                matcher.take(_NOTHING, f"{self._kind} grammar: {self.failure}")
 
-def _one_of(text: str) -> str:
-    """Return a regular expression for the strings of a JSON list."""
-    choices = json.loads(text)
-    if not isinstance(choices, list) or not all(isinstance(c, str) for c in choices):
-        raise RequestError("choice grammar: give a JSON list of strings", "grammar")
-    if not choices:
-        raise RequestError("choice grammar: give at least one string", "grammar")
-    return "|".join("".join(_literal(c) for c in choice) for choice in choices)
+    def _send(self, data: bytes) -> None:
+        self._unsent += LENGTH.pack(len(data)) + data
+        with suppress(OSError):  # `exchange` reports it
+            self._flush()
 
+    def _flush(self) -> None:
+        with suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
 
-def _literal(character: str) -> str:
-    if character.isascii() and character.isalnum():
-        return character
-    return f"\\x{{{ord(character):x}}}"
+    def _receive(self) -> None:
+        with suppress(BlockingIOError):
+            data = self._connection.recv(_READ_BYTES)
+            if not data:
+                self.failure = EXCEEDED
+            self._received += data
+        at = 0
+        while len(self._received) >= (start := at + LENGTH.size):
+            end = start + LENGTH.unpack_from(self._received, at)[0]
+            if end > len(self._received):
+                break
+            self._take(bytes(self._received[start:end]))
+            at = end
+        del self._received[:at]
 
-
-def _reason(text: str) -> str:
-    """Return the library's message without dumps of its state, on one line of limited length."""
-    if text.startswith("NoExtension"):
-        return "no text of this vocabulary fits"
-    return " ".join(text.split("\n<state>")[0].replace("<non-verbose/>", "").split())[:300]
+    def _take(self, answer: bytes) -> None:
+        number, has_words = ANSWER.unpack_from(answer)
+        matcher = self._matchers.get(number)
+        if matcher is None:  # dropped meanwhile
+            return
+        if has_words:
+            matcher.take(np.frombuffer(answer, np.int32, offset=ANSWER.size), "")
+        else:
+            matcher.take(_NOTHING, answer[ANSWER.size :].decode())

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
+import socket
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron.core.limited_processes import EXCEEDED, LimitedProcesses, receive, send
 from megatron.inference.server import template_worker
 from megatron.inference.server.errors import ApiError
 
-_START_TIMEOUT_S = 60.0  # for a process that imports jinja2
+_PATIENCE_S = 60.0  # with a process that is stopped, or has no processor
 
 
 class ChatTemplate:
@@ -22,8 +22,8 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._lock = asyncio.Lock()
-        self._process: Any = None
-        self._connection: Connection | None = None
+        self._processes = LimitedProcesses(template_worker.__name__, json.dumps(source).encode())
+        self._connection: socket.socket | None = None
 
     async def render(self, variables: Mapping[str, Any]) -> str:
         """Return the prompt.  Raises ApiError if the template refuses the messages or fails."""
@@ -36,42 +36,30 @@ class ChatTemplate:
         return str(text)
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process = None
+        """End the processes."""
+        self._end()
+        self._processes.close()
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _ask(self, data: bytes) -> tuple[bool, str]:
         try:
-            if self._process is None:
-                problem = self._start()
-                if problem:
-                    self.close()
-                    return False, problem
-            assert self._connection is not None, "_start() sets it"
-            self._connection.send_bytes(data)
-            if not self._connection.poll(2 * template_worker.TIME_LIMIT_S):
-                self.close()
-                return False, "it does not end"
-            is_rendered, text = json.loads(self._connection.recv_bytes())
+            if self._connection is None:
+                self._connection = self._processes.open()
+                self._connection.settimeout(_PATIENCE_S)
+                is_compiled, problem = json.loads(receive(self._connection))
+                if not is_compiled:
+                    self._end()
+                    return False, str(problem)
+            send(self._connection, data)
+            is_rendered, text = json.loads(receive(self._connection))
             return bool(is_rendered), str(text)
+        except TimeoutError:
+            self._end()
+            return False, f"its process has not answered for {_PATIENCE_S:g} s"
         except (EOFError, OSError):
-            self.close()
-            return False, (
-                f"it takes more than {template_worker.TIME_LIMIT_S:g} s, or too much memory"
-            )
-
-    def _start(self) -> str:
-        """Start the process; return why the template does not compile, or nothing."""
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(
-            target=template_worker.serve, args=(other, self.source), daemon=True
-        )
-        self._process.start()
-        other.close()
-        if not self._connection.poll(_START_TIMEOUT_S):
-            return "its process does not start"
-        is_compiled, problem = json.loads(self._connection.recv_bytes())
-        return "" if is_compiled else str(problem)
+            self._end()
+            return False, EXCEEDED

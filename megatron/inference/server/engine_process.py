@@ -24,11 +24,13 @@ from megatron.inference.server import messages
 from megatron.inference.server.messages import EngineInfo, LineBuffer
 
 _READ_BYTES = 1 << 20
+_PREPARING_WAIT_S = 0.002  # of an idle engine, for grammars that are being compiled
 
 
 class ServedEngine(Protocol):
     """What the loop calls of an engine."""
 
+    def prepare(self, request: Request) -> bool: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> bool: ...
     def step(self) -> list[RequestOutput]: ...
@@ -66,6 +68,7 @@ class EngineLoop:
         self._update_weights = update_weights
         self._buffer = LineBuffer()
         self._open: set[str] = set()
+        self._preparing: dict[str, Request] = {}  # by id, in the order of their arrival
 
     def run(self) -> None:
         """Return when the front end has closed the connection."""
@@ -74,6 +77,7 @@ class EngineLoop:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._connection, selectors.EVENT_READ)
                 while self._read(selector):
+                    self._add_prepared()
                     if self._engine.has_unfinished:
                         self._step()
         except (BrokenPipeError, ConnectionResetError):
@@ -86,7 +90,8 @@ class EngineLoop:
 
     def _read(self, selector: selectors.BaseSelector) -> bool:
         """Handle messages, waiting for one if the engine is idle; False: no more will come."""
-        wait_s = 0 if self._engine.has_unfinished else None
+        wait_s = _PREPARING_WAIT_S if self._preparing else None
+        wait_s = 0 if self._engine.has_unfinished else wait_s
         if not selector.select(wait_s):
             return True
         data = self._connection.recv(_READ_BYTES)
@@ -108,6 +113,7 @@ class EngineLoop:
         if kind == "add":
             self._add(message)
         elif kind == "abort":
+            self._preparing.pop(message["id"], None)
             if message["id"] in self._open:
                 self._open.discard(message["id"])
                 self._engine.abort(message["id"])
@@ -121,20 +127,33 @@ class EngineLoop:
         else:
             raise messages.ProtocolError(f"message of the unknown type {kind!r}")
 
+    def _add_prepared(self) -> None:
+        """Add the requests whose grammars have been compiled; refuse those that cannot run."""
+        for request_id, request in list(self._preparing.items()):
+            try:
+                if not self._engine.prepare(request):
+                    continue
+                self._engine.add(request)
+            except MegatronError as error:
+                self._refuse(request_id, error)
+            else:
+                self._open.add(request_id)
+                self._send("accepted", id=request_id)
+            del self._preparing[request_id]
+
     def _add(self, message: dict[str, Any]) -> None:
         request_id = message["request"]["request_id"]
         try:
-            self._engine.add(messages.request_from_json(message["request"]))
-        except QueueFullError as error:
-            self._send("refused", id=request_id, reason="queue_full", message=str(error))
-        except RequestError as error:
-            values = {"reason": "request", "message": str(error), "param": error.param}
-            self._send("refused", id=request_id, **values)
+            self._preparing[request_id] = messages.request_from_json(message["request"])
         except MegatronError as error:
-            self._send("refused", id=request_id, reason="request", message=str(error), param=None)
+            self._refuse(request_id, error)
         else:
-            self._open.add(request_id)
-            self._send("accepted", id=request_id)
+            self._add_prepared()
+
+    def _refuse(self, request_id: str, error: MegatronError) -> None:
+        reason = "queue_full" if isinstance(error, QueueFullError) else "request"
+        param = error.param if isinstance(error, RequestError) else None
+        self._send("refused", id=request_id, reason=reason, message=str(error), param=param)
 
     def _update(self, message: dict[str, Any]) -> None:
         """Replace the weights; with an error message, the old ones stay."""

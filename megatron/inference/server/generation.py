@@ -13,6 +13,7 @@ from megatron.core.inference.paged_engine.request import (
     BeamParams,
     FinishReason,
     Request,
+    RequestError,
     TokenOutput,
 )
 from megatron.core.inference.sampling_params import SamplingParams
@@ -109,6 +110,8 @@ class Generation:
         """Yield what is new, sample by sample, until all have finished."""
         async for output in self._call.outputs():
             if output.finish_reason == "error":
+                if output.error_param is not None:
+                    raise RequestError(output.error, output.error_param)
                 raise ApiError(output.error or "the engine failed", status=500)
             sample = self.samples[output.request_id]
             sample.timer.received(len(output.new))

@@ -160,6 +160,7 @@ def output_to_json(output: RequestOutput) -> dict[str, Any]:
         found["finish"] = output.finish_reason
     if output.error:
         found["error"] = output.error
+        found["error_param"] = output.error_param
     if output.beams:
         found["beams"] = [
             [_tokens_to_json(b.tokens), b.score, b.finish_reason] for b in output.beams
@@ -181,6 +182,7 @@ def output_from_json(found: Mapping[str, Any]) -> RequestOutput:
         num_cached_prompt_tokens=found.get("cached", 0),
         weight_version=found.get("version", 0),
         error=found.get("error", ""),
+        error_param=found.get("error_param"),
         beams=tuple(
             Beam(_tokens_from_json(tokens), score, reason)
             for tokens, score, reason in found.get("beams", ())

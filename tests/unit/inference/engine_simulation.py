@@ -53,6 +53,8 @@ def sample(entries: np.ndarray, seed: int, last: int, mask: int = -1) -> int:
 class CountingMatcher:
     """Allows three tokens, which depend on those before, and the end after five tokens."""
 
+    error = ""
+
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
@@ -61,6 +63,9 @@ class CountingMatcher:
         if len(self.tokens) >= 5:
             found.add(EOD)
         return np.array([sum(1 << token for token in found)], dtype=np.int32)
+
+    def is_ready(self) -> bool:
+        return True
 
     def accept(self, token: int) -> None:
         assert self.allowed()[0] >> token & 1

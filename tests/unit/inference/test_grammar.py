@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.core.inference.grammar import GrammarMatcher, Grammars
-from megatron.core.inference.paged_engine.request import RequestError
+from megatron.core.inference.paged_engine.request import QueueFullError, RequestError
 from megatron.core.inference.paged_engine.step_plan import (
     NO_TOKEN,
     SAMPLE,
@@ -45,8 +45,17 @@ TOKENS[EOD] = None
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(TOKENS, EOD)
+def grammars() -> Iterator[Grammars]:
+    found = Grammars(TOKENS, EOD)
+    yield found
+    found.close()
+
+
+def reason_of(grammars: Grammars, kind: str, text: str) -> str:
+    """Return why a grammar is refused."""
+    matcher = grammars.matcher(kind, text)
+    assert tokens_of(matcher) == set()
+    return matcher.error
 
 
 def written(matcher: GrammarMatcher, seed: int, longest: int = 2000) -> bytes:
@@ -159,7 +168,6 @@ def test_requests_with_one_grammar_do_not_share_their_texts(grammars: Grammars) 
         ("json_schema", '{"$ref": "http://example.com/a"}', "does not fetch"),
         ("json_schema", '{"$ref": "file:///etc/passwd"}', "does not fetch"),
         ("json_schema", '{"a":' + "[" * 9000 + "]" * 9000 + "}", "recursion limit"),
-        ("json_schema", " " * 70000, "of 70000 characters: at most 65536"),
         ("regex", "(", "unclosed group"),
         ("regex", "(?=a)b", "look-around"),
         ("regex", "a{100000}", "more than 8192 bytes"),
@@ -171,17 +179,88 @@ def test_requests_with_one_grammar_do_not_share_their_texts(grammars: Grammars) 
         ("choice", '["a", 3]', "give a JSON list of strings"),
         ("choice", "[]", "give at least one string"),
         ("choice", "[" * 60000, "recursion"),
-        ("yaml", "", "grammar of kind 'yaml': give json_schema, regex, lark or choice"),
     ],
 )
 def test_a_grammar_that_no_text_fits_or_that_is_hostile_is_refused(
     grammars: Grammars, kind: str, text: str, reason: str
 ) -> None:
-    with pytest.raises(RequestError) as error:
+    found = reason_of(grammars, kind, text)
+    assert reason in found
+    assert len(found) < 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("json_schema", " " * 70000, "of 70000 characters: at most 65536"),
+        ("yaml", "", "grammar of kind 'yaml': give json_schema, regex, lark or choice"),
+    ],
+)
+def test_a_grammar_of_no_kind_or_too_long_is_refused_at_once(
+    grammars: Grammars, kind: str, text: str, reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason) as error:
         grammars.matcher(kind, text)
-    assert reason in str(error.value)
     assert error.value.param == "grammar"
-    assert len(str(error.value)) < 400
+
+
+INTERSECTION = json.dumps(
+    {"allOf": [{"type": "string", "pattern": ".*a.{%d}" % i} for i in range(30)]}
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("json_schema", INTERSECTION), ("regex", "(a{1000}){1000}")]
+)
+def test_a_grammar_that_takes_too_long_is_refused_while_others_are_followed(
+    grammars: Grammars, kind: str, text: str
+) -> None:
+    hostile = grammars.matcher(kind, text)
+    assert not hostile.is_ready()
+    other = grammars.matcher("regex", "a[bc]")
+    assert tokens_of(other) == {ord("a"), TOKENS.index(b"ab")}
+    assert not hostile.is_ready()
+    other.accept(ord("a"))
+    assert tokens_of(other) == {ord("b"), ord("c")}
+    assert tokens_of(hostile) == set()
+    assert hostile.error.startswith(f"{kind} grammar: ")
+    assert tokens_of(other) == {ord("b"), ord("c")}
+
+
+def test_a_text_that_takes_too_long_later_ends_without_harm_to_other_grammars(
+    grammars: Grammars,
+) -> None:
+    hostile = grammars.matcher("regex", "b|c(a{1000}){1000}")
+    tokens_of(hostile)
+    other = grammars.matcher("regex", "a[bc]")
+    assert tokens_of(other)
+    hostile.accept(ord("c"))
+    assert not hostile.is_ready()
+    other.accept(ord("a"))
+    assert tokens_of(other) == {ord("b"), ord("c")}
+    assert tokens_of(hostile) == set()
+    assert hostile.error
+
+
+def test_a_request_without_a_process_for_its_grammar_is_told_to_come_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grammars = Grammars(TOKENS, EOD)
+    monkeypatch.setattr("megatron.core.inference.grammar._MOST_GRAMMARS", 2)
+    matchers = [grammars.matcher("regex", f"x{i}") for i in range(2)]
+    with pytest.raises(QueueFullError, match="2 grammars are in use"):
+        grammars.matcher("regex", "x2")
+    del matchers[0]
+    assert tokens_of(grammars.matcher("regex", "x2"))
+    grammars.close()
+
+
+def test_grammars_go_on_after_the_end_of_their_first_process(grammars: Grammars) -> None:
+    process = grammars._processes._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert tokens_of(grammars.matcher("regex", "y+"))
 
 
 def test_a_grammar_that_needs_too_much_work_later_allows_no_token(grammars: Grammars) -> None:

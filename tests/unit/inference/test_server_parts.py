@@ -142,6 +142,27 @@ def test_the_loop_answers_each_message():
     assert not engine.open  # the front end has ended
 
 
+def test_a_request_waits_for_its_grammar_while_others_are_added(monkeypatch):
+    questions = []
+
+    def prepare(engine, request: Request) -> bool:
+        questions.append(request.request_id)
+        return request.grammar is None or questions.count(request.request_id) == 4
+
+    monkeypatch.setattr(FakeEngine, "prepare", prepare)
+    slow = Request("slow", [5], PARAMS, grammar=("regex", "a+"))
+    lost = Request("lost", [5], PARAMS, grammar=("regex", "b+"))
+    found, engine = _run(
+        [
+            *(messages.encode("add", request=messages.request_to_json(r)) for r in (slow, lost)),
+            messages.encode("abort", id="lost"),
+            messages.encode("add", request=messages.request_to_json(Request("r1", [5], PARAMS))),
+        ]
+    )
+    assert [m["id"] for m in found if m["type"] == "accepted"] == ["r1", "slow"]
+    assert engine.num_added == 2
+
+
 def test_wrong_parameters_are_refused():
     bad = messages.request_to_json(Request("r1", [5], PARAMS))
     bad["params"]["temperature"] = -1

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.inference.paged_engine.request import RequestError
 from megatron.core.inference.paged_engine.speculation import NgramDrafter, Speculation
-from megatron.core.inference.paged_engine.step_plan import SAMPLE
+from megatron.core.inference.paged_engine.step_plan import NO_TOKEN, SAMPLE, StepResult
 from tests.unit.inference.engine_simulation import EOD, CountingMatcher
 from tests.unit.inference.lanes import LIMITS, Lanes, make_request, random_work
 
@@ -148,6 +148,53 @@ def test_a_grammar_masks_the_sampled_row_and_decides_the_end() -> None:
     lanes.run()
     assert request.output[-1] == EOD
     assert lanes.outputs["a"][-1].finish_reason == "stop"
+
+
+class LateMatcher(CountingMatcher):
+    """Is not ready at every second question."""
+
+    num_questions = 0
+
+    def is_ready(self) -> bool:
+        self.num_questions += 1
+        return self.num_questions % 2 == 0
+
+
+def test_a_text_whose_grammar_is_late_is_left_out_of_steps_and_loses_no_token() -> None:
+    texts = []
+    for matcher in (CountingMatcher(), LateMatcher()):
+        lanes = Lanes()
+        late = make_request("late", 3, num_tokens_to_generate=40)
+        late.matcher = matcher
+        lanes.add(late)
+        lanes.add(make_request("other", 3, num_tokens_to_generate=8))
+        num_segments = []
+        while lanes.schedulers[0].has_unfinished:
+            plan = lanes.step()
+            num_segments.append(0 if plan is None else len(plan.segments))
+        lanes.check()
+        texts.append([request.output for request in lanes.requests.values()])
+        has_gaps = 1 in num_segments[2:6]  # the other request alone
+        assert has_gaps == isinstance(matcher, LateMatcher)
+    assert texts[0] == texts[1]
+
+
+def test_a_grammar_that_fails_ends_its_request_with_the_reason() -> None:
+    lanes = Lanes()
+    request = make_request("a", 3)
+    request.matcher = CountingMatcher()
+    lanes.add(request)
+    request.matcher.error = "too much work"
+    plan = lanes.schedulers[0].plan()
+    assert plan is not None
+    values = np.zeros((1, 0), np.float32)
+    nothing = StepResult(np.array([NO_TOKEN]), values.sum(1), values.astype(int), values)
+    (output,) = lanes.schedulers[0].record(plan, nothing)
+    assert (output.finish_reason, output.error) == ("error", "too much work")
+    assert output.error_param == "grammar"
+    with pytest.raises(RequestError, match="too much work") as found:
+        lanes.add(request)
+    assert found.value.param == "grammar"
 
 
 def test_grammars_that_cannot_be_followed_are_refused() -> None:

@@ -11,6 +11,7 @@ without work then computes an idle row.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ from megatron.core.inference.refit import Refit, note_new_weights
 
 _MOST_REQUESTS = 256  # that run at the same time, unless more are asked for
 _IMBALANCE = 4
+_PAUSE_S = 0.001  # of a step without work
 _STOP, _PLAN, _UPDATE = 0, 1, 2  # first number of a message to the other ranks
 _NOTHING = StepResult(
     np.zeros(0, np.int64),
@@ -157,11 +159,20 @@ class Engine:
 
     # ---- rank 0 ------------------------------------------------------------------------------
 
+    def prepare(self, request: Request) -> bool:
+        """Begin to compile the grammar of a request; return whether `add` need not wait for it.
+
+        Raises RequestError for a grammar that is refused at once; QueueFullError: many are in use.
+        """
+        if request.grammar is not None and request.matcher is None and self.make_matcher:
+            request.matcher = self.make_matcher(*request.grammar)
+        return request.matcher is None or request.matcher.is_ready()
+
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError: it can never run; QueueFullError: many wait."""
         self._check_content(request)
-        if request.grammar is not None and request.matcher is None and self.make_matcher:
-            request.matcher = self.make_matcher(*request.grammar)
+        if not self.prepare(request) and request.matcher is not None:
+            request.matcher.allowed()  # wait for it
         scheduler = self._home.get(request.fork_of or "") or self._route(request)
         scheduler.add(request)
         self._home[request.request_id] = scheduler
@@ -232,6 +243,8 @@ class Engine:
             )
         if self._num_lanes == 1:
             outputs += self._collected(lane)
+        if not (any(plans.values()) or self._flights):  # all requests wait for their grammars
+            time.sleep(_PAUSE_S)
         return outputs
 
     @property

@@ -56,6 +56,8 @@ def check_grammar(request: Request) -> None:
     """Raise RequestError if a request has a grammar that cannot be followed."""
     if request.grammar is not None and request.matcher is None:
         raise RequestError("this engine has no grammars: leave it out", "grammar")
+    if request.matcher is not None and request.matcher.error:
+        raise RequestError(request.matcher.error, "grammar")
     if request.matcher is not None and request.params.min_tokens:
         raise RequestError(
             f"min_tokens {request.params.min_tokens} does not go with a grammar, which decides "

@@ -35,7 +35,12 @@ class RequestStatus(Enum):
 
 
 class Matcher(Protocol):
-    """The state of a grammar for one request."""
+    """The state of a grammar for one request; ``error``: why its text cannot go on."""
+
+    error: str
+
+    def is_ready(self) -> bool:
+        """Return whether `allowed` returns at once; may wait for a moment."""
 
     def allowed(self) -> npt.NDArray[np.int32]:
         """Return which tokens may follow: token t is bit t % 32 of word t // 32."""
@@ -111,7 +116,8 @@ class RequestOutput(NamedTuple):
     ``prompt_scores``: of the prompt's tokens after its first, if the request asks for them; they
     come with the first token.  ``weight_version``: of the weights that computed the tokens.
     ``beams``: all texts of a beam search, best first; they and ``new``, the best one's tokens,
-    come when the search has ended.
+    come when the search has ended.  ``error``: why it ended, with the reason "error";
+    ``error_param``: the field of the request to change, if the request is the cause.
     """
 
     request_id: str
@@ -122,3 +128,4 @@ class RequestOutput(NamedTuple):
     weight_version: int = 0
     error: str = ""
     beams: tuple[Beam, ...] = ()
+    error_param: str | None = None

@@ -115,6 +115,11 @@ class RequestState:
         return self.goal - self.request.num_cached
 
     @property
+    def has_mask(self) -> bool:
+        """Whether a step can sample the next token without waiting for the grammar."""
+        return self.request.matcher is None or self.request.matcher.is_ready()
+
+    @property
     def num_reusable(self) -> int:
         """Number of tokens whose rows need not be computed if their keys are in the cache."""
         if self.num_scored < self.num_prompt - 1:
@@ -203,6 +208,13 @@ class RequestState:
         if self.request.matcher is not None:
             self.request.matcher.accept(token)
         return "length" if len(output) >= self.max_new else None
+
+    def why_no_token(self) -> tuple[str, str | None]:
+        """Return why no token could be sampled, and the field of the request that is the cause."""
+        matcher = self.request.matcher
+        if matcher is not None and matcher.error:
+            return matcher.error, "grammar"
+        return "the model gave no finite logits, or none of a token that is allowed", None
 
     def forget_scores(self) -> None:
         """Drop the log-probabilities of prompt tokens that have not been reported yet."""

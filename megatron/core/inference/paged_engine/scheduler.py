@@ -140,7 +140,7 @@ class Scheduler:
         step = StepBuilder(self.limits.max_step_tokens, self.limits.num_draft_layers)
         if self.pool.longest_short is not None:
             self._pre_empt_long()
-        ready = [s for s in self._running if not s.is_in_flight and not s.is_held]
+        ready = [s for s in self._running if not (s.is_in_flight or s.is_held) and s.has_mask]
         prompts = [s for s in ready if s.num_remaining > 1]
         spare = step.room - len(ready)  # for drafts
         spare -= sum(s.num_remaining - 1 for s in prompts)
@@ -209,7 +209,8 @@ class Scheduler:
         """Start requests in the order of their arrival, as long as slots, pages and rows last."""
         while step.room and self._slots and self._queue:
             state = self._queue.first()
-            if not (self.admits or state.has_begun) or not self._start(step, state):
+            may_start = (self.admits or state.has_begun) and state.has_mask
+            if not may_start or not self._start(step, state):
                 break
             self._add_rows(step, state, min(state.num_remaining, step.room))
 
@@ -394,6 +395,7 @@ class Scheduler:
             self._end(state)
         scores = tuple(state.scores)
         state.scores = []
+        error, param = state.why_no_token() if reason == "error" else ("", None)
         return RequestOutput(
             request.request_id,
             new,
@@ -401,8 +403,7 @@ class Scheduler:
             reason,
             state.num_cached_prompt_tokens or 0,
             rows.weight_version,
-            _NO_TOKEN_ERROR if reason == "error" else "",
-            beams,
+            *(error, beams, param),
         )
 
     def _accept(
@@ -446,5 +447,4 @@ class Scheduler:
         return found
 
 
-_NO_TOKEN_ERROR = "the model gave no finite logits, or none of a token that is allowed"
 _ORDER = attrgetter("order")

@@ -1,0 +1,167 @@
+"""Processes for untrusted work, each with limits on time and memory.
+
+Whoever has the work keeps a `LimitedProcesses`.  It starts one process, which imports what the work
+needs and then forks one more for each connection.  The kernel ends a forked process that computes
+for too long; its connection then reads as ended, and no other process is affected.
+
+The processes import this module, so that it imports no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+TIME_LIMIT_S = 2.0  # of the processor, for one piece of work
+MEMORY_LIMIT_BYTES = 256 << 20  # of a forked process, above what it has when it starts
+EXCEEDED = f"it takes more than {TIME_LIMIT_S:g} s, or too much memory"
+LENGTH = struct.Struct("<I")  # before each message: its number of bytes
+_START_AT_ONCE = 4  # forked processes that may have `one_of_few` at the same time
+_NICENESS = 5  # engine and front end come first
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+# What a forked process does with its connection.
+Work = Callable[[socket.socket, "Limits"], None]
+
+
+class LimitedProcesses:
+    """Starts processes that run ``main()`` of ``module``, which calls `fork_for_each_connection`.
+
+    ``setup``: bytes for the first process.  It starts with the first connection, and again if it
+    has ended.
+    """
+
+    def __init__(self, module: str, setup: bytes) -> None:
+        self._module = module
+        self._setup = setup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def open(self) -> socket.socket:
+        """Return the connection to a new process; the process ends when it is closed."""
+        mine, other = socket.socketpair()
+        with other:
+            try:
+                self._send(other)
+            except OSError:  # the first process has ended
+                self.close()
+                self._send(other)
+        return mine
+
+    def start(self) -> None:
+        """Start the first process if it does not run; do not wait for it."""
+        if self._process is not None:
+            return
+        self._control, other = socket.socketpair()
+        # The current directory leaves sys.path, so that the modules are this installation's.
+        program = "import sys; sys.path[0] = sys.argv.pop(1); import {0}; {0}.main()"
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program.format(self._module), _ROOT, str(other.fileno())],
+                pass_fds=(other.fileno(),),
+            )
+        send(self._control, self._setup)
+
+    def close(self) -> None:
+        """End the first process; forked ones end with their connections."""
+        if self._process is not None and self._control is not None:
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _send(self, connection: socket.socket) -> None:
+        self.start()
+        assert self._control is not None, "start() sets it"
+        socket.send_fds(self._control, [b"c"], [connection.fileno()])
+
+
+def send(connection: socket.socket, data: bytes) -> None:
+    """Send a message."""
+    connection.sendall(LENGTH.pack(len(data)) + data)
+
+
+def receive(connection: socket.socket) -> bytes:
+    """Return the next message.  Raises EOFError at the end of the connection."""
+    return _read(connection, LENGTH.unpack(_read(connection, LENGTH.size))[0])
+
+
+def fork_for_each_connection(prepare: Callable[[bytes], Work]) -> None:
+    """Fork a process that works for each connection, until the parent closes its own.
+
+    ``prepare`` gets the setup and imports all modules; it has no limits and sees no untrusted work.
+    This function returns in each forked process too, when its work is done.
+    """
+    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forked processes
+    records = os.memfd_create("limits")
+    with suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        work = prepare(receive(control))
+        for number in count():
+            data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not data:
+                return
+            with socket.socket(fileno=descriptors[0]) as connection:
+                if os.fork() == 0:
+                    control.close()
+                    os.nice(_NICENESS)
+                    _limit_memory()
+                    work(connection, Limits(records, number % _START_AT_ONCE))
+                    return
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits that a forked process sets for parts of its work.
+
+    ``place``: byte of the file ``records`` that few other processes use.
+    """
+
+    records: int
+    place: int
+
+    @contextmanager
+    def time(self) -> Iterator[None]:
+        """End this process if the block computes for more than TIME_LIMIT_S."""
+        # The default action of SIGPROF ends the process, also in code that runs for long in C.
+        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)
+        yield
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    @contextmanager
+    def one_of_few(self) -> Iterator[None]:
+        """Wait until few processes of this parent are in such a block: each may need much."""
+        # The lock belongs to this process, and ends with it.
+        fcntl.lockf(self.records, fcntl.LOCK_EX, 1, self.place)
+        yield
+        fcntl.lockf(self.records, fcntl.LOCK_UN, 1, self.place)
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    limit = used + MEMORY_LIMIT_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        found = connection.recv(min(size - len(data), 1 << 20))
+        if not found:
+            raise EOFError
+        data += found
+    return bytes(data)
