@@ -24,8 +24,12 @@ IMAGE_SUFFIXES = tuple("jpg jpeg png webp gif bmp tif tiff ppm avif".split())
 _JSON, _TEXT, _IMAGE, _OTHER = range(4)  # kinds of files
 _FORMAT = 1  # of the index
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
+_MOST_SHARDS = 1_000_000  # of one range
+_LONGEST_NUMBER = 18  # digits of its ends
 _HEADER_BYTES = 512
+# Exceptions of tarfile on damaged headers: large numbers, and headers of long names in sequence.
+_DAMAGED = (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,12 @@ class TarShard:
         last_key = None
         try:
             with tarfile.open(self.path, "r:") as tar:
+                at = 0
                 for member in tar:
+                    # Headers name their sizes: a negative one would lead to earlier headers again.
+                    if member.size < 0 or tar.offset <= at:  # type: ignore[attr-defined]
+                        raise self._damaged(f"{member.name} has a negative size")
+                    at = tar.offset  # type: ignore[attr-defined]
                     tar.members = []  # type: ignore[attr-defined]  # else it keeps every header
                     match = _NAME.fullmatch(member.name)
                     if not member.isreg() or match is None:
@@ -129,10 +138,10 @@ class TarShard:
                     if end > self.num_bytes:
                         raise self._damaged(f"{member.name} would end at byte {end}")
                     rows.append((sample, _kind(match[2]), member.offset_data, member.size))
-        except (tarfile.TarError, OSError, ValueError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise self._damaged(str(error)) from error
+        except DataError:  # a ValueError too
+            raise
+        except _DAMAGED as error:
+            raise self._damaged(str(error)[:200]) from error
         if not rows:
             raise DataError(f"{self.path} has no samples: files are named KEY.jpg and KEY.json")
         return [np.array(rows, np.int64)]
@@ -160,7 +169,8 @@ def shard_paths(path: str) -> list[str]:
     """Return the tar files of ``path``: one file, a directory of them, or a range.
 
     A range is written into the name: ``train-{0000..0127}.tar``.  Files of a directory are in the
-    order of their names.  Raises DataError for a directory without tar files and an empty range.
+    order of their names.  Raises DataError for a directory without tar files, and for an empty range
+    or one of more than a million shards.
     """
     if os.path.isdir(path):
         names = sorted(name for name in os.listdir(path) if name.endswith(".tar"))
@@ -170,8 +180,12 @@ def shard_paths(path: str) -> list[str]:
     found = _RANGE.search(path)
     if found is None:
         return [path]
-    first = int(found[1])
-    last = int(found[2])
+    first, last = (int(number[-_LONGEST_NUMBER:]) for number in found.groups())
+    if max(map(len, found.groups())) > _LONGEST_NUMBER or last - first >= _MOST_SHARDS:
+        raise DataError(
+            f"{path[:200]}: the range has more than {_MOST_SHARDS} shards, or numbers of more than "
+            f"{_LONGEST_NUMBER} digits: give a shorter range, or the directory of the shards"
+        )
     if first > last:
         raise DataError(f"{path}: the range {found[0]} is empty: give the smaller number first")
     before = path[: found.start()]

@@ -120,3 +120,55 @@ def test_a_shard_that_is_cut_or_removed_during_the_run_is_named(tmp_path: Path) 
     os.remove(path)
     with pytest.raises(DataError, match=r"s\.tar: .*gone"):
         shard.read(0)
+
+
+def header(name: str, size: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """Return a tar header whose size is the 12 bytes ``size``."""
+    data = bytearray(tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT))
+    data[124:136] = size.ljust(12, b"\0")
+    data[156:157] = kind
+    data[148:156] = b"%06o\0 " % (sum(data[:148]) + sum(data[156:]) + 8 * 32)
+    return bytes(data)
+
+
+def binary(number: int) -> bytes:
+    """Return a size in the base 256 of GNU tar."""
+    return number.to_bytes(12, "big", signed=True) if number < 0 else _large(number)
+
+
+def _large(number: int) -> bytes:
+    return b"\x80" + number.to_bytes(11, "big")
+
+
+PAX = b"23 size=-1000000000000\n"
+DAMAGED = {
+    "a negative size": header("a.jpg", binary(-1024)) + header("b.jpg", b"0") * 4,
+    "a size of minus one block": header("a.jpg", b"0") + header("b.jpg", binary(-512)),
+    "a size of minus nothing": header("a.jpg", b"0") + header("b.jpg", binary(-1)),
+    "a large size": header("a.jpg", binary(1 << 80)),
+    "a size of 9 exabytes": header("a.jpg", binary(1 << 63)),
+    "a negative size of extended headers": header("a", binary(-512), tarfile.XHDTYPE) * 3,
+    "a negative size in an extended header": (
+        header("a", b"%o" % len(PAX), tarfile.XHDTYPE)
+        + PAX.ljust(512, b"\0")
+        + header("a.jpg", b"0")
+    ),
+    "long names in sequence": (header("a", b"1", tarfile.GNUTYPE_LONGNAME) + bytes(512)) * 2000,
+    "a directory of negative size": header("a", binary(-512), tarfile.DIRTYPE) * 3,
+    "sparse files of large sizes": header("a.jpg", binary(1 << 70), tarfile.GNUTYPE_SPARSE) * 3,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_header_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "s.tar").write_bytes(DAMAGED[name].ljust(10240, b"\0"))
+    with pytest.raises(DataError, match=r"s\.tar"):
+        TarShard(str(tmp_path / "s.tar"))
+
+
+@pytest.mark.parametrize(
+    "numbers", ["0..999999999", "0..1000000", "0.." + "9" * 5000, "0" * 5000 + "0..1"]
+)
+def test_a_range_of_too_many_shards_is_refused(numbers: str) -> None:
+    with pytest.raises(DataError, match="the range has more than 1000000 shards"):
+        shard_paths(f"x-{{{numbers}}}.tar")
