@@ -108,7 +108,7 @@ def test_clients_at_the_same_time_get_the_text_of_the_engine(checkpoint, expecte
         assert (status, found["message"].split()[0]) == (400, "beam_width")
         schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
         schema["additionalProperties"] = False
-        patterns = [{"type": "string", "pattern": ".*a.{%d}" % i} for i in range(30)]
+        patterns = [{"type": "string", "pattern": f".*a.{{{i}}}"} for i in range(30)]
         kinds = [({"schema": schema}, True), ({"schema": {"enum": []}}, False)]
         kinds.append(({"schema": {"allOf": patterns}}, False))  # it needs minutes
         for kind, is_right in kinds:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.images import tiling
-from megatron.core.datasets.images.decode import decode_image
+from megatron.core.datasets.images.decode import decode_image, size_of_image
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
 from tests.transformers_release import need_tested_release
 
@@ -201,8 +201,11 @@ class TestDecoding:
     def test_large_images_are_refused_before_they_are_decoded(self) -> None:
         data = encoded(Image.new("1", (30000, 20000)))
         assert len(data) < 100_000
-        with pytest.raises(DataError, match="^a: more than 134217728 pixels"):
-            decode_image(data, "a")
+        for read in (decode_image, size_of_image):
+            with pytest.raises(DataError, match="^a: more than 134217728 pixels"):
+                read(data, "a")
+            with pytest.raises(DataError, match="^a: an image of 13000 x 12000 pixels, at most"):
+                read(encoded(Image.new("1", (13000, 12000))), "a")
         with pytest.raises(DataError, match="^a: an image of 20 x 10 pixels, at most 199"):
             decode_image(encoded(picture(20, 10)), "a", max_pixels=199)
 

@@ -205,7 +205,7 @@ def test_a_grammar_of_no_kind_or_too_long_is_refused_at_once(
 
 
 INTERSECTION = json.dumps(
-    {"allOf": [{"type": "string", "pattern": ".*a.{%d}" % i} for i in range(30)]}
+    {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}"} for i in range(30)]}
 )
 
 

@@ -6,6 +6,8 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -50,44 +52,54 @@ def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Any:
     damaged, truncated and unknown files, images of more than ``max_pixels`` pixels, and modes
     without a range of values, such as float.
     """
-    image_module = pillow()
     ops = pillow("PIL.ImageOps")
-    try:
-        with warnings.catch_warnings():
-            # Pillow warns of large images, which the limit below covers, and of odd metadata.
-            warnings.simplefilter("ignore")
-            image = image_module.open(io.BytesIO(data), formats=FORMATS)
-            width, height = image.size
-            if width * height > max_pixels:
-                raise DataError(
-                    f"{name}: an image of {width} x {height} pixels, at most {max_pixels} pixels "
-                    "are decoded: reduce it"
-                )
-            image.load()
-            upright = ops.exif_transpose(image)
-    except DataError:  # a ValueError too
-        raise
-    except image_module.DecompressionBombError as error:
-        raise DataError(f"{name}: more than {max_pixels} pixels ({error}): reduce it") from error
-    except _DAMAGED as error:
-        raise DataError(f"{name}: no image that can be decoded ({_short(error)})") from error
+    with _readable(name):
+        image = _opened(data, name, max_pixels)
+        image.load()
+        upright = ops.exif_transpose(image)
     return to_rgb(upright, name)
 
 
-def size_of_image(data: bytes, name: str) -> tuple[int, int]:
+def size_of_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return (width, height) of an image file as `decode_image` returns it, from its header alone.
 
-    Raises DataError for files whose header cannot be read.
+    Raises DataError for files whose header cannot be read, and images of more than ``max_pixels``.
     """
+    with _readable(name):
+        image = _opened(data, name, max_pixels)
+        width, height = image.size
+        is_turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
+    return (height, width) if is_turned else (width, height)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Raise DataError for what Pillow raises of a damaged file, and show no warning."""
     try:
         with warnings.catch_warnings():
+            # Pillow warns of large images, which are refused, and of odd metadata.
             warnings.simplefilter("ignore")
-            image = pillow().open(io.BytesIO(data), formats=FORMATS)
-            width, height = image.size
-            is_turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
+            yield
+    except DataError:  # a ValueError too
+        raise
     except _DAMAGED as error:
         raise DataError(f"{name}: no image that can be decoded ({_short(error)})") from error
-    return (height, width) if is_turned else (width, height)
+
+
+def _opened(data: bytes, name: str, max_pixels: int) -> Any:
+    """Return a PIL image whose header has been read."""
+    image_module = pillow()
+    try:
+        image = image_module.open(io.BytesIO(data), formats=FORMATS)
+    except image_module.DecompressionBombError as error:
+        raise DataError(f"{name}: more than {max_pixels} pixels ({error}): reduce it") from error
+    width, height = image.size
+    if width * height > max_pixels:
+        raise DataError(
+            f"{name}: an image of {width} x {height} pixels, at most {max_pixels} pixels are "
+            "decoded: reduce it"
+        )
+    return image
 
 
 def to_rgb(image: Any, name: str = "image") -> Any:
