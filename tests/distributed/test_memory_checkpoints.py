@@ -91,7 +91,8 @@ def test_two_runs_of_a_node_have_folders_of_their_own_and_unused_ones_are_delete
     claim_memory(second)
     of_first = memory_folder.memory_folder(first)
     assert len(list(memory.iterdir())) == 2
-    os.utime(of_first / "lock", (0, 0))
+    for path in (of_first, of_first / "lock"):
+        os.utime(path, (0, 0))
     third = config(save=str(tmp_path / "c"), non_persistent_local_ckpt_dir=str(memory))
     claim_memory(third)
     assert of_first.exists(), "a process holds its lock"

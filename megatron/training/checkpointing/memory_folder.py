@@ -6,20 +6,17 @@ The folder outlives a killed process, so the next start of the run, which has th
 resumes from it; a lost node is replaced by the copies on its peers.  Runs with another --save have
 another folder.  The supervisor may name another folder in MEGATRON_MEMORY_DIR.
 
-Every process of the run holds a shared lock on the file ``lock``.  A folder is deleted at the
-normal end of its run.  A start also deletes folders of the same user that no process holds and that
-have not been used for an hour: a run that is being restarted needs its folder for minutes.
+Every process of the run holds a lock on the folder (`megatron.training.process.shared_memory`).  It
+is deleted at the normal end of its run.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import os
 import shutil
 import stat
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,11 +29,9 @@ from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.dist_checkpointing.local import Replication
 from megatron.core.rank_local import each_rank_owns
 from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.process.shared_memory import SHARED_MEMORY, lock_folder
 
 FOLDER = "MEGATRON_MEMORY_DIR"
-_PARENT = "/dev/shm"
-_LOCK = "lock"
-_UNUSED_S = 3600.0
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _held: dict[Path, io.FileIO] = {}  # folder -> its locked file
 each_rank_owns(__name__, "_held")
@@ -58,9 +53,7 @@ def claim_memory(config: CheckpointConfig) -> None:
     """
     folder = memory_folder(config)
     if folder not in _held:
-        _sweep(folder.parent, keep=folder)
         _held[folder] = _locked(folder)
-    os.utime(folder / _LOCK)
 
 
 def remove_memory(config: CheckpointConfig) -> None:
@@ -115,7 +108,7 @@ def bytes_per_node(parts: Sequence[tuple[str, int]], replication: Replication) -
 
 
 def _parent(config: CheckpointConfig) -> Path:
-    return Path(config.non_persistent_local_ckpt_dir or _PARENT)
+    return Path(config.non_persistent_local_ckpt_dir or SHARED_MEMORY)
 
 
 def _locked(folder: Path) -> io.FileIO:
@@ -132,25 +125,7 @@ def _locked(folder: Path) -> io.FileIO:
             f"{folder} is on a file system of type {kind}, not in memory: give "
             "--non-persistent-local-ckpt-dir a tmpfs, or use --non-persistent-ckpt-type local"
         )
-    while True:
-        file = io.FileIO(folder / _LOCK, "a")
-        fcntl.flock(file, fcntl.LOCK_SH)
-        with suppress(FileNotFoundError):
-            if os.fstat(file.fileno()).st_ino == (folder / _LOCK).stat().st_ino:
-                return file
-        file.close()  # another start has deleted the folder before this process had the lock
-        folder.mkdir(mode=0o700, exist_ok=True)
-
-
-def _sweep(parent: Path, keep: Path) -> None:
-    """Delete the folders of this user's ended runs."""
-    for folder in parent.glob(f"megatron-{os.getuid()}-*"):
-        with suppress(OSError):
-            lock = folder / _LOCK
-            if folder != keep and time.time() - lock.stat().st_mtime > _UNUSED_S:
-                with open(lock, "ab") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: a process holds it
-                    shutil.rmtree(folder, ignore_errors=True)
+    return lock_folder(folder)
 
 
 def _free_bytes(folder: Path) -> int:

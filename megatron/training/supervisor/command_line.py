@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.process.shared_memory import SHARED_MEMORY
 from megatron.training.supervisor.agent import Times
 from megatron.training.supervisor.policy import Options
 from megatron.training.supervisor.rendezvous import check_parameters
@@ -32,7 +33,6 @@ _NOT_NEGATIVE = (
     *("max_restarts", "max_no_progress_restarts", "min_progress_iterations"),
     *("restart_backoff", "peer_timeout", "node_timeout"),
 )
-_SHARED_MEMORY = Path("/dev/shm")
 _ENDING_SIGNALS = "SIGHUP,SIGQUIT"  # which torch's agent handles; `stop` handles the others
 
 
@@ -56,7 +56,7 @@ class Launch:
     def memory(self) -> Path:
         """Folder of this run and node in shared memory."""
         name = f"megatron-{os.getuid()}-{self.config.run_id}-{self.node}"
-        return _SHARED_MEMORY / re.sub(r"[^\w.-]", "_", name)
+        return SHARED_MEMORY / re.sub(r"[^\w.-]", "_", name)
 
 
 def parser() -> argparse.ArgumentParser:

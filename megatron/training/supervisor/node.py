@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 from megatron.core.config.errors import ConfigError, LaunchError, MegatronError
 from megatron.core.dist_checkpointing.folders import published
 from megatron.training.fault_tolerance.limits import STATE_FILE, Limits
+from megatron.training.process.shared_memory import HEARTBEATS, lock_folder
 from megatron.training.supervisor.agent import AttemptAgent
 from megatron.training.supervisor.command_line import Launch, value_of
 from megatron.training.supervisor.connection import Connector
@@ -43,8 +44,6 @@ from megatron.training.supervisor.stop import StopRequested, StopSignals
 # A program: its command line -> exit status and output.  megatron itself starts none.
 Runner = Callable[[Sequence[str]], tuple[int, str]]
 _MEMORY_DIR = "MEGATRON_MEMORY_DIR"  # of --non-persistent-ckpt-type in_memory
-_OWNER = "supervisor"  # file with its process id, in the folder in shared memory
-_UNUSED_S = 3600.0
 _MARGIN_S = 20.0  # for reports of other nodes, beyond the time in which they end their ranks
 _FAREWELL_S = 5.0  # for other nodes to read the decision from the store that this node may host
 
@@ -78,7 +77,7 @@ class Supervisor:
         script = self._launch.script
         if value_of(script, "--non-persistent-local-ckpt-dir") is None:
             os.environ.setdefault(_MEMORY_DIR, str(self._launch.memory / "memory"))
-        claim_memory(self._launch.memory)
+        lock = lock_folder(self._launch.memory)
         self._stop.install(self._launch.signals)
         try:
             decision = self._attempts()
@@ -94,6 +93,7 @@ class Supervisor:
         finally:
             self._stop.has_ranks = True  # from here on a signal must not interrupt
             shutil.rmtree(self._launch.memory, ignore_errors=True)
+            lock.close()
         text = self._ended or exit_text(decision, [*self._earlier_outcomes(), *self._outcomes])
         if self._ended is not None or not self._has_waited:  # else the result is not known
             write_exit(self._launch.folder, text)
@@ -258,7 +258,7 @@ class Supervisor:
         )
         assert config.logs_specs is not None, "the command line sets it"
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-        detector = HangDetector(launch.memory / "heartbeats", self._limits)
+        detector = HangDetector(launch.memory / HEARTBEATS, self._limits)
         return AttemptAgent(
             spec,
             config.logs_specs,
@@ -271,7 +271,7 @@ class Supervisor:
         )
 
     def _limits(self) -> Limits:
-        learnt = Limits.load(self._launch.memory / "heartbeats" / STATE_FILE)  # in this attempt
+        learnt = Limits.load(self._launch.memory / HEARTBEATS / STATE_FILE)  # in this attempt
         save = value_of(self._launch.script, "--save")
         saved = Limits() if save is None else Limits.load(Path(save) / STATE_FILE)
         return saved.updated(learnt)
@@ -367,23 +367,6 @@ class Supervisor:
                 here = store.add("left", 0)
         except (dist.DistError, RendezvousError):
             pass  # the host has ended
-
-
-def claim_memory(folder: Path) -> None:
-    """Create this run's folder in shared memory; delete those of killed supervisors.
-
-    A folder with in-memory checkpoints is kept for an hour, because its run may be started again.
-    """
-    for other in folder.parent.glob(f"megatron-{os.getuid()}-*"):
-        owner = other / _OWNER
-        with contextlib.suppress(OSError, ValueError):
-            is_alive = Path(f"/proc/{int(owner.read_text())}").exists()
-            is_old = time.time() - owner.stat().st_mtime > _UNUSED_S
-            has_checkpoints = any((other / "memory").glob("*"))
-            if other != folder and not is_alive and (is_old or not has_checkpoints):
-                shutil.rmtree(other, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (folder / _OWNER).write_text(str(os.getpid()))
 
 
 def restart_flags(script: Sequence[str], history: History) -> list[str]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.process.shared_memory import lock_folder
 from megatron.training.supervisor import command_line
 from megatron.training.supervisor.command_line import parse, parser, value_of
-from megatron.training.supervisor.node import claim_memory, older_checkpoint, restart_flags
+from megatron.training.supervisor.node import older_checkpoint, restart_flags
 from megatron.training.supervisor.policy import History
 from megatron.training.supervisor.rendezvous import nodes_that_fit
 from tests.unit.dist_checkpointing.tiny import publish_model
@@ -125,17 +128,30 @@ def test_the_checkpoint_before_the_loaded_one_is_found(tmp_path: Path) -> None:
     assert older_checkpoint(str(tmp_path / "iter_0000009")) is None, "it is gone"
 
 
-def test_the_memory_of_a_killed_supervisor_is_deleted_at_the_next_start(tmp_path: Path) -> None:
-    names = ("dead", "alive", "resumable")
-    dead, alive, resumable = (tmp_path / f"megatron-{os.getuid()}-{name}" for name in names)
-    for folder in (dead, alive, resumable):
-        folder.mkdir()
-        (folder / "supervisor").write_text("1" if folder == alive else str(2**22 + 1))
-    (resumable / "memory").mkdir()
-    (resumable / "memory/lock").touch()
+def test_the_memory_of_killed_runs_is_deleted_at_the_next_start(tmp_path: Path) -> None:
+    names = ("dead", "alive", "resumable", "old", "starting", "rank alive")
+    folders = {name: tmp_path / f"megatron-{os.getuid()}-{name}" for name in names}
+    for name, folder in folders.items():
+        (folder / "heartbeats").mkdir(parents=True)
+        if name != "starting":
+            (folder / "lock").touch()
+    for name in ("resumable", "old", "rank alive"):
+        (folders[name] / "memory").mkdir()
+        (folders[name] / "memory/lock").touch()
+    for name in ("old", "rank alive"):
+        for path in (folders[name], *folders[name].rglob("*")):
+            os.utime(path, (0, 0))
+    (tmp_path / f"megatron-{os.getuid() + 1}-other").mkdir()
+    other_name = f"megatron-{os.getuid()}-link"
+    (tmp_path / other_name).symlink_to(tmp_path / f"megatron-{os.getuid() + 1}-other")
     mine = tmp_path / f"megatron-{os.getuid()}-mine"
-    claim_memory(mine)
-    assert sorted(tmp_path.iterdir()) == sorted([alive, resumable, mine])
+    with ExitStack() as held:
+        for lock in (folders["alive"] / "lock", folders["rank alive"] / "memory/lock"):
+            fcntl.flock(held.enter_context(lock.open()), fcntl.LOCK_SH)
+        held.enter_context(lock_folder(mine))
+        kept = {path.name.removeprefix(f"megatron-{os.getuid()}-") for path in tmp_path.iterdir()}
+    others = {"link", f"megatron-{os.getuid() + 1}-other"}
+    assert kept == {"alive", "resumable", "starting", "rank alive", "mine", *others}
 
 
 def test_the_largest_number_of_nodes_that_the_flags_allow_trains() -> None:
