@@ -17,6 +17,7 @@ _KEY = "option"
 SAME = object()  # the command line's default is the field's default
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+MAX_THREADS = 256  # worker processes or threads of a rank: each has a copy of much
 MAX_LAYERS = 100_000  # far more than any model has; plans and checks list the layers
 
 

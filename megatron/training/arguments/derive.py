@@ -247,7 +247,7 @@ def positions(ns: Namespace) -> None:
     --position-embedding-type yarn means rope with --rope-type yarn.  Other types switch off the
     fused kernel of rotary embeddings (--no-rope-fusion).
     """
-    if ns.use_rotary_position_embeddings:
+    if ns.use_rotary_position_embeddings and ns.position_embedding_type != "yarn":
         ns.position_embedding_type = "rope"
     if ns.position_embedding_type == "yarn":
         ns.position_embedding_type, ns.rope_type = "rope", "yarn"

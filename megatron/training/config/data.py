@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config.option import option
+from megatron.core.config.option import MAX_THREADS, option
 from megatron.core.registry import Registry
 
 # Values are functions of user code; see megatron.training.data.
@@ -90,7 +90,7 @@ class DataConfig:
     short_seq_prob: float = _data(
         0.1, "Fraction of BERT and T5 samples that are shorter than the sequence length."
     )
-    num_workers: int = _data(2, "Data loader worker processes per rank.")
+    num_workers: int = _data(2, "Data loader worker processes per rank.", at_most=MAX_THREADS)
     reset_position_ids: bool = _data(
         False, "Restart position ids at 0 after each end-of-document token."
     )
@@ -104,7 +104,7 @@ class DataConfig:
         "--reset-attention-mask.",
     )
     num_dataset_builder_threads: int = _data(
-        1, "Threads that build the datasets at start-up.", at_least=1
+        1, "Threads that build the datasets at start-up.", at_least=1, at_most=MAX_THREADS
     )
     object_storage_cache_path: str | None = _data(
         None, "Directory that caches index files from object storage."

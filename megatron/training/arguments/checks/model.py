@@ -41,6 +41,17 @@ def one_activation(run: RunConfig) -> Iterator[str]:
         yield f"{' and '.join(chosen)} exclude each other: keep the model's activation"
 
 
+def one_kind_of_positions(run: RunConfig) -> Iterator[str]:
+    """Refuse --use-rotary-position-embeddings with a type of position embedding that is another."""
+    kind = run.asked["position_embedding_type"]
+    is_default = kind == "learned_absolute"
+    if run.asked["use_rotary_position_embeddings"] and not (is_default or kind in ("rope", "yarn")):
+        yield (
+            f"--position-embedding-type {kind} and --use-rotary-position-embeddings, which means "
+            "--position-embedding-type rope, exclude each other: keep one of them"
+        )
+
+
 def clamps_leave_something(run: RunConfig) -> Iterator[str]:
     """Require a positive activation clamp: 0 would zero every gate."""
     clamp = run.model.activation_func_clamp_value
