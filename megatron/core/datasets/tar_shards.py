@@ -169,8 +169,8 @@ def shard_paths(path: str) -> list[str]:
     """Return the tar files of ``path``: one file, a directory of them, or a range.
 
     A range is written into the name: ``train-{0000..0127}.tar``.  Files of a directory are in the
-    order of their names.  Raises DataError for a directory without tar files, and for a range that is
-    empty or too long.
+    order of their names.  Raises DataError for a directory without tar files, and for an empty or
+    too long range.
     """
     if os.path.isdir(path):
         names = sorted(name for name in os.listdir(path) if name.endswith(".tar"))

@@ -7,10 +7,11 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from megatron.training.preprocess.inputs import (
 from megatron.training.preprocess.partitions import Manifest, Partitioning
 from megatron.training.preprocess.progress import Progress
 from megatron.training.preprocess.sentences import sentence_splitter
-from megatron.training.preprocess.workers import WorkerPool
+from megatron.training.preprocess.workers import WorkerPool, limit_workers
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.checks import check_eod
 from megatron.training.tokenizer.fast import TextEncoder, candidates, difference
@@ -45,6 +46,7 @@ from megatron.training.tokenizer.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
+_OTHER_FILES = 64  # that are open beside those of partitions
 _SAMPLE_POSITIONS = 8
 _SAMPLE_BYTES = 1 << 12  # text read at each position
 _SURROGATE = re.compile("[\ud800-\udfff]")  # invalid Unicode, which workers report
@@ -81,6 +83,13 @@ class PreprocessOptions:
         for flag, value in (("--workers", self.workers), ("--partitions", self.partitions)):
             if value < 1:
                 raise ConfigError(f"{flag} {value} must be at least 1")
+        # Dealing records keeps a file open for each partition.
+        most = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES, 1)
+        if self.partitions > most:
+            raise ConfigError(
+                f"--partitions {self.partitions} must be at most {most}: this process may not open "
+                "more files (ulimit -n)"
+            )
         directory = os.path.dirname(os.path.abspath(self.output_prefix))
         if not os.path.isdir(directory):
             raise ConfigError(
@@ -101,6 +110,7 @@ def preprocess(options: PreprocessOptions, tokenizer: MegatronTokenizer) -> list
 
     With partitions, a rerun continues where an earlier run was interrupted.
     """
+    options = replace(options, workers=limit_workers("--workers", options.workers))
     paths = find_inputs(options.input)
     check_one_kind(paths, options.record_format)
     sample = _sample(paths, options.record_format)

@@ -8,6 +8,7 @@ waiting, which bounds memory.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,23 @@ from megatron.training.preprocess.documents import BadRecord
 from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
 from megatron.training.preprocess.inputs import Block
 
+_PER_PROCESSOR = 4  # workers that are useful
+_FEWEST = 16  # workers that every machine may start
 _WINDOW = 4  # blocks per worker in progress, or waiting for an earlier block
+
+
+def limit_workers(flag: str, asked: int) -> int:
+    """Return how many of the workers of ``flag`` to start; log it if they are fewer than asked."""
+    num_processors = len(os.sched_getaffinity(0))
+    most = max(_FEWEST, _PER_PROCESSOR * num_processors)
+    if asked > most:
+        print(
+            f"> {flag} {asked}: this process has {num_processors} processors; more than {most} "
+            f"workers would only take memory; {most} are used",
+            file=sys.stderr,
+            flush=True,
+        )
+    return min(asked, most)
 
 
 class WorkerPool:
