@@ -17,15 +17,15 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-TIME_LIMIT_S = 2.0  # of the processor, for one piece of work
-MEMORY_LIMIT_BYTES = 256 << 20  # of a forked process, above what it has when it starts
-EXCEEDED = f"it takes more than {TIME_LIMIT_S:g} s, or too much memory"
+TIME_LIMIT_S = 2.0
+_MEMORY_LIMIT_BYTES = 256 << 20
 LENGTH = struct.Struct("<I")  # before each message: its number of bytes
 _START_AT_ONCE = 4  # forked processes that may have `one_of_few` at the same time
 _NICENESS = 5  # engine and front end come first
@@ -47,11 +47,12 @@ class LimitedProcesses:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._lock = threading.Lock()  # threads open connections
 
     def open(self) -> socket.socket:
         """Return the connection to a new process; the process ends when it is closed."""
         mine, other = socket.socketpair()
-        with other:
+        with other, self._lock:
             try:
                 self._send(other)
             except OSError:  # the first process has ended
@@ -97,10 +98,21 @@ def receive(connection: socket.socket) -> bytes:
     return _read(connection, LENGTH.unpack(_read(connection, LENGTH.size))[0])
 
 
-def fork_for_each_connection(prepare: Callable[[bytes], Work]) -> None:
+def exceeded(time_limit_s: float = TIME_LIMIT_S) -> str:
+    """Return why a process has ended without an answer."""
+    return f"it takes more than {time_limit_s:g} s, or too much memory"
+
+
+def fork_for_each_connection(
+    prepare: Callable[[bytes], Work],
+    time_limit_s: float = TIME_LIMIT_S,
+    memory_limit_bytes: int = _MEMORY_LIMIT_BYTES,
+) -> None:
     """Fork a process that works for each connection, until the parent closes its own.
 
     ``prepare`` gets the setup and imports all modules; it has no limits and sees no untrusted work.
+    ``time_limit_s``: of the processor, for one piece of work.  ``memory_limit_bytes``: of a forked
+    process, above what it has when it starts.
     This function returns in each forked process too, when its work is done.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -117,8 +129,8 @@ def fork_for_each_connection(prepare: Callable[[bytes], Work]) -> None:
                 if os.fork() == 0:
                     control.close()
                     os.nice(_NICENESS)
-                    _limit_memory()
-                    work(connection, Limits(records, number % _START_AT_ONCE))
+                    _limit_memory(memory_limit_bytes)
+                    work(connection, Limits(time_limit_s, records, number % _START_AT_ONCE))
                     return
 
 
@@ -126,17 +138,18 @@ def fork_for_each_connection(prepare: Callable[[bytes], Work]) -> None:
 class Limits:
     """Limits that a forked process sets for parts of its work.
 
-    ``place``: byte of the file ``records`` that few other processes use.
+    ``time_limit_s``: of `time`.  ``place``: the byte of the file ``records`` that it locks.
     """
 
+    time_limit_s: float
     records: int
     place: int
 
     @contextmanager
     def time(self) -> Iterator[None]:
-        """End this process if the block computes for more than TIME_LIMIT_S."""
+        """End this process if the block computes for more than the limit."""
         # The default action of SIGPROF ends the process, also in code that runs for long in C.
-        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)
+        signal.setitimer(signal.ITIMER_PROF, self.time_limit_s)
         yield
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -149,10 +162,10 @@ class Limits:
         fcntl.lockf(self.records, fcntl.LOCK_UN, 1, self.place)
 
 
-def _limit_memory() -> None:
+def _limit_memory(num_bytes: int) -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
-    limit = used + MEMORY_LIMIT_BYTES
+    limit = used + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -31,7 +31,7 @@ from megatron.core.inference.grammar_worker import (
     pack_vocabulary,
 )
 from megatron.core.inference.paged_engine.request import QueueFullError, RequestError
-from megatron.core.limited_processes import EXCEEDED, LENGTH, LimitedProcesses
+from megatron.core.limited_processes import LENGTH, LimitedProcesses, exceeded
 from megatron.core.optional import require
 
 _LARGEST_TEXT = 1 << 16  # characters
@@ -207,7 +207,7 @@ class _GrammarProcess:
                     self._flush()
                     self._receive()
             except OSError:
-                self.failure = EXCEEDED
+                self.failure = exceeded()
         if self.failure:
             for matcher in list(self._matchers.values()):
                 matcher.take(_NOTHING, f"{self._kind} grammar: {self.failure}")
@@ -226,7 +226,7 @@ class _GrammarProcess:
         with suppress(BlockingIOError):
             data = self._connection.recv(_READ_BYTES)
             if not data:
-                self.failure = EXCEEDED
+                self.failure = exceeded()
             self._received += data
         at = 0
         while len(self._received) >= (start := at + LENGTH.size):

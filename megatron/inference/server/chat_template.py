@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.limited_processes import EXCEEDED, LimitedProcesses, receive, send
+from megatron.core.limited_processes import LimitedProcesses, exceeded, receive, send
 from megatron.inference.server import template_worker
 from megatron.inference.server.errors import ApiError
 
@@ -62,4 +62,4 @@ class ChatTemplate:
             return False, f"its process has not answered for {_PATIENCE_S:g} s"
         except (EOFError, OSError):
             self._end()
-            return False, EXCEEDED
+            return False, exceeded()

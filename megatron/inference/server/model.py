@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.config.errors import DataError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.errors import ApiError
+from megatron.inference.server.image_worker import LimitedImageProcessor
 from megatron.inference.server.messages import EngineInfo
 from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
@@ -33,7 +34,9 @@ class Model:
         tokenizer = create_tokenizer(TokenizerSpec(**info.tokenizer))
         if info.images is None:
             return cls(info, tokenizer)
-        return cls(info, tokenizer, ImagePrompts(ImageInput.from_json(info.images), tokenizer))
+        images = ImageInput.from_json(info.images)
+        processor = LimitedImageProcessor(images.settings)
+        return cls(info, tokenizer, ImagePrompts(images, tokenizer, processor))
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ``ids``; ids of the vocabulary's padding have none."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -55,12 +55,28 @@ class ImageInput:
         return PromptImage(pixels, num_rows, size)
 
 
-class ImagePrompts:
-    """Turns text and images into prompts for a model that reads images."""
+class FileReader(Protocol):
+    """Reads image files, as `ImageProcessor` does."""
 
-    def __init__(self, images: ImageInput, tokenizer: MegatronTokenizer) -> None:
+    def read(self, data: bytes, name: str) -> tuple[np.ndarray, tuple[int, int]]:
+        """Return pixels of an image file, and its width and height.  Raises DataError."""
+
+
+class ImagePrompts:
+    """Turns text and images into prompts for a model that reads images.
+
+    ``file_reader`` reads image files, by default in this process.
+    """
+
+    def __init__(
+        self,
+        images: ImageInput,
+        tokenizer: MegatronTokenizer,
+        file_reader: FileReader | None = None,
+    ) -> None:
         self.input = images
         self._processor = ImageProcessor(images.settings)
+        self._file_reader = file_reader or self._processor
         self._tokenizer = tokenizer
 
     def prompt(
@@ -157,7 +173,7 @@ class ImagePrompts:
                 name = str(image)
                 image = Path(image).read_bytes()
             if isinstance(image, bytes):
-                pixels, size = self._processor.read(image, name)
+                pixels, size = self._file_reader.read(image, name)
             else:
                 pixels = self._processor.process(image, name)
                 size = image.size

@@ -209,6 +209,13 @@ class TestDecoding:
         with pytest.raises(DataError, match="^a: an image of 20 x 10 pixels, at most 199"):
             decode_image(encoded(picture(20, 10)), "a", max_pixels=199)
 
+    def test_a_jpeg_of_many_scans_is_refused(self) -> None:
+        data = encoded(picture(20, 10), "JPEG", progressive=True)
+        assert decode_image(data, "a").size == (20, 10)
+        last = data[data.rindex(b"\xff\xda") : -2]
+        with pytest.raises(DataError, match="^a: a JPEG of more than 100 scans"):
+            decode_image(data[:-2] + 100 * last + data[-2:], "a")
+
     def test_long_thin_images_are_refused_before_they_are_scaled(self) -> None:
         settings = ImageSettings(img_h=64, img_w=64, fit="crop", max_pixels=1 << 20)
         with pytest.raises(DataError, match="^b: .*1 x 1000 pixels becomes 64 x 64000"):

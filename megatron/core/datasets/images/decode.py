@@ -19,6 +19,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 MAX_PIXELS = 1 << 27  # 134 million; a decoded image has 3 bytes per pixel
 _DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N")
 
+_SCAN = b"\xff\xda"  # before each scan of a JPEG
+_MOST_SCANS = 100  # a progressive JPEG has some ten; a decoder goes over all pixels for each
 _ORIENTATION = 0x0112  # of EXIF data
 _TURNED = (5, 6, 7, 8)  # orientations that swap width and height
 
@@ -89,6 +91,8 @@ def _readable(name: str) -> Iterator[None]:
 def _opened(data: bytes, name: str, max_pixels: int) -> Any:
     """Return a PIL image whose header has been read."""
     image_module = pillow()
+    if data.startswith(b"\xff\xd8") and data.count(_SCAN) > _MOST_SCANS:
+        raise DataError(f"{name}: a JPEG of more than {_MOST_SCANS} scans: save it as baseline")
     try:
         image = image_module.open(io.BytesIO(data), formats=FORMATS)
     except image_module.DecompressionBombError as error:
@@ -124,5 +128,5 @@ def to_rgb(image: Any, name: str = "image") -> Any:
 
 
 def _short(error: Exception) -> str:
-    text = str(error).splitlines()[0] if str(error) else ""
+    text = str(error).partition(" <_io")[0].partition("\n")[0]  # without addresses
     return f"{type(error).__name__}: {text[:120]}"

@@ -1,0 +1,82 @@
+"""Processes for untrusted work: what they answer, and what remains when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.config.errors import DataError
+from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
+from megatron.inference.server.chat_template import ChatTemplate
+from megatron.inference.server.errors import ApiError
+from megatron.inference.server.image_worker import LimitedImageProcessor
+
+Image = pytest.importorskip("PIL.Image")
+SETTINGS = ImageSettings(img_h=24, img_w=24, tiling="dynamic", max_num_tiles=4)
+
+
+def encoded(size: tuple[int, int], kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, "red").save(file, kind)
+    return file.getvalue()
+
+
+def test_images_of_several_threads_have_the_pixels_of_this_process() -> None:
+    limited = LimitedImageProcessor(SETTINGS)
+    files = [encoded((24 * i, 24), kind) for i in (1, 2, 3) for kind in ("PNG", "JPEG", "WEBP")]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda data: limited.read(data, "image 0"), files))
+    for data, (pixels, size) in zip(files, found, strict=True):
+        expected, expected_size = ImageProcessor(SETTINGS).read(data, "a")
+        assert np.array_equal(pixels, expected)
+        assert size == expected_size
+
+
+def test_a_file_that_is_no_image_has_the_error_of_this_process() -> None:
+    settings = ImageSettings(img_h=24, img_w=24, max_pixels=1 << 12)
+    limited = LimitedImageProcessor(settings)
+    for data in (b"", b"\0" * 100, encoded((24, 24))[:60], encoded((40000, 1))):
+        with pytest.raises(DataError) as expected:
+            ImageProcessor(settings).read(data, "image 3")
+        with pytest.raises(DataError) as found:
+            limited.read(data, "image 3")
+        assert str(found.value) == str(expected.value)
+
+
+def test_an_image_whose_process_is_lost_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = LimitedImageProcessor(SETTINGS)
+
+    def lost() -> socket.socket:
+        mine, other = socket.socketpair()
+        other.close()
+        return mine
+
+    monkeypatch.setattr(limited._processes, "open", lost)
+    with pytest.raises(DataError, match="image 0: .* more than 10 s, or too much memory"):
+        limited.read(b"", "image 0")
+
+
+def test_a_template_is_rendered_again_after_its_process_was_killed() -> None:
+    template = ChatTemplate("{{ a }}\ud800{{ b }}", {"a": "x"})
+
+    async def render() -> str:
+        return await template.render({"b": "y"})
+
+    assert asyncio.run(render()) == "x\ud800y"
+    process = template._processes._process
+    assert process is not None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    for child in children.split():
+        os.kill(int(child), signal.SIGKILL)
+    with pytest.raises(ApiError, match="more than 2 s, or too much memory"):
+        asyncio.run(render())
+    assert asyncio.run(render()) == "x\ud800y"
+    template.close()
