@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from megatron.core.config.errors import DataError
+from megatron.core.device.process_memory import free_for_job
 from megatron.core.optional import require
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ _BLOCK = 1 << 24  # bytes of a jsonl file that one read searches for line ends
 _SHOWN = 10  # rows that an error message lists
 _SHORT = 16  # bytes of a line: one that is shorter may be blank
 _COMPRESSED = ".gz"
+_SHARE_OF_MEMORY = 4  # of the free memory, that decompressed rows may take: a copy is made
 _GZIP = b"\x1f\x8b"
 _JSON_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
 
@@ -120,9 +122,20 @@ def _open_json(path: str) -> Rows:
 
 
 def _decompressed(path: str) -> bytes:
+    free = free_for_job()
+    found = bytearray()
     try:
         with gzip.open(path) as file:
-            return file.read()
+            while block := file.read(_BLOCK):
+                found += block
+                if len(found) > free // _SHARE_OF_MEMORY:
+                    raise DataError(
+                        f"{path} has more than {len(found)} bytes when decompressed, which takes "
+                        f"too much of the {free} bytes of free memory: decompress the file"
+                    )
+            return bytes(found)
+    except DataError:  # no damage
+        raise
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be decompressed: {error}; copy it again") from None
 

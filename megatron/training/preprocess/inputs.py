@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.preprocess.compressed import SUFFIXES, pieces, uncompressed_extension
 from megatron.training.preprocess.file_kinds import HEAD_BYTES, is_parquet, refuse_binary
 
 BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK = 1 << 16
+_LARGEST_BLOCK = 1 << 30
 _WINDOW = 1 << 16  # bytes read in one call to find the end of a block
 _PLAIN_TEXT = (".txt", ".text")
 SAMPLE_BY = ("line", "paragraph", "document")
@@ -130,8 +131,18 @@ def _blocks_of_file(
     with open(path, "rb", buffering=0) as file:
         while start < end:
             cut = end if separator is None else _cut(file, separator, start + num_bytes, end)
+            _check_size(path, start, cut - start)
             yield Block(path, start, cut, cut - start)
             start = cut
+
+
+def _check_size(path: str, start: int, num_bytes: int) -> None:
+    """Raise DataError for a record that no worker can hold, or a file that decompresses to one."""
+    if num_bytes > _LARGEST_BLOCK:
+        raise DataError(
+            f"{path}: the record at byte {start} has more than {_LARGEST_BLOCK} bytes: write one "
+            "record per line, or cut the file"
+        )
 
 
 def _cut(file: BinaryIO, separator: re.Pattern[bytes], at: int, end: int) -> int:
@@ -155,6 +166,7 @@ def _blocks_of_stream(
     start, stored, wanted = 0, 0, num_bytes
     for piece, position in pieces(path, num_bytes):
         ready += piece
+        _check_size(path, start, len(ready))
         if separator is None or len(ready) < wanted:
             continue
         if cut := _last_end(separator, ready):

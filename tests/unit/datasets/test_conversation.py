@@ -204,6 +204,13 @@ def test_files_that_are_no_json_text_are_refused(tmp_path):
             open_rows(str(tmp_path / name))[0]
 
 
+def test_a_file_that_decompresses_to_more_than_memory_has_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.training.datasets.row_files.free_for_job", lambda: 1 << 24)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b" " * (1 << 23)))
+    with pytest.raises(DataError, match="has more than 8388608 bytes when decompressed"):
+        open_rows(str(tmp_path / "a.jsonl.gz"))
+
+
 def test_missing_and_unknown_files_are_reported(tmp_path):
     with pytest.raises(DataError, match="none.jsonl does not exist; give a jsonl or parquet file"):
         open_rows(str(tmp_path / "none.jsonl"))

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.training.preprocess import run, workers
+from megatron.training.preprocess import inputs, run, workers
 from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
 from megatron.training.preprocess.inputs import Block
 from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer, fast
@@ -269,6 +269,18 @@ def test_a_compressed_file_that_is_cut_short_is_an_error(corpus_file, tmp_path, 
         data = zstandard.compress(corpus_file.read_bytes())
     source.write_bytes(data[: len(data) // 2])
     with pytest.raises(DataError, match=rf"in\.jsonl\{suffix} is damaged"):
+        preprocess(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_record_that_no_worker_can_hold_is_refused(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(inputs, "_LARGEST_BLOCK", 1 << 21)
+    data = b'{"text": "a"}\n' + b" " * (1 << 23)
+    if suffix == ".zst":
+        data = pytest.importorskip("zstandard").compress(data)
+    source = tmp_path / f"in.jsonl{suffix}"
+    source.write_bytes(gzip.compress(data) if suffix == ".gz" else data)
+    with pytest.raises(DataError, match=r"the record at byte \d+ has more than 2097152 bytes"):
         preprocess(source, tmp_path / "out")
 
 
