@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import LaunchError
+from megatron.core.limited_processes import Main
 from megatron.core.optional import require
 from megatron.inference.server.engine_process import EngineLoop, ServedEngine
 from megatron.inference.server.messages import EngineInfo
@@ -27,6 +28,11 @@ import sys
 sys.path[0] = sys.argv.pop(1)
 from megatron.inference.server.front_end import main
 sys.exit(main(sys.argv[1]))
+"""
+_WORKER = """
+import importlib, socket, sys
+sys.path[0] = sys.argv.pop(1)
+importlib.import_module(sys.argv[1]).main(socket.socket(fileno=int(sys.argv[2])))
 """
 _PACKAGES = ("starlette", "uvicorn")  # of the front end
 _END_TIMEOUT_S = 10.0  # for a front end whose connection to the engine has ended
@@ -99,6 +105,14 @@ class FrontEndProcess:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+
+def start_worker(main: Main, control: socket.socket) -> None:
+    """Start a process that runs ``main(control)`` and imports nothing of this one."""
+    subprocess.Popen(
+        [sys.executable, "-c", _WORKER, ROOT, main.__module__, str(control.fileno())],
+        pass_fds=(control.fileno(),),
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

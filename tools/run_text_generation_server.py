@@ -31,7 +31,7 @@ from megatron.training.process.launcher_watch import end_with_launcher
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.shutdown import shut_down
 from megatron.training.tokenizer.token_bytes import token_bytes
-from tools.front_end_process import FrontEndProcess, add_front_end_flags
+from tools.front_end_process import FrontEndProcess, add_front_end_flags, start_worker
 
 # Flags of the server of Megatron-LM that each request sets for itself.
 _OF_REQUESTS = (
@@ -188,7 +188,7 @@ def add_grammars(writer: Writer) -> bool:
     eod = writer.engine.model.eod
     if tokens is None or eod is None or not available("llguidance"):
         return False
-    writer.engine.make_matcher = Grammars(tokens, eod).matcher
+    writer.engine.make_matcher = Grammars(tokens, eod, start_worker).matcher
     return True
 
 

@@ -10,42 +10,46 @@ The processes import this module, so that it imports no torch.
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import resource
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 TIME_LIMIT_S = 2.0
 _MEMORY_LIMIT_BYTES = 256 << 20
 LENGTH = struct.Struct("<I")  # before each message: its number of bytes
 _START_AT_ONCE = 4  # forked processes that may have `one_of_few` at the same time
 _NICENESS = 5  # engine and front end come first
-_ROOT = str(Path(__file__).resolve().parents[2])
 
+Main = Callable[[socket.socket], None]  # of a process that forks others
+Start = Callable[[Main, socket.socket], None]
 # What a forked process does with its connection.
 Work = Callable[[socket.socket, "Limits"], None]
 
 
+def spawn(main: Main, control: socket.socket) -> None:
+    """Start a process that runs ``main(control)``.  It also imports the main module of this one."""
+    multiprocessing.get_context("spawn").Process(target=main, args=(control,), daemon=True).start()
+
+
 class LimitedProcesses:
-    """Starts processes that run ``main()`` of ``module``, which calls `fork_for_each_connection`.
+    """Starts processes that run ``main``, which calls `fork_for_each_connection`.
 
     ``setup``: bytes for the first process.  It starts with the first connection, and again if it
-    has ended.
+    has ended.  ``start``: starts it.
     """
 
-    def __init__(self, module: str, setup: bytes) -> None:
-        self._module = module
+    def __init__(self, main: Main, setup: bytes, start: Start = spawn) -> None:
+        self._main = main
         self._setup = setup
-        self._process: subprocess.Popen[bytes] | None = None
+        self._start = start
         self._control: socket.socket | None = None
         self._lock = threading.Lock()  # threads open connections
 
@@ -54,38 +58,30 @@ class LimitedProcesses:
         mine, other = socket.socketpair()
         with other, self._lock:
             try:
-                self._send(other)
+                socket.send_fds(self._started(), [b"c"], [other.fileno()])
             except OSError:  # the first process has ended
                 self.close()
-                self._send(other)
+                socket.send_fds(self._started(), [b"c"], [other.fileno()])
         return mine
 
     def start(self) -> None:
         """Start the first process if it does not run; do not wait for it."""
-        if self._process is not None:
-            return
-        self._control, other = socket.socketpair()
-        # The current directory leaves sys.path, so that the modules are this installation's.
-        program = "import sys; sys.path[0] = sys.argv.pop(1); import {0}; {0}.main()"
-        with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program.format(self._module), _ROOT, str(other.fileno())],
-                pass_fds=(other.fileno(),),
-            )
-        send(self._control, self._setup)
+        with self._lock:
+            self._started()
 
     def close(self) -> None:
-        """End the first process; forked ones end with their connections."""
-        if self._process is not None and self._control is not None:
+        """Let the first process end; forked ones end with their connections."""
+        if self._control is not None:
             self._control.close()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            self._control = None
 
-    def _send(self, connection: socket.socket) -> None:
-        self.start()
-        assert self._control is not None, "start() sets it"
-        socket.send_fds(self._control, [b"c"], [connection.fileno()])
+    def _started(self) -> socket.socket:
+        if self._control is None:
+            self._control, other = socket.socketpair()
+            with other:
+                self._start(self._main, other)
+            send(self._control, self._setup)
+        return self._control
 
 
 def send(connection: socket.socket, data: bytes) -> None:
@@ -104,18 +100,18 @@ def exceeded(time_limit_s: float = TIME_LIMIT_S) -> str:
 
 
 def fork_for_each_connection(
+    control: socket.socket,
     prepare: Callable[[bytes], Work],
     time_limit_s: float = TIME_LIMIT_S,
     memory_limit_bytes: int = _MEMORY_LIMIT_BYTES,
 ) -> None:
-    """Fork a process that works for each connection, until the parent closes its own.
+    """Fork a process that works for each connection, until the parent closes ``control``.
 
     ``prepare`` gets the setup and imports all modules; it has no limits and sees no untrusted work.
     ``time_limit_s``: of the processor, for one piece of work.  ``memory_limit_bytes``: of a forked
     process, above what it has when it starts.
     This function returns in each forked process too, when its work is done.
     """
-    control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forked processes
     records = os.memfd_create("limits")

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import struct
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +29,11 @@ _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 _MOST_SHARDS = 1_000_000  # of one range
 _LONGEST_NUMBER = 18  # digits of its ends
 _HEADER_BYTES = 512
-# Exceptions of tarfile on damaged headers: large numbers, and headers of long names in sequence.
-_DAMAGED = (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError)
+# Exceptions of tarfile on damaged headers: large numbers, headers of long names in sequence.
+_DAMAGED = (
+    *(tarfile.TarError, OSError, ValueError, OverflowError, RecursionError),
+    *(MemoryError, IndexError, KeyError, TypeError, struct.error),
+)
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,9 @@ class TarShard:
                 at = 0
                 for member in tar:
                     # Headers name their sizes: a negative one would lead to earlier headers again.
-                    if member.size < 0 or tar.offset <= at:  # type: ignore[attr-defined]
+                    if member.size < 0 or tar.offset <= at:
                         raise self._damaged(f"{member.name} has a negative size")
-                    at = tar.offset  # type: ignore[attr-defined]
+                    at = tar.offset
                     tar.members = []  # type: ignore[attr-defined]  # else it keeps every header
                     match = _NAME.fullmatch(member.name)
                     if not member.isreg() or match is None:
@@ -141,7 +145,7 @@ class TarShard:
         except DataError:  # a ValueError too
             raise
         except _DAMAGED as error:
-            raise self._damaged(str(error)[:200]) from error
+            raise self._damaged(str(error)[:200] or type(error).__name__) from error
         if not rows:
             raise DataError(f"{self.path} has no samples: files are named KEY.jpg and KEY.json")
         return [np.array(rows, np.int64)]

@@ -31,7 +31,7 @@ from megatron.core.inference.grammar_worker import (
     pack_vocabulary,
 )
 from megatron.core.inference.paged_engine.request import QueueFullError, RequestError
-from megatron.core.limited_processes import LENGTH, LimitedProcesses, exceeded
+from megatron.core.limited_processes import LENGTH, LimitedProcesses, Start, exceeded, spawn
 from megatron.core.optional import require
 
 _LARGEST_TEXT = 1 << 16  # characters
@@ -115,13 +115,14 @@ class Grammars:
     """Compiles grammars for a vocabulary.
 
     ``tokens``: bytes of each token id; None: a special token, which no text has.  ``eod``: ends a
-    text.  Raises MissingDependency without llguidance.
+    text.  ``start``: starts the process that forks those of grammars.  Raises MissingDependency
+    without llguidance.
     """
 
-    def __init__(self, tokens: Sequence[bytes | None], eod: int) -> None:
+    def __init__(self, tokens: Sequence[bytes | None], eod: int, start: Start = spawn) -> None:
         require("llguidance", WANTED_BY)
         self._num_words = -(-len(tokens) // 32)
-        self._processes = LimitedProcesses(grammar_worker.__name__, pack_vocabulary(tokens, eod))
+        self._processes = LimitedProcesses(grammar_worker.main, pack_vocabulary(tokens, eod), start)
         self._processes.start()
         self._in_use: weakref.WeakValueDictionary[tuple[str, str], _GrammarProcess] = (
             weakref.WeakValueDictionary()

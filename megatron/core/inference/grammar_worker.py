@@ -38,9 +38,9 @@ _LIMITS = {
 _SPACES = r"[ \n]{1,40}"  # between tokens of JSON: a model must not write spaces for ever
 
 
-def main() -> None:
+def main(control: socket.socket) -> None:
     """Serve a vocabulary, which is the setup: the end-of-document token and text of each token."""
-    fork_for_each_connection(_prepare)
+    fork_for_each_connection(control, _prepare)
 
 
 def pack_vocabulary(tokens: Sequence[bytes | None], eod: int) -> bytes:

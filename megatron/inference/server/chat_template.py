@@ -22,7 +22,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._lock = asyncio.Lock()
-        self._processes = LimitedProcesses(template_worker.__name__, json.dumps(source).encode())
+        self._processes = LimitedProcesses(template_worker.main, json.dumps(source).encode())
         self._connection: socket.socket | None = None
 
     async def render(self, variables: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ class LimitedImageProcessor:
 
     def __init__(self, settings: ImageSettings) -> None:
         setup = json.dumps(asdict(settings)).encode()
-        self._processes = LimitedProcesses(__name__, setup)
+        self._processes = LimitedProcesses(main, setup)
 
     def read(self, data: bytes, name: str) -> tuple[np.ndarray, tuple[int, int]]:
         """Return pixels of an image file, and its width and height.  Raises DataError."""
@@ -52,9 +52,9 @@ class LimitedImageProcessor:
         return np.frombuffer(bytearray(pixels), np.float32).reshape(shape), (width, height)
 
 
-def main() -> None:
+def main(control: socket.socket) -> None:
     """Decode images as the setup, fields of `ImageSettings`, says."""
-    fork_for_each_connection(_prepare, _TIME_LIMIT_S, _MEMORY_LIMIT_BYTES)
+    fork_for_each_connection(control, _prepare, _TIME_LIMIT_S, _MEMORY_LIMIT_BYTES)
 
 
 def _prepare(setup: bytes) -> Work:

@@ -23,9 +23,9 @@ _MAX_TEXT = 16 << 20  # characters of a rendered prompt
 _WANTED_BY = "the server"
 
 
-def main() -> None:
+def main(control: socket.socket) -> None:
     """Render a template, which is the setup, a JSON string."""
-    fork_for_each_connection(_prepare)
+    fork_for_each_connection(control, _prepare)
 
 
 def _prepare(setup: bytes) -> Work:

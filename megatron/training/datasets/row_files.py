@@ -160,33 +160,32 @@ class _JsonLines(_File):
         self._data = data
 
     @cached_property
-    def _lines(self) -> tuple[np.ndarray, np.ndarray]:
-        """Offset of each row's line in the file, with the end; and its number."""
-        ends = [np.zeros(1, np.int64)]
-        size = 0
+    def _lines(self) -> np.ndarray:
+        """Number of each row's line, and where it begins and ends in the file [rows, 3]."""
+        found = []
+        size = number = last = 0
         while block := self._bytes(size, size + _BLOCK):
-            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size + 1)
+            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size + 1
             size += len(block)
-        stops = np.concatenate(ends)
-        if stops[-1] != size:
-            stops = np.append(stops, size)
-        lengths = np.diff(stops)
-        numbers = np.flatnonzero(lengths > 1)  # a lone line end is no row
-        short = numbers[lengths[numbers] < _SHORT].tolist()
-        blank = [n for n in short if not self._bytes(*stops[n : n + 2].tolist()).strip()]
-        return stops, np.setdiff1d(numbers, blank, assume_unique=True)
+            found.append(_long_lines(number, last, ends))
+            number += len(ends)
+            last = int(ends[-1]) if len(ends) else last
+        found.append(_long_lines(number, last, np.arange(size, size + (last < size))))
+        lines = np.concatenate(found)
+        short = np.flatnonzero(lines[:, 2] - lines[:, 1] < _SHORT).tolist()
+        blank = [i for i in short if not self._bytes(*lines[i, 1:].tolist()).strip()]
+        return np.delete(lines, blank, axis=0)
 
     def __len__(self) -> int:
-        return len(self._lines[1])
+        return len(self._lines)
 
     def __getitem__(self, i: int) -> Mapping[str, Any]:
-        stops, numbers = self._lines
-        line = self._bytes(*stops[numbers[i] : numbers[i] + 2].tolist())
+        line = self._bytes(*self._lines[i, 1:].tolist())
         return _checked(_parsed(line, self.where(i), "write one object per line"), self.where(i))
 
     def where(self, i: int) -> str:
         """Return file and line."""
-        return f"{self._path}, line {self._lines[1][i] + 1}"
+        return f"{self._path}, line {self._lines[i, 0] + 1}"
 
     def _bytes(self, start: int, end: int) -> bytes:
         if self._data is not None:
@@ -194,6 +193,16 @@ class _JsonLines(_File):
         with open(self._path, "rb") as file:
             file.seek(start)
             return file.read(end - start)
+
+
+def _long_lines(number: int, start: int, ends: np.ndarray) -> np.ndarray:
+    """Return number, start and end of lines that are no lone line ends: these may be very many.
+
+    The first line has ``number`` and ``start``.
+    """
+    starts = np.concatenate([[start], ends[:-1]]) if len(ends) else ends
+    lines = np.stack([number + np.arange(len(ends)), starts, ends], axis=1)
+    return lines[ends - starts > 1]
 
 
 class _JsonList(_File):

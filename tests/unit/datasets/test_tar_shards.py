@@ -122,11 +122,14 @@ def test_a_shard_that_is_cut_or_removed_during_the_run_is_named(tmp_path: Path) 
         shard.read(0)
 
 
-def header(name: str, size: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
+def header(
+    name: str, size: bytes, kind: bytes = tarfile.REGTYPE, *, is_extended: bool = False
+) -> bytes:
     """Return a tar header whose size is the 12 bytes ``size``."""
     data = bytearray(tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT))
     data[124:136] = size.ljust(12, b"\0")
     data[156:157] = kind
+    data[482] |= is_extended  # a map of a sparse file goes on behind this header
     data[148:156] = b"%06o\0 " % (sum(data[:148]) + sum(data[156:]) + 8 * 32)
     return bytes(data)
 
@@ -155,6 +158,10 @@ DAMAGED = {
     ),
     "long names in sequence": (header("a", b"1", tarfile.GNUTYPE_LONGNAME) + bytes(512)) * 2000,
     "a directory of negative size": header("a", binary(-512), tarfile.DIRTYPE) * 3,
+    "extended headers of a terabyte": header("a", binary(1 << 62), tarfile.XHDTYPE) + bytes(1024),
+    "a map of a sparse file without an end": (
+        header("a.jpg", b"0", tarfile.GNUTYPE_SPARSE, is_extended=True) + b"\xff" * 9728
+    ),
     "sparse files of large sizes": header("a.jpg", binary(1 << 70), tarfile.GNUTYPE_SPARSE) * 3,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -255,12 +256,18 @@ def test_a_request_without_a_process_for_its_grammar_is_told_to_come_later(
     grammars.close()
 
 
-def test_grammars_go_on_after_the_end_of_their_first_process(grammars: Grammars) -> None:
-    process = grammars._processes._process
-    assert process is not None
+def test_grammars_go_on_after_the_end_of_their_first_process() -> None:
+    before = {*multiprocessing.active_children()}
+    grammars = Grammars(TOKENS, EOD)
+    matcher = grammars.matcher("regex", "x+")
+    assert tokens_of(matcher)
+    (process,) = {*multiprocessing.active_children()} - before
     process.kill()
-    process.wait()
+    process.join()
     assert tokens_of(grammars.matcher("regex", "y+"))
+    matcher.accept(ord("x"))
+    assert tokens_of(matcher)
+    grammars.close()
 
 
 def test_a_grammar_that_needs_too_much_work_later_allows_no_token(grammars: Grammars) -> None:
