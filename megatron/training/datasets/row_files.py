@@ -201,8 +201,9 @@ def _long_lines(number: int, start: int, ends: np.ndarray) -> np.ndarray:
     The first line has ``number`` and ``start``.
     """
     starts = np.concatenate([[start], ends[:-1]]) if len(ends) else ends
-    lines = np.stack([number + np.arange(len(ends)), starts, ends], axis=1)
-    return lines[ends - starts > 1]
+    lines: np.ndarray = np.stack([number + np.arange(len(ends)), starts, ends], axis=1)
+    kept: np.ndarray = lines[ends - starts > 1]
+    return kept
 
 
 class _JsonList(_File):
