@@ -68,9 +68,9 @@ class FrontEndProcess:
         listener = listen(host, port)
         self.connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         numbers = {"engine_fd": other.fileno(), "listen_fd": listener.fileno()}
+        given = json.dumps({**numbers, "host": host, **options})
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _FRONT_END, ROOT, json.dumps({**numbers, **options})],
-            pass_fds=tuple(numbers.values()),
+            [sys.executable, "-c", _FRONT_END, ROOT, given], pass_fds=tuple(numbers.values())
         )
         other.close()
         listener.close()

@@ -16,7 +16,13 @@ from megatron.inference.server.endpoint import Service, json_answer
 from megatron.inference.server.engine_client import EngineDied
 from megatron.inference.server.errors import ApiError, as_api_error
 from megatron.inference.server.fields import Body
-from megatron.inference.server.http import ClientGone, check_key, read_json, responses
+from megatron.inference.server.http import (
+    ClientGone,
+    check_key,
+    check_site,
+    read_json,
+    responses,
+)
 from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.other_endpoints import (
     answer_detokenize,
@@ -28,6 +34,7 @@ from megatron.inference.server.other_endpoints import (
 
 starlette = require("starlette.applications", "the server")
 routing = require("starlette.routing", "the server")
+requests = require("starlette.requests", "the server")
 exceptions = require("starlette.exceptions", "the server")
 
 _LOG = logging.getLogger(__name__)
@@ -36,7 +43,6 @@ _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'"
 )
-_OPEN_PATHS = ("/", "/health")  # without a key
 _HEALTH_TIMEOUT_S = 10.0
 
 Answer = Callable[[Service, Any, Body], Awaitable[Any]]
@@ -44,12 +50,18 @@ Work = Callable[[Any], Awaitable[Any]]  # request -> answer
 
 
 class FrontEnd:
-    """The ASGI application.  It answers 503 until it has a ``service``, and while it drains."""
+    """The ASGI application.  It answers 503 until it has a ``service``, and while it drains.
 
-    def __init__(self, keys: Sequence[str], max_body_bytes: int) -> None:
+    ``loopback_name``: the name of --host, if only this machine reaches the server.
+    """
+
+    def __init__(
+        self, keys: Sequence[str], max_body_bytes: int, loopback_name: str | None = None
+    ) -> None:
         self.service: Service | None = None
         self.is_draining = False
         self._keys = keys
+        self._loopback_name = loopback_name
         self._max_body_bytes = max_body_bytes
         self._num_active = 0
         self._idle = asyncio.Event()
@@ -68,12 +80,13 @@ class FrontEnd:
             self._route("/v1/models", self._models),
             self._route("/v1/models/{name:path}", self._models),
             self._route("/tokenizer_info", self._tokenizer_info),
-            self._route("/health", self._health),
+            self._route("/health", self._health, needs_key=False),
             self._route("/metrics", self._metrics),
             routing.Route("/", self._page),
         ]
         handlers = {exceptions.HTTPException: _no_route, Exception: _unexpected}
         self._app = starlette.Starlette(routes=routes, exception_handlers=handlers)
+        self._app.router.redirect_slashes = False  # the target would have the client's Host
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request; count it, and count it as active until its answer is sent."""
@@ -90,20 +103,33 @@ class FrontEnd:
             await send(message)
 
         try:
-            await self._app(scope, receive, counting_send)
+            app = self._refuse_other_sites(scope) or self._app
+            await app(scope, receive, counting_send)
         finally:
             self._num_active -= 1
             if self._num_active == 0:
                 self._idle.set()
+
+    def _refuse_other_sites(self, scope: Any) -> Any:
+        """Return the answer to a page of another site if nothing but the address protects us."""
+        if self._keys or self._loopback_name is None:
+            return None
+        try:
+            check_site(requests.Request(scope), self._loopback_name)
+        except ApiError as error:
+            return responses.JSONResponse(error.body, error.status)
+        return None
 
     async def drain(self) -> None:
         """Refuse new requests; return when the open ones have been answered."""
         self.is_draining = True
         await self._idle.wait()
 
-    def _route(self, path: str, work: Work, method: str = "GET") -> Any:
+    def _route(self, path: str, work: Work, method: str = "GET", *, needs_key: bool = True) -> Any:
+        # The route decides about the key, not a comparison of paths: nothing that the client
+        # sends can make the two differ.
         async def endpoint(request: Any) -> Any:
-            return await self._guarded(request, work)
+            return await self._guarded(request, work, needs_key)
 
         return routing.Route(path, endpoint, methods=[method])
 
@@ -124,10 +150,10 @@ class FrontEnd:
             raise ApiError(self.service.client.failure, status=500)
         return self.service
 
-    async def _guarded(self, request: Any, work: Work) -> Any:
+    async def _guarded(self, request: Any, work: Work, needs_key: bool) -> Any:
         """Return the answer of ``work``, or the error object for what it raises."""
         try:
-            if self._keys and request.url.path not in _OPEN_PATHS:
+            if self._keys and needs_key:
                 check_key(request.headers.get("authorization", ""), self._keys)
             return await work(request)
         except ClientGone:
@@ -135,7 +161,7 @@ class FrontEnd:
         except MegatronError as error:
             found = as_api_error(error)
             if found.status >= 500:
-                _LOG.error("%s %s: %s", request.method, request.url.path, found.message)
+                _LOG.error("%s %s: %s", request.method, request.scope["path"], found.message)
             return responses.JSONResponse(found.body, found.status, found.headers)
 
     async def _models(self, request: Any) -> Any:
@@ -171,7 +197,8 @@ class FrontEnd:
 async def _no_route(request: Any, error: Any) -> Any:
     """Answer for an unknown path (404) or method (405)."""
     reason = "there is no such path" if error.status_code == 404 else "the method does not fit"
-    found = ApiError(f"{request.method} {request.url.path}: {reason}", status=error.status_code)
+    path = request.scope["path"]
+    found = ApiError(f"{request.method} {path}: {reason}", status=error.status_code)
     return responses.JSONResponse(found.body, error.status_code, error.headers)
 
 

@@ -25,6 +25,7 @@ from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.chat_template import ChatTemplate
 from megatron.inference.server.endpoint import Service
 from megatron.inference.server.engine_client import EngineClient, EngineDied
+from megatron.inference.server.http import is_loopback
 from megatron.inference.server.messages import MAX_BYTES
 from megatron.inference.server.metrics import Metrics
 from megatron.inference.server.model import Model
@@ -46,6 +47,7 @@ class FrontEndOptions:
 
     engine_fd: int
     listen_fd: int
+    host: str = ""  # the value of --host
     api_key_file: str | None = None
     chat_template: str | None = None
     allowed_local_media_path: str | None = None
@@ -71,11 +73,16 @@ async def serve(options: FrontEndOptions) -> None:
         sock=socket.socket(fileno=options.engine_fd), limit=MAX_BYTES
     )
     client = EngineClient(reader, writer)
-    front_end = FrontEnd(read_keys(options.api_key_file), options.max_body_bytes)
+    is_local = is_loopback(listener.getsockname()[0])
+    front_end = FrontEnd(
+        read_keys(options.api_key_file), options.max_body_bytes, options.host if is_local else None
+    )
     server = _Server(
         uvicorn.Config(
             front_end,
+            http="h11",  # the same limits and refusals wherever other parsers are installed
             lifespan="off",
+            proxy_headers=False,
             ws="none",
             log_level="warning",
             access_log=False,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ _Streaming: Any = responses.StreamingResponse
 
 _BODY_TIMEOUT_S = 30.0  # for all of a body
 _BODY_TYPES = ("", "application/json", "application/x-www-form-urlencoded")  # last: curl -d
+_LOOPBACK_HOST = re.compile(r"(localhost\.?|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
 
 
 class ClientGone(Exception):
@@ -77,6 +80,33 @@ async def _read_body(request: Any, max_bytes: int) -> bytes:
 
 def _no_number(word: str) -> float:
     raise ValueError(f"{word} is no JSON number")
+
+
+def check_site(request: Any, own_name: str) -> None:
+    """Raise ApiError if a page of another site may have sent the request.
+
+    A page whose name its owner has pointed at 127.0.0.1 (DNS rebinding) may read every answer, but
+    its requests have this name as Host.  ``own_name``: another name that is allowed.
+    """
+    host = request.headers.get("host", "localhost")  # a browser always sends it
+    is_own = re.fullmatch(rf"{re.escape(own_name)}(:\d*)?", host, re.IGNORECASE)
+    if not _LOOPBACK_HOST.fullmatch(host) and not is_own:
+        raise ApiError(
+            f"Host {host[:80]!r}: a server without keys on 127.0.0.1 answers requests to localhost "
+            "only; use http://localhost, or start the server with --api-key-file",
+            status=403,
+        )
+    if not _is_same_origin(request):
+        raise ApiError(
+            "Origin: a page of another site has sent this request, which a server without keys "
+            "refuses; start it with --api-key-file",
+            status=403,
+        )
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine reaches an address of a listening socket."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def check_key(authorization: str, keys: Sequence[str]) -> None:
