@@ -14,6 +14,7 @@ H = "/v1/chat/completions"
 A = "/api"
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
+HALF = "\ud800"  # of a surrogate pair
 
 
 def completion(**fields):
@@ -22,6 +23,22 @@ def completion(**fields):
 
 def chat(**fields):
     return {"messages": HI, **fields}
+
+
+def tool(**function):
+    return chat(tools=[{"type": "function", "function": {"name": "f", **function}}])
+
+
+def called(arguments):
+    call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]}
+
+
+def nested(depth):
+    value = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
 
 
 # path, body, status, param
@@ -133,6 +150,31 @@ BAD = [
     (H, chat(response_format={"type": "json_schema"}), 400, "response_format"),
     (H, chat(response_format={"type": "regex"}), 400, "response_format"),
     (H, chat(prompt="a"), 400, "prompt"),
+    (H, tool(name=HALF), 400, "tools"),
+    (H, tool(name="f", description=HALF), 400, "tools"),
+    (H, tool(parameters={"type": "object", HALF: {}}), 400, "tools"),
+    (H, called({"a": HALF}), 400, "messages"),
+    (H, called(json.dumps({"a": HALF})), 400, "messages"),
+    (H, called('{"a": NaN}'), 400, "messages"),
+    (H, called("[" * 900 + "]" * 900), 400, "messages"),
+    (H, called("[" * 50_000), 400, "messages"),
+    (H, {"messages": [{"role": "user", "content": "a", "name": HALF}]}, 400, "messages"),
+    (H, chat(chat_template_kwargs={"a": HALF}), 400, "chat_template_kwargs"),
+    (H, chat(chat_template_kwargs={HALF: 1}), 400, "chat_template_kwargs"),
+    (H, chat(chat_template_kwargs=nested(300)), 400, None),
+    (H, tool(parameters=nested(700)), 400, None),
+    (H, tool(parameters=nested(330)), 400, None),
+    (H, chat(response_format={"type": "regex", "regex": HALF}), 400, "response_format"),
+    (C, completion(temperature=nested(700)), 400, None),
+    (C, completion(temperature=nested(90)), 400, "temperature"),
+    (C, completion(stop=HALF), 400, "stop"),
+    (C, completion(user=HALF), 400, "user"),
+    (C, {"prompt": [[]] * 70_000}, 400, None),
+    (C, completion(stop_token_ids=False), 400, "stop_token_ids"),
+    (C, completion(logit_bias={f"{i:06}": 1 for i in range(700)}), 400, "logit_bias"),
+    ("/tokenize", {"prompt": HALF}, 400, "prompt"),
+    ("/update_weights", {"load": HALF}, 400, "load"),
+    ("/detokenize", {"tokens": [1, True]}, 400, "tokens"),
     ("/tokenize", {}, 400, "prompt"),
     ("/detokenize", {}, 400, "tokens"),
     ("/detokenize", {"tokens": [600]}, 400, "tokens"),

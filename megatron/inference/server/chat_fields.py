@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.inference.server.chat_images import PARAM
 from megatron.inference.server.errors import ApiError
-from megatron.inference.server.fields import Fields
+from megatron.inference.server.fields import Fields, parse_json
 from megatron.inference.server.model import Model
 from megatron.training.tokenizer.multimodal_tokenizer import IMAGE_TOKEN
 
@@ -112,11 +112,11 @@ def _tool_call(name: str, value: object) -> dict[str, Any]:
     assert isinstance(value, dict), "it has a function"
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):  # templates write objects themselves
+        # A text cannot have surrogates that UTF-8 lacks: those of the body have been refused.
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            reason = "messages.tool_calls: function.arguments is no JSON"
-            raise ApiError(reason, "messages") from None
+            arguments = parse_json(arguments.encode(), "function.arguments")
+        except ApiError as error:
+            raise ApiError(f"messages.tool_calls: {error}", "messages") from None
     return {
         "id": str(value.get("id", "")),
         "type": "function",

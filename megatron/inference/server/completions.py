@@ -120,7 +120,7 @@ async def read_prompts(fields: Fields, model: Model) -> tuple[list[list[int]], l
     many = value if isinstance(value, list) and not is_ids else [value]
     if not many or len(many) > MAX_PROMPTS:
         raise ApiError(f"prompt: give 1 to {MAX_PROMPTS} prompts", "prompt")
-    check = fields.token_id(model.info.vocab_size)
+    longest = model.info.max_sequence_length
     prompts = []
     texts = []
     for item in many:
@@ -128,7 +128,7 @@ async def read_prompts(fields: Fields, model: Model) -> tuple[list[list[int]], l
             text = fields.check_text("prompt", item)
             ids = await model.tokenize(text) or model.first_token()
         elif isinstance(item, list):
-            ids = [check("prompt", token) for token in item]
+            ids = fields.token_ids("prompt", item, model.info.vocab_size, longest)
             text = model.decode(ids)
         else:
             raise ApiError(

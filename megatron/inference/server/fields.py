@@ -5,9 +5,13 @@ Every function raises ApiError, which names the field, the value found and what 
 
 from __future__ import annotations
 
+import json
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
 
 from megatron.inference.server.errors import ApiError
 
@@ -15,6 +19,8 @@ Body: TypeAlias = Mapping[str, Any]
 T = TypeVar("T")
 
 _SHOWN = 80  # characters of a value in an error message
+_MAX_DEPTH = 100  # objects and lists around a value; below every limit of recursion
+_MAX_CONTAINERS = 1 << 16  # objects and lists of one text: each costs time in Python
 
 
 class Fields:
@@ -39,8 +45,7 @@ class Fields:
 
     def fail(self, name: str, reason: str) -> ApiError:
         """Return the error for a field whose value does not fit."""
-        shown = repr(self._body.get(name))
-        shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+        shown = _shown(self._body.get(name))
         return ApiError(f"{self.path(name)}: {shown} is invalid: {reason}", self.path(name))
 
     def integer(self, name: str, default: T, low: int, high: int) -> int | T:
@@ -72,16 +77,14 @@ class Fields:
         return value
 
     def text(self, name: str, default: T) -> str | T:
-        """Read a string that UTF-8 can encode."""
+        """Read a string."""
         value = self.get(name)
         return default if value is None else self.check_text(name, value)
 
     def check_text(self, name: str, value: object) -> str:
-        """Return ``value`` if it is a string that UTF-8 can encode."""
+        """Return ``value`` if it is a string."""
         if not isinstance(value, str):
             raise self.fail(name, "give a string")
-        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise self.fail(name, "it has half of a surrogate pair, which is no character")
         return value
 
     def choice(self, name: str, default: str, choices: Iterable[str]) -> str:
@@ -109,16 +112,19 @@ class Fields:
             raise self.fail(name, "give an object")
         return Fields(value, self.path(name))
 
-    def token_id(self, vocab_size: int) -> Callable[[str, object], int]:
-        """Return a check for items of a list: ids below ``vocab_size``."""
+    def token_ids(self, name: str, value: object, vocab_size: int, most: int) -> list[int]:
+        """Return ``value`` if it is a list of at most ``most`` token ids.
 
-        def check(name: str, value: object) -> int:
-            is_id = isinstance(value, int) and not isinstance(value, bool)
-            if not is_id or not 0 <= value < vocab_size:  # type: ignore[operator]
-                raise self.fail(name, f"token ids are integers from 0 to {vocab_size - 1}")
-            return value  # type: ignore[return-value]
-
-        return check
+        The checks run in C: a list of a million ids does not hold up other requests.
+        """
+        if not isinstance(value, list) or len(value) > most:
+            raise self.fail(name, f"give a list of at most {most} token ids")
+        is_ids = not value or (
+            {*map(type, value)} == {int} and min(value) >= 0 and max(value) < vocab_size
+        )
+        if not is_ids:
+            raise self.fail(name, f"token ids are integers from 0 to {vocab_size - 1}")
+        return value
 
     def without_effect(self, names: Iterable[str]) -> list[str]:
         """Return those of ``names`` that are given; they count as read."""
@@ -130,6 +136,55 @@ class Fields:
             if name not in self._read:
                 shown = self.path(name[:_SHOWN])
                 raise ApiError(f"{shown}: this server has no such field; leave it out", shown)
+
+
+def parse_json(data: bytes, name: str) -> Any:
+    """Return the value of a JSON text; ``name`` is that of the text in error messages.
+
+    Raises ApiError for what later code could not handle: deep nesting, which exceeds the limit of
+    recursion; very many objects; and half of a surrogate pair, which no answer can be encoded with.
+    """
+    _check_nesting(data, name)
+    try:
+        found = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise ApiError(f"{name} is no JSON: {error}") from None
+    if b"\\u" in data:  # other halves are no UTF-8
+        for field, value in found.items() if isinstance(found, dict) else [(name, found)]:
+            try:
+                json.dumps([field, value], ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                reason = "it has half of a surrogate pair, which is no character"
+                raise ApiError(f"{field[:_SHOWN]}: {reason}", field[:_SHOWN]) from None
+    return found
+
+
+def _check_nesting(data: bytes, name: str) -> None:
+    """Refuse deep nesting and very many objects before the text is parsed."""
+    if data.count(b"[") + data.count(b"{") <= _MAX_DEPTH:
+        return
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # each other quote begins or ends text
+    codes = np.frombuffer(plain, np.uint8)
+    is_text = np.cumsum(codes == ord('"'), dtype=np.uint8) & 1
+    codes = codes[is_text == 0]
+    begins = (codes == ord("[")) | (codes == ord("{"))
+    ends = (codes == ord("]")) | (codes == ord("}"))
+    steps = begins.astype(np.int8) - ends.astype(np.int8)
+    if begins.any() and int(np.cumsum(steps, dtype=np.int32).max()) > _MAX_DEPTH:
+        raise ApiError(f"{name} is nested too deeply; at most {_MAX_DEPTH} levels are read")
+    if int(begins.sum()) > _MAX_CONTAINERS:
+        raise ApiError(f"{name} has more than {_MAX_CONTAINERS} objects and lists; send less")
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is no JSON number")
+
+
+def _shown(value: object) -> str:
+    """Return the beginning of a value's repr, which never needs all of a long value."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = _SHOWN
+    return short.repr(value)
 
 
 def log_prob_of(value: float) -> float:

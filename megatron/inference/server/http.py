@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from megatron.core.optional import require
 from megatron.inference.server.errors import ApiError
-from megatron.inference.server.fields import Body
+from megatron.inference.server.fields import Body, parse_json
 
 responses = require("starlette.responses", "the server")
 
@@ -41,12 +41,7 @@ async def read_json(request: Any, max_bytes: int) -> Body:
         raise ApiError(
             f"the body did not arrive in {_BODY_TIMEOUT_S:g} s; send it again", status=408
         ) from None
-    try:
-        found = json.loads(data.decode("utf-8"), parse_constant=_no_number)
-    except RecursionError:
-        raise ApiError("the body is nested too deeply; send a flat JSON object") from None
-    except ValueError as error:
-        raise ApiError(f"the body is no JSON: {error}") from None
+    found = parse_json(data, "the body")
     if not isinstance(found, dict):
         raise ApiError("the body must be a JSON object")
     return found
@@ -76,10 +71,6 @@ async def _read_body(request: Any, max_bytes: int) -> bytes:
             raise too_long
         if not message.get("more_body", False):
             return b"".join(parts)
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no JSON number")
 
 
 def check_site(request: Any, own_name: str) -> None:

@@ -192,10 +192,6 @@ def _prompts(body: Body) -> list[str]:
     _need(len(prompts) <= MAX_PROMPTS, f"Maximum number of prompts is {MAX_PROMPTS}")
     _need(all(isinstance(p, str) for p in prompts), "prompts is not a list of strings")
     _need(all(len(p) <= _LONGEST_TEXT for p in prompts), "prompts: one is too long")
-    _need(
-        not any("\ud800" <= c <= "\udfff" for p in prompts for c in p),
-        "prompts: half of a surrogate pair is no character",
-    )
     return list(prompts)
 
 

@@ -67,9 +67,7 @@ async def answer_detokenize(service: Service, request: Any, body: Body) -> Any:
     fields = Fields(body)
     model = service.model
     service.check_model(fields)
-    if fields.get("tokens") is None:
-        raise ApiError("tokens: give a list of token ids", "tokens")
-    ids = fields.list_of("tokens", fields.token_id(model.info.vocab_size), _MAX_TOKENS)
+    ids = fields.token_ids("tokens", fields.get("tokens"), model.info.vocab_size, _MAX_TOKENS)
     fields.refuse_others()
     return json_answer({"prompt": model.decode(ids)})
 

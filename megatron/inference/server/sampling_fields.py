@@ -14,6 +14,7 @@ from megatron.inference.text import TextRules
 MAX_SAMPLES = 128
 MAX_LOG_PROBS = 20
 _MAX_STOPS = 16
+_MAX_STOP_TOKENS = 128
 _MAX_STOP_CHARACTERS = 256
 _SEED_LIMIT = 2**63
 
@@ -38,6 +39,9 @@ def read_params(fields: Fields, model: Model, num_tokens: int) -> SamplingParams
     if repetition_penalty == 0:
         raise fields.fail("repetition_penalty", "give a number above 0")
     top_k = fields.integer("top_k", 0, -1, model.info.vocab_size)
+    stop_ids = fields.get("stop_token_ids")
+    stop_ids = [] if stop_ids is None else stop_ids
+    fields.token_ids("stop_token_ids", stop_ids, model.info.vocab_size, _MAX_STOP_TOKENS)
     return SamplingParams(
         temperature=fields.number("temperature", 1.0, 0.0, 2.0),
         top_k=max(top_k, 0),  # -1 is vLLM's "no limit"
@@ -49,9 +53,7 @@ def read_params(fields: Fields, model: Model, num_tokens: int) -> SamplingParams
         repetition_penalty=repetition_penalty,
         logit_bias=_logit_bias(fields, model.info.vocab_size),
         min_tokens=fields.integer("min_tokens", 0, 0, num_tokens),
-        stop_token_ids=tuple(
-            fields.list_of("stop_token_ids", fields.token_id(model.info.vocab_size), 128)
-        ),
+        stop_token_ids=tuple(stop_ids),
         ignore_eos=fields.boolean("ignore_eos"),
         num_tokens_to_generate=num_tokens,
         prompt_log_probs_only=num_tokens == 0,
@@ -119,6 +121,8 @@ def read_stream(fields: Fields) -> tuple[bool, bool]:
 def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     given = fields.sub_object("logit_bias")
     names: Any = fields.get("logit_bias") or {}
+    if len(names) > vocab_size:
+        raise fields.fail("logit_bias", f"the vocabulary has {vocab_size} tokens")
     biases: dict[int, float] = {}
     for name in names:
         if given is None or not name.isdecimal() or len(name) > 9 or int(name) >= vocab_size:

@@ -12,6 +12,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.inference.server.errors import ApiError
+from megatron.inference.server.fields import parse_json
 from megatron.inference.text import StopFinder
 
 _BEGIN = "<tool_call>"
@@ -68,8 +70,8 @@ class ToolCallParser:
 def read_call(text: str) -> dict[str, Any] | None:
     """Return OpenAI's object for a call, or None if ``text`` is no call."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text.encode(), "a call")  # its values must fit into an answer
+    except ApiError:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None

@@ -31,6 +31,7 @@ from megatron.inference.server.completions import LogProbTable
 from megatron.inference.server.engine_client import EngineDied
 from megatron.inference.server.engine_process import EngineLoop
 from megatron.inference.server.errors import ApiError
+from megatron.inference.server.fields import parse_json
 from megatron.inference.server.front_end import watch_engine
 from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.messages import EngineInfo, LineBuffer, ProtocolError
@@ -214,6 +215,35 @@ def test_calls_are_found_in_parts_of_any_size(text, content, names, size):
         shown += part[0]
         calls += part[1]
     assert (shown, [call["function"]["name"] for call in calls]) == (content, names)
+
+
+@pytest.mark.parametrize("arguments", ['"\\ud800"', "[" * 900 + "]" * 900, "NaN"])
+def test_a_call_that_no_answer_can_have_stays_text(arguments):
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert ToolCallParser().add(text, is_last=True) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 101 + "]" * 101, "too deeply"),
+        ("[" * 100 + "]" * 100, None),
+        ('{"a":' * 101 + "1" + "}" * 101, "too deeply"),
+        (json.dumps({"a": ["[" * 200, '"[' * 200, "\\[" * 200, '\\"{' * 200]}), None),
+        (json.dumps([[]] * 70_000), "more than 65536"),
+        (json.dumps(["[]" * 70_000]), None),
+        (json.dumps({"a": "\ud800"}), "half of a surrogate"),
+        (json.dumps({"a": "\udc00\ud800"}), "half of a surrogate"),
+        (json.dumps(["\ud800"]), "half of a surrogate"),
+        (json.dumps({"a": "\U0001f600 \\ud800"}), None),
+    ],
+)
+def test_a_json_text_is_refused_for_what_later_code_cannot_handle(text, reason):
+    if reason is None:
+        assert parse_json(text.encode(), "it") == json.loads(text)
+        return
+    with pytest.raises(ApiError, match=reason):
+        parse_json(text.encode(), "it")
 
 
 class _SlowRequest:
