@@ -25,6 +25,8 @@ from megatron.core.inference.paged_engine.request import (
 from megatron.inference.server.messages import EngineInfo
 from tools.front_end_process import FrontEndProcess, add_front_end_flags
 
+LIMITS = ("drain_limit_s", "header_limit_s", "unread_limit_s")
+
 
 @dataclass(frozen=True)
 class FakeStats:
@@ -109,9 +111,16 @@ def main() -> None:
     parser.add_argument("--decoder-start", type=int)
     parser.add_argument("--gate", type=Path)
     parser.add_argument("--chat-template")
+    for name in LIMITS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float)
     args = parser.parse_args()
+    limits = {name: value for name in LIMITS if (value := vars(args)[name]) is not None}
     front_end = FrontEndProcess(
-        args.host, args.port, api_key_file=args.api_key_file, chat_template=args.chat_template
+        args.host,
+        args.port,
+        api_key_file=args.api_key_file,
+        chat_template=args.chat_template,
+        **limits,
     )
     info = EngineInfo(
         model="fake",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -60,6 +61,36 @@ def test_sigterm_finishes_open_requests_and_refuses_new_ones(server, gate):
     assert found["choices"][0]["text"].startswith("<|endoftext|>a")
     assert server.process.wait(TIMEOUT_S) == 0
     assert "open 0" in server.process.stdout.read()
+
+
+def test_sigterm_ends_a_server_whose_client_reads_nothing(tmp_path):
+    with fake_server(tmp_path / "bpe", "--drain-limit-s", "0.1") as server:
+        unread = _begin(server, {**ENDLESS, "stream": True, "n": 12, "logprobs": 20})
+        _wait_for(server, "megatron_engine_num_running", 0)  # all is generated, not sent
+        assert server.metric("megatron_open_samples") > 0
+        assert server.end() == 0
+        assert "1 requests are not answered 0.1 s after SIGTERM" in "".join(server.lines)
+        unread.close()
+
+
+def test_a_client_that_reads_nothing_is_given_up(tmp_path):
+    with fake_server(tmp_path / "bpe", "--unread-limit-s", "0.1") as server:
+        unread = _begin(server, {**ENDLESS, "stream": True, "n": 12, "logprobs": 20})
+        _wait_for(server, "megatron_open_samples", 12)
+        _wait_for(server, "megatron_open_samples", 0)
+        assert server.ask("POST", "/v1/completions", {"prompt": "a"})[0] == 200
+        unread.close()
+
+
+def test_a_connection_whose_headers_do_not_end_is_closed(tmp_path):
+    with fake_server(tmp_path / "bpe", "--header-limit-s", "0.1") as server:
+        begun = [b"", b"GET /health HTTP/1.1\r\n", b"GET /v1/models HTTP/1.1\r\nHost: localhost"]
+        for data in begun:
+            with socket.create_connection(server.address, TIMEOUT_S) as connection:
+                connection.sendall(data)
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b""
+        assert server.ask("POST", "/v1/completions", {"prompt": "a"})[0] == 200
 
 
 def test_a_killed_engine_fails_open_requests(server):

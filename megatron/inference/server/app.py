@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -120,10 +121,15 @@ class FrontEnd:
             return responses.JSONResponse(error.body, error.status)
         return None
 
-    async def drain(self) -> None:
-        """Refuse new requests; return when the open ones have been answered."""
+    async def drain(self, limit_s: float) -> int:
+        """Refuse new requests; return when the open ones have been answered, or after the limit.
+
+        The result is the number of requests that are still open.
+        """
         self.is_draining = True
-        await self._idle.wait()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), limit_s)
+        return self._num_active
 
     def _route(self, path: str, work: Work, method: str = "GET", *, needs_key: bool = True) -> Any:
         # The route decides about the key, not a comparison of paths: nothing that the client

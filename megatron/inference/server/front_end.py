@@ -1,7 +1,8 @@
 """The main program of the front end's process.
 
 The engine's process starts it with two open sockets: one to the engine, and the one that listens
-for clients.  It ends when the engine ends, or after SIGTERM when all open requests are answered.
+for clients.  It ends when the engine ends, or after SIGTERM when all open requests are answered or
+the limit for them has passed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ from megatron.core.optional import require
 from megatron.inference.server.app import FrontEnd
 from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.chat_template import ChatTemplate
+from megatron.inference.server.connections import IdleConnections
 from megatron.inference.server.endpoint import Service
 from megatron.inference.server.engine_client import EngineClient, EngineDied
 from megatron.inference.server.http import is_loopback
@@ -53,6 +56,9 @@ class FrontEndOptions:
     allowed_local_media_path: str | None = None
     max_body_bytes: int = 8 << 20
     max_api_tokens: int = 12000  # of prompts and answers of one PUT /api
+    drain_limit_s: float = 60.0  # for open requests after SIGTERM
+    header_limit_s: float = 15.0  # for the headers of a request
+    unread_limit_s: float = 60.0  # for a client that reads nothing of its answer
 
 
 def main(options: str) -> str | None:
@@ -95,10 +101,13 @@ async def serve(options: FrontEndOptions) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     work = asyncio.ensure_future(server.serve(sockets=[listener]))
     engine = asyncio.ensure_future(_follow_engine(client, front_end, options, listener))
-    drained = asyncio.ensure_future(_drained(stop, front_end))
+    drained = asyncio.ensure_future(_drained(stop, front_end, options.drain_limit_s))
+    idle = IdleConnections(options.header_limit_s, options.unread_limit_s, time.monotonic)
+    watch = asyncio.ensure_future(idle.end_for_ever(server.server_state.connections))
     await asyncio.wait({work, engine, drained}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await work
+    watch.cancel()
     if front_end.service is not None and front_end.service.template is not None:
         front_end.service.template.close()
     writer.close()
@@ -157,9 +166,11 @@ async def watch_engine(client: EngineClient, patience_s: float) -> None:
             return
 
 
-async def _drained(stop: asyncio.Event, front_end: FrontEnd) -> None:
+async def _drained(stop: asyncio.Event, front_end: FrontEnd, limit_s: float) -> None:
     await stop.wait()
-    await front_end.drain()
+    num_open = await front_end.drain(limit_s)
+    if num_open:
+        _LOG.warning("%d requests are not answered %g s after SIGTERM: they end", num_open, limit_s)
 
 
 def read_keys(path: str | None) -> list[str]:
