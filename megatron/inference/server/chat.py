@@ -134,10 +134,17 @@ async def _read_prompt(
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Return the ids of a rendered prompt, and its images."""
     model = service.model
+    model.check_characters(text, "messages")
     if model.image_prompts is None:
-        return model.with_one_bos(await model.tokenize(text, "messages")), ()
+        (ids,) = await model.tokenize([text], "messages")
+        return model.with_one_bos(ids), ()
+    # As the methods of ImagePrompts do, but long texts in another process.
+    first, *others = model.image_prompts.texts_of(text)
+    is_plain = model.image_prompts.is_conversation
+    rows = await model.tokenize([first], "messages", is_plain=is_plain) if first else [[]]
+    rows += await model.tokenize(others, "messages", is_plain=True)
     ids, images = await asyncio.to_thread(
-        prompt_of, model.image_prompts, text, urls, service.image_files, limits
+        prompt_of, model.image_prompts, rows, urls, service.image_files, limits
     )
     return model.with_one_bos(ids), images
 

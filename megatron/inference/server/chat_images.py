@@ -90,10 +90,15 @@ class ImageFiles:
 
 
 def prompt_of(
-    prompts: ImagePrompts, text: str, urls: Sequence[str], files: ImageFiles, limits: ImageLimits
+    prompts: ImagePrompts,
+    rows: Sequence[list[int]],
+    urls: Sequence[str],
+    files: ImageFiles,
+    limits: ImageLimits,
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Return the ids of a rendered chat with its images.  Raises ApiError.
 
+    ``rows``: the ids of its texts, as `ImagePrompts.rendered` takes them.
     It reads files and decodes images, for a thread.  At most one image above the limits is decoded.
     """
     images: list[PromptImage] = []
@@ -119,7 +124,7 @@ def prompt_of(
                 f"{_MAX_PIXEL_BYTES}: send fewer images, or reduce n",
             )
     try:
-        return prompts.rendered(text, images)
+        return prompts.rendered(rows, images)
     except RequestError as error:
         raise ApiError(f"messages: {error}", "messages") from None
 

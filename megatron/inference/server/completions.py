@@ -34,7 +34,7 @@ class CompletionRequest:
 
     wanted: Wanted
     num_returned: int  # samples of each prompt
-    texts: list[str]  # of the prompts
+    texts: list[str]  # of the prompts, for ``has_echo``
     num_log_probs: int | None
     num_prompt_log_probs: int | None
     has_echo: bool
@@ -80,8 +80,8 @@ async def read_completion(service: Service, body: Body) -> CompletionRequest:
     fields = Fields(body)
     model = service.model
     service.check_model(fields)
-    prompts, texts = await read_prompts(fields, model)
     has_echo = fields.boolean("echo")
+    prompts, texts = await read_prompts(fields, model, has_texts=has_echo)
     num_log_probs = fields.integer("logprobs", None, 0, MAX_LOG_PROBS)
     prompt_log_probs = fields.integer("prompt_logprobs", None, 0, MAX_LOG_PROBS)
     is_scoring = has_echo or prompt_log_probs is not None
@@ -113,31 +113,35 @@ async def read_completion(service: Service, body: Body) -> CompletionRequest:
     )
 
 
-async def read_prompts(fields: Fields, model: Model) -> tuple[list[list[int]], list[str]]:
-    """Read ``prompt``: a text, texts, token ids or lists of them; return ids and texts."""
+async def read_prompts(
+    fields: Fields, model: Model, *, has_texts: bool
+) -> tuple[list[list[int]], list[str]]:
+    """Read ``prompt``: a text, texts, token ids or lists of them; return ids, and texts if wanted.
+
+    Everything that is too long is refused before anything is tokenized.
+    """
     value = fields.get("prompt")
     is_ids = isinstance(value, list) and value and isinstance(value[0], int)
     many = value if isinstance(value, list) and not is_ids else [value]
     if not many or len(many) > MAX_PROMPTS:
         raise ApiError(f"prompt: give 1 to {MAX_PROMPTS} prompts", "prompt")
     longest = model.info.max_sequence_length
-    prompts = []
-    texts = []
     for item in many:
         if isinstance(item, str):
-            text = fields.check_text("prompt", item)
-            ids = await model.tokenize(text) or model.first_token()
+            model.check_characters(item, "prompt")
         elif isinstance(item, list):
-            ids = fields.token_ids("prompt", item, model.info.vocab_size, longest)
-            text = model.decode(ids)
+            fields.token_ids("prompt", item, model.info.vocab_size, longest)
         else:
             raise ApiError(
                 "prompt: give a text, a list of texts, token ids, or a list of lists of token ids",
                 "prompt",
             )
-        prompts.append(ids)
-        texts.append(text)
-    return prompts, texts
+    tokenized = iter(await model.tokenize([item for item in many if isinstance(item, str)]))
+    prompts = [next(tokenized) if isinstance(item, str) else item for item in many]
+    if not has_texts:
+        return prompts, []
+    decoded = iter(await model.decode_all([item for item in many if isinstance(item, list)]))
+    return prompts, [item if isinstance(item, str) else next(decoded) for item in many]
 
 
 def choice_of(
@@ -149,13 +153,13 @@ def choice_of(
     is_first: bool = True,
 ) -> dict[str, Any]:
     """Return the choice for what is new of a sample; the prompt comes with the first."""
-    prompt_text = asked.texts[sample.index // asked.wanted.num_samples]
+    prompt_text = asked.texts[sample.index // asked.wanted.num_samples] if asked.has_echo else ""
     has_prompt = asked.has_echo and is_first
     table = LogProbTable(model, asked.num_log_probs or 0)
     if asked.num_log_probs is not None:
         if has_prompt:
             table.add_prompt(sample.prompt, sample.prompt_scores)
-        table.add(delta.tokens, len(prompt_text) if asked.has_echo else 0)
+        table.add(delta.tokens, len(prompt_text))
     choice: dict[str, Any] = {
         "index": sample.index,
         "text": (prompt_text if has_prompt else "") + delta.text,

@@ -38,6 +38,12 @@ class Service:
     max_api_tokens: int = 12000
     announced: set[str] = field(default_factory=set)
 
+    def close(self) -> None:
+        """End the processes that work on requests."""
+        self.model.close()
+        if self.template is not None:
+            self.template.close()
+
     def generation(self, wanted: Wanted) -> Generation:
         """Return a generation that is not started yet.  Raises ApiError for a prompt too long."""
         return Generation(self.client, self.model, self.metrics, wanted)

@@ -108,8 +108,8 @@ async def serve(options: FrontEndOptions) -> None:
     server.should_exit = True
     await work
     watch.cancel()
-    if front_end.service is not None and front_end.service.template is not None:
-        front_end.service.template.close()
+    if front_end.service is not None:
+        front_end.service.close()
     writer.close()
     if engine.done():
         raise EngineDied(engine.result())

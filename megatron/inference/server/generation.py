@@ -148,7 +148,11 @@ def check_length(prompt: Sequence[int], params: SamplingParams, model: Model) ->
     longest = model.info.max_sequence_length
     num_tokens = params.num_tokens_to_generate
     if not prompt:
-        raise ApiError("prompt: it is empty; give at least one token", "prompt")
+        raise ApiError(
+            "prompt: it is empty, and the tokenizer adds no token; give at least one, such as the "
+            "end-of-document token as [ID]",
+            "prompt",
+        )
     num_positions = num_tokens + (0 if model.info.decoder_start is not None else len(prompt))
     if num_positions > longest or len(prompt) > longest:
         raise ApiError(

@@ -19,7 +19,6 @@ from megatron.inference.text import Detokenizer, TextRules
 
 MAX_PROMPTS = 128
 _DEFAULT_TOKENS = 64
-_LONGEST_TEXT = 1 << 20  # characters of a prompt
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,12 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
     bos = model.first_token()
     if asked.adds_bos and not bos:
         raise ApiError("add_BOS: this tokenizer has no BOS token")
+    for text in asked.prompts:
+        model.check_characters(text, "prompts")
+    tokenized = iter(await model.tokenize([text for text in asked.prompts if text], "prompts"))
     prompts = []
     for text in asked.prompts:
-        ids = await model.tokenize(text, "prompts") if text else []
+        ids = next(tokenized) if text else []
         has_bos = ids[:1] == bos  # the tokenizer has added it
         prompts.append(bos + ids if asked.adds_bos and not has_bos else ids)
     params = asked.params
@@ -191,7 +193,6 @@ def _prompts(body: Body) -> list[str]:
     _need(bool(prompts), "prompts is empty")
     _need(len(prompts) <= MAX_PROMPTS, f"Maximum number of prompts is {MAX_PROMPTS}")
     _need(all(isinstance(p, str) for p in prompts), "prompts is not a list of strings")
-    _need(all(len(p) <= _LONGEST_TEXT for p in prompts), "prompts: one is too long")
     return list(prompts)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron.core.config.errors import DataError
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.limited_processes import LimitedProcesses, exceeded, receive, send
+from megatron.inference.server import tokenizer_worker
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.image_worker import LimitedImageProcessor
 from megatron.inference.server.messages import EngineInfo
@@ -17,7 +20,9 @@ from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.multimodal_tokenizer import MultimodalTokenizer
 
-_LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread
+_LONG_TEXT = 2000  # characters or ids of a request; more are for another process
+_AT_ONCE = 4  # processes that tokenize
+_PATIENCE_S = 60.0  # with a process that is stopped, or has no processor
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +45,17 @@ class Model:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ``ids``; ids of the vocabulary's padding have none."""
+        return self.tokenizer.detokenize(self._known(ids))
+
+    async def decode_all(self, rows: Sequence[list[int]]) -> list[str]:
+        """Return the text of each of some lists of ids, which may be long."""
+        found: list[str] = await self._apply("detokenize", [*map(self._known, rows)], "tokens")
+        return found
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """Return the ids that the tokenizer has."""
         known = self.tokenizer.vocab_size
-        return self.tokenizer.detokenize([i for i in ids if i < known])
+        return ids if not ids or max(ids) < known else [i for i in ids if i < known]
 
     def token_text(self, token: int) -> str:
         """Return the text of one token."""
@@ -53,21 +67,70 @@ class Model:
         return frozenset((*eod, *params.stop_token_ids))
 
     async def tokenize(
-        self, text: str, param: str = "prompt", *, is_plain: bool = False
-    ) -> list[int]:
-        """Return the ids of a text; a plain one has no special tokens around it.
+        self, texts: Sequence[str], param: str = "prompt", *, is_plain: bool = False
+    ) -> list[list[int]]:
+        """Return the ids of each text; a plain one has no special tokens around it.
 
-        Raises ApiError if the tokenizer cannot read it.
+        Raises ApiError if the tokenizer cannot read one.
         """
-        tokenize = self.tokenizer.tokenize_plain if is_plain else self.tokenizer.tokenize
+        kind = "tokenize_plain" if is_plain else "tokenize"
+        found: list[list[int]] = await self._apply(kind, list(texts), param)
+        return found
+
+    def check_characters(self, text: str, param: str) -> None:
+        """Raise ApiError for a prompt that is too long whatever its tokens are."""
+        most = self.info.max_sequence_length * self._longest_token
+        if len(text) > most:
+            raise ApiError(
+                f"{param}: a text has {len(text)} characters; {self.info.max_sequence_length} "
+                f"tokens, this model's maximum context length, have {most} at most: shorten it",
+                param,
+                code="context_length_exceeded",
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.tokenizer.vocab)) + 1  # and a blank, which is part of none
+
+    async def _apply(self, kind: str, items: list[Any], param: str) -> list[Any]:
+        """Call a method of the tokenizer for each item; long ones in another process."""
         try:
-            if len(text) > _LONG_TEXT:
-                ids = await asyncio.to_thread(tokenize, text)
-            else:
-                ids = tokenize(text)
-        except (ValueError, KeyError) as error:
-            raise ApiError(f"{param}: the tokenizer cannot read it: {error}", param) from None
-        return list(ids)
+            if sum(map(len, items)) <= _LONG_TEXT:
+                return tokenizer_worker.apply(self.tokenizer, kind, items)
+            data = json.dumps([kind, items]).encode()
+            async with self._few_at_once:
+                is_done, found = await asyncio.to_thread(self._ask, data)
+        except tokenizer_worker.READ_ERRORS as error:
+            is_done, found = False, error
+        if not is_done:
+            raise ApiError(f"{param}: the tokenizer cannot read it: {found}", param)
+        return list(found)
+
+    def _ask(self, data: bytes) -> tuple[bool, Any]:
+        """Send items to a process; return whether it has read them, and its answer or why not."""
+        try:
+            with self._processes.open() as connection:
+                connection.settimeout(_PATIENCE_S)
+                send(connection, data)
+                is_done, found = json.loads(receive(connection))
+        except TimeoutError:
+            return False, f"its process has not answered for {_PATIENCE_S:g} s"
+        except (EOFError, OSError):
+            return False, exceeded(tokenizer_worker.TIME_LIMIT_S)
+        return bool(is_done), found
+
+    @cached_property
+    def _processes(self) -> LimitedProcesses:
+        setup = tokenizer_worker.setup_of(self.info.tokenizer, self.info.modules)
+        return LimitedProcesses(tokenizer_worker.__name__, setup)
+
+    @cached_property
+    def _few_at_once(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(_AT_ONCE)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._processes.close()
 
     def special_text(self, role: str) -> str | None:
         """Return the text of a special token; None if the tokenizer does not read it as one."""

@@ -57,7 +57,7 @@ async def answer_tokenize(service: Service, request: Any, body: Body) -> Any:
         raise ApiError("prompt: give a text", "prompt")
     is_plain = not fields.boolean("add_special_tokens", True)
     fields.refuse_others()
-    ids = await model.tokenize(text, is_plain=is_plain)
+    (ids,) = await model.tokenize([text], is_plain=is_plain)
     longest = model.info.max_sequence_length
     return json_answer({"tokens": ids, "count": len(ids), "max_model_len": longest})
 
@@ -69,7 +69,8 @@ async def answer_detokenize(service: Service, request: Any, body: Body) -> Any:
     service.check_model(fields)
     ids = fields.token_ids("tokens", fields.get("tokens"), model.info.vocab_size, _MAX_TOKENS)
     fields.refuse_others()
-    return json_answer({"prompt": model.decode(ids)})
+    (text,) = await model.decode_all([ids])
+    return json_answer({"prompt": text})
 
 
 async def answer_update_weights(service: Service, request: Any, body: Body) -> Any:

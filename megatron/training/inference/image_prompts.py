@@ -95,17 +95,26 @@ class ImagePrompts:
         found = tuple(self.read(image, f"image {i}") for i, image in enumerate(images))
         return self._joined(parts, found)
 
+    @property
+    def is_conversation(self) -> bool:
+        """Whether a rendered text is tokenized as a whole, with an id of the tag."""
+        return isinstance(self._tokenizer, MultimodalTokenizer)
+
+    def texts_of(self, text: str) -> list[str]:
+        """Return the texts to tokenize of a text that a chat template has written.
+
+        The first has what begins a text, such as BOS, unless the text ``is_conversation``.
+        """
+        return [text] if self.is_conversation else text.split(IMAGE_TOKEN)
+
     def rendered(
-        self, text: str, images: Sequence[PromptImage]
+        self, rows: Sequence[list[int]], images: Sequence[PromptImage]
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Return the ids of a text that a chat template has written, with ``images`` at its tags.
+        """Return a prompt with ``images`` at its tags; ``rows``: the ids of each of `texts_of`.
 
         Raises RequestError for another number of tags.
         """
-        if isinstance(self._tokenizer, MultimodalTokenizer):
-            parts = self._split(self._tokenizer.tokenize_plain(text))
-        else:
-            parts = self._parts_of_text(text)
+        parts = self._split(rows[0]) if self.is_conversation else rows
         _check_number(parts, len(images))
         return self._joined(parts, images)
 
@@ -141,7 +150,7 @@ class ImagePrompts:
         tokenizer = self._tokenizer
         if isinstance(tokenizer, MultimodalTokenizer):
             return self._split(tokenizer.tokenize(text))
-        first, *others = text.split(IMAGE_TOKEN)
+        first, *others = self.texts_of(text)
         ids = [tokenizer.tokenize(first) if first else []]  # with what begins a text, such as BOS
         return ids + [tokenizer.tokenize_plain(part) if part else [] for part in others]
 

@@ -310,6 +310,7 @@ def test_the_text_of_a_beam_keeps_the_space_after_the_prompt():
 def test_fields_of_put_api_become_parameters_of_the_engine():
     pieces = ["a", ":", "\n", "b:", "\n\n", ":c", " \n"]
     tokenizer = SimpleNamespace(
+        vocab=dict.fromkeys(pieces),
         vocab_size=len(pieces),
         detokenize=lambda ids: "".join(pieces[i] for i in ids),
         tokenize=lambda text: [0],
