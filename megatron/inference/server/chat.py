@@ -21,7 +21,7 @@ from megatron.inference.server.chat_images import ImageLimits, prompt_of
 from megatron.inference.server.endpoint import Service, json_answer
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.fields import Body, Fields, log_prob_of
-from megatron.inference.server.generation import Sample, Wanted, usage_of
+from megatron.inference.server.generation import Sample, Wanted, usage_of, write
 from megatron.inference.server.model import Model
 from megatron.inference.server.sampling_fields import (
     MAX_LOG_PROBS,
@@ -55,10 +55,14 @@ async def answer_chat(service: Service, request: Any, body: Body) -> Any:
     model = service.model
     if not asked.is_stream:
         samples = await service.samples(asked.wanted, request)
-        choices = [_choice(model, asked, sample) for sample in samples]
-        usage = usage_of(samples, asked.wanted.num_samples)
-        number = samples[0].generation_id
-        return json_answer(_answer(model, number, started_at, choices, "", usage=usage))
+
+        def written() -> Any:
+            choices = [_choice(model, asked, sample) for sample in samples]
+            usage = usage_of(samples, asked.wanted.num_samples)
+            number = samples[0].generation_id
+            return json_answer(_answer(model, number, started_at, choices, "", usage=usage))
+
+        return await write(asked.wanted.num_values, written)
     generation = service.generation(asked.wanted)
     states = {sample.index: _Stream(asked) for sample in generation.samples.values()}
 
@@ -106,7 +110,15 @@ async def read_chat(service: Service, body: Body) -> ChatRequest:
     if num_tokens is None:
         room = longest if model.info.decoder_start is not None else longest - len(prompt)
         params = replace(params, num_tokens_to_generate=max(room, 1))
-    wanted = Wanted([prompt], params, rules, num_samples, grammar, images=images)
+    wanted = Wanted(
+        [prompt],
+        params,
+        rules,
+        num_samples,
+        grammar,
+        images=images,
+        keeps_tokens=has_log_probs and not is_stream,
+    )
     return ChatRequest(wanted, tools, num_top if has_log_probs else None, is_stream, has_usage)
 
 

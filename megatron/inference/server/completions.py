@@ -11,7 +11,7 @@ from megatron.core.inference.paged_engine.request import TokenOutput
 from megatron.inference.server.endpoint import Service, json_answer
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.fields import Body, Fields, log_prob_of
-from megatron.inference.server.generation import Sample, Wanted, usage_of
+from megatron.inference.server.generation import Sample, Wanted, usage_of, write
 from megatron.inference.server.model import Model
 from megatron.inference.server.sampling_fields import (
     MAX_LOG_PROBS,
@@ -49,13 +49,16 @@ async def answer_completion(service: Service, request: Any, body: Body) -> Any:
     model = service.model
     if not asked.is_stream:
         samples = _best(await service.samples(asked.wanted, request), asked)
-        choices = [choice_of(model, asked, sample, _all_of(sample)) for sample in samples]
-        for index, choice in enumerate(choices):
-            choice["index"] = index
-        usage = usage_of(samples, asked.num_returned)
-        return json_answer(
-            _answer(model, samples[0].generation_id, started_at, choices, usage=usage)
-        )
+
+        def written() -> Any:
+            choices = [choice_of(model, asked, sample, _all_of(sample)) for sample in samples]
+            for index, choice in enumerate(choices):
+                choice["index"] = index
+            usage = usage_of(samples, asked.num_returned)
+            number = samples[0].generation_id
+            return json_answer(_answer(model, number, started_at, choices, usage=usage))
+
+        return await write(asked.wanted.num_values, written)
     generation = service.generation(asked.wanted)
     begun: set[int] = set()  # samples whose prompt has been sent
 
@@ -102,7 +105,13 @@ async def read_completion(service: Service, body: Body) -> CompletionRequest:
         raise ApiError(f"n: {MAX_PROMPTS} samples at most, over all prompts", "n")
     service.finish_reading(fields)
     return CompletionRequest(
-        wanted=Wanted(prompts, params, rules, best_of),
+        wanted=Wanted(
+            prompts,
+            params,
+            rules,
+            best_of,
+            keeps_tokens=num_log_probs is not None and not is_stream,
+        ),
         num_returned=num_returned,
         texts=texts,
         num_log_probs=num_log_probs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron.core.config.errors import MegatronError
@@ -13,7 +14,7 @@ from megatron.inference.server.chat_template import ChatTemplate
 from megatron.inference.server.engine_client import EngineClient
 from megatron.inference.server.errors import ApiError, as_api_error
 from megatron.inference.server.fields import Fields
-from megatron.inference.server.generation import Generation, Sample, Wanted
+from megatron.inference.server.generation import Generation, Sample, Wanted, write
 from megatron.inference.server.http import DONE, EventStream, event, responses, until_disconnect
 from megatron.inference.server.metrics import Metrics
 from megatron.inference.server.model import Model
@@ -97,9 +98,13 @@ async def _events(
     to_events: ToEvents,
     last: Callable[[list[Sample]], list[dict[str, Any]]],
 ) -> AsyncIterator[str]:
+    begun: set[int] = set()
     try:
         async for sample, delta in generation.deltas():
-            for found in to_events(sample, delta):
+            # The first event may have the scores of a long prompt.
+            num_values = 0 if sample.index in begun else len(sample.prompt_scores)
+            begun.add(sample.index)
+            for found in await write(num_values, partial(to_events, sample, delta)):
                 yield event(found)
         for found in last(list(generation.samples.values())):
             yield event(found)

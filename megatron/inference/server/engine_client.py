@@ -35,6 +35,7 @@ class EngineClient:
         self._calls: dict[str, Call] = {}  # by request id
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
+        self._flush_lock = asyncio.Lock()
         self.failure: str | None = None
 
     @property
@@ -92,6 +93,15 @@ class EngineClient:
         if self.failure is not None:
             raise EngineDied(self.failure)
         self._writer.write(messages.encode(kind, **content))
+
+    async def flush(self) -> None:
+        """Let the engine take what has been sent, and other tasks run.  Raises EngineDied."""
+        try:
+            async with self._flush_lock:  # one task can wait at a time in Python 3.10
+                await self._writer.drain()
+        except OSError as error:
+            raise EngineDied(f"the connection to the engine failed: {error}") from None
+        await asyncio.sleep(0)  # drain() makes no pause if little is unsent
 
     def close(self) -> None:
         """End the connection, and with it the engine."""
@@ -151,6 +161,7 @@ class Call:
             for request in self._requests:
                 self._client.register(self, request.request_id)
                 self._client.send("add", request=messages.request_to_json(request))
+                await self._client.flush()
             num_accepted = 0
             while num_accepted < len(self._requests):
                 item = await self._take()

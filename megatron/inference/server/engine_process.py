@@ -106,7 +106,12 @@ class EngineLoop:
         for output in outputs:
             if output.finish_reason is not None:
                 self._open.discard(output.request_id)
-        self._send("outputs", items=[messages.output_to_json(output) for output in outputs])
+        # Several long outputs may exceed the limit of a message.
+        items = [messages.output_to_json(output) for output in outputs]
+        short = [item for item in items if not {"prompt", "beams"} & item.keys()]
+        groups = [[item] for item in items if {"prompt", "beams"} & item.keys()]
+        for group in (*groups, *([short] if short else [])):
+            self._send("outputs", items=group)
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["type"]

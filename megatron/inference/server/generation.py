@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from megatron.core.inference.paged_engine.prompt_images import PromptImage, text_of
 from megatron.core.inference.paged_engine.request import (
@@ -24,12 +26,18 @@ from megatron.inference.server.model import Model
 from megatron.inference.server.sampling_fields import sample_params
 from megatron.inference.text import PlacedToken, SampleText, TextDelta, TextRules
 
+T = TypeVar("T")
+
+MAX_VALUES = 1 << 18  # of one answer, see `Wanted.num_values`; some 10 MB of JSON
+_LONG_ANSWER = 1000  # values; a longer answer is written in a thread
+
 
 @dataclass(frozen=True)
 class Wanted:
     """What an HTTP request asks for: ``num_samples`` texts of each prompt (token ids).
 
-    ``images``: those whose ids the prompts have.
+    ``images``: those whose ids the prompts have.  ``keeps_tokens``: samples have tokens at their
+    end, not only text; each takes much more memory than its text.
     """
 
     prompts: Sequence[list[int]]
@@ -39,6 +47,24 @@ class Wanted:
     grammar: tuple[str, str] | None = None
     beam: BeamParams | None = None
     images: tuple[PromptImage, ...] = ()
+    keeps_tokens: bool = True
+
+    @property
+    def num_values(self) -> int:
+        """Number of log-probabilities, or of tokens in beams, that the answer has at most."""
+        params = self.params
+        num_new = params.num_tokens_to_generate
+        num_given = sum(map(len, self.prompts))
+        if self.beam is not None:
+            return self.beam.width * (num_given + num_new)
+        if not params.return_log_probs:
+            return 0
+        values = len(self.prompts) * num_new * (1 + params.top_n_logprobs)
+        if params.return_prompt_top_n_logprobs:
+            values += num_given * (1 + params.top_n_logprobs)
+        elif params.return_prompt_log_probs:
+            values += num_given
+        return self.num_samples * values
 
 
 @dataclass
@@ -52,6 +78,8 @@ class Sample:
     timer: RequestTimer
     text: str = ""
     tokens: list[PlacedToken] = field(default_factory=list)
+    num_scored: int = 0  # tokens of the text, also if they are not kept
+    sum_log_prob: float = 0.0  # of these
     prompt_scores: tuple[TokenOutput, ...] = ()
     finish_reason: FinishReason | None = None
     stopped_by: str | int | None = None
@@ -67,8 +95,7 @@ class Sample:
     @property
     def mean_log_prob(self) -> float:
         """Mean log-probability of its tokens."""
-        values = [placed.output.log_prob for placed in self.tokens]
-        return sum(values) / max(len(values), 1)
+        return self.sum_log_prob / max(self.num_scored, 1)
 
 
 class Generation:
@@ -79,9 +106,17 @@ class Generation:
     ) -> None:
         self.id = uuid.uuid4().hex
         self._metrics = metrics
+        self._keeps_tokens = wanted.keeps_tokens
         self.samples: dict[str, Sample] = {}
         for prompt in wanted.prompts:
             check_length(prompt, wanted.params, model)
+        if wanted.num_values > MAX_VALUES:
+            raise ApiError(
+                f"the answer may have {wanted.num_values} log-probabilities or tokens of beams, at "
+                f"most {MAX_VALUES}: reduce the prompts, n, max_tokens or the number of "
+                "log-probabilities",
+                "logprobs",
+            )
         requests = []
         counter = itertools.count()
         for prompt in wanted.prompts:
@@ -121,7 +156,11 @@ class Generation:
             sample.beams = output.beams
             delta = sample.state.add(output)
             sample.text += delta.text
-            sample.tokens += delta.tokens
+            if self._keeps_tokens:
+                sample.tokens += delta.tokens
+            sample.num_scored += len(delta.tokens)
+            for placed in delta.tokens:
+                sample.sum_log_prob += placed.output.log_prob
             sample.finish_reason = delta.finish_reason
             sample.stopped_by = delta.stopped_by
             if delta.finish_reason is not None:
@@ -141,6 +180,11 @@ class Generation:
             if sample.finish_reason is None:
                 sample.timer.finished("abort")
         self._call.close()
+
+
+async def write(num_values: int, function: Callable[[], T]) -> T:
+    """Return what ``function`` returns; if there are many values, other requests go on meanwhile."""
+    return await asyncio.to_thread(function) if num_values > _LONG_ANSWER else function()
 
 
 def check_length(prompt: Sequence[int], params: SamplingParams, model: Model) -> None:

@@ -6,6 +6,7 @@ A wrong field is answered with status 400 and Megatron-LM's text for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron.core.inference.paged_engine.request import BeamParams
@@ -13,7 +14,8 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.endpoint import Service, json_answer
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.fields import Body, log_prob_of
-from megatron.inference.server.generation import Sample, Wanted
+from megatron.inference.server.generation import Sample, Wanted, write
+from megatron.inference.server.model import Model
 from megatron.inference.server.sampling_fields import with_log_probs
 from megatron.inference.text import Detokenizer, TextRules
 
@@ -64,6 +66,12 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
         return await _search(service, request, asked, prompts[0], asked.beam)
     rules = TextRules(model.end_tokens(params), asked.stops, keeps_stop=True)
     samples = await service.samples(Wanted(prompts, params, rules), request)
+    return await write(num_tokens, partial(_answer, model, asked, rules, samples))
+
+
+def _answer(
+    model: Model, asked: LegacyRequest, rules: TextRules, samples: list[Sample]
+) -> dict[str, Any]:
     rows = []
     texts = []
     log_probs = []
@@ -75,7 +83,7 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
     return {
         "text": texts,
         "segments": [[model.token_text(token) for token in row] for row in rows],
-        "logprobs": log_probs if params.return_log_probs else None,
+        "logprobs": log_probs if asked.params.return_log_probs else None,
         "tokens": rows,
     }
 
@@ -99,8 +107,16 @@ async def _search(
         if not 0 <= asked.stop_token < model.info.vocab_size:
             raise ApiError(f"stop_token must be below {model.info.vocab_size}")
         params = replace(params, ignore_eos=True, stop_token_ids=(asked.stop_token,))
-    (sample,) = await service.samples(Wanted([prompt], params, TextRules(), beam=beam), request)
+    wanted = Wanted([prompt], params, TextRules(), beam=beam)
+    (sample,) = await service.samples(wanted, request)
     ends = model.end_tokens(params)
+    return await write(wanted.num_values, partial(_beams, model, asked, sample, ends))
+
+
+def _beams(
+    model: Model, asked: LegacyRequest, sample: Sample, ends: frozenset[int]
+) -> dict[str, Any]:
+    prompt = sample.prompt
     rows = [[t.token for t in found.tokens if t.token not in ends] for found in sample.beams]
     return {
         "text": [

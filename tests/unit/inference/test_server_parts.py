@@ -33,11 +33,12 @@ from megatron.inference.server.engine_process import EngineLoop
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.fields import parse_json
 from megatron.inference.server.front_end import watch_engine
+from megatron.inference.server.generation import Generation, Wanted
 from megatron.inference.server.megatron_api import answer_api
 from megatron.inference.server.messages import EngineInfo, LineBuffer, ProtocolError
 from megatron.inference.server.model import Model
 from megatron.inference.server.tool_calls import ToolCallParser
-from megatron.inference.text import PlacedToken
+from megatron.inference.text import PlacedToken, TextRules
 from megatron.training.tokenizer import TokenizerSpec
 from tests.fake_engine import FakeEngine
 
@@ -162,6 +163,64 @@ def test_a_request_waits_for_its_grammar_while_others_are_added(monkeypatch):
     )
     assert [m["id"] for m in found if m["type"] == "accepted"] == ["r1", "slow"]
     assert engine.num_added == 2
+
+
+def test_long_outputs_of_a_step_are_messages_of_their_own(monkeypatch):
+    monkeypatch.setattr(messages, "MAX_BYTES", 2000)
+    scored = replace(PARAMS, return_log_probs=True, return_prompt_log_probs=True)
+    found, _ = _step_with([Request(f"r{i}", [5] * 80, scored) for i in range(3)])
+    assert [[item["id"] for item in m["items"]] for m in found] == [["r0"], ["r1"], ["r2"]]
+    found, _ = _step_with([Request(f"r{i}", [5] * 80, PARAMS) for i in range(3)])
+    assert [[item["id"] for item in m["items"]] for m in found] == [["r0", "r1", "r2"]]
+
+
+def _step_with(requests: list[Request]) -> tuple[list[dict], FakeEngine]:
+    """Return the messages of one step."""
+    ours, its = socket.socketpair()
+    engine = FakeEngine(INFO)
+    for request in requests:
+        engine.add(request)
+    with ours, its:
+        EngineLoop(engine, its, INFO)._step()
+        its.shutdown(socket.SHUT_WR)
+        received = b"".join(iter(lambda: ours.recv(1 << 16), b""))
+    return [json.loads(line) for line in received.splitlines()], engine
+
+
+@pytest.mark.parametrize("keeps_tokens", [False, True])
+def test_tokens_are_kept_for_answers_that_have_them(keeps_tokens):
+    spec = vars(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=99))
+    wanted = Wanted([[5, 6]], PARAMS, TextRules(), keeps_tokens=keeps_tokens)
+    timer = SimpleNamespace(received=lambda number: None, finished=lambda reason: None)
+    metrics = SimpleNamespace(timer=lambda: timer)
+    generation = Generation(None, Model.of(replace(INFO, tokenizer=spec)), metrics, wanted)
+    (request_id,) = generation.samples
+
+    async def outputs():
+        yield RequestOutput(request_id, (TokenOutput(7, -1.0), TokenOutput(8, -2.0)), (), "length")
+
+    generation._call = SimpleNamespace(outputs=outputs, finish=lambda request_id: None)
+    (sample,) = asyncio.run(generation.finish())
+    assert (sample.text, sample.num_tokens, sample.mean_log_prob) == (" 7 8", 2, -1.5)
+    assert len(sample.tokens) == (2 if keeps_tokens else 0)
+
+
+def test_values_of_an_answer_are_counted():
+    params = replace(PARAMS, num_tokens_to_generate=3)
+    prompts = [[5, 6], [7]]
+
+    def count(params, **more):
+        return Wanted(prompts, params, TextRules(), **more).num_values
+
+    scored = replace(params, return_log_probs=True)
+    assert count(params, num_samples=9) == 0
+    assert count(scored, num_samples=9) == 9 * 2 * 3
+    top = replace(scored, top_n_logprobs=4)
+    assert count(top) == 2 * 3 * 5
+    assert count(replace(top, return_prompt_log_probs=True)) == 2 * 3 * 5 + 3
+    every = {"return_prompt_log_probs": True, "return_prompt_top_n_logprobs": True}
+    assert count(replace(top, **every)) == 2 * 3 * 5 + 3 * 5
+    assert Wanted([[5, 6]], params, TextRules(), beam=BeamParams(4)).num_values == 4 * (2 + 3)
 
 
 def test_wrong_parameters_are_refused():
