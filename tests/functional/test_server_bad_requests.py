@@ -130,7 +130,12 @@ BAD = [
     (C, completion(prompt=["a"] * 500, best_of=4, max_tokens=200, logprobs=1), 400, "logprobs"),
     (C, completion(n=128, max_tokens=900, logprobs=5, stream=True), 400, "logprobs"),
     (C, {"prompt": [[1] * 900] * 20, "max_tokens": 1, "prompt_logprobs": 20}, 400, "logprobs"),
-    (C, {"prompt": [[1] * 900] * 400, "max_tokens": 0, "echo": True, "logprobs": 0}, 400, "logprobs"),
+    (
+        C,
+        {"prompt": [[1] * 900] * 400, "max_tokens": 0, "echo": True, "logprobs": 0},
+        400,
+        "logprobs",
+    ),
     (H, chat(n=128, max_tokens=900, logprobs=True, top_logprobs=5), 400, "logprobs"),
     (C, completion(max_token=5), 400, "max_token"),
     (C, completion(model="other"), 404, "model"),

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.server_process import fake_server
+from tests.server_process import VOCAB_SIZE, fake_server
+from tests.tokenizer_files import write_bpe
 
 openai = pytest.importorskip("openai")
 
@@ -291,3 +292,32 @@ def test_a_missing_key_is_refused(tmp_path):
                         client.completions.create(model="fake", prompt="a")
         assert server.ask("GET", "/v1/models")[0] == 401
         assert server.ask("GET", "/health")[0] == 200
+
+
+def test_special_tokens_around_a_text_can_be_left_out(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = write_bpe(tmp_path, VOCAB_SIZE)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{special[0]} $A", special_tokens=[special]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    words = ("--chat-template", str(template))
+    with fake_server(tmp_path, *words, tokenizer=folder) as server:
+
+        def num_tokens(path, text, **more):
+            given = {"messages": [{"role": "user", "content": text}]}
+            given = given if "chat" in path else {"prompt": text}
+            found = server.ask("POST", path, {**given, "max_tokens": 1, **more})[1]
+            return found["usage"]["prompt_tokens"]
+
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert num_tokens(path, "Hello") == 4  # BOS, "H", "ell", "o"
+            assert num_tokens(path, "Hello", add_special_tokens=True) == 4
+            assert num_tokens(path, "Hello", add_special_tokens=False) == 3
+            # The text of a special token is this token, wherever it stands.
+            assert num_tokens(path, "H<|endoftext|>", add_special_tokens=False) == 2
+        assert server.ask("POST", "/v1/completions", {"prompt": "", "max_tokens": 1})[0] == 200

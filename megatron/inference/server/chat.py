@@ -96,6 +96,7 @@ async def read_chat(service: Service, body: Body) -> ChatRequest:
     longest = model.info.max_sequence_length
     num_tokens = fields.integer("max_completion_tokens", None, 1, longest)
     num_tokens = fields.integer("max_tokens", num_tokens, 1, longest)
+    is_plain = not fields.boolean("add_special_tokens", True)
     options = fields.sub_object("chat_template_kwargs")
     more = fields.get("chat_template_kwargs") if options is not None else {}
     params = read_params(fields, model, num_tokens or longest)
@@ -106,7 +107,7 @@ async def read_chat(service: Service, body: Body) -> ChatRequest:
     service.finish_reading(fields)
     text = await _render(service, messages, tools, more)
     limits = ImageLimits(longest, num_samples)
-    prompt, images = await _read_prompt(service, text, urls, limits)
+    prompt, images = await _read_prompt(service, text, urls, limits, is_plain=is_plain)
     if num_tokens is None:
         room = longest if model.info.decoder_start is not None else longest - len(prompt)
         params = replace(params, num_tokens_to_generate=max(room, 1))
@@ -142,17 +143,17 @@ async def _render(
 
 
 async def _read_prompt(
-    service: Service, text: str, urls: list[str], limits: ImageLimits
+    service: Service, text: str, urls: list[str], limits: ImageLimits, *, is_plain: bool
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Return the ids of a rendered prompt, and its images."""
     model = service.model
     model.check_characters(text, "messages")
     if model.image_prompts is None:
-        (ids,) = await model.tokenize([text], "messages")
+        (ids,) = await model.tokenize([text], "messages", is_plain=is_plain)
         return model.with_one_bos(ids), ()
     # As the methods of ImagePrompts do, but long texts in another process.
     first, *others = model.image_prompts.texts_of(text)
-    is_plain = model.image_prompts.is_conversation
+    is_plain = is_plain or model.image_prompts.is_conversation
     rows = await model.tokenize([first], "messages", is_plain=is_plain) if first else [[]]
     rows += await model.tokenize(others, "messages", is_plain=True)
     ids, images = await asyncio.to_thread(

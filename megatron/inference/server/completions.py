@@ -84,7 +84,8 @@ async def read_completion(service: Service, body: Body) -> CompletionRequest:
     model = service.model
     service.check_model(fields)
     has_echo = fields.boolean("echo")
-    prompts, texts = await read_prompts(fields, model, has_texts=has_echo)
+    is_plain = not fields.boolean("add_special_tokens", True)
+    prompts, texts = await read_prompts(fields, model, has_texts=has_echo, is_plain=is_plain)
     num_log_probs = fields.integer("logprobs", None, 0, MAX_LOG_PROBS)
     prompt_log_probs = fields.integer("prompt_logprobs", None, 0, MAX_LOG_PROBS)
     is_scoring = has_echo or prompt_log_probs is not None
@@ -123,7 +124,7 @@ async def read_completion(service: Service, body: Body) -> CompletionRequest:
 
 
 async def read_prompts(
-    fields: Fields, model: Model, *, has_texts: bool
+    fields: Fields, model: Model, *, has_texts: bool, is_plain: bool = False
 ) -> tuple[list[list[int]], list[str]]:
     """Read ``prompt``: a text, texts, token ids or lists of them; return ids, and texts if wanted.
 
@@ -145,7 +146,8 @@ async def read_prompts(
                 "prompt: give a text, a list of texts, token ids, or a list of lists of token ids",
                 "prompt",
             )
-    tokenized = iter(await model.tokenize([item for item in many if isinstance(item, str)]))
+    given = [item for item in many if isinstance(item, str)]
+    tokenized = iter(await model.tokenize(given, is_plain=is_plain))
     prompts = [next(tokenized) if isinstance(item, str) else item for item in many]
     if not has_texts:
         return prompts, []

@@ -183,7 +183,7 @@ class Generation:
 
 
 async def write(num_values: int, function: Callable[[], T]) -> T:
-    """Return what ``function`` returns; if there are many values, other requests go on meanwhile."""
+    """Return the result of ``function``, of a thread if there are many values."""
     return await asyncio.to_thread(function) if num_values > _LONG_ANSWER else function()
 
 

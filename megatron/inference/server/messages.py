@@ -1,7 +1,7 @@
 """Messages between the front end and the engine: JSON objects, one a line, over a Unix socket.
 
 To the engine: add, abort, stats, ping, update_weights.  From it: hello (first), accepted, refused,
-outputs (one message for each step, and one for each output that may be long), stats, pong, updated, failed.
+outputs (one for each step, and one for each output that may be long), stats, pong, updated, failed.
 """
 
 from __future__ import annotations

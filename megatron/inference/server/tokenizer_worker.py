@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def setup_of(tokenizer: dict[str, Any], modules: tuple[str, ...]) -> bytes:
-    """Return the setup: fields of `TokenizerSpec`, and user modules that may register tokenizers."""
+    """Return the setup: fields of `TokenizerSpec`, and user modules that may register some."""
     return json.dumps([tokenizer, modules]).encode()
 
 
