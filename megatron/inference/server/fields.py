@@ -21,6 +21,7 @@ T = TypeVar("T")
 _SHOWN = 80  # characters of a value in an error message
 _MAX_DEPTH = 100  # objects and lists around a value; below every limit of recursion
 _MAX_CONTAINERS = 1 << 16  # objects and lists of one text: each costs time in Python
+_MAX_NAMES = 1 << 17  # of fields in them
 
 
 class Fields:
@@ -144,7 +145,7 @@ def parse_json(data: bytes, name: str) -> Any:
     Raises ApiError for what later code could not handle: deep nesting, which exceeds the limit of
     recursion; very many objects; and half of a surrogate pair, which no answer can be encoded with.
     """
-    _check_nesting(data, name)
+    _check_structure(data, name)
     try:
         found = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
     except ValueError as error:
@@ -159,9 +160,9 @@ def parse_json(data: bytes, name: str) -> Any:
     return found
 
 
-def _check_nesting(data: bytes, name: str) -> None:
-    """Refuse deep nesting and very many objects before the text is parsed."""
-    if data.count(b"[") + data.count(b"{") <= _MAX_DEPTH:
+def _check_structure(data: bytes, name: str) -> None:
+    """Refuse deep nesting, and very many objects and fields, before the text is parsed."""
+    if data.count(b"[") + data.count(b"{") <= _MAX_DEPTH and data.count(b":") <= _MAX_NAMES:
         return
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # each other quote begins or ends text
     codes = np.frombuffer(plain, np.uint8)
@@ -174,6 +175,8 @@ def _check_nesting(data: bytes, name: str) -> None:
         raise ApiError(f"{name} is nested too deeply; at most {_MAX_DEPTH} levels are read")
     if int(begins.sum()) > _MAX_CONTAINERS:
         raise ApiError(f"{name} has more than {_MAX_CONTAINERS} objects and lists; send less")
+    if int((codes == ord(":")).sum()) > _MAX_NAMES:
+        raise ApiError(f"{name} has more than {_MAX_NAMES} fields; send less")
 
 
 def _refuse_constant(word: str) -> float:

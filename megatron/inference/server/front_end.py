@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,9 +101,10 @@ async def serve(options: FrontEndOptions) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     work = asyncio.ensure_future(server.serve(sockets=[listener]))
     engine = asyncio.ensure_future(_follow_engine(client, front_end, options, listener))
-    drained = asyncio.ensure_future(_drained(stop, front_end, options.drain_limit_s))
+    connections = server.server_state.connections
+    drained = asyncio.ensure_future(_drained(stop, front_end, options.drain_limit_s, connections))
     idle = IdleConnections(options.header_limit_s, options.unread_limit_s, time.monotonic)
-    watch = asyncio.ensure_future(idle.end_for_ever(server.server_state.connections))
+    watch = asyncio.ensure_future(idle.end_for_ever(connections))
     await asyncio.wait({work, engine, drained}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await work
@@ -166,11 +167,15 @@ async def watch_engine(client: EngineClient, patience_s: float) -> None:
             return
 
 
-async def _drained(stop: asyncio.Event, front_end: FrontEnd, limit_s: float) -> None:
+async def _drained(
+    stop: asyncio.Event, front_end: FrontEnd, limit_s: float, connections: Iterable[Any]
+) -> None:
     await stop.wait()
     num_open = await front_end.drain(limit_s)
     if num_open:
         _LOG.warning("%d requests are not answered %g s after SIGTERM: they end", num_open, limit_s)
+        for connection in tuple(connections):
+            connection.transport.abort()  # its request ends as if the client had left
 
 
 def read_keys(path: str | None) -> list[str]:

@@ -28,7 +28,7 @@ from megatron.inference.text import PlacedToken, SampleText, TextDelta, TextRule
 
 T = TypeVar("T")
 
-MAX_VALUES = 1 << 18  # of one answer, see `Wanted.num_values`; some 10 MB of JSON
+MAX_VALUES = 300_000  # of one answer, see `Wanted.num_values`; some 10 MB of JSON
 _LONG_ANSWER = 1000  # values; a longer answer is written in a thread
 
 

@@ -48,6 +48,12 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
         raise ApiError("add_BOS: this tokenizer has no BOS token")
     for text in asked.prompts:
         model.check_characters(text, "prompts")
+    num_characters = sum(map(len, asked.prompts))
+    most = service.max_api_tokens
+    _need(
+        num_characters <= most * model.longest_token,
+        f"Too many tokens.  {num_characters} characters are more than {most} have",
+    )
     tokenized = iter(await model.tokenize([text for text in asked.prompts if text], "prompts"))
     prompts = []
     for text in asked.prompts:

@@ -79,7 +79,7 @@ class Model:
 
     def check_characters(self, text: str, param: str) -> None:
         """Raise ApiError for a prompt that is too long whatever its tokens are."""
-        most = self.info.max_sequence_length * self._longest_token
+        most = self.info.max_sequence_length * self.longest_token
         if len(text) > most:
             raise ApiError(
                 f"{param}: a text has {len(text)} characters; {self.info.max_sequence_length} "
@@ -89,7 +89,8 @@ class Model:
             )
 
     @cached_property
-    def _longest_token(self) -> int:
+    def longest_token(self) -> int:
+        """Number of characters of the longest token, at least."""
         return max(map(len, self.tokenizer.vocab)) + 1  # and a blank, which is part of none
 
     async def _apply(self, kind: str, items: list[Any], param: str) -> list[Any]:

@@ -291,6 +291,8 @@ def test_a_call_that_no_answer_can_have_stays_text(arguments):
         (json.dumps({"a": ["[" * 200, '"[' * 200, "\\[" * 200, '\\"{' * 200]}), None),
         (json.dumps([[]] * 70_000), "more than 65536"),
         (json.dumps(["[]" * 70_000]), None),
+        (json.dumps(dict.fromkeys(range(140_000))), "more than 131072 fields"),
+        (json.dumps([":" * 140_000]), None),
         (json.dumps({"a": "\ud800"}), "half of a surrogate"),
         (json.dumps({"a": "\udc00\ud800"}), "half of a surrogate"),
         (json.dumps(["\ud800"]), "half of a surrogate"),
