@@ -123,7 +123,7 @@ class Model:
     @cached_property
     def _processes(self) -> LimitedProcesses:
         setup = tokenizer_worker.setup_of(self.info.tokenizer, self.info.modules)
-        return LimitedProcesses(tokenizer_worker.__name__, setup)
+        return LimitedProcesses(tokenizer_worker.main, setup)
 
     @cached_property
     def _few_at_once(self) -> asyncio.Semaphore:

@@ -26,9 +26,9 @@ _MEMORY_LIMIT_BYTES = 2 << 30
 READ_ERRORS = (ValueError, KeyError)  # of tokenizers, for a text that they cannot read
 
 
-def main() -> None:
+def main(control: socket.socket) -> None:
     """Tokenize with the tokenizer of the setup, JSON of `setup_of`."""
-    fork_for_each_connection(_prepare, TIME_LIMIT_S, _MEMORY_LIMIT_BYTES)
+    fork_for_each_connection(control, _prepare, TIME_LIMIT_S, _MEMORY_LIMIT_BYTES)
 
 
 def setup_of(tokenizer: dict[str, Any], modules: tuple[str, ...]) -> bytes:

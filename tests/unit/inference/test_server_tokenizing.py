@@ -77,7 +77,7 @@ def test_a_long_text_that_the_tokenizer_cannot_read_is_refused(model):
 
 def test_a_text_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     (tmp_path / "slow_tokenizer.py").write_text(MODULE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
     info = replace(
         INFO,
         tokenizer=vars(TokenizerSpec(tokenizer_type="SlowTokenizer")),
