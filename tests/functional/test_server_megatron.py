@@ -154,10 +154,10 @@ def test_what_cannot_be_done_is_refused(server):
 def test_prompts_are_refused_by_their_characters_before_they_are_tokenized(server):
     status, found = put(server, prompts=["a" * 10_000] * 100, tokens_to_generate=1)
     assert status == 400
-    assert found == "Too many tokens.  1000000 characters are more than 12000 have"
+    assert found["message"] == "Too many tokens.  1000000 characters are more than 12000 have"
     status, found = put(server, prompts=["a" * 100_000], tokens_to_generate=1)
     assert status == 400
-    assert "maximum context length" in found
+    assert "maximum context length" in found["message"]
 
 
 def test_post_completions_is_openai_s(server):

@@ -30,7 +30,7 @@ from megatron.inference.server import messages
 from megatron.inference.server.completions import LogProbTable
 from megatron.inference.server.engine_client import EngineDied
 from megatron.inference.server.engine_process import EngineLoop
-from megatron.inference.server.errors import ApiError
+from megatron.inference.server.errors import ApiError, as_api_error
 from megatron.inference.server.fields import parse_json
 from megatron.inference.server.front_end import watch_engine
 from megatron.inference.server.generation import Generation, Wanted
@@ -389,7 +389,8 @@ def test_fields_of_put_api_become_parameters_of_the_engine():
 
     decay = {"top_p": 0.9, "top_p_decay": 0.5, "top_p_bound": 0.2}
     for more in ({}, {**decay, "prevent_newline_after_colon": True}):
-        asyncio.run(answer_api(Listening(), None, {"prompts": ["a"], **more}))
+        with pytest.raises(ApiError, match="heard"):
+            asyncio.run(answer_api(Listening(), None, {"prompts": ["a"], **more}))
     plain, changed = (wanted.params for wanted in asked)
     assert (plain.top_p_decay, plain.forbidden_after) == (0, ((), ()))
     assert (changed.top_p, changed.top_p_decay, changed.top_p_bound) == (0.9, 0.5, 0.2)
@@ -409,11 +410,11 @@ def test_what_the_engine_refuses_is_a_message_of_megatron_too():
             raise RequestError("length_penalty 100: give a number from -10 to 10")
 
     body = {"prompts": ["5"], "beam_width": 2, "length_penalty": 100}
-    answer = asyncio.run(answer_api(Refusing(), None, body))
-    assert (answer.status_code, json.loads(answer.body)) == (
-        400,
-        "length_penalty 100: give a number from -10 to 10",
-    )
+    with pytest.raises(RequestError) as refused:
+        asyncio.run(answer_api(Refusing(), None, body))
+    error = as_api_error(refused.value)
+    message = "length_penalty 100: give a number from -10 to 10"
+    assert (error.status, error.body["message"]) == (400, message)
 
 
 def test_a_likelier_token_of_the_same_text_stays_in_the_table():
