@@ -10,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../quickstart/common.sh"
 prepare quickstart_multimodal "$@"
 
 say "pictures of shapes and digits, with captions"
-"$python" examples/multimodal/quickstart/draw_samples.py "$out"
+once samples "$python" examples/multimodal/quickstart/draw_samples.py "$out"
 tokenizer=(
     --tokenizer-type MultimodalTokenizer
     --tokenizer-model "$out/tokenizer"

@@ -46,7 +46,8 @@ YAML
     --load "$out/student" \
     --export-kd-teacher-load "$out/teacher" \
     --export-kd-cfg "$out/kd.yaml" \
-    --save "$out/distilled" | quiet "$out/distilled.log"
+    --save "$out/distilled" \
+    --save-interval 100 | quiet "$out/distilled.log"
 
 say "a store of the teacher's 32 most probable tokens"
 "$python" pretrain_gpt.py "${data[@]}" \
@@ -59,7 +60,8 @@ say "distillation from the store, without the teacher"
     --load "$out/student" \
     --logits-load-dir "$out/store" \
     --logits-load-kd-loss-alpha 0.5 \
-    --save "$out/from-store" | quiet "$out/from-store.log"
+    --save "$out/from-store" \
+    --save-interval 100 | quiet "$out/from-store.log"
 
 say "text of the distilled model"
 "$python" tools/text_generation_cli.py --load "$out/distilled" --num-tokens 60 \

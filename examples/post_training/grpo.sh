@@ -11,16 +11,17 @@ warmup_iters=${WARMUP_ITERS:-200}
 train_iters=${TRAIN_ITERS:-250}
 
 say "problems with random answers, and a small tokenizer"
-"$python" -m examples.post_training.countdown --output "$out/warmup.jsonl" --count 20000
-"$python" tools/train_tokenizer.py --input "$out/warmup.jsonl" --output-dir "$out/tokenizer" \
-    --vocab-size 300
+once problems "$python" -m examples.post_training.countdown --output "$out/warmup.jsonl" \
+    --count 20000
+once tokenizer "$python" tools/train_tokenizer.py --input "$out/warmup.jsonl" \
+    --output-dir "$out/tokenizer" --vocab-size 300
 tokenizer=(
     --tokenizer-type GPT2BPETokenizer
     --vocab-file "$out/tokenizer/vocab.json"
     --merge-file "$out/tokenizer/merges.txt"
 )
-"$python" tools/preprocess_data.py --input "$out/warmup.jsonl" --output-prefix "$out/warmup" \
-    "${tokenizer[@]}" --append-eod --workers "$workers"
+once tokens "$python" tools/preprocess_data.py --input "$out/warmup.jsonl" \
+    --output-prefix "$out/warmup" "${tokenizer[@]}" --append-eod --workers "$workers"
 
 model=(
     --num-layers 2
@@ -51,6 +52,7 @@ say "warm-up: the form of an answer"
     --lr 3e-3 \
     --eval-interval 1000 \
     --log-interval 50 \
+    --load "$out/warmup" \
     --save "$out/warmup"
 
 say "reinforcement learning: the right answer"
@@ -75,7 +77,8 @@ YAML
     --lr 1e-3 \
     --log-interval 10 \
     --metrics-file "$out/metrics.jsonl" \
-    --save "$out/policy"
+    --save "$out/policy" \
+    --save-interval 50
 
 say "text"
 "$python" tools/text_generation_cli.py --load "$out/policy" --num-tokens 8 --temperature 0 \

@@ -10,19 +10,20 @@ source "$(dirname "${BASH_SOURCE[0]}")/../quickstart/common.sh"
 prepare lora "$@"
 
 say "problems with random answers, and the same with operators as words"
-"$python" -m examples.post_training.countdown --output "$out/base.jsonl" --count 20000
+once problems "$python" -m examples.post_training.countdown --output "$out/base.jsonl" \
+    --count 20000
 sed 's/+/plus/g; s/-/minus/g; s/\*/times/g' "$out/base.jsonl" > "$out/words.jsonl"
 cat "$out/base.jsonl" "$out/words.jsonl" > "$out/both.jsonl"
-"$python" tools/train_tokenizer.py --input "$out/both.jsonl" --output-dir "$out/tokenizer" \
-    --vocab-size 300
+once tokenizer "$python" tools/train_tokenizer.py --input "$out/both.jsonl" \
+    --output-dir "$out/tokenizer" --vocab-size 300
 tokenizer=(
     --tokenizer-type GPT2BPETokenizer
     --vocab-file "$out/tokenizer/vocab.json"
     --merge-file "$out/tokenizer/merges.txt"
 )
 for name in base words; do
-    "$python" tools/preprocess_data.py --input "$out/$name.jsonl" --output-prefix "$out/$name" \
-        "${tokenizer[@]}" --append-eod --workers "$workers"
+    once "$name" "$python" tools/preprocess_data.py --input "$out/$name.jsonl" \
+        --output-prefix "$out/$name" "${tokenizer[@]}" --append-eod --workers "$workers"
 done
 
 training=(
@@ -55,6 +56,7 @@ say "the base: in practice a converted model (tools/checkpoint/convert.py --from
     --hidden-dropout 0 \
     --data-path "$out/base_text_document" \
     --train-iters "${BASE_ITERS:-200}" \
+    --load "$out/base" \
     --save "$out/base"
 
 say "adapters: the flags of the model come from its checkpoint"
@@ -66,11 +68,13 @@ say "adapters: the flags of the model come from its checkpoint"
     --lora-target-modules all-linear output_layer \
     --data-path "$out/words_text_document" \
     --train-iters "${TRAIN_ITERS:-100}" \
-    --save "$out/adapters"
+    --save "$out/adapters" \
+    --save-interval 50
 
 say "the adapters for PEFT, and the merged model"
-"$python" tools/checkpoint/convert.py --from "$out/adapters" --to "$out/peft" --format peft
-"$python" tools/checkpoint/convert.py --from "$out/adapters" --to "$out/merged"
+once peft "$python" tools/checkpoint/convert.py --from "$out/adapters" --to "$out/peft" \
+    --format peft
+once merged "$python" tools/checkpoint/convert.py --from "$out/adapters" --to "$out/merged"
 
 say "text of the base, of the base with adapters, and of the merged model"
 for name in base adapters merged; do

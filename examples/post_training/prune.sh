@@ -40,10 +40,12 @@ say "a model to prune"
     --eval-interval "$train_iters" \
     --eval-iters "$eval_iters" \
     --log-interval 50 \
-    --save "$out/teacher" | tee "$out/teacher.log" | grep -v '\.\.\.\.'
+    --load "$out/teacher" \
+    --save "$out/teacher" \
+    --save-interval 100 | tee "$out/teacher.log" | grep -v '\.\.\.\.'
 
 say "pruned: fewer layers, heads, neurons and hidden channels"
-"$python" tools/prune.py "${common[@]}" \
+once student "$python" tools/prune.py "${common[@]}" \
     --load "$out/teacher" \
     --save "$out/student" \
     --calib-size "${CALIB_SIZE:-128}" \

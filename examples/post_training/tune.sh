@@ -10,10 +10,11 @@ from_hugging_face() {
     if [[ ${PRECISION:-bf16} == fp32 ]]; then
         stored=(--dtype float32)
     fi
-    "$python" tools/checkpoint/convert.py --from "$model" --to "$out/base" "${stored[@]}"
+    once base "$python" tools/checkpoint/convert.py --from "$model" --to "$out/base" "${stored[@]}"
 }
 
 # tune DEFAULT_LR FLAGS: trains "$out/base" with these flags and those below, and saves "$out/tuned".
+# If a run was killed, the same command continues "$out/tuned".
 tune() {
     train_iters=${TRAIN_ITERS:-100}
     ranks=${RANKS:-1}
@@ -50,6 +51,7 @@ tune() {
         --eval-iters 2
         --metrics-file "$out/metrics.jsonl"
         --save "$out/tuned"
+        --save-interval $((train_iters < 10 ? 1 : train_iters / 10))
         "${@:2}"
     )
     if ((ranks > 1)); then
@@ -71,5 +73,5 @@ evaluate() {
 # to_hugging_face: converts "$out/tuned" to "$out/hf".
 to_hugging_face() {
     say "to Hugging Face"
-    "$python" tools/checkpoint/convert.py --from "$out/tuned" --to "$out/hf" --format hf
+    once hf "$python" tools/checkpoint/convert.py --from "$out/tuned" --to "$out/hf" --format hf
 }

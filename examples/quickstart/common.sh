@@ -2,6 +2,7 @@
 #
 #   bash examples/.../quickstart.sh [FOLDER]     everything is written under FOLDER
 #
+# The same command continues what an earlier one did not finish; another FOLDER starts anew.
 # On a GPU when there is one, else on the CPU; PYTHON=... uses that environment as it is.
 
 say() { printf '\n== %s\n' "$*"; }
@@ -10,10 +11,19 @@ say() { printf '\n== %s\n' "$*"; }
 begin() {
     prepare "$@"
     say "corpus: the text of the installed Python standard library"
-    "$python" examples/quickstart/corpus.py "$out"
+    once corpus "$python" examples/quickstart/corpus.py "$out"
 }
 
-# prepare DEFAULT_FOLDER [FOLDER]: an empty folder `out`, the environment.
+# once STEP COMMAND...: runs a command, unless an earlier run of the script has finished it.
+once() {
+    if [[ -e $out/.finished-$1 ]]; then
+        echo "finished by an earlier run: $1"
+        return
+    fi
+    "${@:2}" && touch "$out/.finished-$1"
+}
+
+# prepare DEFAULT_FOLDER [FOLDER]: the folder `out`, new or of an earlier run, and the environment.
 prepare() {
     out=${2:+$(realpath -m "$2")}
     cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -31,7 +41,6 @@ prepare() {
         echo "$out exists and was not made by this script: name another folder" >&2
         exit 1
     fi
-    rm -rf "$out"
     mkdir -p "$out"
     touch "$out/.quickstart"
 }
@@ -39,8 +48,8 @@ prepare() {
 # byte_pairs: a tokenizer, and token files of whole documents.
 byte_pairs() {
     say "tokenizer: byte-level BPE of 4096 ids"
-    "$python" tools/train_tokenizer.py --input "$out/train.jsonl" --output-dir "$out/tokenizer" \
-        --vocab-size 4096
+    once tokenizer "$python" tools/train_tokenizer.py --input "$out/train.jsonl" \
+        --output-dir "$out/tokenizer" --vocab-size 4096
     tokenizer=(
         --tokenizer-type GPT2BPETokenizer
         --vocab-file "$out/tokenizer/vocab.json"
@@ -52,8 +61,8 @@ byte_pairs() {
 # word_pieces [FLAGS]: a tokenizer, and token files of sentences.
 word_pieces() {
     say "tokenizer: 4096 word pieces"
-    "$python" tools/train_tokenizer.py --input "$out/train.jsonl" --output-dir "$out/tokenizer" \
-        --vocab-size 4096 --model-type wordpiece
+    once tokenizer "$python" tools/train_tokenizer.py --input "$out/train.jsonl" \
+        --output-dir "$out/tokenizer" --vocab-size 4096 --model-type wordpiece
     tokenizer=(
         --tokenizer-type BertWordPieceLowerCase
         --vocab-file "$out/tokenizer/vocab.txt"
@@ -66,8 +75,8 @@ word_pieces() {
 token_files() {
     say "token files"
     for part in train valid; do
-        "$python" tools/preprocess_data.py --input "$out/$part.jsonl" --output-prefix "$out/$part" \
-            "${tokenizer[@]}" "${@:2}" --workers "$workers"
+        once "$part" "$python" tools/preprocess_data.py --input "$out/$part.jsonl" \
+            --output-prefix "$out/$part" "${tokenizer[@]}" "${@:2}" --workers "$workers"
     done
     data=(--train-data-path "$out/train_text_$1" --valid-data-path "$out/valid_text_$1")
 }
@@ -101,7 +110,7 @@ train_once() {
         --eval-iters 10
         --save "$out/checkpoints"
         --load "$out/checkpoints"
-        --save-interval "$train_iters"
+        --save-interval $((train_iters / 4))
         --tensorboard-dir "$out/tensorboard"
         --log-validation-ppl-to-tensorboard
         "${@:2}"

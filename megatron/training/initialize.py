@@ -46,6 +46,7 @@ from megatron.training.arguments.validated import resolve_args
 from megatron.training.callbacks.user import callback_problems
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpointing.paths import find, is_same_directory
+from megatron.training.checkpointing.source import continuation
 from megatron.training.compat import global_vars
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.run import RunConfig
@@ -151,8 +152,7 @@ def continued(config: RunConfig, attempt: int) -> RunConfig:
         return config
     if asked.load is not None and find(asked.save, None) is None:
         return config
-    own = replace(asked, load=asked.save, finetune=False, ckpt_step=None)
-    return replace(config, checkpoint=own)
+    return replace(config, checkpoint=continuation(asked))
 
 
 def _checked(

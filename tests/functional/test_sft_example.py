@@ -39,13 +39,19 @@ def test_the_example_tunes_a_model_of_hugging_face(tmp_path: Path) -> None:
         "EVAL_PROMPTS": str(prompts),
     }
     out = tmp_path / "out"
-    ended = subprocess.run(
-        ["bash", "examples/post_training/sft.sh", str(model), str(chats), str(out)],
-        cwd=ROOT,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
+    first, ended = (
+        subprocess.run(
+            ["bash", "examples/post_training/sft.sh", str(model), str(chats), str(out)],
+            cwd=ROOT,
+            env={**os.environ, **settings, **more},
+            capture_output=True,
+            text=True,
+        )
+        for more in ({"FAULTS": "save.after_rename:kill:step2"}, {})
     )
+    assert first.returncode != 0
+    assert f"continuing the run in --save {out}/tuned" in ended.stdout
+    assert "at iteration 2" in ended.stdout
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "first training sample" in ended.stdout
     assert "prompt 1 of 1 at iteration 4: Who?" in ended.stdout

@@ -120,7 +120,7 @@ def load_local(
         except CheckpointError as error:
             folders = ", ".join(str(folder) for folder in found.parts.values()) or "no local part"
             raise CheckpointError(f"{folders}: {error}") from None
-    content = _content(readers, group)
+    content = LocalContent(local_common(found, group), _rank_state(readers, group))
     for reader in readers.values():
         reader.close()
     return content
@@ -176,16 +176,24 @@ def _send_and_receive(
             piece.fill(methodcaller("copy_", values))
 
 
-def _content(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> LocalContent:
-    """Return the common values and this rank's state.  Collective.
+def local_common(found: LocalSet, group: ProcessGroup) -> JsonObject:
+    """Return the common values, from the first rank that has a part.  Collective."""
+    holders = all_gather_json(bool(found.parts), group)
+    first = holders.index(True)
+    common: JsonObject = {}
+    if group.rank() == first:
+        with CheckpointReader(next(iter(found.parts.values()))) as reader:
+            common = reader.common()
+    return all_gather_json(common, group)[first]
 
-    Common values come from the first rank that has a part.  A rank whose part was lost receives its
-    state from the first rank that has a copy of the part.
+
+def _rank_state(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> JsonObject | None:
+    """Return this rank's state.  Collective.
+
+    A rank whose part was lost receives its state from the first rank that has a copy of the part.
     """
     holders = all_gather_json(sorted(readers), group)
-    me, first = group.rank(), next(r for r, parts in enumerate(holders) if parts)
-    common = next(iter(readers.values())).common() if me == first else {}
-    common = all_gather_json(common, group)[first]
+    me = group.rank()
     lost = [rank for rank, parts in enumerate(holders) if rank not in parts]
     mine = {
         str(rank): readers[rank].rank_state(0)
@@ -195,8 +203,7 @@ def _content(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> Lo
     sent = {
         rank: state for states in all_gather_json(mine, group) for rank, state in states.items()
     }
-    state = sent[str(me)] if me in lost else readers[me].rank_state(0)
-    return LocalContent(common, state)
+    return sent[str(me)] if me in lost else readers[me].rank_state(0)
 
 
 def _local_parts(root: Path) -> list[_Part]:

@@ -44,6 +44,7 @@ class RunParts:
     objective_state: JsonObject | None = None  # see Runtime
     unused: tuple[str, ...] = ()  # prefixes of tensors that only the checkpoint needs to have
     base: Arguments | None = None  # what names the frozen model: only adapters are saved
+    started_from: str | None = None  # folder of the weights that the run started from
 
 
 def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:

@@ -22,9 +22,14 @@ from megatron.core.dist_checkpointing.collectives import (
     broadcast_json,
     is_so_everywhere,
 )
-from megatron.core.dist_checkpointing.folders import RELEASE, folder_name
+from megatron.core.dist_checkpointing.folders import RELEASE
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.core.dist_checkpointing.local_load import LocalContent, find_local, load_local
+from megatron.core.dist_checkpointing.local_load import (
+    LocalContent,
+    find_local,
+    load_local,
+    local_common,
+)
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import (
     OPTIMIZER_PREFIX,
@@ -66,7 +71,7 @@ from megatron.training.checkpointing.non_persistent import (
     may_go_on,
     parts_root,
 )
-from megatron.training.checkpointing.paths import find, read_content
+from megatron.training.checkpointing.paths import find
 from megatron.training.checkpointing.restore import (
     read_rank_state,
     restore_rank_state,
@@ -80,7 +85,18 @@ from megatron.training.checkpointing.reward_head import (
 )
 from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.checkpointing.save import layout_of
-from megatron.training.checkpointing.source import Source, choose_source
+from megatron.training.checkpointing.source import (
+    STARTED_FROM,
+    Source,
+    Start,
+    choose_source,
+    continuation,
+    describe_start,
+    find_start,
+    holds_adapters,
+    log_if_renamed,
+    started_from,
+)
 from megatron.training.checkpointing.upcycling import as_dense, finish_upcycling
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.fault_tolerance import sections
@@ -97,6 +113,7 @@ class Loaded:
     has_schedule: bool = False  # the state of the scheduler was restored
     folder: str  # of the checkpoint
     base: BaseModel | None = None  # of adapters
+    started_from: str | None = None  # folder of the weights that the run started from
     objective_state: JsonObject | None = None  # see Runtime
 
 
@@ -119,13 +136,23 @@ def load_run(
     world = parts.groups.world
     if config.save is not None:
         all_or_none(partial(claim_directories, config, world.rank()), config.save, world)
-    loaded = _load_local(config, parts)
+    where = f"--load {config.load} cannot be read"
+    with_adapters = not is_so_everywhere(not has_adapters(parts), world)
+    start: Start | None = None
+    if parts.optimizer is not None:
+        look = partial(find_start, config, has_adapters=with_adapters)
+        start = _on_rank_0(look, f"--load {config.load} or --save {config.save}", world)
+    own = config if start is None else continuation(config)
+    loaded = _load_local(own, parts, start)
     if loaded is not None:
         return loaded
-    where = f"--load {config.load} cannot be read"
+    if start is not None and start["is_continued"]:
+        config = own
     source = _on_rank_0(partial(choose_source, config), where, world)
     if source is None:
         return None
+    if parts.optimizer is not None and (line := describe_start(config, start)):
+        print_rank_0(line)
     if source["note"]:
         print_rank_0(f"NOTE: {source['root']}: {source['note']}")
     if source["weights_only"]:
@@ -133,7 +160,7 @@ def load_run(
     folders = source["folders"]
     for position, folder in enumerate(folders):
         try:
-            loaded = _load_folder(config, parts, source, Path(folder), verify_first)
+            loaded = _load_folder(config, parts, source, Path(folder), with_adapters, verify_first)
         except CheckpointDamaged as error:
             if verify_first:  # of a program without the flag
                 raise
@@ -151,10 +178,10 @@ def load_run(
     raise AssertionError("at least one folder was chosen")
 
 
-def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
+def _load_local(config: CheckpointConfig, parts: RunParts, start: Start | None) -> Loaded | None:
     """Load the newest local checkpoint if it is newer than that of ``--load``, else return None.
 
-    Collective over all ranks.
+    None too if it is of a run with another ``start``.  Collective over all ranks.
     """
     if not keeps_parts(config) or not may_go_on(config):
         return None
@@ -166,6 +193,12 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
         print_rank_0(f"NOTE: {note}; going on from another checkpoint")
     if found is None:
         return None
+    args = local_common(found, world)["args"]
+    if start is not None and args.get(STARTED_FROM) != start["folder"]:
+        print_rank_0(f"NOTE: the local checkpoint in {root} is of another run: it is not loaded")
+        return None
+    if start is not None:
+        print_rank_0(describe_start(config, {**start, "is_continued": True}))
     print_rank_0(f" loading local checkpoint from {root} at iteration {found.iteration}")
     content = load_local(found, _wanted_tensors(config, parts), world)
     common = all_or_none(partial(_check_local, content, root), root, world)
@@ -180,6 +213,7 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
         has_schedule=has_schedule,
         objective_state=common.get("objective_state"),
         folder=str(root),
+        started_from=started_from(common),
     )
 
 
@@ -226,18 +260,22 @@ def _log_loaded(parts: RunParts, root: str, iteration: int) -> None:
 
 
 def _load_folder(
-    config: CheckpointConfig, parts: RunParts, source: Source, folder: Path, verify_first: bool
+    config: CheckpointConfig,
+    parts: RunParts,
+    source: Source,
+    folder: Path,
+    with_adapters: bool,
+    verify_first: bool,
 ) -> Loaded:
     """Load one folder completely, or raise the same error on all ranks.  Collective."""
     world = parts.groups.world
-    with_adapters = not is_so_everywhere(not has_adapters(parts), world)
-    if with_adapters and not _on_rank_0(partial(_holds_adapters, folder), folder, world):
+    if with_adapters and not _on_rank_0(partial(holds_adapters, folder), folder, world):
         # The folder is the base: its optimizer state and its counters belong to another run.
         check_not_overwritten(source["root"], config.save)
         config = replace(config, no_load_optim=True, no_load_rng=True)
         source = {**source, "weights_only": True}
     common = _on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
-    _log_if_renamed(folder, common["iteration"])
+    log_if_renamed(folder, common["iteration"])
     makes_head = begins_reward_model(parts, common["args"])
     if makes_head:
         check_begins(source, folder)
@@ -295,26 +333,13 @@ def _load_folder(
         base=base,
         objective_state=None if source["weights_only"] else common.get("objective_state"),
         folder=str(folder.resolve()),
+        started_from=str(folder.resolve()) if source["weights_only"] else started_from(common),
     )
-
-
-def _log_if_renamed(folder: Path, iteration: int) -> None:
-    """Log that the name of the folder has another iteration than its contents."""
-    name = folder.name.partition(".")[0]
-    if name.startswith("iter_") and name != folder_name(iteration):
-        print_rank_0(
-            f"WARNING: {folder} was saved at iteration {iteration} and renamed since: iteration "
-            f"{iteration} is used, not the one in the name"
-        )
 
 
 def _projector_keys(folder: Path) -> list[str]:
     with open_reader(folder) as reader:
         return [key for key in reader.tensors if _PROJECTOR in key]
-
-
-def _holds_adapters(folder: Path) -> bool:
-    return base_named_in(read_content(folder).asked) is not None
 
 
 def _load_base(

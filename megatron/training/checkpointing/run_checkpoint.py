@@ -70,12 +70,13 @@ def load(run: Runtime) -> None:
             store_base(run.model_chunks, cast(StoredFormat, base_dtype))
     if loaded is None:
         return
+    run.started_from = loaded.started_from
     run.timers.log(["load-checkpoint"])
     run.state.load(dict(loaded.counters))
     run.objective_state = loaded.objective_state
     run.loaded_from = loaded.folder
     exit_report.note(loaded_iteration=loaded.iteration, iteration=loaded.iteration)
-    if not run.config.checkpoint.moe_use_upcycling:
+    if loaded.iteration > 0 or not run.config.checkpoint.moe_use_upcycling:
         run.saved_at = run.state.iteration
     # The learning rate follows the consumed samples even if no scheduler state was loaded.
     if run.scheduler is not None and not loaded.has_schedule and run.state.iteration > 0:
@@ -299,5 +300,6 @@ def _parts(run: Runtime) -> RunParts:
         asked=run.config.asked,
         rerun=run.rerun,
         base=run.adapter_base,
+        started_from=run.started_from,
         objective_state=run.objective_state,
     )

@@ -40,6 +40,7 @@ from megatron.training.checkpointing.content_checks import RunContent
 from megatron.training.checkpointing.memory_folder import check_host_memory
 from megatron.training.checkpointing.non_persistent import replication_of
 from megatron.training.checkpointing.rng_state import rng_state
+from megatron.training.checkpointing.source import STARTED_FROM
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.process.rank_print import print_rank_0
 
@@ -207,12 +208,15 @@ def _common(
 ) -> RunContent:
     optimizer = None if config.no_save_optim else parts.optimizer
     scheduler = None if optimizer is None else parts.scheduler
+    origin = dict(parts.base or {})
+    if parts.started_from is not None:
+        origin[STARTED_FROM] = parts.started_from
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
         "stages": [list(layers) for layers in parts.stages],
         "iteration": int(counters["iteration"]),
         "counters": dict(counters),
-        "args": {name: plain(value) for name, value in {**asked, **(parts.base or {})}.items()},
+        "args": {name: plain(value) for name, value in {**asked, **origin}.items()},
         "optimizer": None if optimizer is None else optimizer.scalar_state(),
         "opt_param_scheduler": None if scheduler is None else scheduler.state_dict(),
         "objective_state": parts.objective_state,

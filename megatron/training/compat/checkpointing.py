@@ -91,6 +91,7 @@ def load_checkpoint(
     if loaded is None:
         return 0, 0
     run.adapter_base = None if loaded.base is None else loaded.base.arguments
+    run.started_from = loaded.started_from
     run.state.load(dict(loaded.counters))
     return loaded.iteration, run.state.num_floating_point_operations_so_far
 
@@ -146,4 +147,5 @@ def _parts(
         stages=layers_of_stages(run.config) if is_per_rank else (),
         asked=run.config.asked,
         base=run.adapter_base,
+        started_from=run.started_from,
     )

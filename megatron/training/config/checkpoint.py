@@ -102,7 +102,9 @@ class CheckpointConfig:
     )
     finetune: bool = _ckpt(
         False,
-        "Load only the weights and start at step 0; optimizer and random states are not loaded.",
+        "Load only the weights and start at step 0; optimizer and random states are not loaded. "
+        "If --save is another directory and holds a checkpoint of the run that started so, that "
+        "run is continued.",
     )
     pretrained_checkpoint: str | None = _ckpt(
         None, "Checkpoint directory to fine-tune from while --load holds no checkpoint."

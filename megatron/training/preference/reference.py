@@ -91,7 +91,8 @@ def _references(
         raise CheckpointError(
             f"{path}: its log-probabilities under the reference model, computed when this run "
             "began, are gone: --load and --data-cache-path have none for these pairs and this "
-            "--seq-length; restore the files reference-*.npy, or begin anew with --finetune"
+            "--seq-length; restore the files reference-*.npy, or start again with --finetune and "
+            "another --save"
         )
     total = values.to(device.current())
     if run.groups.world.size() > 1:

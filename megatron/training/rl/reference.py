@@ -64,7 +64,8 @@ class ReferencePolicy:
             raise CheckpointError(
                 f"--pretrained-checkpoint {given or self.folder}: its weights are not those of "
                 "the reference policy that this run has been trained with: give the same "
-                "checkpoint again, or start a new run with --finetune"
+                "checkpoint again, or start a new run with --finetune "
+                "and another --save"
             )
 
     def _load(self, run: Runtime) -> None:

@@ -245,6 +245,7 @@ class Runtime:
     loaded_from: str | None = None  # folder of the checkpoint that the run began with
     saved_at: int | None = None  # iteration of the newest checkpoint of this run
     adapter_base: Arguments | None = None  # what checkpoints of adapters say about their base
+    started_from: str | None = None  # folder of the weights that the run started from
     pending_save: BackgroundSave | None = None  # with --async-save
     snapshot_memory: HostBuffer = field(default_factory=HostBuffer)
     checkpoint_worker: Worker | None = None  # with --use-persistent-ckpt-worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,12 @@ WAYS = {  # what each trains
     FOLDERS.get(part := script.relative_to(ROOT / "examples").parts[0], part): script
     for script in ROOT.glob("examples/**/quickstart.sh")
 }
+
+
+# Steps before training, each of which is repeated only if it has not finished.
+ONCE = {
+    "examples/quickstart/corpus.py", "tools/train_tokenizer.py", "tools/preprocess_data.py"
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=sorted(WAYS))
@@ -106,6 +113,19 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     assert done.returncode == 1
     assert "exists and was not made by this script" in done.stderr
     assert (tmp_path / "mine").exists()
+
+
+def test_a_second_run_repeats_no_step_that_has_finished(tmp_path):
+    first = recorded("gpt", tmp_path)
+    both = recorded("gpt", tmp_path)
+    second = both[len(first) :]
+    assert second == [words for words in first if words[0] not in ONCE]
+    assert {words[0] for words in first} - {words[0] for words in second} == ONCE
+
+
+def test_no_example_deletes_anything():
+    for script in ROOT.glob("examples/**/*.sh"):
+        assert not re.search(r"\brm\b", script.read_text()), script
 
 
 def test_the_corpus_parts_share_no_file(tmp_path, monkeypatch):
