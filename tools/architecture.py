@@ -8,6 +8,7 @@ the syntax trees of the code: LookupError if a function does not make these call
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -424,4 +425,5 @@ def _package(module: str) -> str | None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(render(), encoding="utf-8")

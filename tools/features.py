@@ -7,6 +7,7 @@ A mark is ``@pytest.mark.feature("Area: sentence")``; marks are read from the so
 
 from __future__ import annotations
 
+import argparse
 import ast
 from pathlib import Path
 
@@ -41,4 +42,5 @@ def collect() -> dict[tuple[str, str], set[str]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(render())

@@ -5,6 +5,7 @@ python tools/flags.py
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -69,4 +70,5 @@ def _rows(f: dataclasses.Field[Any], opt: Option) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(render(), encoding="utf-8")

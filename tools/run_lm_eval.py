@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 tools/run_lm_eval.py --model megatron \
         --model_args load=DIR,tensor_model_parallel_size=2 --tasks hellaswag
 
-The arguments are those of the command lm_eval (pip install lm-eval).  Model arguments: load,
+The arguments are those of the command lm_eval (pip install "lm-eval[api]").  Model arguments: load,
 ckpt_step, max_length, max_requests, max_gen_toks, tensor_model_parallel_size,
 pipeline_model_parallel_size and expert_model_parallel_size.
 """
@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import MegatronError
-from megatron.core.optional import require
+from megatron.core.optional import available, require
 from megatron.inference.lm_eval_adapter import follow, register
 from megatron.training.process.exit_report import exit_code
 
@@ -39,6 +39,10 @@ def model_args(argv: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     """Run lm_eval on rank 0; the other ranks compute with it."""
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(__doc__)
+        if not available("lm_eval"):
+            return None
     try:
         if int(os.environ.get("RANK", "0")):
             return follow(model_args(sys.argv[1:]))

@@ -30,9 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from tools.recipe_file import Recipe, load
-from tools.recipe_results import compare_with_golden, read_metrics, report
-from tools.recipe_scale import scale_down, smallest_world
+from tools.lib.recipe_file import Recipe, load
+from tools.lib.recipe_results import compare_with_golden, read_metrics, report
+from tools.lib.recipe_scale import scale_down, smallest_world
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACKER = "latest_checkpointed_iteration.txt"

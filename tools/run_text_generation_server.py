@@ -31,7 +31,7 @@ from megatron.training.process.launcher_watch import end_with_launcher
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.shutdown import shut_down
 from megatron.training.tokenizer.token_bytes import token_bytes
-from tools.front_end_process import FrontEndProcess, add_front_end_flags, start_worker
+from tools.lib.front_end_process import FrontEndProcess, add_front_end_flags, start_worker
 
 # Flags of the server of Megatron-LM that each request sets for itself.
 _OF_REQUESTS = (

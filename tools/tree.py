@@ -5,6 +5,7 @@ python tools/tree.py
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 from collections.abc import Iterator
@@ -71,4 +72,5 @@ def first_sentence(path: Path) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(render())

@@ -32,11 +32,7 @@ class Countdown(Environment):
         self, count: int = 500, size: int = 2, largest: int = 9, form: float = 0.1, seed: int = 1
     ) -> None:
         self._form = form
-        self._prompts = list(problems(random.Random(seed), count, size, largest))
-
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
+        self.prompts = problems(random.Random(seed), count, size, largest)
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         assert isinstance(prompt, Mapping)

@@ -6,9 +6,9 @@ preprocess_data.py reads them.  Tests and tables of characters are left out.  Ab
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -18,7 +18,9 @@ VALID_PART = 20  # every 20th file
 
 def main() -> int:
     """Write both files; return the exit code."""
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder to write to; it is created")
+    folder: Path = parser.parse_args().folder
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [
         path

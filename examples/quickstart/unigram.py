@@ -10,6 +10,7 @@ loss is lower by LEAD.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import math
@@ -33,7 +34,10 @@ from megatron.training.runtime.setup import build_stage
 
 def main() -> int:
     """Compare and print; return the exit code."""
-    log, lead, *flags = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("log", type=Path, help="console log of the run")
+    parser.add_argument("lead", type=float, help="nats by which the run's loss must be lower")
+    args, flags = parser.parse_known_args()
     with contextlib.redirect_stdout(io.StringIO()):
         run = start(configure(argv=flags))
         run.train_iters = run.config.training.train_iters
@@ -41,15 +45,15 @@ def main() -> int:
         setup.build_model_chunks(run, partial(build_stage, run))  # data depends on its stages
         train, valid, _ = build_datasets(run, train_valid_test_num_samples(run))
     unigram = unigram_loss(asked_for(train), asked_for(valid))
-    losses = last_validation_losses(Path(log).read_text())
+    losses = last_validation_losses(args.log.read_text())
     print(f"validation loss of a unigram model: {unigram:.3f} nats a token")
     print(f"validation loss of the trained model: {losses['lm']:.3f} nats a token")
     if "sop" in losses:
         print(f"order of sentences: {losses['sop']:.3f}; a coin has {math.log(2):.3f}")
-    if losses["lm"] < unigram - float(lead):
+    if losses["lm"] < unigram - args.lead:
         return 0
     print(
-        f"the trained model is not {lead} nats better than the unigram model after "
+        f"the trained model is not {args.lead} nats better than the unigram model after "
         f"{run.train_iters} iterations: train longer (TRAIN_ITERS, 400 or more)",
         file=sys.stderr,
     )

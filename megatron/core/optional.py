@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from functools import cache
+from textwrap import shorten
 from types import ModuleType
 
 from megatron.core.config.errors import MissingDependency
@@ -33,6 +34,8 @@ _EXTRA = {
     "starlette": "serve",
     "uvicorn": "serve",
 }
+# package that is in no extra -> its name for pip, if that is another one
+_PIP_NAME = {"lm_eval": "lm-eval[api]"}
 
 
 @cache
@@ -41,12 +44,15 @@ def why_missing(package: str) -> str | None:
 
     Catches Exception, not ImportError: an incomplete transformer_engine raises RuntimeError.
     """
-    if importlib.util.find_spec(package.partition(".")[0]) is None:
-        return f"{package} is not installed"
+    top = package.partition(".")[0]
+    if importlib.util.find_spec(top) is None:
+        return f"{top} is not installed"
     try:
         importlib.import_module(package)
     except Exception as error:
-        return f"{package} does not import: {type(error).__name__}: {str(error).splitlines()[0]}"
+        # One sentence: transformer_engine explains its installation in a paragraph.
+        cause = shorten(f"{error}.".splitlines()[0].split(". ")[0].rstrip("."), 160)
+        return f"{package} does not import: {type(error).__name__}: {cause}"
     return None
 
 
@@ -62,7 +68,9 @@ def require(package: str, wanted_by: str) -> ModuleType:
     """
     reason = why_missing(package)
     if reason is not None:
-        extra = _EXTRA.get(package) or _EXTRA.get(package.partition(".")[0])
-        cure = f'pip install "megatron-train[{extra}]"' if extra else f"pip install {package}"
+        top = package.partition(".")[0]
+        extra = _EXTRA.get(package) or _EXTRA.get(top)
+        name = f"megatron-train[{extra}]" if extra else _PIP_NAME.get(top, top)
+        cure = f'pip install "{name}"' if "[" in name else f"pip install {name}"
         raise MissingDependency(f"{wanted_by}: {reason}; {cure}")
     return importlib.import_module(package)

@@ -26,7 +26,7 @@ from tests.distributed.layouts import (
     dtype_of,
     rounds_gradients_elsewhere,
 )
-from tools.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
+from tools.lib.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
 from tools.matrix import MAX_RANKS, refusals
 
 DEGREES = {

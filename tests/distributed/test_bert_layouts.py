@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from tests.distributed.layouts import must_agree
-from tools.layout_axes import Case, case_of
+from tools.lib.layout_axes import Case, case_of
 
-# Features of tools/layout_axes.py, and flags of BERT.
+# Features of tools/lib/layout_axes.py, and flags of BERT.
 CASES = {
     "sequence-parallel": ("tp sp untied", ""),
     "virtual-stages": ("tp sp pp interleaved tied", ""),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.distributed.layouts import must_agree
-from tools.layout_axes import Case, Sizes, case_of
+from tools.lib.layout_axes import Case, Sizes, case_of
 
 SHARD = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 INSTANCES = "--num-distributed-optimizer-instances 2"

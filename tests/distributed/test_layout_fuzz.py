@@ -11,7 +11,7 @@ from tests import tolerances
 from tests.distributed.draws import QUICK, draw
 from tests.distributed.layouts import Trace, badly_rounded, compare, must_agree
 from tools import matrix
-from tools.layout_axes import Sizes, case_of
+from tools.lib.layout_axes import Sizes, case_of
 
 # What the fuzzer, or somebody's fuzzer of such systems, has found wrong once.
 FOUND = {

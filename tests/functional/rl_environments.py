@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,7 @@ class Echo(Environment):
     """The reward is the share of the answer's tokens that repeat the prompt's last one."""
 
     def __init__(self, count: int = 10) -> None:
-        self._prompts = [f"{(7 * i) % 20} {i}" for i in range(count)]
-
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
+        self.prompts = [f"{(7 * i) % 20} {i}" for i in range(count)]
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         assert isinstance(prompt, str)

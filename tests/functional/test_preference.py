@@ -133,7 +133,7 @@ def test_a_resumed_run_has_the_reference_of_its_beginning(tmp_path, model):
     shutil.rmtree(tmp_path / "b")
     (said,) = run_ranks(refusal, 1, [*base, *on])
     assert "log-probabilities under the reference model" in said
-    assert "restore the files reference-*.npy, or begin anew with --finetune" in said
+    assert "restore the files reference-*.npy, or start again with --finetune" in said
     assert "Traceback" not in said
 
 

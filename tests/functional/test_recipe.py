@@ -11,7 +11,7 @@ from megatron.training.models.registry import model_kind
 from tests import forked
 from tests.functional.runs import losses, run_gpt
 from tools import run_recipe
-from tools.recipe_scale import scale_down
+from tools.lib.recipe_scale import scale_down
 
 RECIPES = Path(__file__).parents[1] / "golden/recipes"
 

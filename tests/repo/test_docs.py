@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from megatron.core import optional
 from tests.repo.source import ROOT
 from tools import architecture, features, flags, matrix, tree
 
@@ -45,6 +46,15 @@ def test_files_named_in_code_spans_exist(page):
     generated = {tool.TARGET for tool in (features, flags, matrix, tree)}
     missing = [n for n in named if not (ROOT / n).exists() and ROOT / n not in generated]
     assert not missing, f"{page.name} names {missing}"
+
+
+def test_the_extras_of_the_readme_and_of_missing_packages_are_those_that_pip_knows():
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    section = pyproject.split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    extras = dict(re.findall(r"^(\w+) = (\[.*?\])$", section, re.MULTILINE | re.DOTALL))
+    named = (ROOT / "README.md").read_text().split("Extras: ")[1].split("\n\n")[0]
+    assert set(re.findall(r"`\[(\w+)\]`", named)) == set(extras)
+    assert set(optional._EXTRA.values()) <= set(extras)
 
 
 def test_a_sentence_ends_at_its_full_stop(tmp_path):

@@ -8,9 +8,9 @@ pictures of valid.tar have random colours, places and sizes of their own.
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
-import sys
 import tarfile
 from pathlib import Path
 
@@ -95,7 +95,9 @@ def write_tokenizer(folder: Path) -> None:
 
 def main() -> None:
     """Write everything."""
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder to write to")
+    folder: Path = parser.parse_args().folder
     write_shard(folder / "train.tar", NUM_TRAIN, seed=1)
     write_shard(folder / "valid.tar", NUM_VALID, seed=2)
     write_tokenizer(folder / "tokenizer")

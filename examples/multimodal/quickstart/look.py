@@ -8,6 +8,7 @@ if the share of completely right answers is below LEAST_ACCURACY.
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import sys
@@ -29,12 +30,16 @@ PLACES = {"colour": 1, "shape": 2, "digit": 6}  # of the words of a caption
 
 def main() -> None:
     """Ask about each picture."""
-    checkpoints, shard, table = sys.argv[1:4]
-    least = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
-    llm = LLM.load(checkpoints)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoints", help="checkpoints of the run")
+    parser.add_argument("shard", help="tar file of pictures with captions")
+    parser.add_argument("table", help="PNG file to write")
+    parser.add_argument("least", type=float, nargs="?", default=0.0, help="least accuracy")
+    args = parser.parse_args()
+    llm = LLM.load(args.checkpoints)
     pictures = []
     captions = []
-    for sample in TarShards(shard):
+    for sample in TarShards(args.shard):
         pictures.append(sample.images[0])
         assert sample.json is not None
         captions.append(json.loads(sample.json)["conversations"][1]["value"])
@@ -49,10 +54,12 @@ def main() -> None:
         print(f"  {name:28} {count / len(said):8.1%} {CHANCE[name]:10.1%}")
     by_chance = CHANCE["colour"] * CHANCE["shape"] * CHANCE["digit"]
     print(f"  {'the complete answer':28} {sum(right) / len(said):8.1%} {by_chance:10.1%}")
-    draw_table(table, pictures, said, right)
-    print(f"pictures with answers: {table}")
-    if sum(right) < least * len(said):
-        sys.exit(f"fewer than {least:.0%} of the answers are right: the model has not learned it")
+    draw_table(args.table, pictures, said, right)
+    print(f"pictures with answers: {args.table}")
+    if sum(right) < args.least * len(said):
+        sys.exit(
+            f"fewer than {args.least:.0%} of the answers are right: the model has not learned it"
+        )
 
 
 def word(text: str, place: int) -> str:

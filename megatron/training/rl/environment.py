@@ -49,17 +49,13 @@ class Prompts(Protocol):
 class Environment(ABC):
     """Prompts, and the reward of an answer.
 
-    Rank 0 alone builds and calls an environment.  `reward` must depend on nothing but its
-    arguments: a run that was killed computes it again.  ``num_threads``: calls of `reward` at the
-    same time.
+    A subclass sets ``prompts`` in its constructor, as a class attribute or as a property.  Rank 0
+    alone builds and calls an environment.  `reward` must depend on nothing but its arguments: a run
+    that was killed computes it again.  ``num_threads``: calls of `reward` at the same time.
     """
 
     num_threads = 1
-
-    @property
-    @abstractmethod
-    def prompts(self) -> Prompts:
-        """Return all prompts."""
+    prompts: Prompts
 
     @abstractmethod
     def reward(self, prompt: Prompt, answer: str) -> float:
@@ -70,11 +66,7 @@ class FileEnvironment(Environment):
     """Environment whose prompts are the rows of a jsonl or parquet file, or a `datasets` folder."""
 
     def __init__(self, prompts: str) -> None:
-        self._prompts = open_rows(prompts)
-
-    @property
-    def prompts(self) -> Rows:
-        return self._prompts
+        self.prompts: Rows = open_rows(prompts)
 
 
 @dataclass(frozen=True)
@@ -187,12 +179,9 @@ def open_environments(path: str, seed: int, known: Mapping[str, type[Environment
     Raises ConfigError.
     """
     what = f"{_FLAG} {path}"
-    entries = parse_yaml(read_text(path, what, ConfigError, "a YAML file"), what, ConfigError)
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{what}: write a list of environments, each with agent_type")
     trained: list[tuple[Environment, float]] = []
     held_out = []
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(_entries(path)):
         environment, weight = _opened(entry, f"{what}: entry {i}", known)
         if entry.get("evaluation_only", False):
             held_out.append(environment)
@@ -203,6 +192,37 @@ def open_environments(path: str, seed: int, known: Mapping[str, type[Environment
     total = sum(weight for _, weight in trained)
     shares = [(environment, weight / total) for environment, weight in trained]
     return Environments(shares, seed, held_out)
+
+
+def check_classes(path: str) -> None:
+    """Import the classes that the file ``path`` lists, without building an environment.
+
+    Raises ConfigError if one cannot be built.
+    """
+    for i, entry in enumerate(_entries(path)):
+        name = entry.get("agent_type") if isinstance(entry, dict) else None
+        if isinstance(name, str) and (":" in name or "." in name):  # others are built in
+            _class_of(name, f"{_FLAG} {path}: entry {i}")
+
+
+def _entries(path: str) -> list[Any]:
+    what = f"{_FLAG} {path}"
+    entries = parse_yaml(read_text(path, what, ConfigError, "a YAML file"), what, ConfigError)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{what}: write a list of environments, each with agent_type")
+    return entries
+
+
+def _class_of(name: str, what: str) -> type[Environment]:
+    made = find_user_object(_path(name), f"{what}: agent_type")
+    if not (isinstance(made, type) and issubclass(made, Environment)):
+        raise ConfigError(
+            f"{what}: agent_type {name} is no class that derives from "
+            "megatron.training.rl.environment.Environment: name such a class"
+        )
+    if missing := sorted(getattr(made, "__abstractmethods__", ())):
+        raise ConfigError(f"{what}: agent_type {name} does not define {missing[0]}(): define it")
+    return made
 
 
 def _opened(
@@ -224,16 +244,13 @@ def _opened(
         )
     if not isinstance(arguments, dict | None):
         raise ConfigError(f"{what}: agent_args {arguments!r}: give an object of arguments")
-    made = known.get(str(name)) or find_user_object(_path(str(name)), f"{what}: agent_type")
-    if not (isinstance(made, type) and issubclass(made, Environment)):
-        raise ConfigError(
-            f"{what}: agent_type {name} is no class that derives from "
-            "megatron.training.rl.environment.Environment: name such a class"
-        )
+    made = known.get(str(name)) or _class_of(str(name), what)
     try:
         environment = made(**(arguments or {}))
     except TypeError as error:
         raise ConfigError(f"{what}: agent_args: {error}; correct the arguments") from None
+    if not hasattr(environment, "prompts"):
+        raise ConfigError(f"{what}: {name} has no attribute prompts: set it in __init__()")
     if not len(environment.prompts):
         raise ConfigError(f"{what}: {name} has no prompts: give at least one")
     return environment, float(weight)

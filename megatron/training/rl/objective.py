@@ -26,6 +26,7 @@ from megatron.training.config.rl import RLConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.gpt import GPT
 from megatron.training.models.kind import Batch, BatchTable, TensorSpec
+from megatron.training.rl.environment import check_classes
 from megatron.training.rl.token_scores import TokenScores, score_labels
 
 Reported = dict[str, Tensor]
@@ -145,4 +146,17 @@ def _no_data(config: RunConfig, **common: Any) -> NoReturn:
     )
 
 
-GRPO = replace(GPT, dataset_config=_no_data, batch=grpo_batch, apply=apply_policy, loss=grpo_loss)
+def _check_environments(run: Any) -> None:
+    """Raise ConfigError for a wrong class of an environment before weights are loaded."""
+    if run.is_rank_0:
+        check_classes(run.config.rl.langrl_env_config)
+
+
+GRPO = replace(
+    GPT,
+    dataset_config=_no_data,
+    batch=grpo_batch,
+    apply=apply_policy,
+    loss=grpo_loss,
+    load_frozen=_check_environments,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.rl.environment import Environment, Prompt, Task, open_environments
 from megatron.training.rl.generate import PromptSource, check_prompts
 from megatron.training.rl.http_environment import HttpEnvironment, RewardServiceError
+from megatron.training.rl.objective import GRPO
 from megatron.training.rl.trainer import KNOWN_ENVIRONMENTS
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
@@ -27,15 +28,20 @@ class Numbers(Environment):
     """Prompts "0" to ``count`` - 1; the reward is that of the arguments."""
 
     def __init__(self, count: int = 4, reward: object = 1.0) -> None:
-        self._count = count
         self._reward = reward
-
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        return [str(i) for i in range(self._count)]
+        self.prompts = [str(i) for i in range(count)]
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         return self._reward  # type: ignore[return-value]
+
+
+class WithoutReward(Environment):
+    prompts = ("1",)
+
+
+class WithoutPrompts(Environment):
+    def reward(self, prompt: Prompt, answer: str) -> float:
+        return 1.0
 
 
 def opened(tmp_path: Path, content: object, seed: int = 1) -> Any:
@@ -191,6 +197,8 @@ def test_environments_take_turns_by_their_weights(tmp_path: Path) -> None:
         ([{"agent_type": f"{HERE}.opened"}], "is no class that derives from"),
         ([{"agent_type": f"{HERE}.Numbers", "agent_args": {"size": 1}}], "'size'; correct the arg"),
         ([{"agent_type": f"{HERE}.Numbers", "agent_args": {"count": 0}}], "has no prompts"),
+        ([{"agent_type": f"{HERE}.WithoutReward"}], "does not define reward(): define it"),
+        ([{"agent_type": f"{HERE}.WithoutPrompts"}], "no attribute prompts: set it in __init__()"),
         ([{"agent_type": f"{HERE}.Numbers", "weight": 0}], "weight 0: give a number above 0"),
         ([{"agent_type": "http", "agent_args": {"url": "x", "prompts": "y"}}], "begins with http"),
     ],
@@ -199,6 +207,16 @@ def test_a_wrong_file_is_refused(content: object, message: str, tmp_path: Path) 
     with pytest.raises(ConfigError, match="--langrl-env-config|url") as error:
         opened(tmp_path, content)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["WithoutReward", "Missing"])
+def test_a_wrong_class_is_refused_before_weights_are_loaded(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "environments.json"
+    path.write_text(json.dumps([{"agent_type": "http"}, {"agent_type": f"{HERE}.{name}"}]))
+    rl = SimpleNamespace(langrl_env_config=str(path))
+    run = SimpleNamespace(is_rank_0=True, config=SimpleNamespace(rl=rl))
+    with pytest.raises(ConfigError, match="entry 1"):
+        GRPO.load_frozen(run)  # checkpointing calls it first
 
 
 @pytest.mark.parametrize("reward", [float("nan"), None, "good"])

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core import optional
 from megatron.core.config.errors import MissingDependency
-from tools.front_end_process import FrontEndProcess
+from tools.lib.front_end_process import FrontEndProcess
 
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn"])

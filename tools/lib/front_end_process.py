@@ -22,7 +22,7 @@ from megatron.core.optional import require
 from megatron.inference.server.engine_process import EngineLoop, ServedEngine
 from megatron.inference.server.messages import EngineInfo
 
-ROOT = str(Path(__file__).resolve().parent.parent)
+ROOT = str(Path(__file__).resolve().parents[2])
 _FRONT_END = """
 import sys
 sys.path[0] = sys.argv.pop(1)
