@@ -22,7 +22,6 @@ from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
 from megatron.training.callbacks.user_metrics import has_metrics, user_values
 from megatron.training.estimates.peak_flops import Peak, device_peak
 from megatron.training.estimates.theoretical_memory import print_memory
-from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.runtime import (
     Callback,
     CheckpointEvent,
@@ -146,7 +145,6 @@ class Metrics(Callback):
                 suffix=suffix,
                 is_final=result.is_final,
                 is_repeated=result.is_final and before == iteration,
-                likelihoods=_likelihoods(run),
             )
         )
 
@@ -224,12 +222,6 @@ def _announced(peak: Peak) -> Peak | None:
         flush=True,
     )
     return peak
-
-
-def _likelihoods(run: Runtime) -> frozenset[str] | None:
-    """Return the losses of an evaluation that have a perplexity; None: all, as in Megatron-LM."""
-    objective = implementation_of(run.config)
-    return None if objective.loss is None else frozenset({"lm loss"})
 
 
 def interval_tags(run: Runtime, shown: Mapping[str, float]) -> dict[str, float]:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from megatron.training.runtime.sink_failure import SINK_ERRORS, call_each, warn_switched_off
 
+_LIKELIHOOD = "lm loss"  # mean negative log-likelihood of a token
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -32,10 +34,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """Result of one evaluation of one dataset.
-
-    ``likelihoods``: the losses that are mean negative log-likelihoods of tokens; None: all.
-    """
+    """Result of one evaluation of one dataset."""
 
     iteration: int
     consumed_samples: int
@@ -44,16 +43,15 @@ class EvalRecord:
     suffix: str  # "" or, with several validation sets, "-0", "-1", ...
     is_final: bool
     is_repeated: bool = False  # the same evaluation was logged at this iteration before
-    likelihoods: frozenset[str] | None = None
 
     @property
     def perplexities(self) -> dict[str, float]:
-        """exp of each of ``likelihoods``, which are limited to 20; NaN if the loss is NaN."""
-        return {
-            key: math.exp(min(loss, 20.0))
-            for key, loss in self.losses.items()
-            if self.likelihoods is None or key in self.likelihoods
-        }
+        """exp of the language-model loss, which is limited to 20; NaN if the loss is NaN.
+
+        Other values (rewards, accuracies, losses of pairs) are no likelihoods of tokens.
+        """
+        losses = {key: loss for key, loss in self.losses.items() if key == _LIKELIHOOD}
+        return {key: math.exp(min(loss, 20.0)) for key, loss in losses.items()}
 
 
 class Sink(ABC):

@@ -34,10 +34,11 @@ def test_a_validation_block_has_loss_and_perplexity_between_rules() -> None:
     )
 
 
-def test_only_likelihoods_have_a_perplexity() -> None:
+def test_only_the_loss_of_a_language_model_has_a_perplexity() -> None:
     losses = {"lm loss": 7.12, "reward accuracy": 0.5}
-    record = _record(losses=losses, likelihoods=frozenset({"lm loss"}))
+    record = _record(losses=losses)
     assert list(record.perplexities) == ["lm loss"]
+    assert "PPL" not in validation_block(_record(losses={"reward": 0.5, "accuracy": 0.5}))
     text = validation_block(record)
     assert "lm loss PPL: 1.236450E+03 | reward accuracy value: 5.000000E-01 | \n" in text
 
