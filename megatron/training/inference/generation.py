@@ -262,6 +262,19 @@ def _replace_weights(config: CheckpointConfig, parts: RunParts, directory: str) 
     load_run(replace(config, load=directory, ckpt_step=None), parts, verify_first=True)
 
 
+def _tensor_size(layout: GenerationLayout, ranks: int) -> int:
+    """Return the tensor-parallel size that makes one replica of the model of ``ranks``.
+
+    With ``layout.expert`` several replicas share the experts: an expert takes
+    ``layout.expert_tensor`` ranks, by default as many as the other layers.
+    """
+    per_stage = max(ranks // max(layout.pipeline, 1), 1)  # resolve() reports sizes below 1
+    experts = max(layout.expert, 1)
+    if layout.expert_tensor is None:
+        return max(per_stage // experts, 1)
+    return per_stage
+
+
 def generation_config(
     asked: Arguments,
     load: str | None,
@@ -281,7 +294,7 @@ def generation_config(
     ranks = world_size()
     tensor = layout.tensor
     if tensor is None:
-        tensor = max(ranks // max(layout.pipeline, 1), 1)  # resolve() reports sizes below 1
+        tensor = _tensor_size(layout, ranks)
     own = {
         "load": load,
         "finetune": load is not None,

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.inference import generation
 from megatron.training.inference.generation import GenerationLayout, generation_config
 from tests.reference_checkpoints import unpack
 
@@ -30,3 +31,26 @@ def test_a_parallel_size_below_1_is_refused(tmp_path: Path, axis: str, size: int
     layout = GenerationLayout(**{axis: size})
     with pytest.raises(ConfigError, match=f"--{axis}-model-parallel-size {size}: at least 1"):
         generation_config(asked, load, step=None, device_kind="cpu", layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tensor"),
+    [
+        ({}, 4),
+        ({"pipeline": 2}, 2),
+        ({"expert": 2}, 2),
+        ({"expert": 2, "pipeline": 2}, 1),
+        ({"expert": 2, "expert_tensor": 1}, 4),
+    ],
+)
+def test_by_default_tensor_parallelism_takes_the_ranks_that_are_left(
+    tmp_path: Path, sizes: dict[str, int], tensor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "world_size", lambda: 4)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    load = str(unpack(tmp_path, "gpt_torch_dist"))
+    asked = {**open_checkpoint(load).asked, "num_experts": 4}
+    config = generation_config(
+        asked, load, step=None, device_kind="cpu", layout=GenerationLayout(**sizes)
+    )
+    assert config.model.tensor_model_parallel_size == tensor
