@@ -1,15 +1,23 @@
 """The compiled parts.  All else is in pyproject.toml.
 
 Both are optional: without a compiler the install succeeds, numpy builds the index arrays of
-datasets, and torch computes on a CPU what fused kernels do, more slowly.
+datasets, and torch computes on a CPU what fused kernels do, more slowly.  All cores compile;
+MAX_JOBS limits them.
 """
 
+import contextlib
+import os
 import sys
+import time
 
-from pybind11.setup_helpers import Pybind11Extension
-from setuptools import setup
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError, CompileError
 
+_SETS = ("plain", "avx2", "avx512", "avx512_bf16")  # of instructions, a file each
 _KERNELS = (
+    "call",
     "kernels",
     "vector",
     "elementwise",
@@ -23,7 +31,36 @@ _KERNELS = (
 _QUIET = ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _THREADS = ["-fopenmp"] if sys.platform.startswith("linux") else []
 
+
+def _say(text: str) -> None:
+    """Print to the output of the build, and to the terminal from which pip hides that output."""
+    line = f"megatron-train: {text}"
+    print(line, flush=True)
+    if not sys.stdout.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            print(line, file=terminal, flush=True)
+
+
+class _Build(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        jobs = min(len(ext.sources), int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
+        began_s = time.monotonic()
+        _say(f"compiling {ext.name}, {len(ext.sources)} files, {jobs} at a time ...")
+        try:
+            super().build_extension(ext)
+        except (
+            BaseError,
+            CCompilerError,
+            CompileError,
+        ):  # the install goes on: extensions are optional
+            _say(f"{ext.name} was not compiled: what it computes will be slower")
+            raise
+        _say(f"compiled {ext.name} in {time.monotonic() - began_s:.0f} s")
+
+
+ParallelCompile("MAX_JOBS").install()
 setup(
+    cmdclass={"build_ext": _Build},
     ext_modules=[
         Pybind11Extension(
             "megatron.core.datasets.helpers_cpp",
@@ -35,12 +72,15 @@ setup(
         ),
         Pybind11Extension(
             "megatron.core.kernels_cpp",
-            ["megatron/core/fusions/cpu/kernels.cpp"],
+            [
+                "megatron/core/fusions/cpu/kernels.cpp",
+                *(f"megatron/core/fusions/cpu/kernels_{name}.cpp" for name in _SETS),
+            ],
             depends=[f"megatron/core/fusions/cpu/{name}.h" for name in _KERNELS],
             cxx_std=17,
             extra_compile_args=["-O3", "-fno-math-errno", *_QUIET, *_THREADS],
             extra_link_args=_THREADS,
             optional=True,
         ),
-    ]
+    ],
 )

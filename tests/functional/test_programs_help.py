@@ -60,13 +60,3 @@ def test_help_of_lm_eval_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch)
     status, said = help_of(0, 1, "tools/run_lm_eval.py")
     assert status == 0
     assert 'pip install "lm-eval[api]"' in said
-
-
-def test_a_missing_package_is_named_as_pip_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    optional.why_missing.cache_clear()
-    with pytest.raises(optional.MissingDependency) as error:
-        optional.require("lm_eval.__main__", "tools/run_lm_eval.py")
-    optional.why_missing.cache_clear()
-    wanted = 'tools/run_lm_eval.py: lm_eval is not installed; pip install "lm-eval[api]"'
-    assert str(error.value) == wanted

@@ -12,81 +12,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <cfloat>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <map>
 #include <stdexcept>
-#include <string>
-#include <vector>
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 
-#define INLINE inline __attribute__((always_inline))
+#include "call.h"
 
 namespace py = pybind11;
 
 namespace {
 
-struct bf16 {
-    uint16_t bits;
-};
-
-struct Call {
-    std::vector<uintptr_t> pointers;  // addresses of tensors; 0: no tensor
-    std::vector<int64_t> sizes;
-    std::vector<float> numbers;
-
-    template <class T>
-    T* at(size_t i) const {
-        return reinterpret_cast<T*>(pointers[i]);
-    }
-};
-
-using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
-using Kernels = std::map<std::string, Kernel>;
-
-#define LANES 4
-namespace plain {
-#include "kernels.h"
-}
-#undef LANES
-
-#ifdef __x86_64__
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#define LANES 8
-namespace avx2 {
-#include "kernels.h"
-}
-#undef LANES
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
-#define LANES 16
-namespace avx512 {
-#include "kernels.h"
-}
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
-#define HAS_BF16
-namespace avx512_bf16 {
-#include "kernels.h"
-}
-#undef LANES
-#pragma GCC pop_options
-#endif
-
 using Sets = std::vector<std::pair<std::string, Kernels>>;
 
-// Return the instruction sets that this CPU supports, the best one first.  kernels() of any other
-// set must not be called: that function itself is compiled with instructions of its set.
+// Return the instruction sets that this CPU supports, the best one first.
 const Sets& usable() {
     static const Sets sets = [] {
         Sets found;
@@ -96,11 +32,11 @@ const Sets& usable() {
             has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
         if (has_avx512 && __builtin_cpu_supports("avx512bf16"))
-            found.emplace_back("avx512_bf16", avx512_bf16::kernels());
-        if (has_avx512) found.emplace_back("avx512", avx512::kernels());
-        if (has_avx2) found.emplace_back("avx2", avx2::kernels());
+            found.emplace_back("avx512_bf16", avx512_bf16_kernels());
+        if (has_avx512) found.emplace_back("avx512", avx512_kernels());
+        if (has_avx2) found.emplace_back("avx2", avx2_kernels());
 #endif
-        found.emplace_back("plain", plain::kernels());
+        found.emplace_back("plain", plain_kernels());
         return found;
     }();
     return sets;
