@@ -38,7 +38,7 @@ def _say(text: str) -> None:
     print(line, flush=True)
     if not sys.stdout.isatty():
         with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
-            print(line, file=terminal, flush=True)
+            print(f"\r{line}", file=terminal, flush=True)  # over the spinner of pip
 
 
 class _Build(build_ext):

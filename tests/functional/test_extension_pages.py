@@ -11,7 +11,6 @@ import io
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,15 +18,19 @@ from unittest import mock
 
 import pytest
 
+from tests.pages import blocks_of, commands_of
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBER = r"[-+]?\d[\d.]*(?:[eE][-+]?\d+)?"
 
 
+def page_of(page: str) -> Path:
+    return ROOT / "docs" / f"adding_a_{page}.md"
+
+
 def blocks(page: str, language: str) -> list[str]:
-    text = (ROOT / "docs" / f"adding_a_{page}.md").read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block.code for block in blocks_of(page_of(page)) if block.language == language]
 
 
 def write_files(page: str, folder: Path) -> None:
@@ -38,8 +41,8 @@ def write_files(page: str, folder: Path) -> None:
 
 def commands(page: str) -> list[list[str]]:
     """The words of each command, with the variable of the page in place."""
-    text = "".join(blocks(page, "bash")).replace("\\\n", " ").replace("$MEGATRON", str(ROOT))
-    return [shlex.split(line) for line in text.splitlines() if line.strip()]
+    found = commands_of(page_of(page), "bash")
+    return [[word.replace("$MEGATRON", str(ROOT)) for word in words] for words in found]
 
 
 def run_page(rank: int, world_size: int, page: str, folder: Path) -> str:

@@ -5,26 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import shlex
 import sys
 from unittest import mock
 
 import pytest
 
 from megatron.training.arguments.parser import build_parser
+from tests.pages import commands_of, python_of
 from tests.server_process import ROOT, fake_server
 from tools import text_generation_cli
 from tools.run_text_generation_server import add_server_flags, model_flags, warnings_of
 
 PAGE = (ROOT / "docs" / "serving.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-COMMANDS = [
-    shlex.split(line)
-    for kind, text in BLOCKS
-    if kind == ""
-    for line in text.replace("\\\n", " ").splitlines()
-    if line.startswith(("python ", "torchrun ", "curl "))
-]
+COMMANDS = commands_of(ROOT / "docs" / "serving.md")
 HERE = "localhost:5000"
 
 
@@ -91,7 +84,8 @@ def test_the_command_line_client_runs(server):
 
 def test_the_program_for_openai_runs(server):
     pytest.importorskip("openai")
-    (program,) = [t for kind, t in BLOCKS if kind == "python" and "image_url" not in t]
+    programs = [block.code for block in python_of(ROOT / "docs" / "serving.md")]
+    (program,) = [code for code in programs if "openai" in code and "image_url" not in code]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         exec(program.replace(f"http://{HERE}", server.url), {})
     assert said.getvalue() == "def main(\n"

@@ -1,0 +1,296 @@
+"""Code of the pages for users: command lines are those of their programs, Python code runs.
+
+The blocks of docs/adding_a_*.md that are files and ``bash`` are run by test_extension_pages.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.arguments.parser import parse_args
+from megatron.training.arguments.resolve import resolve
+from megatron.training.rl.environment import open_environments
+from megatron.training.rl.http_environment import HttpEnvironment
+from tests.chat_templates import write_chat_tokenizer
+from tests.functional.runs import TINY, defaults_of, run_gpt, train_gpt
+from tests.pages import PAGES, blocks_of, commands_of, python_of
+from tests.ranks import run_ranks
+from tests.repo.source import ROOT
+from tests.unit.inference import scripts_for_megatron as scripts
+from tests.unit.models.test_mimo_model import IMAGE, batch, mimo
+from tests.unit.one_process import one_process_groups
+
+LANGUAGES = {"", "bash", "json", "mermaid", "python", "text", "yaml"}
+# Programs of others; tests/functional/test_serving_commands.py runs curl.
+OF_OTHERS = {"curl", "export", "lm_eval", "pip", "tensorboard"}
+MODEL = {
+    "--num-layers": "8",
+    "--hidden-size": "64",
+    "--num-attention-heads": "8",
+    "--seq-length": "64",
+    "--max-position-embeddings": "8192",
+    "--micro-batch-size": "1",
+    "--lr": "1e-3",
+    "--train-iters": "3",
+    "--eval-iters": "0",
+    "--hidden-dropout": "0",
+    "--attention-dropout": "0",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "100",
+    "--device": "cpu",
+}
+OF_TEXT = {"--seq-length", "--max-position-embeddings"}
+DATA = ("--data-path", "--train-data-path", "--mock-data", "--langrl-env-config")
+PLACEHOLDERS = {
+    "...": "",
+    "$SLURM_NODEID": "0",
+    "examples/<kind>/quickstart.sh": "examples/bert/quickstart.sh",
+}
+PROGRAM_OF_PAGE = {"pretrain_gain_gpt.py": "pretrain_gpt.py"}
+NUM_RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|virtual-ranks|check-world-size) (\d+)")
+
+
+class Parsed(Exception):
+    """A program has accepted its command line."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_names_its_language_unless_it_has_commands(page: Path) -> None:
+    assert {block.language for block in blocks_of(page)} <= LANGUAGES
+    for block in blocks_of(page):
+        if block.language == "json":
+            lines = block.code.replace("[...]", "[]").replace(", ...}", "}").splitlines()
+            assert all(json.loads(line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if commands_of(page)], ids=lambda page: page.name
+)
+def test_programs_take_the_command_lines(page: Path) -> None:
+    commands = [[as_run(word) for word in words] for words in commands_of(page)]
+    (problems,) = run_ranks(problems_of, 1, commands)
+    assert not problems, "\n".join(problems)
+
+
+def as_run(word: str) -> str:
+    """Return a word of a page without its placeholders."""
+    return PLACEHOLDERS.get(word, word).replace("$MEGATRON/", "")
+
+
+def problems_of(rank: int, world_size: int, commands: list[list[str]]) -> list[str]:
+    """Return a message for each command line that its program does not take."""
+    return [problem for words in commands for problem in _problems([w for w in words if w])]
+
+
+def _problems(words: list[str]) -> list[str]:
+    if words[0] in OF_OTHERS:
+        return []
+    if words[0] == "make":
+        is_target = re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return [] if is_target else [f"make {words[1]}: no such target"]
+    at = next((i for i, word in enumerate(words) if word.endswith((".py", ".sh"))), None)
+    if at is None:
+        return [f"{' '.join(words)}: what does it start?"]
+    program = PROGRAM_OF_PAGE.get(words[at], words[at])
+    flags = words[at + 1 :]
+    if not (ROOT / program).exists():
+        return [f"{program} does not exist"]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            if words[0] == "torchrun":
+                get_args_parser().parse_args(words[1:])
+            if program.startswith("pretrain_"):
+                _resolve(program, flags, words)
+            elif program.endswith(".py") and program != "tools/run_lm_eval.py":  # lm-eval's flags
+                _parse(program, flags)
+    except (SystemExit, ConfigError) as error:
+        return [f"{' '.join(words)}: {error} {said.getvalue()[-500:]}"]
+    return []
+
+
+def _resolve(program: str, flags: list[str], words: list[str]) -> None:
+    """Resolve the command line as --check-only does, with a model in place of the dots."""
+    absent = {*flags} | (OF_TEXT if "vision_classify" in program else set())
+    more = [w for flag, value in MODEL.items() if flag not in absent for w in (flag, value)]
+    if not {*DATA} & {*flags}:
+        more.append("--mock-data")
+    counts = NUM_RANKS.findall(" ".join(words))
+    parsed = parse_args(argv=[*more, *flags], args_defaults=defaults_of(program))
+    run = resolve(parsed, int(counts[-1]) if counts else 1)
+    # The page may be about GPUs.
+    ConfigError.raise_for(w for w in run.warnings if not w.endswith("it needs a GPU"))
+
+
+def _parse(program: str, flags: list[str]) -> None:
+    """Start a program until it has parsed its command line."""
+    original = argparse.ArgumentParser.parse_known_args
+
+    def parse(self: argparse.ArgumentParser, *args: Any, **options: Any) -> Any:
+        found = original(self, *args, **options)
+        if found[1]:  # a parser that looks for one flag only, or an error
+            return found
+        raise Parsed
+
+    path = ROOT / program
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", parse),
+        mock.patch.object(sys, "argv", [program, *flags]),
+        mock.patch.object(sys, "path", [str(path.parent), str(ROOT), *sys.path]),
+        contextlib.suppress(Parsed),
+    ):
+        runpy.run_path(str(path), run_name="__main__")
+
+
+# -- Python ---------------------------------------------------------------------------------
+
+
+def code_of(page: str, place: int) -> str:
+    return python_of(ROOT / "docs" / page)[place].code
+
+
+def run_code(code: str, **names: Any) -> dict[str, Any]:
+    """Run a block that finds ``names``; return what it defines."""
+    exec(compile(code, "<page>", "exec"), names)
+    return names
+
+
+def check_callback() -> None:
+    made = run_code(code_of("adding_a_callback.md", 1))["EveryHundredSteps"]()
+    asked = [made.needs_result(None, iteration) for iteration in (99, 100)]
+    assert asked == [False, True]
+    run = SimpleNamespace(state=SimpleNamespace(iteration=100))
+    made.on_step_end(run, SimpleNamespace(grad_norm=torch.tensor(1.0)))
+
+
+def check_check() -> None:
+    check = run_code(code_of("adding_a_check.md", 0))["heads_divide_the_width"]
+    model = SimpleNamespace(kv_channels=None, hidden_size=10, num_attention_heads=3)
+    assert len(list(check(SimpleNamespace(model=model)))) == 1
+
+
+def check_environment() -> None:
+    os.makedirs("my_package")
+    Path("my_package/my_module.py").write_text(code_of("rl.md", -1))
+    Path("problems.jsonl").write_text('{"prompt": "1 + 1 = ", "result": 2}\n')
+    (entries,) = [b.code for b in blocks_of(ROOT / "docs/rl.md") if "my_package" in b.code][:1]
+    Path("environments.yaml").write_text(entries)
+    found = open_environments("environments.yaml", 1, {"http": HttpEnvironment})
+    task = found.tasks(0, 1)[0]
+    assert len(found.held_out) == 1
+    assert task.reward("no number") == 0.0
+
+
+def check_checkpoints() -> None:
+    weight = run_code(code_of("checkpoints.md", 0))["weight"]
+    assert weight.ndim == 2
+
+
+def check_llm() -> None:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        run_code(code_of("serving.md", 2))
+    assert said.getvalue().count("\n") >= 2
+
+
+def check_engine() -> None:
+    names = run_code(
+        code_of("porting.md", 0),
+        model=scripts.model_of(1, {}),
+        tokenizer=scripts.Letters(),
+        hidden_size=32,
+        params_dtype=torch.float64,
+        padded_vocab_size=scripts.VOCABULARY,
+        prompts=scripts.PROMPTS[:2],
+    )
+    assert all(len(answer.generated_tokens) > 0 for answer in names["answers"])
+
+
+def check_vision() -> None:
+    loader = SimpleNamespace(save_state_rank=lambda: "state")
+    assert run_code(code_of("vision.md", 0))["Loader"](loader).save_state() == "state"
+    images = mimo(one_process_groups()).mimo_config
+    language = images.language_model_spec.params
+    parts = images.modality_submodules_spec["images"].submodules
+    rows = batch()
+    ids = rows["input_ids"].where(rows["input_ids"] < IMAGE, 0)
+    ids[0, 1:9] = 32000
+    names = run_code(
+        code_of("vision.md", 1),
+        clip_spec=parts["encoders"]["clip"],
+        projection_spec=parts["input_projections"][0],
+        config=language["config"],
+        arguments={name: value for name, value in language.items() if name != "config"},
+        ids=ids,
+        pixels=rows["modality_inputs"]["images"]["clip"]["x"],
+        **{name: rows[name] for name in ("position_ids", "labels", "loss_mask")},
+    )
+    assert names["losses"].shape == ids.shape
+
+
+CHECKS: dict[str, tuple[Callable[[], None], bool]] = {  # whether it needs a model
+    "adding_a_callback.md": (check_callback, False),
+    "adding_a_check.md": (check_check, False),
+    "checkpoints.md": (check_checkpoints, True),
+    "porting.md": (check_engine, False),
+    "rl.md": (check_environment, False),
+    "serving.md": (check_llm, True),
+    "vision.md": (check_vision, False),
+}
+
+
+def check_in(rank: int, world_size: int, page: str, folder: str) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    CHECKS[page][0]()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that writes text, in ``checkpoints``."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("pages")
+    write_chat_tokenizer(folder)
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    flags += ["--position-embedding-type", "rope", "--train-iters", "1"]
+    run_gpt(folder, *flags, "--save", str(folder / "checkpoints"))
+    return folder
+
+
+def test_the_callback_that_generates_between_steps_runs(tmp_path: Path) -> None:
+    (tmp_path / "my_samples.py").write_text(code_of("serving.md", 3))
+    (said,) = run_ranks(run_callback, 1, str(tmp_path))
+    assert len(re.findall(r"^\[\d+(?:, \d+)*\]$", said, re.MULTILINE)) == 2
+
+
+def run_callback(rank: int, world_size: int, folder: str) -> str:
+    sys.path.insert(0, folder)
+    flags = ["--callback", "my_samples:Samples", "--position-embedding-type", "rope"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train_gpt(rank, world_size, [*TINY, *flags, "--train-iters", "2"])
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("page", CHECKS)
+def test_python_code_of_a_page_runs(
+    page: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue("trained") if CHECKS[page][1] else tmp_path
+    run_ranks(check_in, 1, page, str(folder))
