@@ -27,7 +27,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.rl.environment import open_environments
-from megatron.training.rl.http_environment import HttpEnvironment
+from megatron.training.rl.trainer import KNOWN_ENVIRONMENTS
 from tests.chat_templates import write_chat_tokenizer
 from tests.functional.runs import TINY, defaults_of, run_gpt, train_gpt
 from tests.pages import PAGES, blocks_of, commands_of, python_of
@@ -129,6 +129,8 @@ def _problems(words: list[str]) -> list[str]:
 def _resolve(program: str, flags: list[str], words: list[str]) -> None:
     """Resolve the command line as --check-only does, with a model in place of the dots."""
     absent = {*flags} | (OF_TEXT if "vision_classify" in program else set())
+    if "--epochs" in flags:
+        absent.add("--train-iters")
     more = [w for flag, value in MODEL.items() if flag not in absent for w in (flag, value)]
     if not {*DATA} & {*flags}:
         more.append("--mock-data")
@@ -192,10 +194,17 @@ def check_environment() -> None:
     Path("problems.jsonl").write_text('{"prompt": "1 + 1 = ", "result": 2}\n')
     (entries,) = [b.code for b in blocks_of(ROOT / "docs/rl.md") if "my_package" in b.code][:1]
     Path("environments.yaml").write_text(entries)
-    found = open_environments("environments.yaml", 1, {"http": HttpEnvironment})
+    found = open_environments("environments.yaml", 1, KNOWN_ENVIRONMENTS)
     task = found.tasks(0, 1)[0]
     assert len(found.held_out) == 1
     assert task.reward("no number") == 0.0
+    Path("rewards.py").write_text(code_of("rl.md", 0))
+    (entries,) = [
+        b.code for b in blocks_of(ROOT / "docs/rl.md") if "agent_type: functions" in b.code
+    ]
+    Path("functions.yaml").write_text(entries)
+    task = open_environments("functions.yaml", 1, KNOWN_ENVIRONMENTS).tasks(0, 1)[0]
+    assert task.reward("2") == pytest.approx(1 - 0.2 / 100)
 
 
 def check_checkpoints() -> None:
@@ -256,6 +265,19 @@ CHECKS: dict[str, tuple[Callable[[], None], bool]] = {  # whether it needs a mod
 }
 
 
+FILE = re.compile(r"# my_\w+\.py\n|# pretrain_\w+\.py\n")  # test_extension_pages.py runs these
+# Page -> blocks that tests run; test_serving_commands.py and test_server_images.py run three.
+NUM_RUN = {
+    "adding_a_callback.md": 1,
+    "adding_a_check.md": 1,
+    "checkpoints.md": 1,
+    "porting.md": 1,
+    "rl.md": 2,
+    "serving.md": 4,
+    "vision.md": 3,
+}
+
+
 def check_in(rank: int, world_size: int, page: str, folder: str) -> None:
     os.chdir(folder)
     sys.path.insert(0, folder)
@@ -286,6 +308,16 @@ def run_callback(rank: int, world_size: int, folder: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         train_gpt(rank, world_size, [*TINY, *flags, "--train-iters", "2"])
     return said.getvalue()
+
+
+def test_every_block_of_python_is_run_by_a_test() -> None:
+    """Add a test of a new block, here or beside its kin, and count it."""
+    found = {
+        page.name: count
+        for page in PAGES
+        if (count := sum(not FILE.match(block.code) for block in python_of(page)))
+    }
+    assert found == NUM_RUN
 
 
 @pytest.mark.parametrize("page", CHECKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import os
 import re
@@ -19,6 +20,7 @@ from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.errors import ApiError
 from tests import forked
 from tests.functional.runs import TINY, run_gpt
+from tests.pages import python_of
 from tests.ranks import run_ranks
 from tests.server_process import ROOT, Server, fake_server, started
 
@@ -128,6 +130,27 @@ def by_engine(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, i
         assert llm._image_prompts is not None
         found[name] = answer.text, len(llm._image_prompts.prompt(turns, paths)[0])
     return found
+
+
+def run_page(rank: int, world_size: int, code: str, folder: str) -> str:
+    """Run a block of a page in ``folder``; return what it prints."""
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(code, {})
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("page", ["serving", "vision"])
+def test_the_programs_of_the_pages_run(page, folder, server, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "vlm").symlink_to(folder / "ck")
+    (tmp_path / "picture.png").write_bytes(png("red"))
+    blocks = [block.code for block in python_of(ROOT / "docs" / f"{page}.md")]
+    (code,) = [code for code in blocks if "picture.png" in code]
+    code = code.replace("http://localhost:5000", server.url)
+    code = code.replace("/data/pictures/cat.png", f"{folder}/media/a.png")
+    (said,) = run_ranks(run_page, 1, code, str(tmp_path))
+    assert said.endswith("\n")
 
 
 @pytest.mark.feature("Serving: images in messages of a chat, with the text of the engine")
