@@ -1,12 +1,14 @@
-"""What every test finds: one thread, no network, no trace of other tests in the environment."""
+"""What every test finds: one thread, no network, no trace of other tests."""
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 import socket
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +47,14 @@ def same_root_logger() -> Iterator[None]:
     yield
     root.setLevel(level)
     root.handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Whichever tests ran before in this process, a test draws the same numbers."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -163,6 +163,8 @@ _MAMBA = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "n_groups": 2, "chunk_size": 16},
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
+# The default standard deviation is 0.1: the logits, and with them rounding errors, are large.
+_MAMBA_ALONE = {**_MAMBA, "num_hidden_layers": 2, "initializer_range": 0.05}
 _NEMOTRON = {
     **{**_MAMBA, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     **{"intermediate_size": 88, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16},
@@ -185,13 +187,13 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mamba2": (
         "Mamba2",
         "ForCausalLM",
-        {**_MAMBA, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 16},
+        {**_MAMBA_ALONE, "num_heads": 8, "head_dim": 8, "state_size": 16},
     ),
     "mamba2, tied": (
         "Mamba2",
         "ForCausalLM",
         {
-            **{**_MAMBA, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8},
+            **{**_MAMBA_ALONE, "num_heads": 4, "head_dim": 16, "state_size": 8},
             **{"n_groups": 1, "tie_word_embeddings": True},
         },
     ),

@@ -40,10 +40,14 @@ def cross_entropy(as_given: As) -> list[Tensor]:
     return [loss, logits]
 
 
-def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+def with_gradients(
+    function: Callable[..., Tensor], *inputs: Tensor, scale: float = 1
+) -> list[Tensor]:
+    """Return the output and the gradients; that of the output is random, times a power of two."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves)
-    return [out, *torch.autograd.grad(out, leaves, torch.randn(out.shape).bfloat16().to(out.dtype))]
+    grad = torch.randn(out.shape).bfloat16().to(out.dtype) * scale
+    return [out, *torch.autograd.grad(out, leaves, grad)]
 
 
 def activations(as_given: As) -> list[Tensor]:
@@ -62,11 +66,13 @@ def gates(as_given: As) -> list[Tensor]:
 
 
 def norms(as_given: As) -> list[Tensor]:
+    """Gradients of weights are sums over 95 rows: the scale makes them of order one."""
     x, weight, bias = (as_given(torch.randn(shape)) for shape in ((19, 5, 77), 77, 77))
-    found = with_gradients(lambda *a: rms_norm(*a, 1e-5), x, weight)
+    found = with_gradients(lambda *a: rms_norm(*a, 1e-5), x, weight, scale=1 / 8)
     if x.dtype == torch.float32:  # torch's own, which is not in question
         return found
-    return found + with_gradients(lambda *a: layer_norm(*a, 1e-5), x, weight, bias)
+    more = with_gradients(lambda *a: layer_norm(*a, 1e-5), x, weight, bias, scale=1 / 8)
+    return found + more
 
 
 def rotations(as_given: As) -> list[Tensor]:

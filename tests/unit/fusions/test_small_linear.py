@@ -101,7 +101,7 @@ def test_threads_do_not_change_bits(form, rows):
 @compiled_only
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_instruction_set_gives_the_same_values(form):
-    x = torch.randn(29, 333)
+    x = torch.randn(29, 333) / 333**0.5  # results near 1, as the tolerance expects
     weight = weight_in(form, 50, 333)
     bias = torch.randn(50)
     kernels = cpu_kernels.compiled()

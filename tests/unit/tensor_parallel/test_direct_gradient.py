@@ -147,7 +147,9 @@ def test_a_second_wrapper_of_a_module_gets_its_gradients(
     expected = gradients(wrap(model, groups))
     second = wrap(model, groups, gradient_accumulation_fusion=fusion)
     assert bool(parameters_of_graph(second(inputs(0)))) == (not fusion)
-    torch.testing.assert_close(gradients(second), expected, **tolerances.BITWISE)
+    # Without fusion autograd adds a rounded product: the GEMM that adds rounds elsewhere.
+    allowed = tolerances.BITWISE if fusion else tolerances.of(torch.float32)
+    torch.testing.assert_close(gradients(second), expected, **allowed)
 
 
 def test_a_parameter_in_a_file_has_no_sink(groups: ProcessGroupCollection, tmp_path: Path) -> None:

@@ -218,7 +218,9 @@ def test_a_transposed_weight_is_kept_for_a_step(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = draw(*TOKENS, IN).to(dtype).requires_grad_()
-    g = draw(*TOKENS, OUT, seed=1).to(dtype)
+    g = (draw(*TOKENS, OUT, seed=1) / 8).to(dtype)  # results near 1, as the tolerance expects
+    # The layouts of the operands differ, so that their GEMMs may add in different orders.
+    allowed = tolerances.of(dtype)
 
     def gradients(layer: Any) -> list[Tensor | None]:
         x.grad = layer.weight.grad = None
@@ -228,22 +230,22 @@ def test_a_transposed_weight_is_kept_for_a_step(
     usual, keeping = make(name, dtype), make(name, dtype)
     keeping.quantizer.keeps_transposed = True
     for _ in range(2):
-        for want, found in zip(gradients(usual), gradients(keeping), strict=True):
-            assert torch.equal(want, found)
+        torch.testing.assert_close(gradients(keeping), gradients(usual), **allowed)
         kept = keeping.quantizer._transposed
         assert kept.codes.shape == (IN, OUT)
         assert kept.codes.is_contiguous()
     with torch.no_grad():
         keeping.weight.mul_(2)
-    assert torch.equal(gradients(keeping)[0], gradients(usual)[0])  # within a step nothing changes
+    # Within a step nothing changes.
+    torch.testing.assert_close(gradients(keeping)[0], gradients(usual)[0], **allowed)
     update_amax_histories([keeping], one_process_groups())
-    assert not torch.equal(gradients(keeping)[0], gradients(usual)[0])
+    difference = gradients(keeping)[0] - gradients(usual)[0]
+    assert difference.norm() > 0.5 * x.grad.norm()
     keeping.weight.main_grad = torch.zeros_like(keeping.weight)  # whole weights say what they are
     keeping.weight.overwrite_main_grad, keeping.weight.grad_added_to_main_grad = True, False
     with torch.no_grad():
         keeping.weight.mul_(0.5)
-    layer_grad = gradients(keeping)[0]
-    assert torch.equal(layer_grad, gradients(usual)[0])
+    torch.testing.assert_close(gradients(keeping)[0], gradients(usual)[0], **allowed)
 
 
 def test_first_and_last_layers_may_stay_in_bf16() -> None:
