@@ -9,13 +9,18 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 2
 PYTEST = -m pytest -q $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist worksteal)
 
-.PHONY: help check format test test-unit test-dist test-slow test-all test-host-gpu fuzz fuzz-reshard \
-	fuzz-files kill soak bench docs quickstart
+# Kernels of other CPUs: torch, oneDNN and MKL take them where these variables are set.
+OTHER_CPUS = ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 \
+	ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_CBWR=COMPATIBLE
+
+.PHONY: help check format test test-unit test-cpus test-dist test-slow test-all test-host-gpu fuzz \
+	fuzz-reshard fuzz-files kill soak bench docs quickstart
 
 help:
 	@echo "make check       ruff, mypy, the laws of the repository"
 	@echo "make test        all tests but the slow ones; WORKERS=2 processes run them"
 	@echo "make test-unit   the fast half of them: laws of the repository, units, golden files"
+	@echo "make test-cpus   units and golden files with the kernels of each of several kinds of CPU"
 	@echo "make test-dist   the multi-process tests only"
 	@echo "make test-slow   more random layouts, and layouts that each show few more pairs"
 	@echo "make test-all    test, test-slow, then fuzzing, kills and the soak"
@@ -44,6 +49,11 @@ test:
 
 test-unit:
 	@python=$$(tools/env.sh) && $$python $(PYTEST) tests/repo tests/unit tests/golden
+
+test-cpus:
+	@python=$$(tools/env.sh) && failed= && for setting in $(OTHER_CPUS); do \
+		echo $$setting; env $$setting $$python $(PYTEST) tests/unit tests/golden || failed="$$failed $$setting"; \
+	done; test -z "$$failed" || { echo "tests failed with$$failed"; exit 1; }
 
 test-dist:
 	@python=$$(tools/env.sh) && $$python $(PYTEST) tests/distributed tests/functional
