@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.optional import why_missing
 from megatron.core.params.param_info import info_of
 from megatron.core.peft.lora import attach_adapters, is_of_adapter
 from megatron.training.conversion import hf
@@ -32,14 +35,11 @@ from megatron.training.conversion.verify import our_model, our_outputs
 models = pytest.importorskip("tests.unit.conversion.models", reason="needs transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-try:
-    import peft
-except (ImportError, RuntimeError) as error:  # it raises where transformer_engine has no framework
-    peft = None
-    reason = str(error)
-else:
-    reason = ""
-needs_peft = pytest.mark.skipif(peft is None, reason=f"needs peft: {reason[:40]}")
+with pytest.MonkeyPatch.context() as patch:
+    if why_missing("transformer_engine") is not None:  # installed without its libraries it raises
+        patch.setitem(sys.modules, "transformer_engine", None)
+    peft = importlib.import_module("peft") if importlib.util.find_spec("peft") else None
+needs_peft = pytest.mark.skipif(peft is None, reason="needs peft")
 
 RANK = 3
 ALPHA = 6.0
