@@ -46,6 +46,7 @@ class Family:
     changes: dict[str, Any]
     seed: int = 0
     flags: tuple[tuple[str, object], ...] = ()
+    has_experts: bool = False
 
 
 FAMILIES = {
@@ -68,11 +69,13 @@ FAMILIES = {
         seed=1,
     ),
     "olmo2": Family("olmo2", _SIZE),
-    "mixtral": Family("mixtral", _WINDOW),
-    "qwen3-moe": Family("qwen3 moe", _SIZE),
-    "deepseek-v3": Family("deepseek v3", _SIZE),
-    "deepseek-v3, latent cache": Family("deepseek v3", _SIZE, flags=(("cache_mla_latents", True),)),
-    "gpt-oss": Family("gpt-oss", _WINDOW),
+    "mixtral": Family("mixtral", _WINDOW, has_experts=True),
+    "qwen3-moe": Family("qwen3 moe", _SIZE, has_experts=True),
+    "deepseek-v3": Family("deepseek v3", _SIZE, has_experts=True),
+    "deepseek-v3, latent cache": Family(
+        "deepseek v3", _SIZE, flags=(("cache_mla_latents", True),), has_experts=True
+    ),
+    "gpt-oss": Family("gpt-oss", _WINDOW, has_experts=True),
     "mamba2": Family("mamba2", {}),
     "nemotron-h": Family(
         "nemotron-h", {"max_position_embeddings": 256, "hybrid_override_pattern": "M*M-"}, seed=1
@@ -87,10 +90,8 @@ Tokens: TypeAlias = list[int]
 class Reference:
     """A converted model, prompts, and for each the tokens of `transformers` with log-probs."""
 
-    name: str
     family: Family
     folder: Path
-    has_experts: bool
     prompts: list[Tokens]
     tokens: list[Tokens]
     log_probs: list[list[float]]
@@ -119,7 +120,8 @@ class Reference:
         variety = sum(len(set(text)) for text in tokens) / len(tokens)
         assert variety > 8, f"degenerate texts, {variety} different tokens: choose another seed"
         has_experts = any("experts" in key for key, _ in model.named_parameters())
-        return Reference(name, family, ours, has_experts, prompts, list(tokens), list(log_probs))
+        assert has_experts == family.has_experts
+        return Reference(family, ours, prompts, list(tokens), list(log_probs))
 
     def assert_equal(self, found: Sequence[tuple[Tokens, list[float]]]) -> None:
         """Compare the ``found`` tokens and log-probs of each prompt."""
