@@ -16,7 +16,7 @@ SYNONYMS = {
     "--lr": "learning-rate base-lr optimizer.lr optim.lr max-lr",
     "--min-lr": "min-learning-rate lr-min lr-scheduler.min-lr",
     "--train-samples = epochs x samples, or --train-iters = that / --global-batch-size": (
-        "epoch epochs num-epochs num-train-epochs max-epochs train-epochs trainer.max-epochs"
+        "epoch num-epochs num-train-epochs max-epochs train-epochs trainer.max-epochs"
     ),
     "--train-iters": (
         "steps max-steps num-steps total-steps train-steps training-steps training.steps iters "
@@ -127,7 +127,7 @@ SYNONYMS = {
     "--recompute-num-layers": "checkpoint-num-layers activations-checkpoint-num-layers",
     "--recompute-method": "activations-checkpoint-method",
     "--distribute-saved-activations": "distribute-checkpointed-activations",
-    "--transformer-impl transformer_engine": "te use-te use-transformer-engine transformer-engine",
+    "--transformer-impl transformer_engine": "te use-transformer-engine transformer-engine",
     "--transformer-impl local": "no-te",
     "--device cpu": "cpu no-cuda use-cpu",
     "--exit-duration-in-mins": "max-time",

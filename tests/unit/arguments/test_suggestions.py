@@ -15,11 +15,9 @@ KNOWN = [s for action in build_parser()._actions for s in action.option_strings]
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--use-te", "use --transformer-impl transformer_engine"),
         ("--resume", "use --load"),
         ("--learning-rate", "use --lr"),
         ("--LEARNING_RATE", "use --lr"),
-        ("--epochs", "use --train-samples = epochs x samples, or --train-iters = that / --global-"),
         ("--batchsize", "use --micro-batch-size (samples of one rank in one pass) or --global-"),
         ("--gradient-accumulation-steps", "use --global-batch-size = --micro-batch-size x "),
         ("--DDP-impl", "use no flag: data parallelism has one implementation"),
