@@ -217,7 +217,7 @@ def test_training_flags_are_required_where_a_script_builds_an_optimizer() -> Non
     argv = [*SHAPE, *TP2, *EXPERTS, *BUFFER, "--inference-max-seq-length", "32"]
     for training, provider in run_ranks(messages, 2, argv):
         assert "--lr is required" in training
-        assert "--train-iters or --train-samples is required" in training
+        assert "--train-iters, --train-samples or --epochs is required" in training
         assert "--tensor-model-parallel-size 2 needs --sequence-parallel: add it" in training
         assert "pretrain_mamba.model_provider: the flags describe GPT" in provider
 
