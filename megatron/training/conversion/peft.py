@@ -192,7 +192,14 @@ def read_peft(
     left = dict(
         _without_stacks({name.removeprefix(_PREFIX): t for name, t in stored.items()}, config)
     )
-    score = left.pop(SCORE, None) if has_score(folder, config) else None
+    score = None
+    if has_score(folder, config):
+        score = left.pop(SCORE, None)
+        if score is None:
+            raise CheckpointError(
+                f"{folder / CONFIG} has modules_to_save, and {WEIGHTS} no {SCORE}: get the folder "
+                "again"
+            )
     found: dict[str, dict[str, Pair]] = {}
     for name in tensors_of(shape):
         layer = name.removesuffix(".weight")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.manifest import json_object
 from megatron.core.dist_checkpointing.value_types import JsonObject
 
 CONFIG = "adapter_config.json"
@@ -15,29 +16,32 @@ _UNSUPPORTED = {
     "lora_bias": "biases of adapters",
 }
 _TOO_LARGE = 1e6  # of ranks and scales
+# Patterns for which Python's `re` could search for hours: repeated groups, and many repetitions.
+_REPEATED_GROUP = re.compile(r"\)[*+?{]*[*+{]")
+_MOST_REPETITIONS = 3
+_MOST_LETTERS = 1000
 
 
 def read_config(folder: Path) -> JsonObject:
     """Return adapter_config.json.  Raises CheckpointError for adapters of another kind."""
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
-    except (OSError, ValueError) as error:
+        config = json_object((folder / CONFIG).read_bytes(), str(folder / CONFIG))
+    except OSError as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    kind = config.get("peft_type")
+    if kind != "LORA":
         raise CheckpointError(f"{folder / CONFIG} has peft_type {kind}: only LORA can be read")
     for name, words in _UNSUPPORTED.items():
         if config.get(name):
             raise CheckpointError(f"{folder / CONFIG} has {name}: {words} are not available")
-    patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
-    if not (_is_size(config.get("r")) and _is_size(config.get("lora_alpha", 8))):
+    if not (_is_rank(config.get("r")) and _is_size(config.get("lora_alpha", 8))):
         raise CheckpointError(f"{folder / CONFIG} has no rank r or lora_alpha above 0")
-    if not all(
-        isinstance(found, dict) and all(map(_is_pattern, found.items())) for found in patterns
-    ):
+    _check_patterns(folder, config.get("rank_pattern") or {}, _is_rank)
+    _check_patterns(folder, config.get("alpha_pattern") or {}, _is_size)
+    dropout = config.get("lora_dropout") or 0.0
+    if not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
         raise CheckpointError(
-            f"{folder / CONFIG} has a rank_pattern or alpha_pattern that is no table of names and "
-            "numbers"
+            f"{folder / CONFIG} has lora_dropout {str(dropout)[:80]}: give a number from 0 to 1"
         )
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{folder / CONFIG} has bias {config['bias']}: train it with none")
@@ -48,12 +52,34 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int | float) and 0 < value < _TOO_LARGE
 
 
-def _is_pattern(entry: tuple[str, object]) -> bool:
-    try:
-        re.compile(entry[0])
-    except re.error:
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and _is_size(value)
+
+
+def _check_patterns(folder: Path, patterns: object, is_valid: Callable[[object], bool]) -> None:
+    """Raise CheckpointError unless ``patterns`` maps names or simple patterns to sizes."""
+    if not isinstance(patterns, dict) or not all(map(is_valid, patterns.values())):
+        raise CheckpointError(
+            f"{folder / CONFIG} has a rank_pattern or alpha_pattern that is no table of names and "
+            "numbers"
+        )
+    for pattern in patterns:
+        if not _is_pattern(pattern):
+            raise CheckpointError(
+                f"{folder / CONFIG} has the pattern {pattern[:80]!r}: a name of modules is needed, "
+                f"or a regular expression of at most {_MOST_REPETITIONS} repetitions, none of a "
+                "group"
+            )
+
+
+def _is_pattern(pattern: str) -> bool:
+    repetitions = sum(map(pattern.count, "*+{"))
+    if repetitions > _MOST_REPETITIONS or _REPEATED_GROUP.search(pattern):
         return False
-    return _is_size(entry[1])
+    try:
+        return len(pattern) <= _MOST_LETTERS and bool(re.compile(pattern))
+    except (re.error, OverflowError, RecursionError):
+        return False
 
 
 def scale_of(module: str, rank: int, config: JsonObject) -> float:
@@ -77,10 +103,11 @@ def rank_of(module: str, config: JsonObject) -> int:
 
 def has_score(folder: Path, config: JsonObject) -> bool:
     """Return whether the adapters are those of a reward model.  Raises CheckpointError."""
-    modules = set(config.get("modules_to_save") or ())
-    if modules - {"score", "classifier"}:  # PEFT lists both names of a classifier's head
+    modules = config.get("modules_to_save") or []
+    known = ("score", "classifier")  # PEFT lists both names of a classifier's head
+    if not isinstance(modules, list) or not all(module in known for module in modules):
         raise CheckpointError(
-            f"{folder / CONFIG} has modules_to_save {sorted(modules)}: the score of a reward "
+            f"{folder / CONFIG} has modules_to_save {str(modules)[:80]}: the score of a reward "
             "model is the only complete module that can be read; train the adapters without others"
         )
     return bool(modules)

@@ -232,7 +232,22 @@ def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             ("model.layers.0.self_attn.q_proj", {"use_dora": True}, "has use_dora: DoRA are not"),
             ("model.layers.0.self_attn.q_proj", {"bias": "all"}, "has bias all: train it with no"),
             ("model.layers.0.self_attn.q_proj", {"r": 0}, "has no rank r or lora_alpha above 0"),
-            ("model.layers.0.self_attn.q_proj", {"alpha_pattern": {"(": 1}}, "that is no table of"),
+            ("model.layers.0.self_attn.q_proj", {"r": 0.5}, "has no rank r or lora_alpha above 0"),
+            ("model.layers.0.self_attn.q_proj", {"alpha_pattern": ["q"]}, "that is no table of"),
+            ("model.layers.0.self_attn.q_proj", {"modules_to_save": 5}, "has modules_to_save 5: "),
+            (
+                "model.layers.0.self_attn.q_proj",
+                {"modules_to_save": ["score"]},
+                "has modules_to_save, and adapter_model.safetensors no score.weight",
+            ),
+            *(
+                ("model.layers.0.self_attn.q_proj", {"alpha_pattern": {pattern: 1}}, "the pattern")
+                for pattern in ("(", "(.*)*x", "(a|[a-z._0-9]+)+!", ".*.*.*.*x", "a{99999999999}")
+            ),
+            *(
+                ("model.layers.0.self_attn.q_proj", {"lora_dropout": value}, "has lora_dropout .*:")
+                for value in ("x", 5, float("nan"), [0.1])
+            ),
             ("model.layers.7.self_attn.q_proj", {}, "layers that are not in the model: model.lay"),
             ("model.layers.0.self_attn.k_proj", {}, r"B \[32, 3\], of a matrix that is \[16, 32\]"),
         )
@@ -242,6 +257,9 @@ def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         write_adapters(files, {module: layer}, config)
         with pytest.raises(CheckpointError, match=message):
             to_ours(files, base)
+    (files / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"adapter_config.json is nested too deeply"):
+        to_ours(files, base)
     with pytest.raises(CheckpointError, match="give the checkpoint of their model with --base"):
         convert(ConversionRequest(source=files, target=tmp_path / "x", format="safetensors_dist"))
     with pytest.raises(CheckpointError, match="holds a complete model, no adapters"):
