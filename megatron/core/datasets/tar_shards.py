@@ -75,10 +75,10 @@ class TarShard:
         self.path = path
         try:
             status = os.stat(path)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise DataError(
-                f"{path}: {error.strerror}; a shard of samples is missing: fetch it, or take it "
-                "out of --data-path"
+                f"{path}: {getattr(error, 'strerror', error)}; a shard of samples is missing: "
+                "fetch it, or take it out of --data-path"
             ) from error
         self.num_bytes = status.st_size
         description = json.dumps(
@@ -142,6 +142,10 @@ class TarShard:
                     if end > self.num_bytes:
                         raise self._damaged(f"{member.name} would end at byte {end}")
                     rows.append((sample, _kind(match[2]), member.offset_data, member.size))
+                # tarfile takes a header that it cannot read for the end, unless it is the first.
+                tar.fileobj.seek(tar.offset)
+                if any(tar.fileobj.read(_HEADER_BYTES)):
+                    raise self._damaged(f"no header of a file at byte {tar.offset}")
         except DataError:  # a ValueError too
             raise
         except _DAMAGED as error:
@@ -164,8 +168,8 @@ class TarShard:
         if not completely:
             return True
         steps = np.diff(members[:, 0])
-        ends = members[:, 2] + members[:, 3]
-        is_inside = (members[:, 2:] >= 0).all() and (ends <= self.num_bytes).all()
+        offsets, sizes = members[:, 2], members[:, 3]  # whose sums may exceed 64 bits
+        is_inside = (members[:, 2:] >= 0).all() and (sizes <= self.num_bytes - offsets).all()
         return bool(is_inside and ((steps == 0) | (steps == 1)).all())
 
 

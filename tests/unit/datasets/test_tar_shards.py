@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.core.config.errors import DataError
@@ -83,7 +84,21 @@ def test_the_index_may_be_in_another_directory(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 3
 
 
+@pytest.mark.parametrize("member", [(1 << 40, 5), (1 << 62, 1 << 62), (512, (1 << 63) - 1), (-512, 5)])
+def test_an_index_of_places_outside_of_the_shard_is_built_again(
+    member: tuple[int, int], tmp_path: Path
+) -> None:
+    path = two_samples(tmp_path / "s.tar")
+    TarShard(path)
+    rows = np.array([[0, 1, *member], [1, 1, 512, 1]], np.int64)
+    np.save(tmp_path / "s.tar.index-members.npy", rows)
+    (tmp_path / "s.tar.index-crc.json").unlink()
+    assert TarShard(path).read(0).images == [b"A"]
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="null byte; a shard of samples is missing"):
+        TarShard("a\0b.tar")
     two_samples(tmp_path / "s-0.tar")
     with pytest.raises(DataError, match=r"s-1\.tar: .*missing"):
         TarShards(str(tmp_path / "s-{0..1}.tar"))
@@ -97,7 +112,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_damaged_shards_are_named(tmp_path: Path) -> None:
     path = two_samples(tmp_path / "s.tar")
     whole = Path(path).read_bytes()
-    for length in (0, 100, 700, 1024 + 600):
+    for length in (0, 100, 700, 1024 + 300, 1024 + 600):
         Path(path).write_bytes(whole[:length])
         with pytest.raises(DataError, match=r"s\.tar"):
             TarShard(path)
@@ -162,6 +177,7 @@ DAMAGED = {
     "a map of a sparse file without an end": (
         header("a.jpg", b"0", tarfile.GNUTYPE_SPARSE, is_extended=True) + b"\xff" * 9728
     ),
+    "no header after a file": header("a.jpg", b"0") + b"no header",
     "sparse files of large sizes": header("a.jpg", binary(1 << 70), tarfile.GNUTYPE_SPARSE) * 3,
 }
 
