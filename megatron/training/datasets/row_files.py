@@ -8,12 +8,13 @@ from __future__ import annotations
 import bisect
 import glob
 import gzip
+import io
 import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
 
@@ -52,9 +53,7 @@ def open_rows(path: str) -> Rows:
         return _open_file(path)
     state = os.path.join(path, "state.json")
     if os.path.isfile(state):
-        with open(state, encoding="utf-8") as file:
-            names = [entry["filename"] for entry in json.load(file)["_data_files"]]
-        files = [os.path.join(path, os.path.basename(name)) for name in names]
+        files = [os.path.join(path, os.path.basename(name)) for name in _files_in(state)]
     else:
         found = glob.iglob(os.path.join(glob.escape(path), "*"))
         files = sorted(f for f in found if _extension(f) in _READERS)
@@ -63,6 +62,19 @@ def open_rows(path: str) -> Rows:
         hint = "the folder of one split" if os.path.isfile(splits) else "or the folder of one split"
         raise DataError(f"{path} has no {', '.join(_READERS)} file; give a file, {hint}")
     return files_as_one(files)
+
+
+def _files_in(state: str) -> list[str]:
+    """Return the files that state.json of a folder of `datasets` lists.  Raises DataError."""
+    with open(state, "rb") as file:
+        content = _parsed(file.read(), state, "save the dataset again")
+    try:
+        names: list[str] = [entry["filename"] for entry in content["_data_files"]]
+    except (KeyError, TypeError):
+        names = [""]
+    if not all(isinstance(name, str) and name for name in names):
+        raise DataError(f"{state} has no list _data_files of files: save the dataset again")
+    return names
 
 
 def files_as_one(files: Sequence[str]) -> Rows:
@@ -136,6 +148,10 @@ def _decompressed(path: str) -> bytes:
             return bytes(found)
     except DataError:  # no damage
         raise
+    except MemoryError:
+        raise DataError(
+            f"{path} does not fit into memory when decompressed: decompress the file"
+        ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be decompressed: {error}; copy it again") from None
 
@@ -172,8 +188,12 @@ class _JsonLines(_File):
             last = int(ends[-1]) if len(ends) else last
         found.append(_long_lines(number, last, np.arange(size, size + (last < size))))
         lines = np.concatenate(found)
-        short = np.flatnonzero(lines[:, 2] - lines[:, 1] < _SHORT).tolist()
-        blank = [i for i in short if not self._bytes(*lines[i, 1:].tolist()).strip()]
+        short = np.flatnonzero(lines[:, 2] - lines[:, 1] < _SHORT)
+        if not len(short):
+            return lines
+        with self._opened() as file:
+            places = zip(short.tolist(), lines[short, 1:].tolist(), strict=True)
+            blank = [i for i, (start, end) in places if not _read(file, start, end).strip()]
         return np.delete(lines, blank, axis=0)
 
     def __len__(self) -> int:
@@ -190,9 +210,16 @@ class _JsonLines(_File):
     def _bytes(self, start: int, end: int) -> bytes:
         if self._data is not None:
             return self._data[start:end]
-        with open(self._path, "rb") as file:
-            file.seek(start)
-            return file.read(end - start)
+        with self._opened() as file:
+            return _read(file, start, end)
+
+    def _opened(self) -> BinaryIO:
+        return open(self._path, "rb") if self._data is None else io.BytesIO(self._data)
+
+
+def _read(file: BinaryIO, start: int, end: int) -> bytes:
+    file.seek(start)
+    return file.read(end - start)
 
 
 def _long_lines(number: int, start: int, ends: np.ndarray) -> np.ndarray:
@@ -244,6 +271,8 @@ def _parsed(data: bytes, where: str, fix: str) -> Any:
     except UnicodeDecodeError as error:
         byte = f"byte 0x{data[error.start]:02x} at position {error.start + 1}"
         raise DataError(f"{where}: it is no UTF-8 text: {byte}; save it as UTF-8") from None
+    except MemoryError:
+        raise DataError(f"{where}: it does not fit into memory; {fix}") from None
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         raise DataError(f"{where}: {half} is half a character; remove it") from None
@@ -280,7 +309,9 @@ class _Table(_File):
             if self._path.endswith(".parquet"):
                 return require("pyarrow.parquet", self._path).read_table(self._path)
             source = pyarrow.memory_map(self._path)
-            return require("pyarrow.ipc", self._path).open_stream(source).read_all()
+            table = require("pyarrow.ipc", self._path).open_stream(source).read_all()
+            table.validate(full=True)  # offsets beyond the file would end the process
+            return table
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self._path} cannot be read: {error}; write it again") from None
 
@@ -292,6 +323,10 @@ class _Table(_File):
             row: Mapping[str, Any] = self._table.slice(i, 1).to_pylist()[0]
         except UnicodeDecodeError as error:
             raise DataError(f"{self.where(i)}: a text is no UTF-8: {error}") from None
+        except (ArithmeticError, LookupError, ValueError) as error:  # a date in the year 10**9
+            raise DataError(
+                f"{self.where(i)}: a value has no meaning: {error}; correct it"
+            ) from None
         return {key: value for key, value in row.items() if value is not None}
 
     def where(self, i: int) -> str:

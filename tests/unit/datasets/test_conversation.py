@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
+import struct
+from unittest import mock
 
 import pytest
 
 from megatron.core.config.errors import DataError
+from megatron.training.datasets import row_files
 from megatron.training.datasets.conversation import (
     Conversation,
     conversation_of,
@@ -209,6 +213,66 @@ def test_a_file_that_decompresses_to_more_than_memory_has_is_refused(tmp_path, m
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b" " * (1 << 23)))
     with pytest.raises(DataError, match="has more than 8388608 bytes when decompressed"):
         open_rows(str(tmp_path / "a.jsonl.gz"))
+
+
+def test_a_file_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise MemoryError
+
+    (tmp_path / "a.json").write_text("[{}]")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    monkeypatch.setattr(json, "loads", fails)
+    with pytest.raises(DataError, match="a.json: it does not fit into memory; write one list"):
+        open_rows(str(tmp_path / "a.json"))[0]
+    monkeypatch.setattr(gzip, "open", fails)
+    with pytest.raises(DataError, match="b.jsonl.gz does not fit into memory when decompressed"):
+        open_rows(str(tmp_path / "b.jsonl.gz"))
+
+
+def test_a_million_blank_lines_are_read_with_one_open_file(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(b" \n" * 20 + b"{}\n")
+    rows = open_rows(str(tmp_path / "a.jsonl"))
+    opened = mock.Mock(side_effect=open)
+    monkeypatch.setattr(row_files, "open", opened, raising=False)
+    assert len(rows) == 1
+    assert opened.call_count < 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, "{", "", "[]", "{}", *map('{"_data_files": %s}'.__mod__, ("5", "[5]", "[{}]"))]
+    + ['{"_data_files": [{"filename": 5}]}', '{"_data_files": 9' + "9" * 5000 + "}"],
+)
+def test_a_damaged_list_of_files_of_a_folder_is_named(tmp_path, text):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(DataError, match="state.json"):
+        open_rows(str(tmp_path))
+
+
+def test_forged_tables_are_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    importlib.import_module("pyarrow.ipc")
+    path = tmp_path / "a.arrow"
+
+    def write(table):
+        with (
+            pyarrow.OSFile(str(path), "wb") as sink,
+            pyarrow.ipc.new_stream(sink, table.schema) as writer,
+        ):
+            writer.write_table(table)
+
+    write(pyarrow.table({"text": ["a", "bb", "ccc"]}))
+    offsets = struct.pack("<4i", 0, 1, 3, 6)
+    data = path.read_bytes()
+    assert data.count(offsets) == 1
+    for forged in ((-(10**6), 1, 3, 6), (0, 10**9, 3, 6), (0, 2**31 - 1, -(2**31), 6)):
+        path.write_bytes(data.replace(offsets, struct.pack("<4i", *forged)))
+        with pytest.raises(DataError, match="a.arrow cannot be read: "):
+            open_rows(str(path))[0]
+    for kind in (pyarrow.timestamp("s"), pyarrow.duration("s"), pyarrow.timestamp("us", tz="No")):
+        write(pyarrow.table({"at": pyarrow.array([2**62], kind)}))
+        with pytest.raises(DataError, match="a.arrow, row 1: a value has no meaning: "):
+            open_rows(str(path))[0]
 
 
 def test_missing_and_unknown_files_are_reported(tmp_path):
