@@ -32,6 +32,7 @@ from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
 
 _FLAG = "--langrl-env-config"
+LARGEST_WEIGHT = 1e100  # the sum of all is finite
 _KEYS = {"agent_type", "agent_args", "weight", "evaluation_only"}
 
 # A text, or an object whose entry ``prompt`` is a text or a list of messages (and ``tools``); its
@@ -67,6 +68,13 @@ class FileEnvironment(Environment):
 
     def __init__(self, prompts: str) -> None:
         self.prompts: Rows = open_rows(prompts)
+
+
+def checked_threads(num_threads: object) -> int:
+    """Return ``num_threads`` of an environment.  Raises ConfigError for other than 1 or more."""
+    if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
+        raise ConfigError(f"agent_args: num_threads {num_threads!r:.80}: give a number above 0")
+    return num_threads
 
 
 @dataclass(frozen=True)
@@ -236,8 +244,8 @@ def _opened(
     name = entry["agent_type"]
     arguments = entry.get("agent_args")
     weight = entry.get("weight", 1.0)
-    if not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise ConfigError(f"{what}: weight {weight!r}: give a number above 0")
+    if not isinstance(weight, int | float) or not 0 < weight <= LARGEST_WEIGHT:
+        raise ConfigError(f"{what}: weight {weight!r:.80}: give a number above 0")
     if not isinstance(entry.get("evaluation_only", False), bool):
         raise ConfigError(
             f"{what}: evaluation_only {entry['evaluation_only']!r}: give true or false"

@@ -13,7 +13,12 @@ from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.process.user_code import find_user_object
-from megatron.training.rl.environment import FileEnvironment, Prompt
+from megatron.training.rl.environment import (
+    LARGEST_WEIGHT,
+    FileEnvironment,
+    Prompt,
+    checked_threads,
+)
 
 _WHAT = "agent_args: functions"
 
@@ -31,7 +36,7 @@ class FunctionEnvironment(FileEnvironment):
         num_threads: int = 1,
     ) -> None:
         super().__init__(prompts)
-        self.num_threads = num_threads
+        self.num_threads = checked_threads(num_threads)
         names = [functions] if isinstance(functions, str) else functions
         weights = names if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
         if not weights:
@@ -45,14 +50,24 @@ class FunctionEnvironment(FileEnvironment):
         return sum(rewards) if rewards else math.nan
 
 
-def _found(name: str) -> Callable[[Prompt, str], float | None]:
+def _found(name: object) -> Callable[[Prompt, str], float | None]:
     """Return the function ``name`` as a function of a prompt and an answer.  Raises ConfigError."""
+    if not isinstance(name, str):
+        raise ConfigError(f"{_WHAT} {name!r:.60}: write MODULE:NAME or FILE.py:NAME")
     function = find_user_object(name, _WHAT)
     if not callable(function):
         raise ConfigError(f"{_WHAT} {name}: it is {function!r:.60}, no function: correct the name")
-    parameters = inspect.signature(function).parameters
-    if "completions" not in parameters:
-        return function
+    try:
+        signature = inspect.signature(function)
+        if "completions" not in signature.parameters:
+            signature.bind("prompt", "answer")
+            return function
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{_WHAT} {name}: it cannot be called with a prompt and an answer ({error}): write "
+            "reward(prompt, answer)"
+        ) from None
+    parameters = signature.parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def reward(prompt: Prompt, answer: str) -> float | None:
@@ -69,6 +84,7 @@ def _found(name: str) -> Callable[[Prompt, str], float | None]:
 
 
 def _checked(name: str, weight: float) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ConfigError(f"{_WHAT} {name}: its weight is {weight!r}: give a number")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not abs(weight) <= LARGEST_WEIGHT:
+        raise ConfigError(f"{_WHAT} {name}: its weight is {weight!r:.80}: give a number")
     return float(weight)

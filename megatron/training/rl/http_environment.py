@@ -14,7 +14,7 @@ from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from megatron.training.rl.environment import FileEnvironment, Prompt
+from megatron.training.rl.environment import FileEnvironment, Prompt, checked_threads
 
 _LONGEST_WAIT_S = 30.0
 
@@ -46,7 +46,7 @@ class HttpEnvironment(FileEnvironment):
         self._timeout_s = timeout_s
         self._retries = retries
         self._wait_s = wait_s
-        self.num_threads = num_threads
+        self.num_threads = checked_threads(num_threads)
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         body = json.dumps({"prompt": prompt, "answer": answer}).encode()

@@ -14,6 +14,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.rl.environment import Environment, Prompt, Task, open_environments
+from megatron.training.rl.function_environment import FunctionEnvironment
 from megatron.training.rl.generate import PromptSource, check_prompts
 from megatron.training.rl.http_environment import HttpEnvironment, RewardServiceError
 from megatron.training.rl.objective import GRPO
@@ -82,6 +83,7 @@ def silent(completions, **columns):
     return [None for _ in completions]
 
 number = 3
+dict = dict
 """
 SUM = {"prompt": "1 + 1 = ", "result": 2}
 CHAT = {"prompt": [{"role": "user", "content": "Hi"}]}
@@ -129,12 +131,27 @@ def test_functions_of_a_file_reward_answers(
         ("rewards.py", "write MODULE:NAME or FILE.py:NAME"),
         ([], "functions is empty: name at least one function"),
         ({"rewards.py:reward": "much"}, "its weight is 'much': give a number"),
+        ({"rewards.py:reward": 10**400}, "its weight is 1000"),
+        ("rewards.py:Scale", "cannot be called with a prompt and an answer (too many positional"),
+        ("rewards.py:dict", "cannot be called with a prompt and an answer (no signature found"),
     ],
 )
 def test_wrong_functions_are_refused(functions: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="functions") as error:
         functions_entry(tmp_path, functions)
     assert message in str(error.value)
+    with pytest.raises(ConfigError, match="functions 5: write MODULE:NAME or FILE.py:NAME"):
+        FunctionEnvironment([5], str(tmp_path / "prompts.jsonl"))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, "many", True])
+def test_a_wrong_number_of_threads_is_refused(num_threads: object, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "a"}))
+    for kind, named in (("functions", {"functions": "os:stat"}), ("http", {"url": "http://x"})):
+        arguments = {**named, "prompts": str(path), "num_threads": num_threads}
+        with pytest.raises(ConfigError, match=f"num_threads {num_threads!r}: give a number above"):
+            opened(tmp_path, [{"agent_type": kind, "agent_args": arguments}])
 
 
 def test_an_answer_that_no_function_rewards_ends_the_run(tmp_path: Path) -> None:
@@ -200,6 +217,7 @@ def test_environments_take_turns_by_their_weights(tmp_path: Path) -> None:
         ([{"agent_type": f"{HERE}.WithoutReward"}], "does not define reward(): define it"),
         ([{"agent_type": f"{HERE}.WithoutPrompts"}], "no attribute prompts: set it in __init__()"),
         ([{"agent_type": f"{HERE}.Numbers", "weight": 0}], "weight 0: give a number above 0"),
+        ([{"agent_type": f"{HERE}.Numbers", "weight": 10**400}], "weight 1000"),
         ([{"agent_type": "http", "agent_args": {"url": "x", "prompts": "y"}}], "begins with http"),
     ],
 )
