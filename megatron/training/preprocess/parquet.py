@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.config.errors import DataError
 from megatron.core.optional import require
 
-_ROWS_AT_ONCE = 1024
+_ROWS_AT_ONCE = 64  # one dictionary entry may stand for all of them
 
 
 def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
@@ -33,6 +33,11 @@ def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
                 num_rows += len(rows)
                 lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 yield lines.encode(), stored_bytes * num_rows // file.metadata.num_rows
+    except MemoryError:
+        raise DataError(
+            f"{path}: {_ROWS_AT_ONCE} rows after row {num_rows} do not fit into memory: cut its "
+            "texts"
+        ) from None
     except (arrow.ArrowException, OSError, ValueError) as error:
         raise DataError(
             f"{path} is damaged after row {num_rows}: {error}; copy it again"

@@ -90,6 +90,12 @@ class PreprocessOptions:
                 f"--partitions {self.partitions} must be at most {most}: this process may not open "
                 "more files (ulimit -n)"
             )
+        for key in self.record_format.json_keys:
+            if self.key_in_name and ("/" in key or "\0" in key):
+                raise ConfigError(
+                    f"--json-keys {key!r}: the key is part of the names of the files, which have "
+                    "no slash: rename it in the input"
+                )
         directory = os.path.dirname(os.path.abspath(self.output_prefix))
         if not os.path.isdir(directory):
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.preprocess import inputs, run, workers
 from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
 from megatron.training.preprocess.inputs import Block
+from megatron.training.preprocess.parquet import json_lines
 from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer, fast
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint
 from tests.tokenizer_files import CORPUS, DATA, SPM_MODEL, corpus_texts, write_bpe
@@ -282,6 +284,22 @@ def test_a_record_that_no_worker_can_hold_is_refused(tmp_path, monkeypatch, suff
     source.write_bytes(gzip.compress(data) if suffix == ".gz" else data)
     with pytest.raises(DataError, match=r"the record at byte \d+ has more than 2097152 bytes"):
         preprocess(source, tmp_path / "out")
+
+
+def test_a_few_rows_of_parquet_are_held_at_once(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    texts = pyarrow.DictionaryArray.from_arrays([0] * 1000, ["x" * 10_000])
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    sizes = [len(piece) for piece, _ in json_lines(str(tmp_path / "a.parquet"))]
+    assert max(sizes) < 1_000_000
+    assert sum(sizes) > 10_000_000
+
+
+def test_a_key_with_a_slash_is_refused(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", [{"a/b": "text"}])
+    with pytest.raises(ConfigError, match="--json-keys 'a/b': the key is part of the names"):
+        preprocess(source, tmp_path / "out", "--json-keys", "a/b")
 
 
 def test_a_worker_that_is_killed_ends_the_run_with_its_signal(corpus_file, tmp_path, monkeypatch):
