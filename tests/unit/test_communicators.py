@@ -71,7 +71,7 @@ def test_a_value_that_nccl_would_refuse_is_an_error(values: dict[str, Any], word
         resolve_settings({"dp": values})
 
 
-@pytest.mark.parametrize("text", ["- tp", "tp: 3", "tp: {a: [}"])
+@pytest.mark.parametrize("text", ["- tp", "tp: 3", "tp: {a: [}", "[" * 50_000, "a: 2001-99-99"])
 def test_a_file_of_another_form_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "nccl.yaml"
     path.write_text(text)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.optional import require
+from megatron.core.text_files import parse_yaml, read_text
 
 _log = logging.getLogger(__name__)
 # Megatron-LM's name of a group -> the names in `ProcessGroupCollection`, if they differ.
@@ -120,12 +120,8 @@ def read_settings(path: str) -> dict[str, Any]:
     Raises ConfigError for an invalid file, MissingDependency without PyYAML.
     """
     flag = f"--nccl-communicator-config-path {path}"
-    yaml = require("yaml", flag)
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{flag}: {error}") from None
+    needed = "a YAML file of settings by group"
+    content = parse_yaml(read_text(path, flag, ConfigError, needed), flag, ConfigError)
     if not isinstance(content, dict) or not all(isinstance(v, dict) for v in content.values()):
         raise ConfigError(
             f"{flag}: the file is not a mapping of group names to settings; write one mapping for "

@@ -22,6 +22,8 @@ from megatron.training.tokenizer.bpe_rules import BpeRules, without_post_process
 
 _WANTED_BY = "--tokenizer-type HuggingFaceTokenizer"
 # Classes of transformers that use tokenizer.json unchanged.
+# Exceptions of transformers on files with values of other types, or nested too deeply.
+_DAMAGED = (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError)
 _PLAIN_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 _ROLES = ("bos", "eos", "pad", "cls", "sep", "mask")
 # Common names of the end-of-text token, for a tokenizer.json without a config.
@@ -199,8 +201,8 @@ def load_wrapper(path: str, options: Mapping[str, object]) -> Any:
         return transformers.AutoTokenizer.from_pretrained(
             path, **{"trust_remote_code": False, **options}
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except _DAMAGED as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"--tokenizer-model {path}: {reason}; it must be a directory with the tokenizer's "
             "files, a tokenizer.json, or a name the hub knows"

@@ -177,3 +177,12 @@ def test_a_tokenizer_config_that_is_no_object_is_named(bpe_dir, tmp_path, text):
     (folder / "tokenizer_config.json").write_text(text)
     with pytest.raises(ConfigError, match="tokenizer_config.json is no JSON"):
         _HuggingFaceTokenizer(str(folder))
+
+
+def test_a_class_that_is_no_text_is_an_error_with_the_flag(bpe_dir, tmp_path):
+    pytest.importorskip("transformers")
+    folder = tmp_path / "theirs"
+    shutil.copytree(bpe_dir, folder)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": [5]}')
+    with pytest.raises(ConfigError, match="--tokenizer-model .*theirs: "):
+        _HuggingFaceTokenizer(str(folder))
