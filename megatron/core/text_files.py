@@ -11,6 +11,7 @@ from megatron.core.config.errors import MegatronError
 from megatron.core.optional import require
 
 _MAX_ENTRIES = 1 << 20  # of a YAML file after expanding its aliases
+_MAX_BITS = 1 << 12  # Python writes no number of more than 4,300 digits
 
 
 def read_text(
@@ -51,10 +52,12 @@ def parse_yaml(text: str, what: str, error: type[MegatronError], *, only_text: b
 
 
 def _check_size(value: object) -> None:
-    """Raise ValueError if aliases expand to too many entries, RecursionError if to a cycle."""
+    """Raise ValueError for too many entries or digits, RecursionError for a cycle of aliases."""
     sizes: dict[int, int] = {}
 
     def size(item: object) -> int:
+        if isinstance(item, int) and item.bit_length() > _MAX_BITS:
+            raise ValueError(f"a number has more than {_MAX_BITS} bits")
         if not isinstance(item, dict | list | tuple | set):
             return 1
         if id(item) not in sizes:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.device import cpu_tuning
+from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training import initialize
 from megatron.training.checkpointing.save import save_run
 from megatron.training.initialize import _init_default_group, configure, fail
@@ -164,6 +165,34 @@ def test_a_description_of_layers_is_kept_with_the_run(tmp_path: Path) -> None:
     path.write_text('{"block_configs": []}')
     initialize._read_layers(namespace)
     assert namespace.heterogeneous_layers_config_encoded_json == '{"block_configs": []}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"num_attention_heads": "x", "block_configs": []}',
+        *(
+            f'{{"block_configs": [{block}]}}'
+            for block in (
+                "5",
+                '{"attention": 5}',
+                '{"ffn": "x"}',
+                '{"attention": {"n_heads_in_group": 0}}',
+                '{"attention": {"n_heads_in_group": [1]}}',
+                '{"ffn": {"ffn_mult": "x"}}',
+                '{"ffn": {"ffn_mult": 1e400}}',
+                '{"ffn": {"ffn_mult": NaN}}',
+                '{"ffn": {"ffn_mult": -1}}',
+            )
+        ),
+    ],
+)
+def test_a_forged_description_of_layers_is_refused(text: str) -> None:
+    config = mock.Mock(heterogeneous_layers_config_encoded_json=text)
+    with pytest.raises(ConfigError, match="--heterogeneous-layers-config-path") as error:
+        layer_shapes(config)
+    assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

@@ -37,7 +37,7 @@ def import_module(module_path: Sequence[str]) -> object:
     path, name = module_path
     try:
         return getattr(importlib.import_module(path), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # "..x", and NULs
         raise ConfigError(f"--spec {path} {name} cannot be imported: {error}") from error
 
 

@@ -128,6 +128,8 @@ def test_a_missing_file_or_another_shape_is_an_error(tmp_path: Path) -> None:
         (b"seed: !!int ''", "not YAML"),
         (b"seed: !!timestamp x", "not YAML"),
         (b"&a [*a]", "not YAML: .*nested too deep"),
+        (b"seed: 0x" + b"f" * 5000, "not YAML: a number has more than 4096 bits"),
+        (b"seed: " + b"1:" * 3000 + b"1", "not YAML: a number has more than 4096 bits"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_config_error(

@@ -84,7 +84,7 @@ def test_the_index_may_be_in_another_directory(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 3
 
 
-@pytest.mark.parametrize("member", [(1 << 40, 5), (1 << 62, 1 << 62), (512, (1 << 63) - 1), (-512, 5)])
+@pytest.mark.parametrize("member", [(1 << 40, 5), (1 << 62, 1 << 62), (512, 2**63 - 1), (-512, 5)])
 def test_an_index_of_places_outside_of_the_shard_is_built_again(
     member: tuple[int, int], tmp_path: Path
 ) -> None:

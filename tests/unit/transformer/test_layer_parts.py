@@ -181,7 +181,7 @@ def test_a_slot_gets_what_it_asks_for_of_what_is_offered() -> None:
 
 def test_a_spec_that_cannot_be_imported_is_named() -> None:
     assert import_module(("torch.nn", "Linear")) is nn.Linear
-    for path in (("torch.nn", "Liner"), ("torch.knn", "Linear")):
+    for path in (("torch.nn", "Liner"), ("torch.knn", "Linear"), ("..x", "y"), ("", "y")):
         with pytest.raises(ConfigError, match=f"--spec {path[0]} {path[1]} cannot be imported"):
             import_module(path)
     with pytest.raises(ConfigError, match="takes a module and a name"):

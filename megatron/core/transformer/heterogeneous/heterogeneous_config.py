@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import UnionType
 from typing import TypedDict
 
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 FLAG = "--heterogeneous-layers-config-path"
 FULL, LINEAR, NO_OP = "full", "linear", "no_op"
 _WIDTH_MULTIPLE = 256
+_LARGEST = 1 << 20  # of numbers of heads, and of factors of widths
 
 
 class _Part(TypedDict, total=False):
@@ -67,14 +69,42 @@ def layer_shapes(config: TransformerConfig) -> tuple[LayerShape, ...] | None:
         return None
     try:
         found: _File = json.loads(text or Path(path or "").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{FLAG} {path or text} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{FLAG} {str(path or text)[:200]} cannot be read: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("block_configs"), list):
-        raise ConfigError(f"{FLAG} {path or text} has no list block_configs")
+        raise ConfigError(f"{FLAG} {str(path or text)[:200]} has no list block_configs")
+    _check_types(found)
     problems = _contradictions(found, config)
     if problems:
         raise ConfigError("; ".join(problems))
     return tuple(_layer(block, config.hidden_size) for block in found["block_configs"])
+
+
+def _check_types(found: _File) -> None:
+    """Raise ConfigError for values that are none of the types above, or too large."""
+    heads = found.get("num_attention_heads", 1)
+    if not _is_number(heads, int):
+        raise ConfigError(f"{FLAG}: num_attention_heads {heads!r:.80}: give a number above 0")
+    for number, block in enumerate(found["block_configs"]):
+        parts = [block.get("attention"), block.get("ffn")] if isinstance(block, dict) else [block]
+        for part in parts:
+            if not isinstance(part, dict | None):
+                raise ConfigError(
+                    f"{FLAG}: entry {number} of block_configs has {part!r:.80}: give an object"
+                )
+            for name, kind in (("n_heads_in_group", int), ("ffn_mult", int | float)):
+                value = (part or {}).get(name)
+                if value is not None and not _is_number(value, kind):
+                    raise ConfigError(
+                        f"{FLAG}: entry {number} of block_configs has {name} {value!r:.80}: give a "
+                        "number above 0"
+                    )
+
+
+def _is_number(value: object, kind: type | UnionType) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return isinstance(value, kind) and 0 < value <= _LARGEST
 
 
 def _contradictions(found: _File, config: TransformerConfig) -> list[str]:
