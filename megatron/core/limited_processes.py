@@ -21,29 +21,41 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
 TIME_LIMIT_S = 2.0
 _MEMORY_LIMIT_BYTES = 256 << 20
 LENGTH = struct.Struct("<I")  # before each message: its number of bytes
 _START_AT_ONCE = 4  # forked processes that may have `one_of_few` at the same time
 _NICENESS = 5  # engine and front end come first
+_CONTROL_LIMIT_S = 1.0  # for a first process to take a connection, once many wait for it
+
+
+class Process(Protocol):
+    """A process that has been started."""
+
+    def kill(self) -> None: ...
+
 
 Main = Callable[[socket.socket], None]  # of a process that forks others
-Start = Callable[[Main, socket.socket], None]
+Start = Callable[[Main, socket.socket], Process]
 # What a forked process does with its connection.
 Work = Callable[[socket.socket, "Limits"], None]
 
 
-def spawn(main: Main, control: socket.socket) -> None:
+def spawn(main: Main, control: socket.socket) -> Process:
     """Start a process that runs ``main(control)``.  It also imports the main module of this one."""
-    multiprocessing.get_context("spawn").Process(target=main, args=(control,), daemon=True).start()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=main, args=(control,), daemon=True)
+    process.start()
+    return process
 
 
 class LimitedProcesses:
     """Starts processes that run ``main``, which calls `fork_for_each_connection`.
 
     ``setup``: bytes for the first process.  It starts with the first connection, and again if it
-    has ended.  ``start``: starts it.
+    has ended or takes no connections.  ``start``: starts it.
     """
 
     def __init__(self, main: Main, setup: bytes, start: Start = spawn) -> None:
@@ -51,6 +63,7 @@ class LimitedProcesses:
         self._setup = setup
         self._start = start
         self._control: socket.socket | None = None
+        self._process: Process | None = None
         self._lock = threading.Lock()  # threads open connections
 
     def open(self) -> socket.socket:
@@ -59,8 +72,8 @@ class LimitedProcesses:
         with other, self._lock:
             try:
                 socket.send_fds(self._started(), [b"c"], [other.fileno()])
-            except OSError:  # the first process has ended
-                self.close()
+            except OSError:  # the first process has ended, or is stopped
+                self._end()
                 socket.send_fds(self._started(), [b"c"], [other.fileno()])
         return mine
 
@@ -70,17 +83,28 @@ class LimitedProcesses:
             self._started()
 
     def close(self) -> None:
-        """Let the first process end; forked ones end with their connections."""
+        """End the first process; forked ones end with their connections.
+
+        The next connection starts another: close these also if a process does not answer.
+        """
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
         if self._control is not None:
             self._control.close()
             self._control = None
+        if self._process is not None:
+            self._process.kill()  # a stopped one does not notice the end of the connection
+            self._process = None
 
     def _started(self) -> socket.socket:
         if self._control is None:
             self._control, other = socket.socketpair()
             with other:
-                self._start(self._main, other)
+                self._process = self._start(self._main, other)
             send(self._control, self._setup)
+            self._control.settimeout(_CONTROL_LIMIT_S)
         return self._control
 
 

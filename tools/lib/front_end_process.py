@@ -107,9 +107,9 @@ class FrontEndProcess:
                 signal.signal(number, handler)
 
 
-def start_worker(main: Main, control: socket.socket) -> None:
+def start_worker(main: Main, control: socket.socket) -> subprocess.Popen[bytes]:
     """Start a process that runs ``main(control)`` and imports nothing of this one."""
-    subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", _WORKER, ROOT, main.__module__, str(control.fileno())],
         pass_fds=(control.fileno(),),
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import select
-import socket
 import time
 import weakref
 from collections import OrderedDict
@@ -108,7 +107,7 @@ class GrammarMatcher:
         while self._words is None and (left := end - time.monotonic()) > 0:
             self._process.exchange(left)
         if self._words is None and time.monotonic() - self._asked_at > _PATIENCE_S:
-            self.take(self._none, f"its process has not answered for {_PATIENCE_S:g} s")
+            self._process.give_up()
 
 
 class Grammars:
@@ -161,7 +160,7 @@ class Grammars:
                     f"{_MOST_GRAMMARS} grammars are in use, the most at the same time: try again "
                     "later"
                 )
-            found = _GrammarProcess(self._processes.open(), kind, text)
+            found = _GrammarProcess(self._processes, kind, text)
             self._in_use[kind, text] = found
         self._kept[kind, text] = found
         self._kept.move_to_end((kind, text))
@@ -173,10 +172,11 @@ class Grammars:
 class _GrammarProcess:
     """The connection to the process of one grammar.  It never waits for the process to read."""
 
-    def __init__(self, connection: socket.socket, kind: str, text: str) -> None:
+    def __init__(self, processes: LimitedProcesses, kind: str, text: str) -> None:
         self.failure = ""
         self._kind = kind
-        self._connection = connection
+        self._processes = processes
+        self._connection = processes.open()
         self._connection.setblocking(False)
         self._matchers: weakref.WeakValueDictionary[int, GrammarMatcher] = (
             weakref.WeakValueDictionary()
@@ -210,8 +210,18 @@ class _GrammarProcess:
             except OSError:
                 self.failure = exceeded()
         if self.failure:
-            for matcher in list(self._matchers.values()):
-                matcher.take(_NOTHING, f"{self._kind} grammar: {self.failure}")
+            self._fail()
+
+    def give_up(self) -> None:
+        """End the texts of a process that does not answer; later requests get another process."""
+        self.failure = f"its process has not answered for {_PATIENCE_S:g} s"
+        self._connection.close()
+        self._processes.close()
+        self._fail()
+
+    def _fail(self) -> None:
+        for matcher in list(self._matchers.values()):
+            matcher.take(_NOTHING, f"{self._kind} grammar: {self.failure}")
 
     def _send(self, data: bytes) -> None:
         self._unsent += LENGTH.pack(len(data)) + data

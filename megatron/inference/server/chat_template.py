@@ -58,7 +58,7 @@ class ChatTemplate:
             is_rendered, text = json.loads(receive(self._connection))
             return bool(is_rendered), str(text)
         except TimeoutError:
-            self._end()
+            self.close()
             return False, f"its process has not answered for {_PATIENCE_S:g} s"
         except (EOFError, OSError):
             self._end()

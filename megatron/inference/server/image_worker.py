@@ -27,6 +27,7 @@ from megatron.core.limited_processes import (
 
 _TIME_LIMIT_S = 10.0
 _MEMORY_LIMIT_BYTES = 2 << 30
+_PATIENCE_S = 60.0  # with a process that is stopped, or has no processor
 
 
 class LimitedImageProcessor:
@@ -40,10 +41,14 @@ class LimitedImageProcessor:
         """Return pixels of an image file, and its width and height.  Raises DataError."""
         try:
             with self._processes.open() as connection:
+                connection.settimeout(_PATIENCE_S)
                 send(connection, name.encode() + b"\0" + data)
                 head, _, pixels = receive(connection).partition(b"\n")
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
             reason = exceeded(_TIME_LIMIT_S)
+            if isinstance(error, TimeoutError):
+                self._processes.close()
+                reason = f"its process has not answered for {_PATIENCE_S:g} s"
             raise DataError(f"{name}: no image that can be decoded: {reason}") from None
         found = json.loads(head)
         if isinstance(found, str):

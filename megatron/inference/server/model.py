@@ -115,6 +115,7 @@ class Model:
                 send(connection, data)
                 is_done, found = json.loads(receive(connection))
         except TimeoutError:
+            self._processes.close()
             return False, f"its process has not answered for {_PATIENCE_S:g} s"
         except (EOFError, OSError):
             return False, exceeded(tokenizer_worker.TIME_LIMIT_S)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -267,6 +269,24 @@ def test_grammars_go_on_after_the_end_of_their_first_process() -> None:
     assert tokens_of(grammars.matcher("regex", "y+"))
     matcher.accept(ord("x"))
     assert tokens_of(matcher)
+    grammars.close()
+
+
+def test_a_grammar_whose_process_is_stopped_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {*multiprocessing.active_children()}
+    grammars = Grammars(TOKENS, EOD)
+    assert tokens_of(grammars.matcher("regex", "x+"))
+    (process,) = {*multiprocessing.active_children()} - before
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    matchers = [grammars.matcher("regex", "y+") for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron.core.inference.grammar._PATIENCE_S", 0.0)
+        assert tokens_of(matchers[0]) == set()
+    assert matchers[1].is_ready()
+    assert {m.error for m in matchers} == {"regex grammar: its process has not answered for 0 s"}
+    assert tokens_of(grammars.matcher("regex", "y+")) == {ord("y")}
+    process.join()
     grammars.close()
 
 

@@ -14,8 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core import limited_processes
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
+from megatron.core.limited_processes import LimitedProcesses
+from megatron.inference.server import image_worker, template_worker
 from megatron.inference.server.chat_template import ChatTemplate
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.image_worker import LimitedImageProcessor
@@ -63,6 +66,45 @@ def test_an_image_whose_process_is_lost_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(limited._processes, "open", lost)
     with pytest.raises(DataError, match="image 0: .* more than 10 s, or too much memory"):
         limited.read(b"", "image 0")
+
+
+def test_an_image_whose_process_is_stopped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = LimitedImageProcessor(SETTINGS)
+    mine, _other = socket.socketpair()
+    monkeypatch.setattr(limited._processes, "open", lambda: mine)
+    monkeypatch.setattr(image_worker, "_PATIENCE_S", 0.01)
+    with pytest.raises(DataError, match="image 0: .* its process has not answered for 0.01 s"):
+        limited.read(b"", "image 0")
+
+
+def test_connections_are_opened_although_the_first_process_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limited_processes, "_CONTROL_LIMIT_S", 0.1)
+    before = {*multiprocessing.active_children()}
+    processes = LimitedProcesses(template_worker.main, b'"x"')
+    processes.start()
+    (process,) = {*multiprocessing.active_children()} - before
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    while not {*multiprocessing.active_children()} - before - {process}:
+        processes.open().close()  # nobody takes it
+    with processes.open() as connection:
+        assert limited_processes.receive(connection) == b'[true, ""]'
+    process.join()
+    processes.close()
+
+
+def test_a_stopped_first_process_ends_with_its_owner() -> None:
+    before = {*multiprocessing.active_children()}
+    processes = LimitedProcesses(template_worker.main, b'"x"')
+    processes.start()
+    (process,) = {*multiprocessing.active_children()} - before
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    processes.close()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_template_is_rendered_again_after_its_process_was_killed() -> None:
