@@ -101,6 +101,7 @@ BAD = [
     (C, completion(logprobs=True), 400, "logprobs"),
     (C, completion(prompt_logprobs=-1), 400, "prompt_logprobs"),
     (C, completion(echo="yes"), 400, "echo"),
+    (C, completion(prompt=["main( " * 1000] * 16, n=128, echo=True), 400, "echo"),
     (C, completion(stream=1), 400, "stream"),
     (C, completion(stream_options={"include_usage": True}), 400, "stream_options"),
     (

@@ -19,6 +19,7 @@ from megatron.inference.server.errors import ApiError, as_api_error
 from megatron.inference.server.fields import Body
 from megatron.inference.server.http import (
     ClientGone,
+    check_framing,
     check_key,
     check_site,
     read_json,
@@ -104,21 +105,25 @@ class FrontEnd:
             await send(message)
 
         try:
-            app = self._refuse_other_sites(scope) or self._app
+            app = self._refuse(scope) or self._app
             await app(scope, receive, counting_send)
         finally:
             self._num_active -= 1
             if self._num_active == 0:
                 self._idle.set()
 
-    def _refuse_other_sites(self, scope: Any) -> Any:
-        """Return the answer to a page of another site if nothing but the address protects us."""
-        if self._keys or self._loopback_name is None:
-            return None
+    def _refuse(self, scope: Any) -> Any:
+        """Return the answer to a request of which a proxy may see another end than this server.
+
+        The same to a page of another site if nothing but the address protects us.
+        """
+        request = requests.Request(scope)
         try:
-            check_site(requests.Request(scope), self._loopback_name)
+            check_framing(request)
+            if not self._keys and self._loopback_name is not None:
+                check_site(request, self._loopback_name)
         except ApiError as error:
-            return responses.JSONResponse(error.body, error.status)
+            return responses.JSONResponse(error.body, error.status, error.headers)
         return None
 
     async def drain(self, limit_s: float) -> int:

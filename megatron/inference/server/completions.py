@@ -25,6 +25,7 @@ from megatron.inference.server.sampling_fields import (
 from megatron.inference.text import Detokenizer, PlacedToken, TextDelta
 
 MAX_PROMPTS = 2048
+MAX_ECHO = 10 << 20  # characters of prompts in one answer
 _DEFAULT_TOKENS = 16
 
 
@@ -104,6 +105,13 @@ async def read_completion(service: Service, body: Body) -> CompletionRequest:
         raise ApiError("suffix: this model writes no text before another; leave it out", "suffix")
     if len(prompts) * best_of > MAX_PROMPTS:
         raise ApiError(f"n: {MAX_PROMPTS} samples at most, over all prompts", "n")
+    num_echoed = best_of * sum(map(len, texts))
+    if num_echoed > MAX_ECHO:
+        raise ApiError(
+            f"echo: the answer would repeat {num_echoed} characters of prompts, at most "
+            f"{MAX_ECHO}: reduce the prompts or n",
+            "echo",
+        )
     service.finish_reading(fields)
     return CompletionRequest(
         wanted=Wanted(

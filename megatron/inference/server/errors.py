@@ -14,7 +14,10 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(MegatronError):
-    """An answer with ``status``; ``param`` names the field of the request to change."""
+    """An answer with ``status``; ``param`` names the field of the request to change.
+
+    ``is_last``: the connection ends after it.
+    """
 
     def __init__(
         self,
@@ -24,6 +27,7 @@ class ApiError(MegatronError):
         status: int = 400,
         code: str | None = None,
         retry_after_s: int | None = None,
+        is_last: bool = False,
     ) -> None:
         # Names of fields come from the client and may have half of a surrogate pair, which no
         # answer can be encoded with.
@@ -35,6 +39,7 @@ class ApiError(MegatronError):
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+        self.is_last = is_last
 
     @property
     def body(self) -> dict[str, Any]:
@@ -53,6 +58,8 @@ class ApiError(MegatronError):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the answer."""
+        if self.is_last:
+            return {"Connection": "close"}
         if self.retry_after_s is not None:
             return {"Retry-After": str(self.retry_after_s)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}

@@ -29,6 +29,7 @@ from megatron.inference.text import PlacedToken, SampleText, TextDelta, TextRule
 T = TypeVar("T")
 
 MAX_VALUES = 300_000  # of one answer, see `Wanted.num_values`; some 10 MB of JSON
+MAX_PROMPT_TOKENS = 1 << 24  # of all samples of a request: the engine keeps each one's prompt
 _LONG_ANSWER = 1000  # values; a longer answer is written in a thread
 
 
@@ -110,6 +111,13 @@ class Generation:
         self.samples: dict[str, Sample] = {}
         for prompt in wanted.prompts:
             check_length(prompt, wanted.params, model)
+        num_tokens = wanted.num_samples * sum(map(len, wanted.prompts))
+        if num_tokens > MAX_PROMPT_TOKENS:
+            raise ApiError(
+                f"prompt: all samples together have {num_tokens} tokens of prompts, at most "
+                f"{MAX_PROMPT_TOKENS}: reduce the prompts or n",
+                "prompt",
+            )
         if wanted.num_values > MAX_VALUES:
             raise ApiError(
                 f"the answer may have {wanted.num_values} log-probabilities or tokens of beams, at "

@@ -73,6 +73,15 @@ async def _read_body(request: Any, max_bytes: int) -> bytes:
             return b"".join(parts)
 
 
+def check_framing(request: Any) -> None:
+    """Raise ApiError for two lengths of a body; the connection then ends with the answer.
+
+    A proxy that believes the other one takes the rest of the body for another client's request.
+    """
+    if "transfer-encoding" in request.headers and "content-length" in request.headers:
+        raise ApiError("send Transfer-Encoding or Content-Length, not both", is_last=True)
+
+
 def check_site(request: Any, own_name: str) -> None:
     """Raise ApiError if a page of another site may have sent the request.
 

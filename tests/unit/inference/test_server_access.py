@@ -20,6 +20,11 @@ HOST = "localhost:5000"
 
 def ask(app, path, method="GET", **headers):
     """Return status and body of the answer to a request without a body."""
+    return answer_of(app, path, method, **headers)[:2]
+
+
+def answer_of(app, path, method="GET", **headers):
+    """Return the same, and the headers of the answer."""
     sent = []
 
     async def receive():
@@ -42,7 +47,8 @@ def ask(app, path, method="GET", **headers):
         "client": ("127.0.0.1", 40000),
     }
     asyncio.run(app(scope, receive, send))
-    return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
+    body = b"".join(m.get("body", b"") for m in sent[1:])
+    return sent[0]["status"], body, dict(sent[0]["headers"])
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/tokenizer_info"])
@@ -125,3 +131,11 @@ def test_another_site_sends_no_form_to_a_server_with_keys():
 )
 def test_the_address_of_the_socket_says_who_reaches_it(address, expected):
     assert is_loopback(address) == expected
+
+
+def test_a_request_with_two_lengths_is_the_last_of_its_connection():
+    front_end = FrontEnd(["key"], 1 << 20)
+    lengths = {"content_length": "4", "transfer_encoding": "chunked"}
+    status, body, headers = answer_of(front_end, "/health", **lengths)
+    assert (status, headers[b"connection"]) == (400, b"close")
+    assert "Transfer-Encoding or Content-Length" in json.loads(body)["message"]

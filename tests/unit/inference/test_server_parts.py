@@ -223,6 +223,14 @@ def test_values_of_an_answer_are_counted():
     assert Wanted([[5, 6]], params, TextRules(), beam=BeamParams(4)).num_values == 4 * (2 + 3)
 
 
+def test_a_request_whose_samples_have_many_prompt_tokens_is_refused():
+    model = SimpleNamespace(info=replace(INFO, max_sequence_length=5000))
+    wanted = Wanted([[5] * 4096] * 64, PARAMS, TextRules(), num_samples=65)
+    with pytest.raises(ApiError, match="17039360 tokens of prompts, at most 16777216") as error:
+        Generation(None, model, None, wanted)
+    assert error.value.param == "prompt"
+
+
 def test_wrong_parameters_are_refused():
     bad = messages.request_to_json(Request("r1", [5], PARAMS))
     bad["params"]["temperature"] = -1
