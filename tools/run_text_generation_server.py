@@ -109,7 +109,7 @@ def serve(args: argparse.Namespace, words: Sequence[str]) -> None:
     try:
         with ExitStack() as watch:
             writer = open_engine(args, watch)
-            features = ["grammar"] if add_grammars(writer) else []
+            features = ["grammar"] if add_grammars(writer, watch) else []
             if args.api_key_file is not None or args.host in _LOOPBACK:
                 features.append("update_weights")  # a client names a directory to read
             info = engine_info(args, writer, tuple(features))
@@ -179,8 +179,8 @@ def model_flags(args: argparse.Namespace) -> dict[str, object]:
     return {name: vars(args)[name] for name in names if vars(args)[name]}
 
 
-def add_grammars(writer: Writer) -> bool:
-    """Let the engine follow grammars; return whether it can.
+def add_grammars(writer: Writer, watch: ExitStack) -> bool:
+    """Let the engine follow grammars until ``watch`` closes; return whether it can.
 
     It cannot without llguidance, or if the texts of the tokenizer are not its tokens' bytes.
     """
@@ -188,7 +188,9 @@ def add_grammars(writer: Writer) -> bool:
     eod = writer.engine.model.eod
     if tokens is None or eod is None or not available("llguidance"):
         return False
-    writer.engine.make_matcher = Grammars(tokens, eod, start_worker).matcher
+    grammars = Grammars(tokens, eod, start_worker)
+    watch.callback(grammars.close)
+    writer.engine.make_matcher = grammars.matcher
     return True
 
 

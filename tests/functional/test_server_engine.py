@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -141,6 +145,28 @@ def test_two_ranks_give_the_same_text_and_end_together(checkpoint, other_checkpo
         (texts,) = run_ranks(_texts, 1, str(other_checkpoint))
         assert [_completions(server, prompt, 1) for prompt in PROMPTS] == texts != expected
         assert server.end() != 0  # of torchrun, after any signal
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_server_ends_with_the_processes_of_its_grammars(
+    checkpoint: Path, is_stopped: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    command = [sys.executable, TOOL, "--load", str(checkpoint), "--device", "cpu", "--port", "0"]
+    with started(command) as server:
+        tasks = Path(f"/proc/{server.process.pid}/task")
+        children = "".join(path.read_text() for path in tasks.glob("*/children")).split()
+        (first,) = [
+            int(child)
+            for child in children
+            if b"grammar_worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        end = os.pidfd_open(first)
+        if is_stopped:
+            os.kill(first, signal.SIGSTOP)
+        assert server.end() == 0
+        assert select.select([end], [], [], TIMEOUT_S)[0]
+        os.close(end)
 
 
 def test_a_missing_checkpoint_is_reported(tmp_path):
