@@ -177,6 +177,22 @@ def test_a_slow_sender_delays_nobody(server):
     assert json.loads(slow.getresponse().read())["choices"][0]["text"] == "abcdefg"
 
 
+@pytest.mark.parametrize(
+    ("path", "size", "status"),
+    [("/v1/completions", 1, 400), ("/v1/completions", 100, 200), ("/none", 1, 400)],
+)
+def test_a_body_in_many_tiny_chunks_is_refused(server, path, size, status):
+    parts = [b" " * size] * 3000 + [b'{"prompt": "a", "max_tokens": 1}']
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n".encode()
+    with socket.create_connection(server.address, TIMEOUT_S) as connection:
+        connection.sendall(head + b"Connection: close\r\n\r\n" + chunks + b"0\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 %d" % status
+    assert server.ask("GET", "/health")[0] == 200
+    assert server.end() == 0
+    assert "Traceback" not in "".join(server.lines)
+
+
 def test_a_slow_reader_delays_nobody(server):
     slow = _begin(server, {**ENDLESS, "stream": True, "n": 50, "logprobs": 5})
     found = server.ask("POST", "/v1/completions", {"prompt": "abc"})[1]

@@ -25,7 +25,7 @@ from megatron.core.optional import require
 from megatron.inference.server.app import FrontEnd
 from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.chat_template import ChatTemplate
-from megatron.inference.server.connections import IdleConnections
+from megatron.inference.server.connections import IdleConnections, Protocol
 from megatron.inference.server.endpoint import Service
 from megatron.inference.server.engine_client import EngineClient, EngineDied
 from megatron.inference.server.http import is_loopback
@@ -86,7 +86,7 @@ async def serve(options: FrontEndOptions) -> None:
     server = _Server(
         uvicorn.Config(
             front_end,
-            http="h11",  # the same limits and refusals wherever other parsers are installed
+            http=Protocol,  # the same limits and refusals wherever other parsers are installed
             lifespan="off",
             proxy_headers=False,
             ws="none",
