@@ -79,14 +79,19 @@ class Model:
 
     def check_characters(self, text: str, param: str) -> None:
         """Raise ApiError for a prompt that is too long whatever its tokens are."""
-        most = self.info.max_sequence_length * self.longest_token
-        if len(text) > most:
+        if len(text) > self.most_characters:
             raise ApiError(
                 f"{param}: a text has {len(text)} characters; {self.info.max_sequence_length} "
-                f"tokens, this model's maximum context length, have {most} at most: shorten it",
+                f"tokens, this model's maximum context length, have {self.most_characters} at "
+                "most: shorten it",
                 param,
                 code="context_length_exceeded",
             )
+
+    @cached_property
+    def most_characters(self) -> int:
+        """Number of characters of a prompt, at most."""
+        return self.info.max_sequence_length * self.longest_token
 
     @cached_property
     def longest_token(self) -> int:
@@ -99,7 +104,7 @@ class Model:
             if sum(map(len, items)) <= _LONG_TEXT:
                 return tokenizer_worker.apply(self.tokenizer, kind, items)
             data = json.dumps([kind, items]).encode()
-            async with self._few_at_once:
+            async with self._places[sum(map(len, items)) > self.most_characters]:
                 is_done, found = await asyncio.to_thread(self._ask, data)
         except tokenizer_worker.READ_ERRORS as error:
             is_done, found = False, error
@@ -127,8 +132,9 @@ class Model:
         return LimitedProcesses(tokenizer_worker.main, setup)
 
     @cached_property
-    def _few_at_once(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(_AT_ONCE)
+    def _places(self) -> tuple[asyncio.Semaphore, asyncio.Semaphore]:
+        """Places for texts of prompts, and one for longer ones, for which prompts do not wait."""
+        return asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(1)
 
     def close(self) -> None:
         """End the processes."""

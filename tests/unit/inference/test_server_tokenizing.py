@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -67,6 +68,30 @@ def test_this_process_tokenizes_short_texts():
     model = Model(info, Model.of(INFO).tokenizer)
     assert asyncio.run(model.tokenize(["5 6", "7"])) == [[5, 6], [7]]
     assert asyncio.run(model.decode_all([[5, 6], [7]])) == ["5 6", "7"]
+
+
+def test_a_prompt_does_not_wait_for_documents(model, monkeypatch):
+    is_over = threading.Event()
+    document = "1 " * model.most_characters
+    ask = Model._ask
+
+    def wait_with_documents(self, data):
+        if len(data) > self.most_characters:
+            assert is_over.wait(60)
+        return ask(self, data)
+
+    monkeypatch.setattr(Model, "_ask", wait_with_documents)
+
+    async def prompt_beside_documents():
+        waiting = [asyncio.create_task(model.tokenize([document])) for _ in range(8)]
+        await asyncio.sleep(0)  # they begin
+        ids = await asyncio.wait_for(model.tokenize([text_of(LONG)]), 60)
+        is_over.set()
+        return ids, [len(ids) for (ids,) in await asyncio.gather(*waiting)]
+
+    ids, lengths = asyncio.run(prompt_beside_documents())
+    assert ids == [LONG]
+    assert lengths == [model.most_characters] * 8
 
 
 def test_a_long_text_that_the_tokenizer_cannot_read_is_refused(model):
