@@ -166,9 +166,11 @@ def _gemms(a: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Return the GEMMs a b^T of each format, by name."""
     total = torch.zeros(len(a), len(b), device="cuda")
     one = torch.ones((), device="cuda")
-    x, y = a.bfloat16(), b.bfloat16()
+    x = a.bfloat16()
+    y = b.bfloat16()
     codes = [m.clamp(-400, 400).to(torch.float8_e4m3fn) for m in (a, b)]
-    left, right = codes[0], codes[1].t()
+    left = codes[0]
+    right = codes[1].t()
     fp8 = partial(torch._scaled_mm, left, right, one, one, out_dtype=torch.bfloat16)
     return {
         "bf16": partial(torch.mm, x, y.t()),

@@ -48,7 +48,8 @@ def _gated(name: str, act: Callable[[Tensor], Tensor], *how: float) -> Case:
 
 
 def _bias_gelu() -> Case:
-    x, bias = drawn(_TOKENS, _INNER), drawn(_INNER)
+    x = drawn(_TOKENS, _INNER)
+    bias = drawn(_INNER)
     return both_ways(
         "GELU of a sum with a bias", lambda x, b: activation(x, openai_gelu, b), x, bias, passes=5
     )

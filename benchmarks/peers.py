@@ -93,7 +93,8 @@ class _Block(nn.Module):
     def __init__(self, shape: Shape, gelu: str):
         super().__init__()
         h = shape.hidden
-        self.heads, self.gelu = shape.heads, gelu
+        self.heads = shape.heads
+        self.gelu = gelu
         self.ln1, self.ln2 = nn.LayerNorm(h), nn.LayerNorm(h)
         self.qkv, self.proj = nn.Linear(h, 3 * h), nn.Linear(h, h)
         self.fc1, self.fc2 = nn.Linear(h, shape.inner), nn.Linear(shape.inner, h)

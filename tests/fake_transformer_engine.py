@@ -42,7 +42,8 @@ class _DelayedState:
     def rounded(self, x: Tensor, column: int) -> Tensor:
         recorded = self.amax_history[0]
         recorded[column] = torch.maximum(recorded[column], x.abs().amax().float())
-        scale, to = self.scale[column].to(x.dtype), self.formats[column]
+        scale = self.scale[column].to(x.dtype)
+        to = self.formats[column]
         top = torch.finfo(to).max
         return (x * scale).clamp(-top, top).to(to).to(x.dtype) / scale
 
@@ -56,8 +57,10 @@ class _Product(torch.autograd.Function):
         ctx.overwrites = getattr(weight, "overwrite_main_grad", False)
         ctx.delayed = None
         if _active and isinstance(_active[-1], DelayedScaling):
-            forward, ctx.delayed = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
-            x, weight = forward.rounded(x, 0), forward.rounded(weight, 1)
+            forward = module.fp8_meta["scaling_fwd"]
+            ctx.delayed = module.fp8_meta["scaling_bwd"]
+            x = forward.rounded(x, 0)
+            weight = forward.rounded(weight, 1)
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight)
 

@@ -149,7 +149,8 @@ def prompts() -> list[tuple[float, str]]:
 def _arrivals(chance: random.Random) -> list[float]:
     """Return the seconds at which requests arrive, one at least."""
     args = get_args()
-    rate, last = args.incoming_requests_per_sec, args.incoming_requests_duration
+    rate = args.incoming_requests_per_sec
+    last = args.incoming_requests_duration
     if not rate > 0:
         raise ConfigError(f"--incoming-requests-per-sec {rate}: give a number above 0")
     found = [chance.expovariate(rate)]

@@ -87,7 +87,8 @@ def test_a_run_goes_on_from_what_was_converted_to_other_stages(tmp_path: Path) -
     save = ["--save", str(tmp_path / "saved"), "--ckpt-format", "torch"]
     run_gpt(tmp_path / "run", *_BASE.split(), *split, *save, world_size=2)
     args = {"pipeline_model_parallel_size": 4}
-    source, target = tmp_path / "saved", tmp_path / "four"
+    source = tmp_path / "saved"
+    target = tmp_path / "four"
     convert(ConversionRequest(source=source, target=target, format="torch", args=args), [].append)
     same = ["--use-checkpoint-args", "--use-mp-args-from-checkpoint-args", "--load", str(target)]
     same.append("--no-load-rng")

@@ -168,7 +168,8 @@ class TarShard:
         if not completely:
             return True
         steps = np.diff(members[:, 0])
-        offsets, sizes = members[:, 2], members[:, 3]  # whose sums may exceed 64 bits
+        offsets = members[:, 2]
+        sizes = members[:, 3]  # whose sums may exceed 64 bits
         is_inside = (members[:, 2:] >= 0).all() and (sizes <= self.num_bytes - offsets).all()
         return bool(is_inside and ((steps == 0) | (steps == 1)).all())
 

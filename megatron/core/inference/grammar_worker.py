@@ -22,7 +22,8 @@ from megatron.core.optional import require
 
 STEP = struct.Struct("<qi")  # number of a text, and a token
 ANSWER = struct.Struct("<q?")
-NEW, DROP = -1, -2  # in place of a token
+NEW = -1
+DROP = -2  # in place of a token
 WANTED_BY = "a grammar in a request"
 
 _LONGEST_FORCED = 1 << 13  # bytes that follow without a choice; each step tokenises them again
@@ -63,7 +64,8 @@ def _prepare(setup: bytes) -> Work:
             if token == DROP:
                 matchers.pop(number, None)
                 continue
-            words, reason = b"", problem
+            words = b""
+            reason = problem
             if start is not None:
                 with limits.time():
                     if token == NEW:

@@ -83,7 +83,8 @@ class AmaxHistory(nn.Module):
 
     def __init__(self, recipe: Recipe, weight: Tensor, *, is_expert: bool) -> None:
         super().__init__()
-        self.recipe, self.is_expert = recipe, is_expert
+        self.recipe = recipe
+        self.is_expert = is_expert
         if recipe.history:
             zeros = torch.zeros(2, recipe.history, device=weight.device)
             self.register_buffer("amax_history", zeros)

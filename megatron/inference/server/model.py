@@ -107,7 +107,8 @@ class Model:
             async with self._places[sum(map(len, items)) > self.most_characters]:
                 is_done, found = await asyncio.to_thread(self._ask, data)
         except tokenizer_worker.READ_ERRORS as error:
-            is_done, found = False, error
+            is_done = False
+            found = error
         if not is_done:
             raise ApiError(f"{param}: the tokenizer cannot read it: {found}", param)
         return list(found)

@@ -164,7 +164,8 @@ def with_changes(stored: Arguments, changes: Arguments, say: Callable[[str], Non
     which splits them evenly; ``say`` receives those that had an effect.  Raises ConfigError if the
     layers cannot be split evenly.
     """
-    pp, num_layers = changes.get(_PIPELINE), stored.get("num_layers")
+    pp = changes.get(_PIPELINE)
+    num_layers = stored.get("num_layers")
     if pp is None or pp == (stored.get(_PIPELINE) or 1):
         return {**stored, **changes}
     has_encoder = model_kind(stored.get("model_kind") or "gpt").has_encoder

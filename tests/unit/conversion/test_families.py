@@ -76,7 +76,8 @@ def test_the_released_form_of_gemma_3_is_read_as_the_newer_one(tmp_path: Path) -
     shutil.copytree(tmp_path / "new", tmp_path / "old")
     config = config_of(tmp_path / "new")
     ropes = config.pop("rope_parameters")
-    full, windowed = "full_attention", "sliding_attention"
+    full = "full_attention"
+    windowed = "sliding_attention"
     assert config.pop("layer_types") == [windowed] * 5 + [full, windowed]
     config |= {
         "rope_theta": ropes[full].pop("rope_theta"),

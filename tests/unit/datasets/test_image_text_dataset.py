@@ -158,7 +158,8 @@ class TestTensors:
         files = ("a.png", png()), ("a.json", talk("<image> what?", "a cat", "sure?", "yes"))
         sample, _ = one(tmp_path, *files, weighs_answers=True)
         weights = sample["loss_mask"]
-        third, half = 3**-0.5, 2**-0.5
+        third = 3**-0.5
+        half = 2**-0.5
         assert weights.tolist() == pytest.approx([0, 0, 0, *[third] * 3, 0, 0, 0, half, half, 0])
 
     def test_the_name_of_a_sample_chooses_its_question(self, tmp_path: Path) -> None:

@@ -32,8 +32,10 @@ from megatron.core.tensor_parallel.quantized_linear import (
 # Entry of a module's fp8_meta that tells the package that the module's amax values are already in
 # its list of values to reduce.  They are not, so the package never updates them.
 _IS_LISTED = "buffer_index_and_autocast_key"
-_FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
-_INPUT, _WEIGHT = 0, 1  # columns of the forward state of a module with one GEMM
+_FORWARD = "scaling_fwd"
+_BACKWARD = "scaling_bwd"
+_INPUT = 0
+_WEIGHT = 1  # columns of the forward state of a module with one GEMM
 _GRADIENT = 0  # column of its backward state
 
 
@@ -72,11 +74,13 @@ class EngineAmax(AmaxHistory):
             meta[_IS_LISTED] = []
             module.init_fp8_metadata(num_gemms=1)  # type: ignore[operator]
             self._meta, self._scaled_by, self._weight = meta, -1, None
-        forward, backward = meta[_FORWARD], meta[_BACKWARD]
+        forward = meta[_FORWARD]
+        backward = meta[_BACKWARD]
         if self.training and self._has_evaluated:
             forward.amax_history[0].zero_()
         self._has_evaluated = not self.training
-        top, top_of_gradient = self.recipe.forward.largest, self.recipe.backward.largest
+        top = self.recipe.forward.largest
+        top_of_gradient = self.recipe.backward.largest
         if self._scaled_by != self.amax_history._version:
             self._scaled_by = self.amax_history._version
             margin = self.recipe.margin
