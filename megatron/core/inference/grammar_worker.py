@@ -22,8 +22,9 @@ from megatron.core.optional import require
 
 STEP = struct.Struct("<qi")  # number of a text, and a token
 ANSWER = struct.Struct("<q?")
+# In place of a token: begin a text, or forget it.
 NEW = -1
-DROP = -2  # in place of a token
+DROP = -2
 WANTED_BY = "a grammar in a request"
 
 _LONGEST_FORCED = 1 << 13  # bytes that follow without a choice; each step tokenises them again

@@ -34,8 +34,9 @@ from megatron.core.tensor_parallel.quantized_linear import (
 _IS_LISTED = "buffer_index_and_autocast_key"
 _FORWARD = "scaling_fwd"
 _BACKWARD = "scaling_bwd"
+# Columns of the forward state of a module with one GEMM.
 _INPUT = 0
-_WEIGHT = 1  # columns of the forward state of a module with one GEMM
+_WEIGHT = 1
 _GRADIENT = 0  # column of its backward state
 
 
