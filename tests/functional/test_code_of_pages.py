@@ -12,6 +12,7 @@ import json
 import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.rl.environment import open_environments
 from megatron.training.rl.trainer import KNOWN_ENVIRONMENTS
+from tests import forked
 from tests.chat_templates import write_chat_tokenizer
 from tests.functional.runs import TINY, defaults_of, run_gpt, train_gpt
 from tests.pages import PAGES, blocks_of, commands_of, python_of
@@ -268,6 +270,7 @@ CHECKS: dict[str, tuple[Callable[[], None], bool]] = {  # whether it needs a mod
 FILE = re.compile(r"# my_\w+\.py\n|# pretrain_\w+\.py\n")  # test_extension_pages.py runs these
 # Page -> blocks that tests run; test_serving_commands.py and test_server_images.py run three.
 NUM_RUN = {
+    "README.md": 1,
     "adding_a_callback.md": 1,
     "adding_a_check.md": 1,
     "checkpoints.md": 1,
@@ -318,6 +321,18 @@ def test_every_block_of_python_is_run_by_a_test() -> None:
         if (count := sum(not FILE.match(block.code) for block in python_of(page)))
     }
     assert found == NUM_RUN
+
+
+def test_the_library_example_of_the_readme_trains_one_model_on_two_ranks(tmp_path: Path) -> None:
+    (block,) = python_of(ROOT / "README.md")
+    (tmp_path / "library.py").write_text(block.code)
+    command = [*forked.torchrun(2), "library.py"]
+    said = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    losses = re.findall(r"^loss (\S+) on rank [01]$", said, re.MULTILINE)
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("page", CHECKS)
