@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import megatron.post_training  # noqa: F401  registers its objectives
 from megatron.core.diagnostics.straggler import StragglerDetector
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel

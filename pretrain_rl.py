@@ -14,8 +14,8 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 
 from megatron.core.enums import ModelType
+from megatron.post_training.rl.trainer import RolloutTraining, rollout_metrics
 from megatron.training.callbacks import register_metric
-from megatron.training.rl.trainer import RolloutTraining, rollout_metrics
 from megatron.training.training import pretrain
 from pretrain_gpt import forward_step, model_provider
 

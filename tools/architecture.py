@@ -27,6 +27,8 @@ How a run goes through the code. `tools/architecture.py` writes this page from t
 - `megatron/core` is the library: typed, frozen configurations; process groups as arguments; no
   command line and no global state except what Megatron-LM's own API needs.
 - `megatron/training` is the application: from a command line to a trained model.
+- `megatron/post_training` is above it: fine-tuning, distillation, pruning, reinforcement learning.
+  It registers its objectives with `megatron/training`, which imports nothing of it.
 - `pretrain_*.py` are the entry scripts: the model, the batch and the loss of one kind of model.
 
 ## Layers
@@ -65,6 +67,7 @@ def _in(file: str, name: str, *calls: Stop, called: str = "") -> Stop:
 
 
 _TRAINING, _CORE = "megatron/training", "megatron/core"
+_LAYERS = ("core", "training", "post_training")  # whose packages the diagram has, lowest first
 ARGV_TO_STEP = _in(
     f"{_TRAINING}/training.py",
     "pretrain",
@@ -374,7 +377,7 @@ def _in_order(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
 def diagram() -> Iterator[str]:
     """Yield packages and the imports between them as lines of a Mermaid flow chart."""
     imported = package_imports()
-    rows: dict[str, list[str]] = {"megatron/training": [], "megatron/core": []}
+    rows: dict[str, list[str]] = {f"megatron/{name}": [] for name in reversed(_LAYERS)}
     for package in imported:
         rows["megatron/" + package.split(".")[0]].append(package)
     for title, packages in rows.items():
@@ -419,7 +422,7 @@ def package_imports() -> dict[str, set[str]]:
 
 def _package(module: str) -> str | None:
     parts = module.split(".")
-    if parts[0] != "megatron" or parts[1] not in ("core", "training") or len(parts) < 4:
+    if parts[0] != "megatron" or parts[1] not in _LAYERS or len(parts) < 4:
         return None
     return f"{parts[1]}.{parts[2]}" if (ROOT / "/".join(parts[:3])).is_dir() else None
 

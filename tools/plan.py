@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
+import megatron.post_training  # noqa: F401  registers its objectives
 from megatron.training.arguments.parser import parse_args
 from megatron.training.plan.check import check_only
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.training.rl.environment import Environment, Prompt
+from megatron.post_training.rl.environment import Environment, Prompt
 
 _OPERATORS = "+-*"
 

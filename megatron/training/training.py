@@ -17,7 +17,6 @@ from megatron.core.enums import ModelType
 from megatron.core.lazy import lazy_exports
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc
-from megatron.post_training import save_logits
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.user import require_callbacks
@@ -50,6 +49,7 @@ from megatron.training.initialize import (
 from megatron.training.loop import train
 from megatron.training.memory.report import report_oom
 from megatron.training.memory.warmup import make_optimizer_state, rehearse
+from megatron.training.models.registry import implementation_of
 from megatron.training.process import exit_report
 from megatron.training.process.failure_watch import failure_watch, tell_launcher
 from megatron.training.process.rank_print import print_rank_0
@@ -263,12 +263,10 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     setup.check_adapter_targets(run)
     print_gradient_accumulation_fusion(run)
     print_expert_waits(run)
-    is_saving = run.config.distillation.logits_save_dir is not None
-    if not (run.config.validation.skip_train or is_saving):
+    replaces_training = implementation_of(run.config).replace_training is not None
+    if not (run.config.validation.skip_train or replaces_training):
         setup.build_optimizer(run)
     load(run)
-    if is_saving:
-        save_logits.prepare(run)
     recount_train_iters(run)
     run.timers("model-and-optimizer-setup").stop()
     print_datetime("after model, optimizer, and learning rate scheduler are built")
@@ -295,8 +293,8 @@ def _add_callbacks(run: Runtime, callbacks: Sequence[Callback]) -> None:
 
 
 def _train_and_evaluate(run: Runtime) -> None:
-    if run.config.distillation.logits_save_dir is not None:
-        save_logits.save_logits(run)
+    if (replacement := implementation_of(run.config).replace_training) is not None:
+        replacement(run)
         return
     skip_train = run.config.validation.skip_train
     if skip_train:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.mapping import Piece
+from megatron.post_training.rl.environment import Environment, Prompt
+from megatron.post_training.rl.trainer import RolloutTraining
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
-from megatron.training.rl.environment import Environment, Prompt
-from megatron.training.rl.trainer import RolloutTraining
 from megatron.training.runtime.runtime import Callback, Runtime
 
 

@@ -25,10 +25,10 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from megatron.core.config.errors import ConfigError
+from megatron.post_training.rl.environment import open_environments
+from megatron.post_training.rl.trainer import KNOWN_ENVIRONMENTS
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.rl.environment import open_environments
-from megatron.training.rl.trainer import KNOWN_ENVIRONMENTS
 from tests import forked
 from tests.chat_templates import write_chat_tokenizer
 from tests.functional.runs import TINY, defaults_of, run_gpt, train_gpt

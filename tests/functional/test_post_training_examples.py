@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.post_training.logits_store import LogitsStore
+from megatron.post_training.distillation.logits_store import LogitsStore
 from tests import forked
 from tests.functional.runs import ROOT
 

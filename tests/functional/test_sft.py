@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.utils import Split
-from megatron.training.datasets.sft_dataset import SFTDataset, SFTDatasetConfig, SFTLowLevelDataset
+from megatron.post_training.sft.dataset import SFTDataset, SFTDatasetConfig, SFTLowLevelDataset
 from megatron.training.tokenizer.build import create_tokenizer
 from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.spec import TokenizerSpec

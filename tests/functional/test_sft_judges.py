@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.datasets.conversations import Conversation
+from megatron.post_training.sft.dataset import encode_conversation
 from megatron.training.conversion.convert import HF, ConversionRequest, convert
-from megatron.training.datasets.conversation import Conversation, encode_conversation
 from megatron.training.tokenizer.build import create_tokenizer
 from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.spec import TokenizerSpec

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.post_training import save_logits
-from megatron.post_training.logits_store import LogitsStore
+from megatron.post_training.distillation import stored_distillation
+from megatron.post_training.distillation.logits_store import LogitsStore
 from megatron.training.plan.stages import plan_run
 from tests import tolerances
 from tests.functional.runs import (
@@ -111,7 +111,7 @@ def killed(rank: int, world_size: int, argv: Sequence[str]) -> None:
 
 
 def each_step(rank: int, world_size: int, argv: Sequence[str]) -> None:
-    with mock.patch.object(save_logits, "_FILE_BYTES", 1):  # a file for each step
+    with mock.patch.object(stored_distillation, "_FILE_BYTES", 1):  # a file for each step
         train_gpt(rank, world_size, argv)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron.core.datasets.packed_rows import packed
+from megatron.core.datasets.packing import packed
 from megatron.training.data import register_dataset
 
 IMAGE = -200

@@ -8,6 +8,7 @@ import parallel_state and global_vars: functions that scripts call without proce
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from tests.repo.source import Source, functions
@@ -62,7 +63,6 @@ TRAINING_LAYERS = (
     {"entry"},  # files directly in megatron/training
     {"conversion", "preprocess"},
     {"inference"},
-    {"rl", "preference"},
 )
 _ENTRY_ROW = TRAINING_LAYERS.index({"entry"})
 ENTRY = {"__init__", "initialize", "loop", "shutdown", "startup_log", "training"}
@@ -77,6 +77,11 @@ MEGATRON_PATHS = {
     "yaml_arguments",
     "datasets",
 }
+
+# Post-training is above these: it registers its objectives with them.
+BELOW_POST_TRAINING = ("megatron/core/", "megatron/training/", "megatron/inference/")
+# Import paths of Megatron-LM, for scripts only, whose modules are in post-training.
+PATHS_ABOVE = {"megatron/training/datasets/sft_dataset.py"}
 
 # Modules with global state -> files of the compatibility API that may import them: functions that
 # scripts written for Megatron-LM call without process groups or a run.
@@ -188,20 +193,33 @@ def training_packages_keep_their_layers(source: Source) -> Iterator[str]:
 
 
 def imports_point_downwards(source: Source) -> Iterator[str]:
-    """Core knows no application, megatron no scripts and no mocks, nobody the tests."""
+    """Core knows no application, training no post-training, megatron no scripts, nobody the tests.
+
+    A string that names a module counts as an import.
+    """
     forbidden = {"tests", "examples", "benchmarks"} - {source.path.split("/")[0]}
     if source.is_under("megatron"):
         forbidden |= {"tools", "pretrain_gpt", "pretrain_bert", "pretrain_t5", "pretrain_mamba"}
         forbidden |= {"unittest"}  # its mocks replace attributes of modules
     if source.path.startswith("megatron/core/"):
-        forbidden |= {"megatron.training", "megatron.post_training"}
+        forbidden |= {"megatron.training"}
     if source.path.startswith(("megatron/core/", "megatron/training/")):
         forbidden |= {"megatron.inference"}  # the server uses the engine and the tokenizers
+    if source.path.startswith(BELOW_POST_TRAINING) and source.path not in PATHS_ABOVE:
+        forbidden |= {"megatron.post_training"}
     if source.is_under("tests"):
         return
-    for line, name in source.imports():
+    for line, name in (*source.imports(), *_named_modules(source.tree)):
         if any(name == top or name.startswith(f"{top}.") for top in forbidden):
             yield f"{line}: must not import {name}"
+
+
+def _named_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and text of strings that name a module of megatron, to import it later."""
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and re.fullmatch(r"megatron(\.\w+)+(:\w+)?", node.value):
+            yield node.lineno, node.value.partition(":")[0]
 
 
 def only_the_compatibility_api_reads_global_state(source: Source) -> Iterator[str]:

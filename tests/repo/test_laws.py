@@ -34,6 +34,9 @@ BREACHES = {
         ("megatron/training/x.py", "import tools.preprocess_data"),
         ("megatron/core/x.py", "from megatron.inference.text import Detokenizer"),
         ("megatron/training/x.py", "import megatron.inference"),
+        ("megatron/training/x.py", "from megatron.post_training.sft import dataset"),
+        ("megatron/training/models/x.py", "SFT = 'megatron.post_training.sft.objective:GPT_SFT'"),
+        ("megatron/inference/x.py", "import megatron.post_training"),
         ("tools/x.py", "from tests.ranks import run_ranks"),
     ],
     "only_the_compatibility_api_reads_global_state": [
@@ -99,6 +102,7 @@ BREACHES = {
 # What looks like a breach and is none.
 ALLOWED = [
     ("megatron/core/transformer/x.py", "from megatron.core.tensor_parallel import layers"),
+    ("megatron/post_training/x.py", "from megatron.training.training import pretrain"),
     ("megatron/core/x.py", "import typing\na = typing.get_args(x)"),
     ("megatron/core/x.py", "def __getattr__(name):\n    import os"),
     ("tools/x.py", "def main():\n    import os"),

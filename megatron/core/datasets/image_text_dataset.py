@@ -21,8 +21,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.conversations import (
     IMAGE_TOKEN,
     caption_turns,
-    conversation_of,
     parse_record,
+    turns_of,
 )
 from megatron.core.datasets.images.decode import size_of_image
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
@@ -34,7 +34,7 @@ from megatron.core.datasets.megatron_dataset import (
     describe,
     description_hash,
 )
-from megatron.core.datasets.packed_rows import RowPlan, packed
+from megatron.core.datasets.packing import RowPlan, packed
 from megatron.core.datasets.replaced_samples import ReplacedSamples, ReplacedSamplesConfig
 from megatron.core.datasets.tar_shards import TarSample, TarShards
 from megatron.core.datasets.utils import Split
@@ -107,7 +107,7 @@ class ImageTextDataset(ReplacedSamples):
     A sample cannot be used if an image is damaged, the number of images differs from the text, or
     no answer is within s tokens.
 
-    With ``packs_samples`` a row has several samples, see `packed_rows`: position_ids begin at 0 at
+    With ``packs_samples`` a row has several samples, see `packing`: position_ids begin at 0 at
     each.  An unusable sample is left out then.  The lengths of all samples are counted once, and
     written beside the first shard, or into the cache directory.
     """
@@ -284,7 +284,7 @@ class ImageTextDataset(ReplacedSamples):
             name = os.path.basename(content.name)
             prompt = prompts[zlib.crc32(name.encode()) % len(prompts)]
         if content.json is not None:
-            turns = conversation_of(parse_record(content.json), num_images, prompt)
+            turns = turns_of(parse_record(content.json), num_images, prompt)
         elif content.text is not None:
             caption = content.text.decode("utf-8", "replace").strip()
             turns = caption_turns(caption, num_images, prompt)

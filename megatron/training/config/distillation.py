@@ -74,7 +74,7 @@ class DistillationConfig:
 
     @property
     def method(self) -> str | None:
-        """How the loss of the run is changed: a key of `registry.METHODS`, or None."""
+        """How the loss of the run is changed: a name of `register_objectives`, or None."""
         given = {
             "teacher": self.export_kd_teacher_load,
             "store": self.logits_load_dir,

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.config.errors import DataError
+from megatron.core.datasets.conversations import messages_of, tools_of
+from megatron.core.datasets.row_files import open_rows
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.config.run import RunConfig
-from megatron.training.datasets.conversation import messages_of, tools_of
-from megatron.training.datasets.row_files import open_rows
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
 from megatron.training.runtime.runtime import Callback, Runtime

@@ -14,12 +14,7 @@ GPT = ModelKind(
     title="GPT",
     entry_script="pretrain_gpt.py",
     implementation="megatron.training.models.gpt:GPT",
-    objectives={
-        GRPO: "megatron.training.rl.objective:GRPO",
-        SFT: "megatron.training.datasets.sft:GPT_SFT",
-        DPO: "megatron.training.preference.objective:DPO",
-        REWARD: "megatron.training.preference.objective:REWARD",
-    },
+    objectives=frozenset({GRPO, SFT, DPO, REWARD}),
     supports_compile=True,
 )
 BERT = ModelKind(

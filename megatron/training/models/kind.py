@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.training.config.run import PRETRAINING, RunConfig
+from megatron.training.config.run import RunConfig
 from megatron.training.models.layers import Layer, stack_of_layers
 
 
@@ -100,7 +100,8 @@ class ModelImplementation:
     data set whose samples have more tensors.  ``joins_rows``: the batch table has
     ``packed_seq_params``, the bounds of samples; the model gets all rows of a micro-batch as one
     row [1, b s] with them.  ``prepare_data(run, dataset config)`` runs on every rank before the
-    datasets are built, and returns further settings of the config.
+    datasets are built, and returns further settings of the config.  ``replace_training(run)`` is
+    called in place of the training loop; no optimizer is built.
     """
 
     build: Callable[..., nn.Module]
@@ -114,6 +115,7 @@ class ModelImplementation:
     wrap_dataset: Callable[..., Any] | None = None
     joins_rows: bool = False
     prepare_data: Callable[[Any, Any], dict[str, Any]] | None = None
+    replace_training: Callable[[Any], None] | None = None
 
 
 def _no_problems(_run: RunConfig) -> Iterable[str]:
@@ -125,7 +127,8 @@ class ModelKind:
     """Description of a model kind; the defaults describe GPT.
 
     ``implementation`` is a ModelImplementation or its import path ``package.module:NAME``.
-    ``objectives``: implementations of the objectives beside pretraining, by `RunConfig.objective`.
+    ``objectives``: those beside pretraining, values of `RunConfig.objective`, that this kind can
+    have; `register_objectives` registers their implementations.
     ``layers`` returns the parts of each layer; the estimates of FLOPs, parameters and memory use
     it.  ``problems`` yields error messages for runs that this kind does not support.
     """
@@ -133,7 +136,7 @@ class ModelKind:
     title: str  # used in messages
     entry_script: str  # the program that trains it
     implementation: ModelImplementation | str
-    objectives: Mapping[str, ModelImplementation | str] = field(default_factory=dict)
+    objectives: frozenset[str] = frozenset()
     is_causal: bool = True  # False: attention is bidirectional
     has_encoder: bool = False  # encoder and decoder, each with its own depth and length
     is_hybrid: bool = False  # the --hybrid-* and --mamba-* flags describe the layers
@@ -149,9 +152,9 @@ class ModelKind:
     layers: Callable[[RunConfig], list[Layer]] = stack_of_layers
     problems: Callable[[RunConfig], Iterable[str]] = _no_problems
 
-    def load(self, objective: str = PRETRAINING) -> ModelImplementation:
-        """Return the implementation of ``objective``; import it if its import path is given."""
-        named = self.implementation if objective == PRETRAINING else self.objectives[objective]
+    def load(self) -> ModelImplementation:
+        """Return the implementation; import it if its import path is given."""
+        named = self.implementation
         found = pkgutil.resolve_name(named) if isinstance(named, str) else named
         assert isinstance(found, ModelImplementation), f"{named} is no ModelImplementation"
         return found

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.config.language_model import MODEL_KINDS, LanguageModelConfig
-from megatron.training.config.run import RunConfig
+from megatron.training.config.run import PRETRAINING, RunConfig
 from megatron.training.models.kind import ModelImplementation, ModelKind
 
-# Method of distillation -> function that changes the implementation of an objective; imported if a
-# run needs it.
-METHODS = {
-    "teacher": "megatron.post_training.distillation:distilled",
-    "store": "megatron.post_training.stored_distillation:taught",
-    "save": "megatron.post_training.stored_distillation:saving",
-}
+# Import path of the ModelImplementation of each objective beside pretraining, and of the function
+# of each method of distillation that changes one.
+_OBJECTIVES: dict[str, str] = {}
 
 
 def register_model_kind(name: str, kind: ModelKind) -> None:
@@ -44,17 +40,35 @@ def model_kind_of(config: RunConfig) -> ModelKind:
     return model_kind(config.language_model.model_kind)
 
 
+def register_objectives(paths: Mapping[str, str]) -> None:
+    """Register objectives and methods of distillation: name -> ``package.module:NAME``.
+
+    What a path names is imported when a run needs it.
+    """
+    _OBJECTIVES.update(paths)
+
+
 def implementation_of(config: RunConfig) -> ModelImplementation:
     """Return the implementation of the model kind and objective that ``config`` selects.
 
-    Distillation changes that of any objective.
+    Distillation changes that of any objective.  Raise ConfigError if the program has not registered
+    the objective.
     """
-    found = model_kind_of(config).load(config.objective)
-    if (method := config.distillation.method) is None:
-        return found
-    change: Callable[[ModelImplementation], ModelImplementation]
-    change = pkgutil.resolve_name(METHODS[method])
-    return change(found)
+    kind = model_kind_of(config)
+    found = kind.load() if config.objective == PRETRAINING else _registered(config.objective)
+    if (method := config.distillation.method) is not None:
+        found = _registered(method)(found)
+    assert isinstance(found, ModelImplementation), f"{found} is no ModelImplementation"
+    return found
+
+
+def _registered(name: str) -> Any:
+    if name not in _OBJECTIVES:
+        raise ConfigError(
+            f"the flags select {name!r}, which this program has not registered: add "
+            "`import megatron.post_training` to it, or --import-module megatron.post_training"
+        )
+    return pkgutil.resolve_name(_OBJECTIVES[name])
 
 
 def build_model_stage(

@@ -16,7 +16,7 @@ from megatron.core.datasets.images.patches import FRAMES, MERGE
 from megatron.core.datasets.images.pixels import ImageSettings
 from megatron.core.datasets.images.tiling import LLAVA_NEXT_GRIDS
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
-from megatron.core.datasets.packed_rows import packed
+from megatron.core.datasets.packing import packed
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings

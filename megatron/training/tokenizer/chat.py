@@ -18,9 +18,8 @@ import numpy as np
 
 from megatron.core.chat_templates import compile_template, read_chat_template, template_errors
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.conversations import Message as Message
 from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken
-
-Message = Mapping[str, Any]  # role, content, and tool_calls or reasoning_content of an assistant
 
 _WANTED_BY = "a chat template"
 _MARKS = ("\ufdd0", "\ufdd1")  # code points that Unicode reserves for use inside of a program

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron.post_training  # noqa: F401  registers its objectives
 from megatron.core.extensions.transformer_engine.engine import unsupported_reason
 from megatron.training.arguments.input_files import vocabulary_of
 from megatron.training.arguments.parser import parse_args

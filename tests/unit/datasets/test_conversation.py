@@ -11,14 +11,14 @@ from unittest import mock
 import pytest
 
 from megatron.core.config.errors import DataError
-from megatron.training.datasets import row_files
-from megatron.training.datasets.conversation import (
+from megatron.core.datasets import row_files
+from megatron.core.datasets.conversations import (
     Conversation,
     conversation_of,
-    encode_conversation,
     read_conversation,
 )
-from megatron.training.datasets.row_files import open_rows
+from megatron.core.datasets.row_files import open_rows
+from megatron.post_training.sft.dataset import encode_conversation
 from megatron.training.tokenizer.build import create_tokenizer
 from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.spec import TokenizerSpec
@@ -209,7 +209,7 @@ def test_files_that_are_no_json_text_are_refused(tmp_path):
 
 
 def test_a_file_that_decompresses_to_more_than_memory_has_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.training.datasets.row_files.free_for_job", lambda: 1 << 24)
+    monkeypatch.setattr("megatron.core.datasets.row_files.free_for_job", lambda: 1 << 24)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b" " * (1 << 23)))
     with pytest.raises(DataError, match="has more than 8388608 bytes when decompressed"):
         open_rows(str(tmp_path / "a.jsonl.gz"))

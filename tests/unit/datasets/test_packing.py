@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.training.datasets.packing import PackedEpochs, first_fit_decreasing
+from megatron.core.datasets.packing import PackedEpochs, first_fit_decreasing
 
 
 def plain_first_fit_decreasing(lengths, capacity):

@@ -14,13 +14,13 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.utils import Split
-from megatron.training.data.loaders import mean_row_tokens
-from megatron.training.datasets.sft_dataset import (
+from megatron.post_training.sft.dataset import (
     MockSFTDataset,
     SFTDataset,
     SFTDatasetConfig,
     SFTLowLevelDataset,
 )
+from megatron.training.data.loaders import mean_row_tokens
 from megatron.training.tokenizer.build import create_tokenizer
 from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.null import _NullTokenizer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.post_training.losses import (
+from megatron.post_training.distillation.losses import (
     balanced,
     cosine_loss,
     divergence_from_stored,

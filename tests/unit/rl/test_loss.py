@@ -11,10 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.post_training.rl.objective import grpo_loss
+from megatron.post_training.rl.rounds import (
+    Rollouts,
+    Round,
+    group_advantages,
+    step_batches,
+    trimmed,
+)
+from megatron.post_training.rl.token_scores import score_labels
 from megatron.training.config.run import RunConfig
-from megatron.training.rl.objective import grpo_loss
-from megatron.training.rl.rounds import Rollouts, Round, group_advantages, step_batches, trimmed
-from megatron.training.rl.token_scores import score_labels
 from tests.ranks import run_ranks
 from tests.unit.arguments.commands import run_of
 from tests.unit.one_process import one_process_groups, one_rank

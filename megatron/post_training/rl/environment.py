@@ -24,9 +24,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.conversations import messages_of, tools_of
+from megatron.core.datasets.row_files import Rows, open_rows
 from megatron.core.text_files import parse_yaml, read_text
-from megatron.training.datasets.conversation import messages_of, tools_of
-from megatron.training.datasets.row_files import Rows, open_rows
 from megatron.training.process.user_code import find_user_object
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
@@ -226,7 +226,7 @@ def _class_of(name: str, what: str) -> type[Environment]:
     if not (isinstance(made, type) and issubclass(made, Environment)):
         raise ConfigError(
             f"{what}: agent_type {name} is no class that derives from "
-            "megatron.training.rl.environment.Environment: name such a class"
+            "megatron.post_training.rl.environment.Environment: name such a class"
         )
     if missing := sorted(getattr(made, "__abstractmethods__", ())):
         raise ConfigError(f"{what}: agent_type {name} does not define {missing[0]}(): define it")

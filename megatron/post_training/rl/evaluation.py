@@ -11,15 +11,15 @@ import numpy as np
 from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
-from megatron.training.config.run import RunConfig
-from megatron.training.rl.environment import Environment, Task
-from megatron.training.rl.generate import (
+from megatron.post_training.rl.environment import Environment, Task
+from megatron.post_training.rl.generate import (
     PromptSource,
     answers_of,
     rewards_of,
     sampling_params,
     tokenized,
 )
+from megatron.training.config.run import RunConfig
 
 
 def evaluate_policy(

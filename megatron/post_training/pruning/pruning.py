@@ -22,7 +22,15 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.post_training.importance import EXPERTS, FFN, HEADS, HIDDEN, LAYER, Scores, key
+from megatron.post_training.pruning.importance import (
+    EXPERTS,
+    FFN,
+    HEADS,
+    HIDDEN,
+    LAYER,
+    Scores,
+    key,
+)
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion.convert import (
     ConversionRequest,

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.process.user_code import find_user_object
-from megatron.training.rl.environment import (
+from megatron.post_training.rl.environment import (
     LARGEST_WEIGHT,
     FileEnvironment,
     Prompt,
     checked_threads,
 )
+from megatron.training.process.user_code import find_user_object
 
 _WHAT = "agent_args: functions"
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron.core.config.errors import DataError
-from megatron.training.datasets.conversation import (
+from megatron.core.datasets.conversations import (
     Conversation,
     answered_prompt,
     check_turns,
@@ -20,7 +20,7 @@ from megatron.training.datasets.conversation import (
     sharegpt_messages,
     tools_of,
 )
-from megatron.training.datasets.row_files import keys_of
+from megatron.core.datasets.row_files import keys_of
 
 
 class Pair(NamedTuple):

@@ -14,7 +14,7 @@ from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from megatron.training.rl.environment import FileEnvironment, Prompt, checked_threads
+from megatron.post_training.rl.environment import FileEnvironment, Prompt, checked_threads
 
 _LONGEST_WAIT_S = 30.0
 

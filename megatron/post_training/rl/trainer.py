@@ -18,19 +18,15 @@ from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.training.config.run import GRPO, RunConfig
-from megatron.training.data.loaders import chunk_iterators, reads_data
-from megatron.training.inference.engine_flags import GenerationLayout
-from megatron.training.inference.refit import TrainingEngine, open_engine
-from megatron.training.rl.environment import Environment, open_environments
-from megatron.training.rl.evaluation import evaluate_policy
-from megatron.training.rl.function_environment import FunctionEnvironment
-from megatron.training.rl.generate import PromptSource, check_prompts, generate_round
-from megatron.training.rl.http_environment import HttpEnvironment
-from megatron.training.rl.log_probs import round_log_probs
-from megatron.training.rl.objective import needs_old_log_probs
-from megatron.training.rl.reference import ReferencePolicy
-from megatron.training.rl.rounds import (
+from megatron.post_training.rl.environment import Environment, open_environments
+from megatron.post_training.rl.evaluation import evaluate_policy
+from megatron.post_training.rl.function_environment import FunctionEnvironment
+from megatron.post_training.rl.generate import PromptSource, check_prompts, generate_round
+from megatron.post_training.rl.http_environment import HttpEnvironment
+from megatron.post_training.rl.log_probs import round_log_probs
+from megatron.post_training.rl.objective import needs_old_log_probs
+from megatron.post_training.rl.reference import ReferencePolicy
+from megatron.post_training.rl.rounds import (
     Rollouts,
     Round,
     from_json,
@@ -39,6 +35,10 @@ from megatron.training.rl.rounds import (
     to_json,
     trimmed,
 )
+from megatron.training.config.run import GRPO, RunConfig
+from megatron.training.data.loaders import chunk_iterators, reads_data
+from megatron.training.inference.engine_flags import GenerationLayout
+from megatron.training.inference.refit import TrainingEngine, open_engine
 from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Callback, EvalResult, Runtime
 from megatron.training.runtime.state import StepResult

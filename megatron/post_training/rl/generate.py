@@ -21,19 +21,19 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import DataError
+from megatron.core.datasets.row_files import read_row, report_wrong_rows
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.training.config.run import RunConfig
-from megatron.training.datasets.row_files import read_row, report_wrong_rows
-from megatron.training.rl.environment import (
+from megatron.post_training.rl.environment import (
     Environment,
     Environments,
     FileEnvironment,
     Prompt,
     Task,
 )
-from megatron.training.rl.rounds import Rollouts
+from megatron.post_training.rl.rounds import Rollouts
+from megatron.training.config.run import RunConfig
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
 

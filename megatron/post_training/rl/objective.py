@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.post_training.rl.environment import check_classes
+from megatron.post_training.rl.token_scores import TokenScores, score_labels
 from megatron.training.config.rl import RLConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.gpt import GPT
 from megatron.training.models.kind import Batch, BatchTable, TensorSpec
-from megatron.training.rl.environment import check_classes
-from megatron.training.rl.token_scores import TokenScores, score_labels
 
 Reported = dict[str, Tensor]
 

@@ -11,16 +11,16 @@ import torch
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.conversations import Conversation
 from megatron.core.datasets.megatron_dataset import Sample
-from megatron.training.datasets.conversation import Conversation
-from megatron.training.datasets.row_files import read_row
-from megatron.training.datasets.sft_dataset import (
+from megatron.core.datasets.row_files import read_row
+from megatron.post_training.preference.rows import ANSWERS, pair_of
+from megatron.post_training.sft.dataset import (
     MockConversations,
     SFTDataset,
     SFTDatasetConfig,
     SFTLowLevelDataset,
 )
-from megatron.training.preference.rows import ANSWERS, pair_of
 from megatron.training.tokenizer.chat import EncodedChat
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.text_files import parse_yaml, read_text
-from megatron.post_training.losses import HIDDEN_LOSSES
+from megatron.post_training.distillation.losses import HIDDEN_LOSSES
 
 LOGITS = "output_layer"
 FINAL_NORM = "decoder.final_layernorm"

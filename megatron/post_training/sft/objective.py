@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.post_training.sft.dataset import MockSFTDataset, SFTDataset, SFTDatasetConfig
 from megatron.training.config.run import SFT, RunConfig
-from megatron.training.datasets.sft_dataset import MockSFTDataset, SFTDataset, SFTDatasetConfig
 from megatron.training.models.gpt import build_gpt_model
 from megatron.training.models.kind import (
     Batch,

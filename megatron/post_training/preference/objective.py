@@ -6,24 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.gpt.reward_model import RewardModel
-from megatron.training.config import run
-from megatron.training.config.run import RunConfig
-from megatron.training.datasets.sft import (
+from megatron.post_training.preference.dataset import (
+    MockPreferenceDataset,
+    PreferenceDataset,
+    PreferenceDatasetConfig,
+)
+from megatron.post_training.preference.losses import preference_loss, reward_loss
+from megatron.post_training.preference.reference import references_of_data
+from megatron.post_training.sft.objective import (
     GPT_SFT,
     set_loss_share,
     sft_batch,
     sft_settings,
     token_specs,
 )
+from megatron.training.config import run
+from megatron.training.config.run import RunConfig
 from megatron.training.models.gpt import gpt_layer_spec
 from megatron.training.models.kind import BatchTable, language_arguments
-from megatron.training.preference.dataset import (
-    MockPreferenceDataset,
-    PreferenceDataset,
-    PreferenceDatasetConfig,
-)
-from megatron.training.preference.losses import preference_loss, reward_loss
-from megatron.training.preference.reference import references_of_data
 
 
 def preference_dataset_config(config: RunConfig, **common: Any) -> PreferenceDatasetConfig:

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import device
+from megatron.post_training.rl.objective import apply_policy
+from megatron.post_training.rl.rounds import Round, step_batches
+from megatron.post_training.rl.token_scores import score_labels
 from megatron.training.data.batch import next_batch
 from megatron.training.data.loaders import chunk_iterators
 from megatron.training.models.kind import Batch
-from megatron.training.rl.objective import apply_policy
-from megatron.training.rl.rounds import Round, step_batches
-from megatron.training.rl.token_scores import score_labels
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.step.train_step import forward_backward
 

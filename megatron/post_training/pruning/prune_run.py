@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.collectives import all_or_none, broadcast_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.text_files import read_text
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.post_training.importance import Importance, Scores
-from megatron.post_training.pruning import Targets, check_targets, choose, prune
+from megatron.post_training.pruning.importance import Importance, Scores
+from megatron.post_training.pruning.pruning import Targets, check_targets, choose, prune
 from megatron.training.checkpointing.run_checkpoint import load
 from megatron.training.data.batch import next_batch
 from megatron.training.data.datasets import build_datasets

@@ -29,14 +29,14 @@ from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.utils import Split
 from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.post_training.preference.dataset import PreferenceDataset, PreferenceDatasetConfig
+from megatron.post_training.preference.losses import pairs_of
+from megatron.post_training.sft.objective import apply_sft, set_loss_share
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.data.batch import next_batch
 from megatron.training.data.loaders import chunk_iterators, joined_tensors, reads_data
-from megatron.training.datasets.sft import apply_sft, set_loss_share
 from megatron.training.models.kind import Batch
 from megatron.training.models.registry import implementation_of
-from megatron.training.preference.dataset import PreferenceDataset, PreferenceDatasetConfig
-from megatron.training.preference.losses import pairs_of
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.step.train_step import forward_backward

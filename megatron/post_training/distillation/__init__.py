@@ -1,0 +1,1 @@
+"""Distillation from a teacher in the run, or from its stored log-probabilities."""

@@ -1,0 +1,1 @@
+"""Pruning of a GPT by the importance of its parts."""

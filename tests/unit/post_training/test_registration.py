@@ -1,0 +1,29 @@
+"""Objectives of post-training are registered by the programs that train."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.models import registry
+from tests.repo.source import ROOT
+from tests.unit.arguments.commands import run_of
+
+
+@pytest.mark.parametrize("program", ["pretrain_gpt", "pretrain_mamba", "pretrain_rl"])
+def test_a_program_that_trains_registers_the_objectives(program):
+    code = (
+        f"import {program}\n"
+        "from megatron.training.models.registry import _OBJECTIVES\n"
+        "assert {'sft', 'dpo', 'reward', 'grpo', 'teacher', 'store', 'save'} == set(_OBJECTIVES)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_program_without_the_objective_is_told_what_to_import(monkeypatch):
+    monkeypatch.setattr(registry, "_OBJECTIVES", {})
+    with pytest.raises(ConfigError, match="add `import megatron.post_training` to it"):
+        registry.implementation_of(run_of("--sft"))
