@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.dist_checkpointing.collectives import all_gather_json
+from megatron.core.parallel.json_collectives import all_gather_json
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.process import exit_report
 from megatron.training.process.rank_print import print_rank_0

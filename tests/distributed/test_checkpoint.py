@@ -10,10 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.background import BackgroundSave
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.dist_checkpointing.snapshot import HostBuffer

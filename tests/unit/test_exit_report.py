@@ -12,13 +12,13 @@ import pytest
 
 from megatron.core import virtual_ranks
 from megatron.core.config.errors import (
+    CheckpointDamaged,
     CheckpointError,
     ConfigError,
     DataError,
     LaunchError,
     MissingDependency,
 )
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.training.process import exit_report
 from tests import forked

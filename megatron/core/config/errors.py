@@ -46,6 +46,12 @@ class CheckpointError(MegatronError, RuntimeError):
     exit_code = 2
 
 
+class CheckpointDamaged(CheckpointError):
+    """A published checkpoint is not as written: a file is missing, truncated or changed."""
+
+    exit_code = 65
+
+
 class LaunchError(MegatronError, RuntimeError):
     """Failure of the ranks of a run to connect to each other."""
 

@@ -28,7 +28,7 @@ from typing import TypeVar
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.dist_checkpointing.collectives import gather_json, is_so_everywhere
+from megatron.core.config.value_types import JsonObject, Nested
 from megatron.core.dist_checkpointing.serialization import (
     PendingSave,
     SaveResult,
@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.serialization import (
     write,
 )
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
-from megatron.core.dist_checkpointing.value_types import JsonObject, Nested
+from megatron.core.parallel.json_collectives import gather_json, is_so_everywhere
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore
 
 T = TypeVar("T")

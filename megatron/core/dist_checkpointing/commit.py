@@ -59,6 +59,7 @@ from megatron.core.dist_checkpointing.manifest import (
     CONFIG,
     MANIFEST,
     FileEntry,
+    Layout,
     Manifest,
     adopt_file,
     check_size,
@@ -66,7 +67,6 @@ from megatron.core.dist_checkpointing.manifest import (
     write_manifest,
     write_text,
 )
-from megatron.core.dist_checkpointing.value_types import Layout
 from megatron.core.rank_local import each_rank_owns
 
 # Space for the JSON files and the file system's metadata, in addition to the tensors.

@@ -24,12 +24,16 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.incremental import hashes_of, link_unchanged
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     FORMAT,
     INDEX,
+    Common,
     FileEntry,
+    PieceEntry,
+    TensorEntry,
     rank_state_name,
     write_json,
 )
@@ -40,13 +44,6 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     LazyTensor,
     piece_name,
     write_file,
-)
-from megatron.core.dist_checkpointing.value_types import (
-    Arguments,
-    Common,
-    JsonObject,
-    PieceEntry,
-    TensorEntry,
 )
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.format import Format
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     FORMAT,
     MANIFEST,
     METADATA,
-    CheckpointDamaged,
     read_json,
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader

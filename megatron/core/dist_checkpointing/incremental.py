@@ -17,13 +17,14 @@ from megatron.core.dist_checkpointing.folders import folder_name, read_tracker
 from megatron.core.dist_checkpointing.manifest import (
     INDEX,
     FileEntry,
+    PieceEntry,
+    TensorEntry,
     json_object,
     read_checked,
     read_manifest,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
-from megatron.core.dist_checkpointing.value_types import PieceEntry, TensorEntry
 
 
 def hashes_of(tensors: Sequence[ShardedTensor]) -> dict[str, list[str]]:

@@ -31,12 +31,6 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import CheckpointError
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.collectives import (
-    all_gather_json,
-    broadcast_json,
-    gather_json,
-    on_wire,
-)
 from megatron.core.dist_checkpointing.folders import Found, folder_name, published
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, complete
 from megatron.core.dist_checkpointing.manifest import (
@@ -57,6 +51,12 @@ from megatron.core.dist_checkpointing.serialization import (
     save_failed,
 )
 from megatron.core.dist_checkpointing.validation import shorten
+from megatron.core.parallel.json_collectives import (
+    all_gather_json,
+    broadcast_json,
+    gather_json,
+    on_wire,
+)
 
 SaveName = list[int | str]  # [start time of the save in ns, the run's id]
 _PART = replace(SAFETENSORS_DIST, complete=partial(complete, is_whole=False))

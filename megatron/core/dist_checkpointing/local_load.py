@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.collectives import all_gather_json, all_or_none, on_wire
+from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.folders import published
 from megatron.core.dist_checkpointing.local import part_roots
-from megatron.core.dist_checkpointing.manifest import SAVE
+from megatron.core.dist_checkpointing.manifest import SAVE, Layout
 from megatron.core.dist_checkpointing.mapping import (
     LazyPiece,
     Piece,
@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
-from megatron.core.dist_checkpointing.value_types import JsonObject, Layout
+from megatron.core.parallel.json_collectives import all_gather_json, all_or_none, on_wire
 
 Box = tuple[str, str, tuple[int, ...], tuple[int, ...]]  # key, dtype, offset, shape
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, NotRequired, TypedDict, TypeGuard
 
 from megatron.core import optional
-from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.value_types import JsonObject, Layout
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.file_names import path_inside
 
 FORMAT = "safetensors_dist"
@@ -30,6 +30,11 @@ MANIFEST_BESIDE = "manifest.json"  # if the format uses metadata.json itself
 INDEX = "index.json"
 COMMON = "common.json"
 CONFIG = "config.yaml"
+# Entries of the state of a rank; the keys of Megatron-LM.
+RNG_STATE = "rng_state"
+RERUN_STATE = "rerun_state_machine"
+# Entry of `Arguments` that Megatron-LM does not have: size of the vocabulary without padding.
+TRUE_VOCAB_SIZE = "true_vocab_size"
 METADATA = ".metadata"  # the index of PyTorch's distributed checkpoints
 COMMON_FILE = "common.pt"  # in torch_dist: all values except tensors
 
@@ -49,10 +54,8 @@ MALFORMED = (
 )
 
 
-class CheckpointDamaged(CheckpointError):
-    """A published checkpoint is not as written: a file is missing, truncated or changed."""
-
-    exit_code = 65
+Common = Mapping[str, Any]  # values equal on all ranks: `Contents.common`
+Layout = Mapping[str, Any]  # degrees and rank order of the run that wrote a checkpoint
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,33 @@ class Manifest:
     tracker_before: list[str | int] | None = None
     layout: Layout
     files: Mapping[str, FileEntry]
+
+
+class PlaceEntry(TypedDict):
+    """A byte range of a file."""
+
+    file: str
+    start: int
+    num_bytes: int
+
+
+class PieceEntry(PlaceEntry):
+    """A box of a tensor in a file, as an index entry."""
+
+    offset: list[int]
+    shape: list[int]
+    crc32: NotRequired[list[int]]  # one per block
+    sha256_128: NotRequired[str]  # with --ckpt-incremental
+
+
+class TensorEntry(TypedDict):
+    """A tensor, as an index entry; ``dtype`` is the format's name for it."""
+
+    shape: list[int]
+    dtype: str
+    pieces: list[PieceEntry]
+    cut: NotRequired[list[int] | None]  # in torch_dist: [sharded dimension, number of shards]
+    num_stacked: NotRequired[int]  # in torch_dist: number of leading layer and expert dims
 
 
 def rank_state_name(rank: int) -> str:

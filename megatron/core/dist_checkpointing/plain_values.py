@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.value_types import Json, Nested
+from megatron.core.config.value_types import Json, Nested
 
 
 def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -> Json:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     INDEX,
     MANIFEST,
     SAVE,
-    CheckpointDamaged,
     check_size,
     crc32,
     json_object,
@@ -46,7 +46,6 @@ from megatron.core.dist_checkpointing.stored_index import (
     check_pieces,
     parse_index,
 )
-from megatron.core.dist_checkpointing.value_types import JsonObject
 
 Box = tuple[slice, ...]
 

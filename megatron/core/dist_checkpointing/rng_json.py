@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.value_types import JsonObject, StateDict, Unpickled
+from megatron.core.config.value_types import JsonObject, StateDict, Unpickled
 
 
 def to_json(states: StateDict) -> JsonObject:

@@ -17,15 +17,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.diagnostics.fault_injection import fault_point, flipped
-from megatron.core.dist_checkpointing.manifest import (
-    CheckpointDamaged,
-    FileEntry,
-    are_counts,
-    crc32,
-    json_object,
-)
+from megatron.core.dist_checkpointing.manifest import FileEntry, are_counts, crc32, json_object
 
 BLOCK_BYTES = 4 << 20
 _ALIGNMENT = 8

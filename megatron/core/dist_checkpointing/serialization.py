@@ -25,16 +25,9 @@ from typing import TypedDict
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.diagnostics.fault_injection import InjectedFault, fault_point
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.collectives import (
-    all_or_none,
-    broadcast_json,
-    error_as_json,
-    gather_json,
-    rank_in,
-    reason_of,
-)
 from megatron.core.dist_checkpointing.folders import KEEP_ALL, Retention, published
 from megatron.core.dist_checkpointing.format import (
     SAFETENSORS_DIST,
@@ -47,6 +40,8 @@ from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
     MANIFEST_BESIDE,
+    Common,
+    Layout,
 )
 from megatron.core.dist_checkpointing.mapping import (
     SavePlan,
@@ -64,7 +59,14 @@ from megatron.core.dist_checkpointing.validation import (
     check_strictness,
     shorten,
 )
-from megatron.core.dist_checkpointing.value_types import Common, JsonObject, Layout
+from megatron.core.parallel.json_collectives import (
+    all_or_none,
+    broadcast_json,
+    error_as_json,
+    gather_json,
+    rank_in,
+    reason_of,
+)
 
 _MAX_THREADS = 4  # concurrent reads; more threads do not raise throughput
 # Errors that a rank reports in the next collective instead of raising before it, which would leave

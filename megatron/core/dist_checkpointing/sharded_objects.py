@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.value_types import Nested
+from megatron.core.config.value_types import Nested
 
 ReplicaId = int | tuple[int, ...]
 

@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.diagnostics.fault_injection import fault_point
-from megatron.core.dist_checkpointing.collectives import on_wire
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, assigned, weights_then_state
 from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.parallel.json_collectives import on_wire
 
 _READ_AHEAD = 4  # pieces of one rank in host memory before they are broadcast
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject, Nested, StateDict
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
 from megatron.core.dist_checkpointing.commit import attempt_id
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, RankSave, files_of
 from megatron.core.dist_checkpointing.formats import open_reader
@@ -42,7 +42,7 @@ from megatron.core.dist_checkpointing.sharded_objects import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling, shorten
-from megatron.core.dist_checkpointing.value_types import JsonObject, Nested, StateDict
+from megatron.core.parallel.json_collectives import broadcast_json, gather_json, rank_in
 
 logger = logging.getLogger(__name__)
 

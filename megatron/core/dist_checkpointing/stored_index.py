@@ -14,15 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.manifest import (
-    CheckpointDamaged,
-    FileEntry,
-    are_counts,
-    is_count,
-    json_object,
-)
+from megatron.core.config.errors import CheckpointDamaged
+from megatron.core.config.value_types import JsonObject
+from megatron.core.dist_checkpointing.manifest import FileEntry, are_counts, is_count, json_object
 from megatron.core.dist_checkpointing.safetensors_file import DTYPES
-from megatron.core.dist_checkpointing.value_types import JsonObject
 
 _MAX_ELEMENTS = 1 << 58  # limit for a shape (zeros count as 1): torch multiplies in 64 bits
 _SHOWN = 80  # characters of a value in a message

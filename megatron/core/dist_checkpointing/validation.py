@@ -17,14 +17,14 @@ from typing import TypedDict
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.collectives import (
+from megatron.core.config.value_types import JsonObject
+from megatron.core.parallel.json_collectives import (
     JsonError,
     broadcast_json,
     error_as_json,
     gather_json,
     raise_if,
 )
-from megatron.core.dist_checkpointing.value_types import JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from megatron.core import device
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.diagnostics.sent_norm import SentNorm
 from megatron.core.diagnostics.timers import Timers, timed
-from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.optimizer.clip_grads import count_zeros, gradient_divisor, squared_norm
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
@@ -46,6 +45,7 @@ from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.queued_step import QueuedStep, is_not_finite, validate_norm
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.optimizer.update_rules import RuleState, UpdateRule, update_rule
+from megatron.core.parallel.json_collectives import all_gather_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
 from megatron.core.rerun_state_machine import RerunStateMachine, get_rerun_state_machine

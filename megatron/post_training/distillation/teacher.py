@@ -22,12 +22,12 @@ from torch import nn
 from megatron.core import device
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.config.option import dest_of, options_of
-from megatron.core.dist_checkpointing.collectives import all_or_none
+from megatron.core.config.value_types import Arguments
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.serialization import load
-from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.parallel.json_collectives import all_or_none
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.arguments.resolve import resolve
 from megatron.training.checkpointing.checkpoint_args import (

@@ -27,7 +27,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.datasets.index_cache import load_array, save_array
 from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.utils import Split
-from megatron.core.dist_checkpointing.collectives import broadcast_json
+from megatron.core.parallel.json_collectives import broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.post_training.preference.dataset import PreferenceDataset, PreferenceDatasetConfig
 from megatron.post_training.preference.losses import pairs_of

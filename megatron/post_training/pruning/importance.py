@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel.json_collectives import broadcast_json, gather_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim, all_reduce
 from megatron.core.transformer.moe.routing import Routing

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.dist_checkpointing.collectives import all_or_none, broadcast_json
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel.json_collectives import all_or_none, broadcast_json
 from megatron.core.text_files import read_text
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.post_training.pruning.importance import Importance, Scores

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
+from megatron.core.parallel.json_collectives import broadcast_json
 from megatron.post_training.rl.environment import Environment, Task
 from megatron.post_training.rl.generate import (
     PromptSource,

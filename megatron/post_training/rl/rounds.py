@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.config.value_types import JsonObject
 from megatron.training.config.rl import RLConfig
 from megatron.training.config.run import RunConfig
 

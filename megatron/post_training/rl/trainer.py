@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
-from megatron.core.dist_checkpointing.collectives import broadcast_json
-from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.config.value_types import JsonObject
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
+from megatron.core.parallel.json_collectives import broadcast_json
 from megatron.post_training.rl.environment import Environment, open_environments
 from megatron.post_training.rl.evaluation import evaluate_policy
 from megatron.post_training.rl.function_environment import FunctionEnvironment

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import Arguments
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.hashing import hash_of_all
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
-from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.params.param_info import info_of
 from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors

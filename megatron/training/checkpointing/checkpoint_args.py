@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping
 
 from megatron.core.config.errors import CheckpointError, ConfigError
-from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
+from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.transformer.spec_utils import reason_not_own_spec
 from megatron.training.arguments.parser import OF_PROGRAM, build_parser
 from megatron.training.checkpointing.paths import find, read_content, usable

@@ -11,13 +11,13 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.mapping import (
     OPTIMIZER_PREFIX,
     ShardedTensor,
     from_param,
     replica_of,
 )
-from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.param_groups import without_wrappers

@@ -13,15 +13,15 @@ from typing import NotRequired, TypedDict, TypeGuard, cast
 import numpy as np
 import torch
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing import rng_json
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, is_count, parsing
-from megatron.core.dist_checkpointing.value_types import (
+from megatron.core.dist_checkpointing.manifest import (
     RERUN_STATE,
     RNG_STATE,
-    Arguments,
     Common,
-    JsonObject,
+    is_count,
+    parsing,
 )
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 

@@ -16,12 +16,8 @@ from typing import TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.collectives import (
-    all_or_none,
-    broadcast_json,
-    is_so_everywhere,
-)
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.folders import RELEASE
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local_load import (
@@ -30,7 +26,7 @@ from megatron.core.dist_checkpointing.local_load import (
     load_local,
     local_common,
 )
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.dist_checkpointing.manifest import RNG_STATE
 from megatron.core.dist_checkpointing.mapping import (
     OPTIMIZER_PREFIX,
     LazyPiece,
@@ -38,7 +34,7 @@ from megatron.core.dist_checkpointing.mapping import (
     replica_groups,
 )
 from megatron.core.dist_checkpointing.serialization import load
-from megatron.core.dist_checkpointing.value_types import RNG_STATE, JsonObject
+from megatron.core.parallel.json_collectives import all_or_none, broadcast_json, is_so_everywhere
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.base_model import (
     BaseModel,

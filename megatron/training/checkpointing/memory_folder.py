@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.device import process_memory
-from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.dist_checkpointing.local import Replication
+from megatron.core.parallel.json_collectives import all_gather_json
 from megatron.core.rank_local import each_rank_owns
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.process.shared_memory import SHARED_MEMORY, lock_folder

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import Arguments
 from megatron.core.dist_checkpointing.folders import (
     TRACKER,
     CheckpointChoice,
@@ -22,7 +23,6 @@ from megatron.core.dist_checkpointing.folders import (
 )
 from megatron.core.dist_checkpointing.formats import format_of, open_reader
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
-from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.training.checkpointing.content_checks import RunContent, check_common
 
 

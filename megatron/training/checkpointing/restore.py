@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.core.config.value_types import JsonObject
 from megatron.core.diagnostics.result_faults import RerunMode, log
-from megatron.core.dist_checkpointing.collectives import all_or_none, is_so_everywhere
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.core.dist_checkpointing.value_types import RERUN_STATE, RNG_STATE, JsonObject
+from megatron.core.dist_checkpointing.manifest import RERUN_STATE, RNG_STATE
+from megatron.core.parallel.json_collectives import all_or_none, is_so_everywhere
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.content_checks import RunContent, check_rank_state
 from megatron.training.checkpointing.rng_state import set_rng_state

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.value_types import Arguments
+from megatron.core.config.value_types import Arguments
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.source import Source
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from megatron.core import device
+from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing import rng_json
-from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.tensor_parallel.random import get_rng_tracker
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from megatron.core.config.value_types import Arguments
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.background import (
     BackgroundSave,
@@ -16,9 +17,9 @@ from megatron.core.dist_checkpointing.background import (
     start_in_thread,
 )
 from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.serialization import SaveFailed, SaveResult
-from megatron.core.dist_checkpointing.value_types import TRUE_VOCAB_SIZE, Arguments
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.peft.frozen_base import store_base
 from megatron.core.tensor_parallel.frozen_weight import StoredFormat

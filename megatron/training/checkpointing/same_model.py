@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
+from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, layer_pattern
 from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.flat_values import flat_values

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.config.value_types import Arguments, Json, JsonObject
 from megatron.core.dist_checkpointing.folders import Retention
 from megatron.core.dist_checkpointing.format import INCREMENTAL
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.local import save_local
+from megatron.core.dist_checkpointing.manifest import RERUN_STATE, RNG_STATE
 from megatron.core.dist_checkpointing.mapping import SavePlan, ShardedTensor, to_write
 from megatron.core.dist_checkpointing.serialization import (
     Contents,
@@ -21,13 +23,6 @@ from megatron.core.dist_checkpointing.serialization import (
     SaveResult,
     begin,
     finish,
-)
-from megatron.core.dist_checkpointing.value_types import (
-    RERUN_STATE,
-    RNG_STATE,
-    Arguments,
-    Json,
-    JsonObject,
 )
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.base_model import of_adapters

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import Arguments
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.peft.lora import LoraConfig, is_of_adapter, split_name, stack_rows
 from megatron.core.peft.targets import ALL_LINEAR, WHOLE
 from megatron.training.config.adapters import AdaptersConfig

@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.hashing import hash_here
+from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.serialization import Contents, begin, conclude, publish, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
-from megatron.core.dist_checkpointing.value_types import TRUE_VOCAB_SIZE, JsonObject
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpointing.base_model import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.config.value_types import JsonObject
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, Rule, tensors_of
 

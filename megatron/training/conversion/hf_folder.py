@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.device import CPU
 from megatron.core.dist_checkpointing.manifest import (
     adopt_file,
@@ -35,7 +36,6 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     read_header,
     write_file,
 )
-from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.file_names import path_inside
 from megatron.training.conversion.config_values import check_values
 from megatron.training.conversion.lazy import Entries, made_ahead

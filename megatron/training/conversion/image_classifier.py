@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.training.arguments.parser import build_parser
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf_folder

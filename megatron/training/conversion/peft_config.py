@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.manifest import json_object
-from megatron.core.dist_checkpointing.value_types import JsonObject
 
 CONFIG = "adapter_config.json"
 _UNSUPPORTED = {

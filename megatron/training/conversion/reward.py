@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.training.conversion.family import Config, Family, Field, Values
 from megatron.training.conversion.shape import ModelShape
 

@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, ConfigError, MegatronError
+from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE, Common, Layout
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.value_types import (
-    TRUE_VOCAB_SIZE,
-    Arguments,
-    Common,
-    JsonObject,
-    Layout,
-)
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.checkpointing.checkpoint_args import (

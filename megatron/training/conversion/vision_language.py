@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.datasets.images.tiling import LLAVA_NEXT_GRIDS
-from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.models.vision.kinds import KINDS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.training.conversion import hf
 from megatron.training.conversion.family import Config
 from megatron.training.conversion.verify import groups_of_one_rank

@@ -16,10 +16,9 @@ from typing import Literal, TypeAlias
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, LaunchError
 from megatron.core.config.option import dest_of, options_of
+from megatron.core.config.value_types import Arguments
 from megatron.core.device.cpu_tuning import use_huge_pages
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
-from megatron.core.dist_checkpointing.collectives import all_or_none
-from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
     token_of,
@@ -29,6 +28,7 @@ from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.models.mimo import MimoModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
+from megatron.core.parallel.json_collectives import all_or_none
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.arguments.resolve import resolve

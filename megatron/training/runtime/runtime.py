@@ -34,11 +34,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.dist_checkpointing.background import BackgroundSave, Worker
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
-from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

@@ -15,7 +15,6 @@ from torch import nn
 
 from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
-from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.extensions.transformer_engine import use_user_buffers
@@ -25,6 +24,7 @@ from megatron.core.optimizer.param_groups import (
     is_of_head,
     no_weight_decay_on_embeddings,
 )
+from megatron.core.parallel.json_collectives import all_gather_json
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.peft.lora import attach_adapters, names_in
 from megatron.core.peft.targets import check_targets

@@ -17,7 +17,7 @@ from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.diagnostics.result_faults import RerunDiagnostic, log
-from megatron.core.dist_checkpointing.collectives import all_gather_json
+from megatron.core.parallel.json_collectives import all_gather_json
 from megatron.core.rerun_state_machine import (
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
     RerunErrorInjector,

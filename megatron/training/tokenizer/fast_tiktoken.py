@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.config.value_types import JsonObject
 from megatron.core.optional import require
 from megatron.training.tokenizer.base import (
     MegatronTokenizer,

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.config.value_types import JsonObject
 from megatron.core.optional import require
 from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken, TokenBatch, pack
 from megatron.training.tokenizer.bpe_rules import BpeRules, without_post_processor

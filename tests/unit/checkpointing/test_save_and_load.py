@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import megatron
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.tensor_parallel.random import get_rng_tracker, model_parallel_seed

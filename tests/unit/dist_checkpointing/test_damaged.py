@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
 from megatron.core.dist_checkpointing.manifest import (
     INDEX,
     MANIFEST_BESIDE,
-    CheckpointDamaged,
     read_manifest,
     write_json,
     write_manifest,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import CheckpointDamaged, ConfigError
 from megatron.core.diagnostics import fault_injection as module
 from megatron.core.diagnostics.fault_injection import (
     POINTS,
@@ -18,7 +18,6 @@ from megatron.core.diagnostics.fault_injection import (
     check_faults,
     fault_point,
 )
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.training.initialize import configure
 from tests.unit.dist_checkpointing.tiny import publish_model, read_all
 

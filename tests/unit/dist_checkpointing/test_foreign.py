@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import reference_rng

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     INDEX,
     MANIFEST,
-    CheckpointDamaged,
     FileEntry,
     _checksum,
     adopt_file,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.config.errors import CheckpointDamaged
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import save_run

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.config.errors import CheckpointDamaged
 from megatron.core.dist_checkpointing.folders import (
     KEEP_ALL,
     TRACKER,
@@ -14,7 +15,7 @@ from megatron.core.dist_checkpointing.folders import (
     choose,
     published,
 )
-from megatron.core.dist_checkpointing.manifest import MANIFEST, CheckpointDamaged
+from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.serialization import Contents, save
 from tests.unit.dist_checkpointing.tiny import names_in
 

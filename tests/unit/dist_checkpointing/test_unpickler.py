@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile, load_archive
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import unpickle
 

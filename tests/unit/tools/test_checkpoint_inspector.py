@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megatron.core import dist_checkpointing
-from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError, ConfigError
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.training.checkpointing.paths import open_checkpoint
 from tests.unit.dist_checkpointing.tiny import global_tensors, publish_model
 from tools.checkpoint.checkpoint_inspector import main

@@ -22,16 +22,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.config.value_types import Unpickled
 from megatron.core.dist_checkpointing import manifest
-from megatron.core.dist_checkpointing.manifest import (
-    MALFORMED,
-    CheckpointDamaged,
-    are_counts,
-    reading,
-)
+from megatron.core.dist_checkpointing.manifest import MALFORMED, are_counts, reading
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import Storage, unpickle
-from megatron.core.dist_checkpointing.value_types import Unpickled
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _FAILURES = (*MALFORMED, zipfile.BadZipFile, OSError, EOFError, struct.error, zlib.error)

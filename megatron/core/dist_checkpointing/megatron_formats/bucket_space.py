@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.megatron_formats.archive import ArrayView
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex, DcpTensor
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from math import lcm
 
-from megatron.core.dist_checkpointing.value_types import Arguments
+from megatron.core.config.value_types import Arguments
 
 _PARAM_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128

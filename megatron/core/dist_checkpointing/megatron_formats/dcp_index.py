@@ -13,13 +13,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.manifest import (
-    METADATA,
-    CheckpointDamaged,
-    are_counts,
-    parsing,
-    reading,
-)
+from megatron.core.config.errors import CheckpointDamaged
+from megatron.core.config.value_types import Unpickled
+from megatron.core.dist_checkpointing.manifest import METADATA, are_counts, parsing, reading
 from megatron.core.dist_checkpointing.megatron_formats.archive import (
     ArrayView,
     MappedFile,
@@ -28,7 +24,6 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import unpickle
 from megatron.core.dist_checkpointing.stored_index import StoredBox
-from megatron.core.dist_checkpointing.value_types import Unpickled
 from megatron.core.file_names import path_inside
 
 

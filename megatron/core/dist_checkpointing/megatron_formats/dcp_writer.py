@@ -16,7 +16,14 @@ import torch
 from torch import Size, Tensor
 
 from megatron.core.diagnostics.fault_injection import fault_point, flipped
-from megatron.core.dist_checkpointing.manifest import METADATA, FileEntry, adopt_file
+from megatron.core.dist_checkpointing.manifest import (
+    METADATA,
+    FileEntry,
+    PieceEntry,
+    PlaceEntry,
+    TensorEntry,
+    adopt_file,
+)
 from megatron.core.dist_checkpointing.megatron_formats.pickler import (
     Named,
     compact,
@@ -24,7 +31,6 @@ from megatron.core.dist_checkpointing.megatron_formats.pickler import (
     pickled,
     write_archive,
 )
-from megatron.core.dist_checkpointing.value_types import PieceEntry, PlaceEntry, TensorEntry
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _CLASSES = {

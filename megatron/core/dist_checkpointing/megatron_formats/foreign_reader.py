@@ -10,10 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core.config.errors import CheckpointDamaged
+from megatron.core.config.value_types import Arguments, JsonObject, Nested, Unpickled
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     METADATA,
-    CheckpointDamaged,
+    RERUN_STATE,
+    RNG_STATE,
+    TRUE_VOCAB_SIZE,
+    Layout,
     Manifest,
     is_count,
     parsing,
@@ -38,16 +43,6 @@ from megatron.core.dist_checkpointing.megatron_formats.unpickler import Record
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader
 from megatron.core.dist_checkpointing.rng_json import to_json
 from megatron.core.dist_checkpointing.stored_index import StoredBox, StoredTensor
-from megatron.core.dist_checkpointing.value_types import (
-    RERUN_STATE,
-    RNG_STATE,
-    TRUE_VOCAB_SIZE,
-    Arguments,
-    JsonObject,
-    Layout,
-    Nested,
-    Unpickled,
-)
 from megatron.core.enums import AttnBackend
 from megatron.core.parallel.process_groups_config import make_grids
 from megatron.core.parallel.rank_grid import RankGrid

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from megatron.core.config.value_types import Arguments
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
     fused_name,
     split_layer,
     stored_layer_has_experts,
 )
-from megatron.core.dist_checkpointing.value_types import Arguments
 
 _SHARED = "embedding.word_embeddings.weight"
 _EMBEDDINGS = (

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron.core.dist_checkpointing.value_types import Arguments
+from megatron.core.config.value_types import Arguments
 
 # Pattern of a part of a name -> this project's name; all rules are applied, in order.
 _BEFORE_CORE = tuple(

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import Arguments, StateDict, Unpickled
 from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray
 from megatron.core.dist_checkpointing.megatron_formats.buffers import bucket_rules, starts_in_buffer
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor
 from megatron.core.dist_checkpointing.megatron_formats.names import is_expert, is_vocabulary
-from megatron.core.dist_checkpointing.value_types import Arguments, StateDict, Unpickled
 
 
 class ParamShare(Protocol):

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from megatron.core.config.value_types import JsonObject, StateDict
+from megatron.core.dist_checkpointing.manifest import Common
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import numbered_groups
 from megatron.core.dist_checkpointing.megatron_formats.pickler import Named, named
 from megatron.core.dist_checkpointing.rng_json import from_json
-from megatron.core.dist_checkpointing.value_types import Common, JsonObject, StateDict
 from megatron.core.enums import AttnBackend, ModelType
 
 FLOPS = "num_floating_point_operations_so_far"

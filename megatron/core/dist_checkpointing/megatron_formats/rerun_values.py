@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron.core.config.value_types import JsonObject, StateDict, Unpickled
 from megatron.core.dist_checkpointing.megatron_formats.pickler import Named, named
-from megatron.core.dist_checkpointing.value_types import JsonObject, StateDict, Unpickled
 
 RERUN_SHARDS = "rerun_state_machine_state"  # Megatron-LM's key of the ranks' states in torch_dist
 _HOME = "megatron.core.rerun_state_machine"

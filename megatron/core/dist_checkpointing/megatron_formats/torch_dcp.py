@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import METADATA, parsing
+from megatron.core.config.value_types import JsonObject, Nested, StateDict, Unpickled
+from megatron.core.dist_checkpointing.manifest import METADATA, RERUN_STATE, parsing
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
     DcpIndex,
     DcpTensor,
@@ -24,13 +25,6 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.names import is_buffer, our_name
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import State, optimizer_state
-from megatron.core.dist_checkpointing.value_types import (
-    RERUN_STATE,
-    JsonObject,
-    Nested,
-    StateDict,
-    Unpickled,
-)
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _HALVES = {"_w": 0, "_v": 1}

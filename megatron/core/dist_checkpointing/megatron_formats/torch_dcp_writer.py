@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core.config.value_types import StateDict
 from megatron.core.dist_checkpointing.format import (
     Format,
     RankReport,
@@ -27,7 +28,14 @@ from megatron.core.dist_checkpointing.format import (
     check_written_once,
     merge_tensors,
 )
-from megatron.core.dist_checkpointing.manifest import METADATA, FileEntry
+from megatron.core.dist_checkpointing.manifest import (
+    METADATA,
+    RERUN_STATE,
+    Common,
+    FileEntry,
+    PlaceEntry,
+    TensorEntry,
+)
 from megatron.core.dist_checkpointing.mapping import split_rows
 from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import STATE_PREFIX
@@ -44,13 +52,6 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     param_groups,
     reference_rng,
     reference_values,
-)
-from megatron.core.dist_checkpointing.value_types import (
-    RERUN_STATE,
-    Common,
-    PlaceEntry,
-    StateDict,
-    TensorEntry,
 )
 
 _RNG = "rng_state"

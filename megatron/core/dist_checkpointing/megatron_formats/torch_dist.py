@@ -18,13 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import (
-    COMMON_FILE,
-    METADATA,
-    CheckpointDamaged,
-    parsing,
-)
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.config.value_types import Arguments, JsonObject, Unpickled
+from megatron.core.dist_checkpointing.manifest import COMMON_FILE, METADATA, parsing
 from megatron.core.dist_checkpointing.megatron_formats.archive import ArrayView, load_archive
 from megatron.core.dist_checkpointing.megatron_formats.bucket_space import is_bucket, read_buckets
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
@@ -55,7 +51,6 @@ from megatron.core.dist_checkpointing.megatron_formats.rerun_values import (
     RERUN_SHARDS,
     rerun_state_of,
 )
-from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject, Unpickled
 from megatron.core.params.param_info import flat_boxes
 
 _GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron.core.config.value_types import Arguments, StateDict
 from megatron.core.dist_checkpointing.format import (
     Format,
     RankReport,
@@ -28,7 +29,11 @@ from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     MANIFEST,
     METADATA,
+    RERUN_STATE,
+    RNG_STATE,
+    Common,
     FileEntry,
+    TensorEntry,
     adopt_file,
     write_text,
 )
@@ -59,14 +64,6 @@ from megatron.core.dist_checkpointing.megatron_formats.rerun_values import (
     reference_rerun,
 )
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
-from megatron.core.dist_checkpointing.value_types import (
-    RERUN_STATE,
-    RNG_STATE,
-    Arguments,
-    Common,
-    StateDict,
-    TensorEntry,
-)
 from megatron.core.parallel.rank_grid import RankGrid
 
 _BACKENDS = {

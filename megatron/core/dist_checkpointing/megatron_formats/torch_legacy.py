@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping
 from math import lcm
 from pathlib import Path
 
-from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, parsing
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.config.value_types import Arguments, JsonObject, Nested, StateDict, Unpickled
+from megatron.core.dist_checkpointing.manifest import RERUN_STATE, parsing
 from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray, load_archive
 from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     STATE_PREFIX,
@@ -41,14 +42,6 @@ from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import (
     optimizer_state,
 )
 from megatron.core.dist_checkpointing.megatron_formats.rerun_values import RANKS, rerun_state_of
-from megatron.core.dist_checkpointing.value_types import (
-    RERUN_STATE,
-    Arguments,
-    JsonObject,
-    Nested,
-    StateDict,
-    Unpickled,
-)
 from megatron.core.parallel.rank_grid import RankGrid
 
 MODEL_FILE = "model_optim_rng.pt"

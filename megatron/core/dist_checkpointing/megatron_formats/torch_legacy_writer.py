@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import Arguments, JsonObject, StateDict
 from megatron.core.dist_checkpointing.format import (
     SAFETENSORS_DIST,
     Format,
@@ -24,6 +25,9 @@ from megatron.core.dist_checkpointing.format import (
     files_of,
 )
 from megatron.core.dist_checkpointing.manifest import (
+    RERUN_STATE,
+    RNG_STATE,
+    Common,
     FileEntry,
     Manifest,
     adopt_file,
@@ -75,14 +79,6 @@ from megatron.core.dist_checkpointing.megatron_formats.torch_legacy import (
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY, shorten
-from megatron.core.dist_checkpointing.value_types import (
-    RERUN_STATE,
-    RNG_STATE,
-    Arguments,
-    Common,
-    JsonObject,
-    StateDict,
-)
 from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.params.param_info import ParamInfo
 

@@ -19,9 +19,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import MALFORMED, CheckpointDamaged
-from megatron.core.dist_checkpointing.value_types import Unpickled
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
+from megatron.core.config.value_types import Unpickled
+from megatron.core.dist_checkpointing.manifest import MALFORMED
 
 _STORAGES = {
     "DoubleStorage": torch.float64,

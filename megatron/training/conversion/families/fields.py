@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.config.value_types import JsonObject
 from megatron.training.conversion.family import Config, Field, Values
 from megatron.training.conversion.shape import ModelShape
 

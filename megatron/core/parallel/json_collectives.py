@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 
 T = TypeVar("T")
 
