@@ -20,12 +20,9 @@ from megatron.core.config.value_types import Arguments
 from megatron.core.device.cpu_tuning import use_huge_pages
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
 from megatron.core.inference.fast_linear import use_fast_linears
-from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
-    token_of,
-)
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.core.inference.paged_engine.runner import GenerationModel
+from megatron.core.inference.paged_engine.runner import GenerationModel, token_of
 from megatron.core.models.mimo import MimoModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.parallel.json_collectives import all_or_none

@@ -51,7 +51,7 @@ def test_kept_latents_write_what_keys_and_values_write_in_less_memory(lora: int 
     logits, num_bytes = written(0, 1, False, lora)
     found, fewer_bytes = written(0, 1, True, lora)
     torch.testing.assert_close(found, logits, **tolerances.of(torch.float64))
-    a_token = 2 * 2 * 8  # layers, sequences, bytes of a number
+    a_token = 2 * (2 + 1) * 8  # layers, sequences and a spare one, bytes of a value
     assert num_bytes == LENGTH * a_token * 2 * 4 * 12  # keys and values, heads, channels
     assert fewer_bytes == LENGTH * a_token * (8 + 4)
     for logits_of_rank, _ in run_ranks(written, 2, True, lora):

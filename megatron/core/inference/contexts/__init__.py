@@ -1,11 +1,5 @@
-"""Caches of keys and values for text generation."""
+"""Contexts, under its module path in Megatron-LM."""
 
-from megatron.core.inference.contexts.base_context import (
-    BaseInferenceContext as BaseInferenceContext,
-)
-from megatron.core.inference.contexts.dynamic_context import (
-    DynamicInferenceContext as DynamicInferenceContext,
-)
-from megatron.core.inference.contexts.static_context import (
-    StaticInferenceContext as StaticInferenceContext,
-)
+from megatron.core.inference.v014.contexts import BaseInferenceContext as BaseInferenceContext
+from megatron.core.inference.v014.contexts import DynamicInferenceContext as DynamicInferenceContext
+from megatron.core.inference.v014.contexts import StaticInferenceContext as StaticInferenceContext

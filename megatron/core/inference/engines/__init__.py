@@ -1,9 +1,5 @@
-"""Engines under their names in Megatron-LM; `paged_engine` does their work."""
+"""Engines, under its module path in Megatron-LM."""
 
-from megatron.core.inference.engines.abstract_engine import AbstractEngine as AbstractEngine
-from megatron.core.inference.engines.dynamic_engine import (
-    DynamicInferenceEngine as DynamicInferenceEngine,
-)
-from megatron.core.inference.engines.static_engine import (
-    StaticInferenceEngine as StaticInferenceEngine,
-)
+from megatron.core.inference.v014.engines import AbstractEngine as AbstractEngine
+from megatron.core.inference.v014.engines import DynamicInferenceEngine as DynamicInferenceEngine
+from megatron.core.inference.v014.engines import StaticInferenceEngine as StaticInferenceEngine

@@ -1,14 +1,3 @@
-"""Base class of Megatron-LM's engines."""
+"""Base class of engines, under its module path in Megatron-LM."""
 
-from __future__ import annotations
-
-import abc
-from typing import Any
-
-
-class AbstractEngine(abc.ABC):
-    """An engine generates texts for prompts."""
-
-    @abc.abstractmethod
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the finished requests of the given prompts."""
+from megatron.core.inference.v014.engines import AbstractEngine as AbstractEngine

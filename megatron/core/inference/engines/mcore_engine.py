@@ -1,5 +1,5 @@
 """The name of `StaticInferenceEngine` before Megatron Core 0.12."""
 
-from megatron.core.inference.engines.static_engine import StaticInferenceEngine
+from megatron.core.inference.v014.engines import StaticInferenceEngine
 
 MCoreEngine = StaticInferenceEngine

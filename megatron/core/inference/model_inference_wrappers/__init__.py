@@ -1,1 +1,1 @@
-"""Wrappers that tell an engine how to run a model."""
+"""Wrappers, under their module paths in Megatron-LM."""

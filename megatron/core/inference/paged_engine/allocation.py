@@ -76,7 +76,7 @@ def allocate(
     except (RuntimeError, MemoryError):  # of torch: it only allocates
         lacking = world.rank()
         cache.clear()
-    found = torch.tensor([lacking, not like.has_states])
+    found = torch.tensor([lacking, not like.states])
     channel.all_reduce_min(found)
     lacking, is_stateless = found.tolist()
     if lacking < world.size():

@@ -166,10 +166,10 @@ class BatchView:
             lengths = [length for _, length in self._sources]
             keys, values = (x.split(lengths) for x in project())
             for (slot, _), k, v in zip(self._sources, keys, values, strict=True):
-                self._cache.keep_other(layer_index, slot, k, v)
+                self._cache.others[layer_index, slot] = k, v
         return torch.cat(
             [
-                core(query[rows], *self._cache.other(layer_index, segment.slot))
+                core(query[rows], *self._cache.others[layer_index, segment.slot])
                 for segment, rows in zip(self._segments, self._rows, strict=True)
             ]
         )

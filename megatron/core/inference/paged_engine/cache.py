@@ -30,8 +30,9 @@ class PagedCache:
         self.max_requests = max_requests
         self.dtype = dtype
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._states: dict[int, State] = {}
-        self._others: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, State] = {}  # recurrent states of all slots, by layer
+        # By layer and slot: keys and values [k, b, g, d] of a sequence that the slot attends to.
+        self.others: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def allocate(self, like: PagedCache) -> None:
         """Allocate all that ``like`` has been used for, in the sizes of this cache.
@@ -40,8 +41,8 @@ class PagedCache:
         """
         for index, (keys, values) in like._layers.items():
             self._layers[index] = (self._pages(keys), self._pages(values))
-        for index, state in like._states.items():
-            self._states[index] = self._slots(state)
+        for index, state in like.states.items():
+            self.states[index] = self._slots(state)
 
     def layer(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the pages of a layer, [num_pages + 1, page_size, g, d], made for ``key``.
@@ -64,33 +65,20 @@ class PagedCache:
 
     def state(self, layer_index: int, slots: Sequence[int]) -> State:
         """Return the recurrent states of ``slots``: tensors [len(slots), ..]."""
-        return tuple(kept[slots] for kept in self._states[layer_index])
+        return tuple(kept[slots] for kept in self.states[layer_index])
 
     def keep_state(self, layer_index: int, slots: Sequence[int], state: State) -> None:
         """Replace the recurrent states of ``slots``."""
-        if layer_index not in self._states:
-            self._states[layer_index] = self._slots(state)
-        for kept, part in zip(self._states[layer_index], state, strict=True):
+        if layer_index not in self.states:
+            self.states[layer_index] = self._slots(state)
+        for kept, part in zip(self.states[layer_index], state, strict=True):
             kept[slots] = part
-
-    def other(self, layer_index: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that `keep_other` kept."""
-        return self._others[layer_index, slot]
-
-    def keep_other(self, layer_index: int, slot: int, key: Tensor, value: Tensor) -> None:
-        """Keep the keys and values [k, 1, g, d] of the sequence that a slot cross-attends to."""
-        self._others[layer_index, slot] = key, value
 
     def clear(self) -> None:
         """Free all memory."""
         self._layers.clear()
-        self._states.clear()
-        self._others.clear()
-
-    @property
-    def has_states(self) -> bool:
-        """Whether a recurrent layer has stored a state."""
-        return bool(self._states)
+        self.states.clear()
+        self.others.clear()
 
     @property
     def bytes_per_page(self) -> int:
@@ -101,7 +89,7 @@ class PagedCache:
     @property
     def num_bytes(self) -> int:
         """Number of bytes allocated."""
-        kept = (*self._layers.values(), *self._states.values(), *self._others.values())
+        kept = (*self._layers.values(), *self.states.values(), *self.others.values())
         return sum(x.nbytes for tensors in kept for x in tensors)
 
     def _slots(self, like: State) -> State:

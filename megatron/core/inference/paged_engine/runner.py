@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,15 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
+
+
+def token_of(tokenizer: Any, *roles: str) -> int | None:
+    """Return the id of the first of ``roles`` that a tokenizer has; None if it has none."""
+    for role in roles:
+        found = getattr(tokenizer, role, None)
+        if found is not None:
+            return int(found)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Controllers of Megatron-LM's engines: text in, text out."""
+"""Controllers, under their module paths in Megatron-LM."""

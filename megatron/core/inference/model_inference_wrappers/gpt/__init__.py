@@ -1,1 +1,1 @@
-"""The wrapper of decoder-only models."""
+"""Wrapper of decoder-only models, under their module paths in Megatron-LM."""

@@ -1,1 +1,1 @@
-"""The wrapper of models that read images."""
+"""Wrapper of vision-language models, under their module paths in Megatron-LM."""

@@ -1,1 +1,1 @@
-"""The wrapper of encoder-decoder models."""
+"""Wrapper of encoder-decoder models, under their module paths in Megatron-LM."""
