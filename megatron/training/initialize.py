@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
 from megatron.core.device import cpu_tuning, determinism, nccl_allocator
-from megatron.core.diagnostics.fault_injection import ATTEMPT, check_faults
+from megatron.core.diagnostics.fault_injection import check_faults
 from megatron.core.diagnostics.result_faults import steps_to_skip
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.num_microbatches_calculator import (
@@ -37,7 +37,7 @@ from megatron.core.parallel import parallel_state
 from megatron.core.parallel.group_threads import end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from megatron.training import plan
+from megatron.training import inprocess_restart, plan
 from megatron.training.arguments.checks.parallel import gloo_sends_no_tensors_of_a_gpu
 from megatron.training.arguments.flag_requirements import without_effect_on_a_cpu
 from megatron.training.arguments.parser import OF_PROGRAM, apply_defaults, parse_args
@@ -48,9 +48,7 @@ from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_arg
 from megatron.training.checkpointing.paths import find, is_same_directory
 from megatron.training.checkpointing.source import continuation
 from megatron.training.compat import global_vars
-from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.run import RunConfig
-from megatron.training.fault_tolerance.inprocess.options import RestartOptions
 from megatron.training.models.registry import model_kind
 from megatron.training.process import exit_report
 from megatron.training.process.failure_watch import tell_launcher
@@ -58,7 +56,6 @@ from megatron.training.process.launcher_watch import end_with_launcher
 from megatron.training.process.log_setup import setup_logging
 from megatron.training.process.preflight import (
     folder_problems,
-    launch_problems,
     needs_rendezvous,
     rendezvous_problems,
     set_gpu_defaults,
@@ -124,27 +121,6 @@ def configure(
     return config
 
 
-def restart_options(
-    extra_args_provider: ExtraArgs | None, args_defaults: Mapping[str, object] | None
-) -> RestartOptions | None:
-    """Return the options of --inprocess-restart; None without the flag.
-
-    None also if the run does not start or has one process: `configure` then reports why.
-    """
-    is_possible = "--inprocess-restart" in sys.argv or "--yaml-cfg" in " ".join(sys.argv)
-    if not is_possible or not needs_rendezvous(os.environ) or launch_problems(os.environ):
-        return None
-    try:
-        asked = vars(parse_args(extra_args_provider, True, args_defaults=args_defaults))
-    except ConfigError:
-        return None
-    is_run = asked["virtual_ranks"] is None and not asked["check_only"]
-    if not asked["inprocess_restart"] or not is_run or dist.is_initialized():
-        return None
-    flags = ResilienceConfig(**{f.name: asked[f.name] for f in fields(ResilienceConfig)})
-    return RestartOptions(flags, world_size(), 60.0 * asked["distributed_timeout_minutes"])
-
-
 def continued(config: RunConfig, attempt: int) -> RunConfig:
     """Return the configuration with which ``attempt`` continues what the one before has saved."""
     asked = config.checkpoint
@@ -165,18 +141,14 @@ def _checked(
     """
     if namespace.virtual_ranks is None and not dist.is_initialized():
         problems = [*problems, *rendezvous_problems(os.environ, ranks)]
+    if namespace.inprocess_restart:
+        problems = [*problems, *inprocess_restart.problems()]
     try:
         config = resolve_args(namespace, ranks, trains=trains)
     except ConfigError as error:
         if error.problems:
             ConfigError.raise_for((*error.problems, *problems))
         raise
-    if config.resilience.inprocess_restart and ATTEMPT not in os.environ:
-        problems = [
-            *problems,
-            "--inprocess-restart needs processes that torchrun or another launcher has started, "
-            "and a script that calls pretrain(); without them use torchrun --max-restarts",
-        ]
     ConfigError.raise_for((*problems, *folder_problems(config)))
     return config
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,10 +33,6 @@ from megatron.training.config.run import RunConfig
 from megatron.training.data import loaders
 from megatron.training.data.datasets import count_epochs, prepare_datasets
 from megatron.training.fault_tolerance import sections
-from megatron.training.fault_tolerance.inprocess.coordinator import FINAL_CODES
-from megatron.training.fault_tolerance.inprocess.monitor import run_with_restarts
-from megatron.training.fault_tolerance.inprocess.nvrx import WrapperAttempt
-from megatron.training.fault_tolerance.inprocess.worker import Attempt
 from megatron.training.fault_tolerance.simulated_fault import simulate_fault
 from megatron.training.initialize import (
     configure,
@@ -44,7 +41,10 @@ from megatron.training.initialize import (
     create_runtime,
     fail,
     fail_before_start,
-    restart_options,
+)
+from megatron.training.inprocess_restart import (
+    begin_attempt,
+    maybe_wrap_for_inprocess_restart,
 )
 from megatron.training.loop import train
 from megatron.training.memory.report import report_oom
@@ -122,16 +122,13 @@ def pretrain(
         extra_args_provider,
         args_defaults,
         callbacks,
-        store,
     )
-    if inprocess_call_wrapper is not None:
-        _pretrain(script, WrapperAttempt(inprocess_call_wrapper, store))
-        return
-    options = restart_options(extra_args_provider, args_defaults)
-    if options is None:
-        _pretrain(script, None)
+    call: Callable[..., None] = partial(_pretrain, script)
+    if inprocess_call_wrapper is None:  # the script has not wrapped this function itself
+        call, restart_store = maybe_wrap_for_inprocess_restart(call)
+        call(store=restart_store or store)
     else:
-        run_with_restarts(partial(_pretrain, script), options)
+        call(store=store, inprocess_call_wrapper=inprocess_call_wrapper)
 
 
 @dataclass(frozen=True)
@@ -146,47 +143,47 @@ class _Script:
     extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
     args_defaults: Mapping[str, object] | None
     callbacks: Sequence[Callback]
-    store: dist.Store | None
 
 
-def _pretrain(script: _Script, attempt: Attempt | WrapperAttempt | None) -> None:
-    """Call `_whole_run`, which raises errors to ``attempt`` if there is one; else report them."""
+def _pretrain(
+    script: _Script, store: dist.Store | None, inprocess_call_wrapper: Any = None
+) -> None:
+    """Call `_whole_run` and report errors; NVIDIA's wrapper gets errors that it may restart."""
+    restarts = inprocess_call_wrapper is not None
     try:
         require_callbacks(script.callbacks)
         sections.start_heartbeat()
+        attempt = 0
+        if restarts:
+            attempt, store = begin_attempt(inprocess_call_wrapper, store)
         config = configure(script.extra_args_provider, script.args_defaults)
     except MegatronError as error:
         fail_before_start(error)
         raise SystemExit(error.exit_code) from None
-    if attempt is not None:
-        try:
-            _whole_run(script, continued(config, attempt.number), attempt)
-        except MegatronError as error:
-            if isinstance(attempt, Attempt) or error.exit_code not in FINAL_CODES:
-                raise
-            fail(error)  # NVIDIA's wrapper restarts after an Exception, and ends at SystemExit
-            raise SystemExit(error.exit_code) from None
-        return
     try:
         if config.distributed.virtual_ranks is None:
-            _whole_run(script, config, None)
+            _whole_run(script, continued(config, attempt), store, restarts)
         else:
             sections.monitor.close()  # threads have no heartbeat of their own
             virtual_ranks.run(
-                lambda *_ranks: _whole_run(script, config, None), config.distributed.virtual_ranks
+                lambda *_ranks: _whole_run(script, config, store), config.distributed.virtual_ranks
             )
     except MegatronError as error:
-        fail(error)
+        if restarts and error.exit_code == MegatronError.exit_code:
+            raise
+        fail(error)  # the wrapper restarts after an Exception, and ends at SystemExit
         raise SystemExit(error.exit_code) from None
     except BaseException as error:
-        exit_report.write_error(error)
+        if not restarts:
+            exit_report.write_error(error)
         raise
 
 
 def _whole_run(
-    script: _Script, config: RunConfig, attempt: Attempt | WrapperAttempt | None
+    script: _Script, config: RunConfig, store: dist.Store | None, restarts: bool = False
 ) -> None:
-    connect(config, attempt.store if attempt else script.store)
+    """Set up, train and evaluate.  ``restarts``: a failure of this rank restarts all ranks."""
+    connect(config, store)
     find_hang = _watch_sections(config)
     begun: list[Runtime] = []  # empty until create_runtime() returns
     timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
@@ -197,8 +194,8 @@ def _whole_run(
 
     try:
         with (
-            attempt.watch()
-            if attempt
+            nullcontext()
+            if restarts
             else failure_watch(timeout_s=timeout_s, before_end=finish, find_hang=find_hang)
         ):
             run = create_runtime(config)
@@ -216,23 +213,20 @@ def _whole_run(
                     _train_and_evaluate(run)
                     if not run.exit_code:
                         forget_memory(run)
-        _report_end(run, attempt)
+        _report_end(run)
     finally:
         for run in begun:
             run.callbacks.close()
-            if attempt:
+            if restarts:
                 abandon_save(run)
         shut_down(*begun)
     if run.exit_code:
         raise SystemExit(run.exit_code)
 
 
-def _report_end(run: Runtime, attempt: Attempt | WrapperAttempt | None) -> None:
+def _report_end(run: Runtime) -> None:
     reason = run.state.stop_reason
     kind = "rerun" if run.exit_code else "done" if reason is None else "stopped"
-    if attempt:  # it reports: another rank may still fail, and a restart may follow
-        attempt.result = kind, reason
-        return
     exit_report.write(kind, run.exit_code, reason)
     if run.exit_code:
         tell_launcher(str(reason))

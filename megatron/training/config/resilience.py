@@ -71,7 +71,8 @@ class ResilienceConfig:
     inprocess_restart: bool = _restart(
         False,
         "After a fault of a rank, leave all collectives, replace the rank by a reserve and call "
-        "the training function again in the same processes.",
+        "the training function again in the same processes, by NVIDIA's wrapper "
+        "(nvidia-resiliency-ext).",
     )
     inprocess_max_iterations: int | None = _restart(
         None, "Maximum number of attempts, the first included; no limit if not given.", at_least=1

@@ -1,1 +1,0 @@
-"""Restart inside the processes after a fault (--inprocess-restart)."""
