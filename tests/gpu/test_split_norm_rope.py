@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.rope import RotaryTable, split_norm_and_rotate
-from megatron.core.fusions.triton import split_norm_rope
+from megatron.core.fusions.rope import RMSNorms, RotaryTable, split_and_rotate
+from megatron.core.fusions.triton import rope
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -19,6 +19,11 @@ from tests.unit.one_process import one_process_groups, tiny_config
 
 WIDTH = 24
 EPS = 1e-5
+
+
+def no_norm(x: Tensor) -> Tensor:
+    """Fail: the kernel normalizes."""
+    raise AssertionError("a norm apart from the kernel")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,13 +39,13 @@ def test_splitting_normalising_and_rotating_a_packed_projection(
     where: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(split_norm_rope, "_PROGRAMS", 3)  # several tokens for each
+    monkeypatch.setattr(rope, "_PROGRAMS", 3)  # several tokens for each
     angles = torch.randn(tokens, 2, 1, rotated // 2, device=where)
     table = RotaryTable(angles.cos(), angles.sin())
 
     def ours(packed: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
-        parts = split_norm_and_rotate(packed, WIDTH, table, (query_weight, key_weight), EPS)
-        assert parts is not None
+        rms = RMSNorms(query_weight, key_weight, EPS)
+        parts = split_and_rotate(packed, WIDTH, table, (no_norm, no_norm), rms, fused=True)
         return torch.cat([p.transpose(0, 2) for p in parts])
 
     def reference(packed: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
@@ -87,15 +92,11 @@ def test_attention_with_norms_of_queries_and_keys_takes_the_kernel(
 
     norms = [layer.q_layernorm.weight, layer.k_layernorm.weight]
     calls: list[int] = []
-    run = split_norm_rope.split_and_norm
-    monkeypatch.setattr(
-        split_norm_rope, "split_and_norm", lambda *args: calls.append(1) or run(*args)
-    )
+    run = rope.split
+    monkeypatch.setattr(rope, "split", lambda *args: calls.append(1) or run(*args))
     fused = gradients()
     assert calls
-    monkeypatch.setattr(
-        "megatron.core.transformer.attention.split_norm_and_rotate", lambda *args: None
-    )
+    monkeypatch.setattr(SelfAttention, "_rms_norms", lambda self: None)
     for ours, apart in zip(fused, gradients(), strict=True):
         torch.testing.assert_close(ours, apart, **tolerances.GRADIENT)
     assert len(calls) == 1

@@ -7,9 +7,9 @@ angle whose cosine and sine are given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,19 +49,113 @@ class RotaryTable:
         return self.with_tensors({name: x.to(dtype) for name, x in self.tensors().items()})
 
 
-def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    if interleaved:
-        return x[..., 0:width:2], x[..., 1:width:2]
-    half = width // 2
-    return x[..., :half], x[..., half:width]
+def apply_rotary(x: Tensor, table: RotaryTable, *, fused: bool = True) -> Tensor:
+    """Rotate [s, b, n, d] -> [s, b, n, d], contiguous."""
+    return _Rotary.call(x, table.cos, table.sin, table.interleaved, fused)[0]
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int, fused: bool) -> Tensor:
+Parts = tuple[Tensor, ...]  # queries, keys and values
+Norm = Callable[[Tensor], Tensor]
+
+
+class RMSNorms(NamedTuple):
+    """Weights [d] of RMSNorms of each query and of each key, and their epsilon."""
+
+    query_weight: Tensor
+    key_weight: Tensor
+    eps: float
+
+
+def split_and_rotate(
+    packed: Tensor,
+    width: int,
+    table: RotaryTable | None,
+    norms: tuple[Norm | None, Norm | None] = (None, None),
+    rms: RMSNorms | None = None,
+    *,
+    fused: bool,
+) -> Parts:
+    """Split [s, b, g, (r + 2) d] into queries [s, b, g r, d], keys and values [s, b, g, d].
+
+    The r queries of a group precede its key and value; d is ``width``.  ``norms`` are applied to
+    queries and keys, then ``table`` rotates them, if given.  ``rms``: what a kernel computes in
+    place of ``norms``.
+    """
+    if table is not None and fused and (rms is not None or norms == (None, None)):
+        weights = () if rms is None else (rms.query_weight, rms.key_weight)
+        has_rows = packed.is_contiguous() and table.cos.shape[::2] == (packed.shape[0], 1)
+        is_same = all(weight.dtype == packed.dtype for weight in weights)
+        is_on_gpu = device.launches_kernels(packed.device)
+        tensors = packed, table.cos, table.sin, *weights
+        if has_rows and is_same and is_on_gpu and _kernels(table.interleaved, *tensors):
+            return _Rotary.call(packed, table.cos, table.sin, False, True, width, *(rms or ()))
+    *outer, packed_width = packed.shape
+    query, key, value = packed.split_with_sizes([packed_width - 2 * width, width, width], -1)
+    if packed_width != 3 * width:
+        query = query.reshape(outer[0], outer[1], -1, width)
+    norm_query, norm_key = norms
+    query = query if norm_query is None else norm_query(query)
+    key = key if norm_key is None else norm_key(key)
+    if table is not None:
+        query, key = (apply_rotary(x, table, fused=fused) for x in (query, key))
+    return query, key, value
+
+
+_Values = tuple[bool, bool, int, float]  # interleaved, fused, width and eps
+
+
+class _Rotary(Function[Parts]):
+    """Rotate heads, or with ``width`` what `split_and_rotate` splits from a packed projection.
+
+    Saves the projection only for norms, whose statistics backward computes again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context[_Values],
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        fused: bool,
+        width: int = 0,
+        query_weight: Tensor | None = None,
+        key_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Parts:
+        ctx.values = interleaved, fused, width, eps
+        if not width:
+            ctx.save_for_backward(cos, sin)
+            return (_rotate(x, cos, sin, interleaved, 1, fused),)
+        norms = None if query_weight is None else (query_weight, key_weight, eps)
+        ctx.save_for_backward(cos, sin, *(() if norms is None else (x, query_weight, key_weight)))
+        parts: Parts = _kernels(False, x).split(x, width, (cos, sin), norms)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Context[_Values], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin, *saved = ctx.saved_tensors
+        interleaved, fused, width, eps = ctx.values
+        if not width:
+            return _rotate(grads[0], cos, sin, interleaved, -1, fused), *(None,) * 4
+        found = _kernels(False, grads[0])
+        if not saved:
+            rows = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+            return found.join(rows, (cos, sin)), *(None,) * 5
+        packed, *weights = saved
+        rows = tuple(grad.contiguous() for grad in grads)
+        of_packed, *of_weights = found.join_norms(packed, rows, (cos, sin), (*weights, eps))
+        return of_packed, *(None,) * 5, *of_weights, None
+
+
+def _rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int, fused: bool
+) -> Tensor:
     """Rotate by the angle times ``sign``; on a CPU four passes over half of ``x``."""
     has_rows = x.dim() == 4 and x.stride(-1) == 1 and cos.shape[::2] == (x.shape[0], 1)
-    if fused and has_rows and (found := _kernels("rope", interleaved, x, cos, sin)):
-        turned: Tensor = found.turn(x, cos, sin, interleaved, sign)
-        return turned
+    if fused and has_rows and (found := _kernels(interleaved, x, cos, sin)):
+        rotated: Tensor = found.rotate(x, cos, sin, interleaved, sign)
+        return rotated
     width = 2 * cos.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = _pairs(x, width, interleaved)
@@ -75,124 +169,18 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int, fus
     return out
 
 
-_Values = tuple[bool, bool]  # interleaved, fused
+def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0:width:2], x[..., 1:width:2]
+    half = width // 2
+    return x[..., :half], x[..., half:width]
 
 
-class _Rotary(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Context[_Values], x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, fused: bool
-    ) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.values = interleaved, fused
-        return _turn(x, cos, sin, interleaved, 1, fused)
-
-    @staticmethod
-    def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        interleaved, fused = ctx.values
-        return _turn(grad, cos, sin, interleaved, -1, fused), None, None, None, None
-
-
-def apply_rotary(x: Tensor, table: RotaryTable, *, fused: bool = True) -> Tensor:
-    """Rotate [s, b, n, d] -> [s, b, n, d], contiguous."""
-    return _Rotary.call(x, table.cos, table.sin, table.interleaved, fused)
-
-
-Parts = tuple[Tensor, Tensor, Tensor]
-
-
-class _SplitRotary(Function[Parts]):
-    @staticmethod
-    def forward(ctx: Context[None], packed: Tensor, cos: Tensor, sin: Tensor, width: int) -> Parts:
-        ctx.save_for_backward(cos, sin)
-        found: Any = kernels.find("split_rope", packed)
-        parts: Parts = found.split_and_turn(packed, width, cos, sin)
-        return parts
-
-    @staticmethod
-    def backward(ctx: Context[None], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        rows = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
-        found: Any = kernels.find("split_rope", grads[0])
-        return found.turn_and_join(rows, cos, sin), None, None, None
-
-
-def split_and_rotate(
-    packed: Tensor, width: int, table: RotaryTable | None, *, fused: bool
-) -> Parts:
-    """Split [s, b, g, (r + 2) d] into queries [s, b, g r, d], keys and values [s, b, g, d].
-
-    The r queries of a group precede its key and value; d is ``width``.  ``table`` rotates queries
-    and keys, if given.
-    """
-    if table is not None and fused and packed.is_contiguous():
-        has_rows = table.cos.shape[::2] == (packed.shape[0], 1)
-        if has_rows and _kernels("split_rope", table.interleaved, packed, table.cos, table.sin):
-            return _SplitRotary.call(packed, table.cos, table.sin, width)
-    *outer, packed_width = packed.shape
-    query, key, value = packed.split_with_sizes([packed_width - 2 * width, width, width], -1)
-    if packed_width != 3 * width:
-        query = query.reshape(outer[0], outer[1], -1, width)
-    if table is not None:
-        query, key = (apply_rotary(x, table, fused=fused) for x in (query, key))
-    return query, key, value
-
-
-class _SplitNormRotary(Function[Parts]):
-    """Saves the projection alone; backward computes the norms' statistics again."""
-
-    @staticmethod
-    def forward(
-        ctx: Context[float],
-        packed: Tensor,
-        query_weight: Tensor,
-        key_weight: Tensor,
-        table: RotaryTable,
-        eps: float,
-        width: int,
-    ) -> Parts:
-        ctx.save_for_backward(packed, query_weight, key_weight, table.cos, table.sin)
-        ctx.values = eps
-        at = table.cos, table.sin
-        found: Any = kernels.find("split_norm_rope", packed)
-        parts: Parts = found.split_and_norm(packed, width, (query_weight, key_weight), eps, at)
-        return parts
-
-    @staticmethod
-    def backward(ctx: Context[float], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        packed, query_weight, key_weight, cos, sin = ctx.saved_tensors
-        rows = tuple(grad.contiguous() for grad in grads)
-        weights = (query_weight, key_weight)
-        found: Any = kernels.find("split_norm_rope", packed)
-        return (
-            *found.join_gradients(packed, rows, weights, ctx.values, (cos, sin)),
-            None,
-            None,
-            None,
-        )
-
-
-def split_norm_and_rotate(
-    packed: Tensor, width: int, table: RotaryTable, weights: tuple[Tensor, Tensor], eps: float
-) -> Parts | None:
-    """Return `split_and_rotate` with an RMSNorm of each query and key before the rotation.
-
-    ``weights`` [d] are those of queries and of keys.  None if no kernel computes it.
-    """
-    has_rows = packed.is_contiguous() and table.cos.shape[::2] == (packed.shape[0], 1)
-    is_same = all(weight.dtype == packed.dtype for weight in weights)
-    tensors = packed, table.cos, table.sin, *weights
-    if not has_rows or not is_same or not _kernels("split_norm_rope", table.interleaved, *tensors):
-        return None
-    return _SplitNormRotary.call(packed, *weights, table, eps, width)
-
-
-def _kernels(name: str, interleaved: bool, *tensors: Tensor) -> Any:
+def _kernels(interleaved: bool, *tensors: Tensor) -> Any:
     """Return the module of kernels that rotates these tensors; None for torch's operations.
 
     A GPU's kernel took twice the time of torch to interleave pairs (benchmarks/train_gpu.md).
     """
     if interleaved and device.launches_kernels(tensors[0].device):
         return None
-    return kernels.find(name, *tensors)
+    return kernels.find("rope", *tensors)

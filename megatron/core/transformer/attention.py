@@ -20,12 +20,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
-from megatron.core.fusions.rope import (
-    RotaryTable,
-    apply_rotary,
-    split_and_rotate,
-    split_norm_and_rotate,
-)
+from megatron.core.fusions.rope import RMSNorms, RotaryTable, split_and_rotate
 from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
@@ -380,33 +375,24 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
         """
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
-        width = self.head_dim
         mixed = mixed.view(*mixed.shape[:2], self.local_groups, -1)
         rotary, fused = rotary if self.has_rope else None, self.config.apply_rope_fusion
         if rotary is not None and self.is_windowed:
             rotary = rotary.windowed or rotary
-        has_norms = self.q_layernorm is not None or self.k_layernorm is not None
-        if has_norms and rotary is not None and fused:
-            parts = self._split_norm_and_rotate(mixed, rotary)
-            if parts is not None:
-                return parts
         query, key, value = split_and_rotate(
-            mixed, width, None if has_norms else rotary, fused=fused
+            mixed,
+            self.head_dim,
+            rotary,
+            (self.q_layernorm, self.k_layernorm),
+            self._rms_norms() if rotary is not None and fused else None,
+            fused=fused,
         )
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
-            key = self.k_layernorm(key)
-        if has_norms and rotary is not None:
-            query, key = (apply_rotary(x, rotary, fused=fused) for x in (query, key))
         if self.config.qk_l2_norm and self.has_rope:
             query, key = l2_norm(query), l2_norm(key)
         return query, key, value
 
-    def _split_norm_and_rotate(
-        self, mixed: Tensor, rotary: RotaryTable
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return query, key and value by one kernel; None if none computes these norms."""
+    def _rms_norms(self) -> RMSNorms | None:
+        """Return the norms of queries and keys for a kernel; None if none computes them."""
         query_norm = self.q_layernorm
         key_norm = self.k_layernorm
         if self.config.qk_l2_norm or type(query_norm) is not Norm or type(key_norm) is not Norm:
@@ -415,8 +401,8 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
             return None
         before_reading(query_norm)
         before_reading(key_norm)
-        weights = query_norm.effective_weight(), key_norm.effective_weight()
-        return split_norm_and_rotate(mixed, self.head_dim, rotary, weights, query_norm.eps)
+        query_weight, key_weight = query_norm.effective_weight(), key_norm.effective_weight()
+        return RMSNorms(query_weight, key_weight, query_norm.eps)
 
 
 def _note_rows(layer: object, *rows: int) -> None:

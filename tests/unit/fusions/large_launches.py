@@ -107,25 +107,16 @@ def _heads(tokens: int, num_heads: int, width: int) -> Tensor:
 
 def _launch_rope(rope: Any) -> None:
     angles = _empty(_LONG, 1, 1, 64, dtype=FP32)
-    rope.turn(_empty(_LONG, 1, 128, 128), angles, angles, False, 1)
-    rope.turn(_heads(_LONG, 128, 128), angles, angles, False, -1)
-
-
-def _launch_split_rope(rope: Any) -> None:
-    angles = _empty(_LONG, 1, 1, 64, dtype=FP32)
-    rope.split_and_turn(_empty(_LONG, 2, 16, 10 * 128), 128, angles, angles)
-    parts = [_heads(_LONG, n, 128) for n in (128, 16, 16)]
-    rope.turn_and_join(tuple(parts), angles, angles)
-
-
-def _launch_split_norm_rope(rope: Any) -> None:
+    rope.rotate(_empty(_LONG, 1, 128, 128), angles, angles, False, 1)
+    rope.rotate(_heads(_LONG, 128, 128), angles, angles, False, -1)
+    rope.split(_empty(_LONG, 2, 16, 10 * 128), 128, (angles, angles), None)
+    rope.join(tuple(_heads(_LONG, n, 128) for n in (128, 16, 16)), (angles, angles))
     for width, half in ((128, 64), (256, 32)):
         angles = _empty(_LONG, 1, 1, half, dtype=FP32)
         packed = _empty(_LONG, 2, 16, 10 * width)
-        weights = _empty(width), _empty(width)
-        at = angles, angles
-        parts = rope.split_and_norm(packed, width, weights, 1e-6, at)
-        rope.join_gradients(packed, parts, weights, 1e-6, at)
+        norms = _empty(width), _empty(width), 1e-6
+        parts = rope.split(packed, width, (angles, angles), norms)
+        rope.join_norms(packed, parts, (angles, angles), norms)
 
 
 def _launch_router(router: Any) -> None:

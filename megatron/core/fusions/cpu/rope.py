@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron.core.device import cpu_kernels
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
     """Rotate [s, b, n, d] (last dim contiguous) by angles [s, 1 or b, 1, r/2] -> [s, b, n, d]."""
     tokens, sequences, heads, width = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
