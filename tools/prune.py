@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import MegatronError
-from megatron.post_training.pruning.prune_run import add_flags, prune_checkpoint
+from megatron.post_training.pruning.pruning import add_flags, prune_checkpoint
 from megatron.training.initialize import configure, fail, fail_before_start, start
 from megatron.training.shutdown import shut_down
 

@@ -19,12 +19,16 @@ projection, each with an adapter of its own in the files of PEFT; here one layer
 adapter therefore has an A and a B for each of these parts (``q_a``, ``q_b``, ...), of which any
 subset may be trained; the outputs are stacked in the order of the layer's rows, which for q, k and
 v is interleaved by query group.  Another layer has one ``a`` and one ``b``.
+
+Targets name layers by Megatron-LM's names or by those of the PEFT library.  A layer has its global
+module name (``decoder.layers.0.self_attention.linear_qkv``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,7 +40,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import ConfigError
 from megatron.core.params.param_info import ParamInfo, info_of
 from megatron.core.params.param_init import Init, new_parameter
-from megatron.core.peft.targets import WHOLE, check_targets, names_of, targeted_parts
+from megatron.core.tensor_parallel.frozen_weight import FrozenWeight, StoredFormat, stored
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     Linear,
@@ -52,6 +56,31 @@ from megatron.core.tensor_parallel.random import fork_for_tokens, fork_if
 
 _INSIDE = ".lora."  # in the name of every parameter of an adapter
 START = Init("zeros")  # of the matrix that makes an untrained adapter's output zero
+ALL_LINEAR = "all-linear"
+WHOLE = ""  # the part of a layer with one matrix
+_OUTSIDE = ("word_embeddings", "output_layer")  # not part of all-linear, as in PEFT
+# PEFT's name -> our layers and the part of each.
+_OF_PEFT: Mapping[str, Mapping[str, str]] = {
+    "q_proj": {"linear_qkv": "q", "linear_q_proj": WHOLE, "linear_q": WHOLE},
+    "k_proj": {"linear_qkv": "k", "linear_kv": "k"},
+    "v_proj": {"linear_qkv": "v", "linear_kv": "v"},
+    "o_proj": {"linear_proj": WHOLE},
+    "gate_proj": {"linear_fc1": "gate"},
+    "up_proj": {"linear_fc1": "up"},
+    "down_proj": {"linear_fc2": WHOLE},
+    "w1": {"linear_fc1": "gate"},
+    "w3": {"linear_fc1": "up"},
+    "w2": {"linear_fc2": WHOLE},
+    "q_a_proj": {"linear_q_down_proj": WHOLE},
+    "q_b_proj": {"linear_q_up_proj": WHOLE},
+    "kv_a_proj_with_mqa": {"linear_kv_down_proj": WHOLE},
+    "kv_b_proj": {"linear_kv_up_proj": WHOLE},
+    "embed_tokens": {"word_embeddings": WHOLE},
+    "lm_head": {"output_layer": WHOLE},
+}
+_EXPERT = re.compile(r"\.local_experts\.\d+\.")
+_MODULES_OF_PEFT = {"self_attn": "self_attention", "model": "decoder"}
+_SHARDED = (ColumnParallelLinear, RowParallelLinear)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,3 +403,79 @@ def _global_name(layer: nn.Module, local_name: str) -> str:
     tied = "embedding.word_embeddings" if isinstance(layer, ColumnParallelLinear) else None
     own = name.removesuffix(".weight")
     return local_name if not own or own == tied else own
+
+
+def targeted_parts(target: str, module: str, parts: Sequence[str]) -> tuple[str, ...]:
+    """Return the parts of layer ``module`` that ``target`` selects, of ``parts``.
+
+    ``target`` is a name, or the end of a dotted name (``self_attention.linear_proj``), in which
+    the experts of a layer have no numbers (``experts.linear_fc1``).
+    """
+    *inside, last = target.split(".")
+    *around, own = _EXPERT.sub(".", module).split(".")
+    if target == ALL_LINEAR:
+        return () if own in _OUTSIDE else tuple(parts)
+    wanted = [_MODULES_OF_PEFT.get(each, each) for each in inside]
+    if wanted and around[-len(wanted) :] != wanted:
+        return ()
+    if last == own:
+        return tuple(parts)
+    part = _OF_PEFT.get(last, {}).get(own)
+    if part is None:
+        return ()
+    if part == "up" and WHOLE in parts:  # an MLP without a gate
+        part = WHOLE
+    return (part,) if part in parts else ()
+
+
+def names_of(module: str, parts: Sequence[str]) -> set[str]:
+    """Return the names that select layer ``module`` or one of its parts."""
+    own = module.rsplit(".", 1)[-1]
+    theirs = (name for name in _OF_PEFT if targeted_parts(name, module, parts))
+    return {own, *theirs}
+
+
+def check_targets(targets: Iterable[str], matched: set[str], names: Iterable[str]) -> None:
+    """Raise ConfigError for targets that match no layer; ``names`` are those that would."""
+    unknown = [target for target in targets if target not in matched]
+    if unknown:
+        raise ConfigError(
+            f"--lora-target-modules {' '.join(unknown)}: the model has no layer of this name; it "
+            f"has {', '.join(sorted(names))}; {ALL_LINEAR} selects all but "
+            f"{' and '.join(_OUTSIDE)}"
+        )
+
+
+def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the codes and scales of the stored weights of ``model``."""
+    for layer in model.modules():
+        if isinstance(layer, Linear) and isinstance(layer.quantizer, FrozenWeight):
+            held = vars(layer.quantizer.weight).values()
+            yield from (tensor for tensor in held if isinstance(tensor, Tensor))
+
+
+@torch.no_grad()
+def store_base(chunks: Sequence[nn.Module], format: StoredFormat) -> None:
+    """Store the weights of all linear layers but the output layer in ``format``.
+
+    The parameters keep their shapes and records, and no memory: their values are lost, so the base
+    must have been loaded and named before.  Collective over the ranks that shard a weight.  Raises
+    ConfigError for a weight that the format cannot hold.
+    """
+    for chunk in chunks:
+        for name, layer in chunk.named_modules():
+            if (
+                not isinstance(layer, Linear)
+                or layer.weight is None
+                or name.endswith("output_layer")
+            ):
+                continue
+            weight = layer.weight
+            group = layer.tp_group if isinstance(layer, _SHARDED) else None
+            try:
+                layer.quantizer = FrozenWeight(stored(weight, format, group))
+            except ValueError as error:
+                raise ConfigError(
+                    f"--lora-base-dtype {format}: {info_of(weight).name}: {error}; use fp8 or int8"
+                ) from None
+            weight.data = weight.new_zeros(()).expand(weight.shape)

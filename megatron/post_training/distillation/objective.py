@@ -31,14 +31,16 @@ from megatron.core.transformer.module import MegatronModule, frozen_models
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.post_training.distillation.kd_config import KDConfig, LayerPair, read_kd_config
-from megatron.post_training.distillation.logits import (
+from megatron.post_training.distillation.losses import (
+    HIDDEN_LOSSES,
+    balanced,
     in_chunks,
+    kl_divergence,
     lm_losses,
     require_wrapper,
     sum_of_masked,
 )
-from megatron.post_training.distillation.losses import HIDDEN_LOSSES, balanced, kl_divergence
-from megatron.post_training.distillation.teacher import build_teacher, load_teacher, teacher_config
+from megatron.post_training.reference import build_teacher, load_teacher, teacher_config
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of_stages
 from megatron.training.models.kind import Batch, ModelImplementation

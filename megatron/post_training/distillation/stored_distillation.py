@@ -31,12 +31,6 @@ from megatron.core.parallel.json_collectives import all_or_none, broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.post_training.distillation.logits import (
-    in_chunks,
-    lm_losses,
-    require_wrapper,
-    sum_of_masked,
-)
 from megatron.post_training.distillation.logits_store import (
     LogitsStore,
     StoredRows,
@@ -47,7 +41,14 @@ from megatron.post_training.distillation.logits_store import (
     read_settings,
     write_rows,
 )
-from megatron.post_training.distillation.losses import divergence_from_stored, most_probable
+from megatron.post_training.distillation.losses import (
+    divergence_from_stored,
+    in_chunks,
+    lm_losses,
+    most_probable,
+    require_wrapper,
+    sum_of_masked,
+)
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import Batch, BatchTable, ModelImplementation, TensorSpec
 from megatron.training.process.rank_print import print_rank_0

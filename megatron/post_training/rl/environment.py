@@ -15,15 +15,22 @@ them.  Only this file of the user names code: a checkpoint never does.
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
+import time
+import urllib.error
+import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any, Protocol, TypeAlias
+from urllib.parse import urlsplit
 
 import numpy as np
 
-from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.config.errors import ConfigError, DataError, MegatronError
 from megatron.core.datasets.conversations import messages_of, tools_of
 from megatron.core.datasets.row_files import Rows, open_rows
 from megatron.core.text_files import parse_yaml, read_text
@@ -38,6 +45,8 @@ _KEYS = {"agent_type", "agent_args", "weight", "evaluation_only"}
 # A text, or an object whose entry ``prompt`` is a text or a list of messages (and ``tools``); its
 # other entries are for the reward.
 Prompt: TypeAlias = "str | Mapping[str, Any]"
+_WHAT = "agent_args: functions"
+_LONGEST_WAIT_S = 30.0
 
 
 class Prompts(Protocol):
@@ -268,3 +277,142 @@ def _path(name: str) -> str:
     """Return MODULE:NAME of a path that may be written MODULE.NAME, as Megatron-LM does."""
     module, _, attribute = name.rpartition(".")
     return name if ":" in name or not module else f"{module}:{attribute}"
+
+
+class FunctionEnvironment(FileEnvironment):
+    """The reward of an answer is the weighted sum of what ``functions`` return.
+
+    ``functions``: FILE.py:NAME or MODULE:NAME, one or a list; or a mapping of these to weights.
+    """
+
+    def __init__(
+        self,
+        functions: str | Sequence[str] | Mapping[str, float],
+        prompts: str,
+        num_threads: int = 1,
+    ) -> None:
+        super().__init__(prompts)
+        self.num_threads = checked_threads(num_threads)
+        names = [functions] if isinstance(functions, str) else functions
+        weights = names if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
+        if not weights:
+            raise ConfigError(f"{_WHAT} is empty: name at least one function")
+        self._functions = [(_found(name), _checked(name, w)) for name, w in weights.items()]
+
+    def reward(self, prompt: Prompt, answer: str) -> float:
+        """Return the weighted sum.  A function that returns None has no part in it, as in TRL."""
+        found = [(function(prompt, answer), weight) for function, weight in self._functions]
+        rewards = [value * weight for value, weight in found if value is not None]
+        return sum(rewards) if rewards else math.nan
+
+
+def _found(name: object) -> Callable[[Prompt, str], float | None]:
+    """Return the function ``name`` as a function of a prompt and an answer.  Raises ConfigError."""
+    if not isinstance(name, str):
+        raise ConfigError(f"{_WHAT} {name!r:.60}: write MODULE:NAME or FILE.py:NAME")
+    function = find_user_object(name, _WHAT)
+    if not callable(function):
+        raise ConfigError(f"{_WHAT} {name}: it is {function!r:.60}, no function: correct the name")
+    try:
+        signature = inspect.signature(function)
+        if "completions" not in signature.parameters:
+            signature.bind("prompt", "answer")
+            return function
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{_WHAT} {name}: it cannot be called with a prompt and an answer ({error}): write "
+            "reward(prompt, answer)"
+        ) from None
+    parameters = signature.parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def reward(prompt: Prompt, answer: str) -> float | None:
+        row: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        columns = {**row, "prompts": row["prompt"], "completions": answer}
+        if isinstance(row["prompt"], list):
+            columns["completions"] = [{"role": "assistant", "content": answer}]
+        del columns["prompt"]
+        lists = {key: [v] for key, v in columns.items() if takes_all or key in parameters}
+        (value,) = function(**lists)
+        return None if value is None else float(value)
+
+    return reward
+
+
+def _checked(name: str, weight: float) -> float:
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not abs(weight) <= LARGEST_WEIGHT:
+        raise ConfigError(f"{_WHAT} {name}: its weight is {weight!r:.80}: give a number")
+    return float(weight)
+
+
+class RewardServiceError(MegatronError, RuntimeError):
+    """The service did not return a reward."""
+
+
+class HttpEnvironment(FileEnvironment):
+    """Each reward is the answer of a service.
+
+    A request takes ``timeout_s`` at most.  After a failed connection and the statuses 429 and 5xx
+    it is sent again, ``retries`` times, with waits that double from ``wait_s`` on.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        prompts: str,
+        timeout_s: float = 60.0,
+        retries: int = 3,
+        wait_s: float = 1.0,
+        num_threads: int = 16,
+    ) -> None:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise ConfigError(f"url {url!r}: give an address that begins with http:// or https://")
+        super().__init__(prompts)
+        self._url = url
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._wait_s = wait_s
+        self.num_threads = checked_threads(num_threads)
+
+    def reward(self, prompt: Prompt, answer: str) -> float:
+        body = json.dumps({"prompt": prompt, "answer": answer}).encode()
+        for attempt in range(self._retries + 1):
+            try:
+                return self._asked(body)
+            except _TryAgain as error:
+                problem = error
+            if attempt < self._retries:
+                time.sleep(min(self._wait_s * 2**attempt, _LONGEST_WAIT_S))
+        raise RewardServiceError(
+            f"the reward service {self._url} has failed {self._retries + 1} times, the last time "
+            f"with: {problem}; start it, or raise retries or timeout_s in agent_args"
+        )
+
+    def _asked(self, body: bytes) -> float:
+        request = urllib.request.Request(
+            self._url, data=body, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            status = f"status {error.code} {error.reason}"
+            if error.code == 429 or error.code >= 500:
+                raise _TryAgain(status) from None
+            raise RewardServiceError(
+                f"the reward service {self._url} refuses a request with {status}: correct url"
+            ) from None
+        except (OSError, HTTPException) as error:
+            raise _TryAgain(f"{type(error).__name__}: {error}") from None
+        try:
+            return float(json.loads(text)["reward"])
+        except (KeyError, TypeError, ValueError):
+            raise RewardServiceError(
+                f"the reward service {self._url} returned {text[:200]!r}: it must return "
+                '{"reward": number}'
+            ) from None
+
+
+class _TryAgain(Exception):
+    """A request failed in a way that may pass."""

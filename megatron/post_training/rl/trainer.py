@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from megatron.core import device
@@ -18,14 +19,20 @@ from megatron.core.config.value_types import JsonObject
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.parallel.json_collectives import broadcast_json
-from megatron.post_training.rl.environment import Environment, open_environments
-from megatron.post_training.rl.evaluation import evaluate_policy
-from megatron.post_training.rl.function_environment import FunctionEnvironment
-from megatron.post_training.rl.generate import PromptSource, check_prompts, generate_round
-from megatron.post_training.rl.http_environment import HttpEnvironment
-from megatron.post_training.rl.log_probs import round_log_probs
+from megatron.post_training.reference import ReferencePolicy, score, sum_over_ranks
+from megatron.post_training.rl.environment import (
+    Environment,
+    FunctionEnvironment,
+    HttpEnvironment,
+    open_environments,
+)
+from megatron.post_training.rl.generate import (
+    PromptSource,
+    check_prompts,
+    evaluate_policy,
+    generate_round,
+)
 from megatron.post_training.rl.objective import needs_old_log_probs
-from megatron.post_training.rl.reference import ReferencePolicy
 from megatron.post_training.rl.rounds import (
     Rollouts,
     Round,
@@ -35,10 +42,12 @@ from megatron.post_training.rl.rounds import (
     to_json,
     trimmed,
 )
+from megatron.post_training.rl.token_scores import score_labels
 from megatron.training.config.run import GRPO, RunConfig
 from megatron.training.data.loaders import chunk_iterators, reads_data
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
+from megatron.training.models.kind import Batch
 from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Callback, EvalResult, Runtime
 from megatron.training.runtime.state import StepResult
@@ -191,6 +200,34 @@ def _new_round(
             round_ = replace(round_, reference_log_probs=round_log_probs(run, round_))
     num_tokens = float(generated.rollouts.lengths.sum())
     return round_, num_tokens / max(generated.elapsed_s, 1e-9)
+
+
+def round_log_probs(run: Runtime, round_: Round) -> Tensor:
+    """Return the log-probabilities [n, s] of all answers, 0 elsewhere.  Collective over all ranks.
+
+    Each data-parallel rank computes its share of the rollouts.
+    """
+    rollouts = round_.rollouts
+    groups = run.groups
+    size = run.config.training.micro_batch_size
+    rank = groups.dp.rank()
+    step = size * groups.dp.size()
+    blank = torch.zeros_like(rollouts.sampled_log_probs)
+    filled = replace(round_, old_log_probs=blank, reference_log_probs=blank)
+    batches = step_batches(run.config, filled, torch.arange(len(rollouts.tokens)), rank)
+    temperature = run.config.rl.rl_default_temperature
+
+    def report(batch: Batch, logits: Tensor) -> dict[str, Tensor]:
+        scores = score_labels(logits, batch["labels"], groups.tp, temperature=temperature)
+        return {"log_probs": scores.log_probs, "positions": batch["position_ids"]}
+
+    found = score(run, batches, len(batches), report)
+    total = torch.zeros(blank.shape, device=device.current())
+    if run.has_loss and groups.tp.rank() == 0:
+        for i, of_batch in enumerate(found):
+            rows = total[i * step + rank * size :][:size]
+            rows.scatter_(1, of_batch["positions"], of_batch["log_probs"])
+    return sum_over_ranks(run, total) * rollouts.is_answer
 
 
 def rollout_metrics(run: Runtime, result: StepResult) -> Mapping[str, float]:

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.serialization import SaveFailed, SaveResult
 from megatron.core.parallel.run_store import RunStore
-from megatron.core.peft.frozen_base import store_base
+from megatron.core.peft.lora import store_base
 from megatron.core.tensor_parallel.frozen_weight import StoredFormat
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.base_model import identify

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config.option import option
-from megatron.core.peft.lora import LoraConfig
-from megatron.core.peft.targets import ALL_LINEAR
+from megatron.core.peft.lora import ALL_LINEAR, LoraConfig
 from megatron.core.tensor_parallel.frozen_weight import FORMATS
 
 _adapters = partial(option, group="adapters")

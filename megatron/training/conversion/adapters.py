@@ -12,8 +12,14 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.peft.lora import LoraConfig, is_of_adapter, split_name, stack_rows
-from megatron.core.peft.targets import ALL_LINEAR, WHOLE
+from megatron.core.peft.lora import (
+    ALL_LINEAR,
+    WHOLE,
+    LoraConfig,
+    is_of_adapter,
+    split_name,
+    stack_rows,
+)
 from megatron.training.config.adapters import AdaptersConfig
 from megatron.training.conversion.shape import ModelShape
 

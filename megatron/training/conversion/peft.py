@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor, write_file
-from megatron.core.peft.targets import WHOLE
+from megatron.core.peft.lora import WHOLE
 from megatron.training.conversion.adapters import EMBEDDING, Pair, lora_of, pairs_of, rows_of
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hf_folder import read_safetensors

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron.core.peft.lora import LoraConfig
-from megatron.core.peft.targets import WHOLE, targeted_parts
+from megatron.core.peft.lora import WHOLE, LoraConfig, targeted_parts
 from megatron.core.ssm.mixer_shape import mixer_shape
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL
 from megatron.core.transformer.transformer_config import TransformerConfig

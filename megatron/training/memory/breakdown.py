@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from megatron.core import device
 from megatron.core.params.param_info import local_part
-from megatron.core.peft.frozen_base import stored_tensors
+from megatron.core.peft.lora import stored_tensors
 from megatron.training.runtime.runtime import Runtime
 
 ACTIVATIONS, GRADIENTS, OPTIMIZER = "activations", "gradients", "optimizer"

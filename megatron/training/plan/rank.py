@@ -36,8 +36,7 @@ from megatron.core.parallel.context_parallel_partition import (
 )
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import local_part
-from megatron.core.peft.frozen_base import store_base, stored_tensors
-from megatron.core.peft.lora import check_all_targets
+from megatron.core.peft.lora import check_all_targets, store_base, stored_tensors
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
 from megatron.core.pipeline_parallel.microbatch import LossRule
 from megatron.core.pipeline_parallel.plan import PassKind, Transfer, Work

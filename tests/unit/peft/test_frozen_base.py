@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.params.param_init import Init, initialize_parameters
 from megatron.core.peft import lora
-from megatron.core.peft.frozen_base import store_base
-from megatron.core.peft.lora import LoraConfig, attach_adapters
+from megatron.core.peft.lora import LoraConfig, attach_adapters, store_base
 from megatron.core.tensor_parallel.frozen_weight import (
     FORMATS,
     FrozenWeight,

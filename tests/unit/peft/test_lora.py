@@ -12,8 +12,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import Init, initialize_parameters
 from megatron.core.peft import lora
-from megatron.core.peft.lora import LoraConfig, attach_adapters, names_in, split_name
-from megatron.core.peft.targets import check_targets
+from megatron.core.peft.lora import LoraConfig, attach_adapters, check_targets, names_in, split_name
 from megatron.core.tensor_parallel.layers import Linear
 from tests import tolerances
 from tests.unit.models.test_gpt_model import build, tokens

@@ -9,8 +9,11 @@ import pytest
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.utils import Split
-from megatron.post_training.preference.dataset import PreferenceDataset, PreferenceDatasetConfig
-from megatron.post_training.preference.rows import pair_of
+from megatron.post_training.preference.dataset import (
+    PreferenceDataset,
+    PreferenceDatasetConfig,
+    pair_of,
+)
 from megatron.training.tokenizer.null import _NullTokenizer
 
 ASK = {"role": "user", "content": "Why?"}

@@ -13,10 +13,16 @@ from typing import Any
 import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.post_training.rl.environment import Environment, Prompt, Task, open_environments
-from megatron.post_training.rl.function_environment import FunctionEnvironment
+from megatron.post_training.rl.environment import (
+    Environment,
+    FunctionEnvironment,
+    HttpEnvironment,
+    Prompt,
+    RewardServiceError,
+    Task,
+    open_environments,
+)
 from megatron.post_training.rl.generate import PromptSource, check_prompts
-from megatron.post_training.rl.http_environment import HttpEnvironment, RewardServiceError
 from megatron.post_training.rl.objective import GRPO
 from megatron.post_training.rl.trainer import KNOWN_ENVIRONMENTS
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer

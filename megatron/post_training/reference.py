@@ -1,23 +1,30 @@
-"""The teacher of a distillation: its configuration, its stages, its weights.
+"""Frozen models beside the trained one: their weights, and what they predict.
 
-The teacher is the model of another checkpoint, of any size, split over the same ranks as the
-student.  It is frozen, and no module of the student contains it: so it has no optimizer state, no
-gradient buffer and no place in the checkpoints of the run.
+`score` runs the model of a run forward, with the weights that it has.  DPO calls it before the
+first step: its reference model has the weights that the run begins with.  `ReferencePolicy` gives
+the model other weights meanwhile, which lie in host memory: those of --pretrained-checkpoint, or
+those that the run began with; in a run with adapters those of their base, so the adapters are zero
+meanwhile.  A teacher is the model of another checkpoint, of any size, split over the same ranks as
+the student.  No module of the student contains it: so it has no optimizer state, no gradient buffer
+and no place in the checkpoints of the run.
 
-Order of collectives: `load_teacher` those of `serialization.load`.
+Order of collectives: `score` those of the forward passes; `load_teacher` those of
+`serialization.load`.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import CheckpointError, ConfigError
@@ -29,7 +36,9 @@ from megatron.core.dist_checkpointing.serialization import load
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.parallel.json_collectives import all_or_none
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import local_part
 from megatron.training.arguments.resolve import resolve
+from megatron.training.checkpointing.base_model import identify
 from megatron.training.checkpointing.checkpoint_args import (
     FORCED,
     FORCED_PREFIXES,
@@ -38,12 +47,19 @@ from megatron.training.checkpointing.checkpoint_args import (
     without_code_and_paths,
 )
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
+from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import read_content, resolve_folder
 from megatron.training.config.run import RunConfig
 from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.data.batch import next_batch
+from megatron.training.data.loaders import chunk_iterators
 from megatron.training.estimates.pipeline_split import balanced_sizes
-from megatron.training.models.registry import build_model_stage
+from megatron.training.models.kind import Batch
+from megatron.training.models.registry import build_model_stage, implementation_of
 from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.train_step import forward_backward
+from megatron.training.step.weight_hash import params_hash
 
 _MTP = "mtp."  # prefix of tensors for multi-token prediction, which a teacher does not need
 # Flags (dests) of the run that hold for the teacher too: layout, batch, data, precision, kernels.
@@ -58,6 +74,156 @@ _SHARED = frozenset(
     ).split()
 ) | {dest_of(f, opt) for f, opt in options_of(TokenizerConfig)}
 _OF_EXPERTS = frozenset({"expert_model_parallel_size", "expert_tensor_parallel_size"})
+
+
+def score(
+    run: Runtime, loader: Any, count: int, report: Callable[[Batch, Tensor], dict[str, Tensor]]
+) -> list[dict[str, Tensor]]:
+    """Run ``count`` micro-batches of ``loader`` forward; return ``report(batch, output)`` of each.
+
+    On ranks of the last stage; collective over all ranks.
+    """
+    apply = implementation_of(run.config).apply
+
+    def forward_step(data: Iterator[Any] | None, model: nn.Module) -> tuple[Any, Any]:
+        batch = next_batch(run, data, model)
+
+        def reported(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            none = output.new_zeros(())
+            return none, none + 1, report(batch, output)
+
+        return apply(model, batch), reported
+
+    for chunk in run.model_chunks:
+        chunk.eval()
+    with torch.no_grad():
+        found = forward_backward(
+            replace(run, forward_step_func=forward_step),
+            chunk_iterators(run, loader, prefetches=False),
+            count,
+            forward_only=True,
+        )
+    for chunk in run.model_chunks:
+        chunk.train()
+    return found
+
+
+def sum_over_ranks(run: Runtime, values: Tensor) -> Tensor:
+    """Return the sum of ``values`` over all ranks, in host memory.  Collective over all ranks."""
+    total = values.to(device.current())
+    if run.groups.world.size() > 1:
+        dist.all_reduce(total, group=run.groups.world)
+    return total.cpu()
+
+
+class ReferencePolicy:
+    """Weights of another policy; ``hash`` identifies them in every layout.
+
+    ``folder``: the checkpoint that holds them; None for the base of adapters.
+    Construction and `in_model` are collective over all ranks: they complete pending parameter
+    all-gathers.
+    """
+
+    def __init__(self, run: Runtime) -> None:
+        """Copy the weights of the model, or load others; the model keeps its own.
+
+        Raises CheckpointError if the weights are gone or are not those of a run that goes on.
+        """
+        state = run.objective_state or {}
+        before = state.get("reference")
+        given = run.config.checkpoint.pretrained_checkpoint
+        self.folder: str | None = None
+        if run.config.adapters.lora is not None:
+            self._weights = [torch.zeros_like(values) for values in _copies(run)]
+            self.hash = identify(_parts(run), None).hash
+        elif given is None and before is None:
+            self.folder = run.loaded_from
+            if self.folder is None:
+                raise CheckpointError(
+                    f"--load {run.config.checkpoint.load} holds no checkpoint yet, and "
+                    "--grpo-kl-beta needs a reference policy: give --pretrained-checkpoint, or "
+                    "use --grpo-kl-beta 0"
+                )
+            print_rank_0(f" the reference policy is the loaded model, {self.folder}")
+            self._weights = _copies(run)
+            self.hash = f"{params_hash(_parts(run)):016x}"
+        else:
+            self.folder = given or state.get("reference_folder")
+            self._load(run)
+        if before is not None and self.hash != before:
+            raise CheckpointError(
+                f"--pretrained-checkpoint {given or self.folder}: its weights are not those of "
+                "the reference policy that this run has been trained with: give the same "
+                "checkpoint again, or start a new run with --finetune "
+                "and another --save"
+            )
+
+    def _load(self, run: Runtime) -> None:
+        """Load the weights in ``self.folder``.  Collective over all ranks."""
+        given = run.config.checkpoint.pretrained_checkpoint
+        if given is None and (self.folder is None or not Path(self.folder).is_dir()):
+            raise CheckpointError(
+                f"--grpo-kl-beta: the weights {self.folder} that this run began with, its "
+                "reference policy, are gone: restore them, or give a copy with "
+                "--pretrained-checkpoint"
+            )
+        own = _copies(run)
+        print_rank_0(f" loading the reference policy from {self.folder}")
+        asked = replace(
+            run.config.checkpoint,
+            load=self.folder,
+            save=None,
+            finetune=True,
+            ckpt_step=None,
+            non_persistent_ckpt_type=None,
+            pretrained_checkpoint=None,
+        )
+        parts = RunParts(
+            model_chunks=run.model_chunks,
+            groups=run.groups,
+            kind=run.config.language_model.model_kind,
+            asked=run.config.asked,
+        )
+        load_run(asked, parts)
+        self._weights = _copies(run)
+        self.hash = f"{params_hash(_parts(run)):016x}"
+        _restore(run, own)
+
+    @contextmanager
+    def in_model(self, run: Runtime) -> Iterator[None]:
+        """Give the model these weights until the context ends."""
+        own = _copies(run)
+        _restore(run, self._weights)
+        try:
+            yield
+        finally:
+            _restore(run, own)
+
+
+def _parts(run: Runtime) -> RunParts:
+    return RunParts(model_chunks=run.model_chunks, groups=run.groups)
+
+
+def _held(run: Runtime) -> list[Tensor]:
+    """Return the tensors that another policy changes: with adapters these alone."""
+    model_tensors(_parts(run))  # completes pending all-gathers
+    has_adapters = run.config.adapters.lora is not None
+    return [
+        local_part(tensor.detach())
+        for chunk in run.model_chunks
+        for tensor in (*chunk.parameters(), *chunk.buffers())
+        if tensor.requires_grad or not has_adapters
+    ]
+
+
+def _copies(run: Runtime) -> list[Tensor]:
+    return [tensor.to(device.CPU, copy=True) for tensor in _held(run)]
+
+
+@torch.no_grad()
+def _restore(run: Runtime, copies: list[Tensor]) -> None:
+    for tensor, copy in zip(_held(run), copies, strict=True):
+        tensor.copy_(copy)
 
 
 def teacher_config(config: RunConfig) -> RunConfig:
