@@ -170,7 +170,7 @@ class OurTrainer:
 
     def step(self) -> Tensor:
         """Run one step as between two log lines; return the loss without synchronizing."""
-        result = train_step(self.run, may_defer=True)
+        result = train_step(self.run)
         self.run.state.advance(result, 0.0)
         return result.losses["lm loss"]
 

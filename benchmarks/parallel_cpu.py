@@ -86,8 +86,7 @@ class Measured:
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
 
-    def __call__(self, run: Runtime, *, may_defer: bool = False) -> StepResult:
-        del may_defer  # each step is measured alone
+    def __call__(self, run: Runtime) -> StepResult:
         is_profiled = self.pipe.recv()
         profiler = profile(activities=[ProfilerActivity.CPU]) if is_profiled else None
         if profiler is not None:

@@ -7,17 +7,13 @@ from typing import Any, cast
 
 
 class RerunDataIterator:
-    """Iterator over ``iterable`` that keeps what it returned since the last `advance`.
-
-    With ``advance(keeps_last=True)`` it also keeps what it returned in the step before.
-    """
+    """Iterator over ``iterable`` that keeps what it returned since the last `advance`."""
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self.iterable = iterable
         self.saved_microbatches: list[Any] = []
         self._keeps = True
         self._position = 0  # in saved_microbatches; at its end new ones are read
-        self._start = 0  # of the running step in saved_microbatches
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> RerunDataIterator:
@@ -35,37 +31,22 @@ class RerunDataIterator:
 
     def rewind(self) -> None:
         """Return again what was returned since the last `advance`, then go on."""
-        self._position = self._start
+        self._position = 0
 
-    def advance(self, *, keeps_last: bool = False) -> None:
-        """Begin a step: the next `rewind` goes back to this point.
-
-        Forgets what was returned so far, with ``keeps_last`` only what was returned before the
-        step that ends, so that `rewind_last` is possible until `forget_last`.
-        """
+    def advance(self) -> None:
+        """Begin a step: forget what was returned so far; the next `rewind` goes back here."""
         self._keeps = True
-        first = self._start if keeps_last else self._position
-        del self.saved_microbatches[:first]
-        self._start = self._position = self._position - first
-
-    def rewind_last(self) -> None:
-        """Return again what the step before returned, then what this step returned, then go on."""
-        self._start = self._position = 0
-
-    def forget_last(self) -> None:
-        """Forget what the step before returned."""
-        del self.saved_microbatches[: self._start]
-        self._position -= self._start
-        self._start = 0
+        del self.saved_microbatches[: self._position]
+        self._position = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the micro-batches since the last `advance`."""
-        return {"saved_microbatches": self.saved_microbatches[self._start :]}
+        return {"saved_microbatches": list(self.saved_microbatches)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Return the micro-batches of `state_dict` first, then go on."""
         self.saved_microbatches = list(state_dict["saved_microbatches"])
-        self._start = self._position = 0
+        self._position = 0
 
     def _read_next(self) -> Any:
         if self._iterator is None:

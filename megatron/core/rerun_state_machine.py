@@ -12,18 +12,14 @@ A result is rejected by a function of the caller: a NaN loss, a large gradient, 
 So a step runs at most twice in a process.  A start on the same device as before asks for one more
 start (exit code 16), at most ``MAX_STARTS`` in all, and then decides without another device.
 
-A step may be deferred (`RerunStateMachine.defer`): its result is judged when the passes of the next
-step are queued.  If it is rejected, the work on the next step is dropped, and 1. follows.
-
 Order of collectives: at the end of each pass, one all-reduce of the ranks' requests over all ranks,
 after which every rank takes the same transition.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +42,7 @@ from megatron.core.diagnostics.result_faults import (
     steps_to_skip,
 )
 from megatron.core.diagnostics.result_validation import ResultValidator, my_rank, num_ranks
-from megatron.core.diagnostics.sent_norm import ReadNorm, SentNorm, send_norm
+from megatron.core.diagnostics.sent_norm import SentNorm, send_norm
 from megatron.core.diagnostics.suspect_result import (
     Call,
     Caller,
@@ -54,7 +50,6 @@ from megatron.core.diagnostics.suspect_result import (
     Request,
     Suspect,
     request_after,
-    suspect_after,
 )
 from megatron.core.rank_local import each_rank_owns
 from megatron.core.rerun_data_iterator import RerunDataIterator
@@ -87,15 +82,8 @@ EXIT_CODE_FAILED_ON_RESULT_VALIDATION = 17
 _NEXT_START = (Request.RERUN_SHARED, Request.RERUN, Request.RERUN_ELSEWHERE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deferred:
-    """First pass of a step whose result the host has not read yet."""
-
-    iteration: int
-    saved: tuple[Any, LargestValues]  # the state before the step
-    found: Findings
-    own: Request  # of this rank, as far as it is known
-    explanation: str | None
+class PassRejected(Exception):
+    """A pass of a step must not change the parameters: it runs again, or the run ends."""
 
 
 class RerunStateMachine(ResultValidator):
@@ -121,7 +109,6 @@ class RerunStateMachine(ResultValidator):
         self._restore = state_restore_func or (lambda state: None)
         self.blamed: Place | None = None  # where a persistent error made this rank's results wrong
         self._saved: tuple[Any, LargestValues] = None, LargestValues()
-        self._deferred: Deferred | None = None
         self._pending_iteration: int | None = None  # of the step of a loaded suspect
 
     def set_mode(self, mode: RerunMode) -> None:
@@ -184,102 +171,40 @@ class RerunStateMachine(ResultValidator):
             return is_first and not self.error_injector.error_injection_rate
         return self.mode == RerunMode.DISABLED
 
-    def send_norm(
-        self, squares: Tensor, *, is_checked: bool, losses: Sequence[Tensor] = ()
-    ) -> SentNorm:
+    def send_norm(self, squares: Tensor, *, is_checked: bool) -> SentNorm:
         """Start to copy ``squares`` to the host; agree on the ranks' requests with the same copy.
 
         Collective over all ranks in the first pass of a step.  ``is_checked``: a value that is not
-        finite on some rank, also in ``losses`` (scalars), makes every rank run the step again.
-        Without this call the agreement costs a host read of its own.
+        finite on some rank makes every rank run the step again.  Without this call the agreement
+        costs a host read of its own.
         """
         is_first = self.is_running and self.state == RerunState.INITIAL_RUN
         own = self._own_request() if is_first else Request.GO_ON
         is_agreed = is_first and num_ranks() > 1
-        return send_norm(squares, losses, own, is_checked=is_checked, agrees=is_agreed)
+        return send_norm(squares, own, is_checked=is_checked, agrees=is_agreed)
 
     def read_squared_norm(self, sent: SentNorm) -> float:
         """Return the sum of squares of the running pass; blocks the host until it is computed."""
-        squares, request, _ = sent.read()
+        squares, request = sent.read()
         if request is not None:
             self._pass.agreed = request
         return squares
 
-    # -- a step that is judged while the next one runs -------------------------------------
+    def check_pass(self) -> None:
+        """Raise PassRejected if the running pass must not change the parameters.
 
-    def can_defer(self, *, is_checked: bool) -> bool:
-        """Return whether the next step may be deferred; the same on all ranks.
-
-        Not if the step is computed again anyway.  Without reruns, a result that is checked ends the
-        run at once, with the gradients that explain it.
+        Collective over all ranks, which all raise.  Outside of a pass nothing is rejected.
         """
-        if self.mode == RerunMode.DISABLED:
-            return not is_checked
-        return (
-            self.mode == RerunMode.VALIDATE_RESULTS
-            and self.state == RerunState.NOT_RUNNING_YET
-            and not self.error_injector.error_injection_rate
-        )
-
-    def defer(self) -> None:
-        """End the first pass of a step before its result is known.
-
-        The next step may begin; before its update, call `accept` or `return_to_deferred`.
-        """
-        own = self._own_request() if self.is_running else Request.GO_ON
-        self._deferred = Deferred(
-            iteration=self.current_iteration,
-            saved=self._saved,
-            found=self._pass,
-            own=own,
-            explanation=self.explanation,
-        )
-        self.state = RerunState.NOT_RUNNING_YET
-
-    def is_accepted(self, read: ReadNorm, *, is_checked: bool) -> bool:
-        """Return whether the deferred step needs no other pass; the same on all ranks."""
-        assert self._deferred is not None, "defer() comes first"
-        if self.mode == RerunMode.DISABLED:
-            return True
-        if read.request is not None:
-            return read.request == Request.GO_ON
-        is_finite = all(map(math.isfinite, (read.squares, *read.losses)))
-        return self._deferred.own == Request.GO_ON and (is_finite or not is_checked)
-
-    def accept(self, data_iterator: object) -> None:
-        """Forget the deferred step, whose result is used."""
-        self._deferred = None
-        for data in _listed(data_iterator):
-            if data is not None:
-                data.forget_last()
-
-    def return_to_deferred(self, data_iterator: object, read: ReadNorm) -> None:
-        """Go back to the end of the deferred step's first pass, which is rejected.
-
-        Drops what has been computed of the step after it.  The caller repeats the validations of
-        the pass with ``read``, then calls `should_run_forward_backward`.
-        """
-        deferred = self._deferred
-        assert deferred is not None, "defer() comes first"
-        self._deferred = None
-        self._saved = deferred.saved
-        self._pass = deferred.found
-        self._pass.agreed = read.request
-        self.current_iteration = deferred.iteration
-        self.explanation = deferred.explanation
-        self.state = RerunState.INITIAL_RUN
-        for data in _listed(data_iterator):
-            if data is not None:
-                data.rewind_last()
-        state, largest = self._saved
-        self._restore(state)
-        self._largest = largest.copy()
+        is_first = self.state == RerunState.INITIAL_RUN
+        reports = self.mode == RerunMode.REPORT_DETERMINISM_STATS
+        if (reports and is_first) or (self.is_running and self._agreed() > Request.EXPLAINED):
+            raise PassRejected
 
     def _begin(self, data: list[Any]) -> None:
         self.current_iteration += 1
         if self.mode != RerunMode.DISABLED:
             for iterator in data:
-                iterator.advance(keeps_last=self._deferred is not None)
+                iterator.advance()
             self._saved = self._save(), self._largest.copy()
         self._pass = Findings()
         self.explanation = None
@@ -299,11 +224,11 @@ class RerunStateMachine(ResultValidator):
         is_first = self.state == RerunState.INITIAL_RUN
         if self.mode == RerunMode.REPORT_DETERMINISM_STATS:
             return is_first
-        self._own = self._own_request()
         found = self._pass
-        self.outcome = Request(self._agree(self._own) if found.agreed is None else found.agreed)
-        if self.state == RerunState.RERUNNING_IN_PLACE:
-            self.suspect = suspect_after(found, self.suspect)
+        self.outcome = self._agreed()
+        is_same = self.suspect is not None and found.difference == 0
+        if self.state == RerunState.RERUNNING_IN_PLACE and not is_same:
+            self.suspect = found.rejected
         if is_first and self.outcome != Request.GO_ON:
             self.suspect = found.rejected
             log("Need to rerun step to check reproducibility of initial result", once=True)
@@ -351,13 +276,17 @@ class RerunStateMachine(ResultValidator):
         for iterator in data:
             iterator.rewind()
 
-    def _agree(self, request: Request) -> int:
-        """Return the largest request of all ranks.  Collective."""
-        if num_ranks() == 1:
-            return request
-        value = torch.tensor(int(request), device=device.current())
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-        return int(value)
+    def _agreed(self) -> Request:
+        """Return the largest request of all ranks after the pass.  Collective in its first call."""
+        self._own = self._own_request()
+        found = self._pass
+        if found.agreed is None:
+            found.agreed = self._own
+            if num_ranks() > 1:
+                value = torch.tensor(int(self._own), device=device.current())
+                dist.all_reduce(value, dist.ReduceOp.MAX)
+                found.agreed = int(value)
+        return Request(found.agreed)
 
     def _own_request(self) -> Request:
         return request_after(

@@ -322,8 +322,8 @@ def trace(
     traces: dict[int, Trace] = defaultdict(Trace)
     step, norm = loop.train_step, optimizers.squared_norm
 
-    def train_step(run: Any, **how: Any) -> Any:
-        result, seen = step(run, **how), traces[dist.get_rank()]
+    def train_step(run: Any) -> Any:
+        result, seen = step(run), traces[dist.get_rank()]
         for name, loss in result.losses.items():
             if name != "accuracy":  # it jumps where rounding decides between two classes
                 seen.losses[name].append(float(loss))

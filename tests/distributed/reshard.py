@@ -171,11 +171,11 @@ def watch(rank: int, world_size: int, argv: Sequence[str]) -> Seen:
     """Train in this process."""
     seen, step = Seen(), loop.train_step
 
-    def train_step(run: Any, **how: Any) -> Any:
+    def train_step(run: Any) -> Any:
         is_meant = run.state.iteration == SAVED_AT
         if is_meant:
             seen.state = _state(run)
-        result = step(run, **how)
+        result = step(run)
         if is_meant:
             seen.after = _state(run)
             seen.losses = [float(loss) for loss in result.losses.values()]

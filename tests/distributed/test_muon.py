@@ -20,7 +20,11 @@ from megatron.core.parallel.process_groups_config import create_process_groups, 
 from megatron.core.params.param_info import ParamInfo, info_of, local_part, set_info
 from megatron.training.initialize import configure, start
 from megatron.training.runtime.setup import build_model_chunks, build_optimizer, setup_tokenizer
-from megatron.training.step.train_step import _gradients, _update
+from megatron.training.step.train_step import (
+    clear_gradients,
+    forward_backward,
+    reduce_gradients,
+)
 from tests import tolerances
 from tests.distributed.test_planner import _data
 from tests.functional.runs import TINY
@@ -166,9 +170,10 @@ def _embedding(rank: int, world_size: int, words: str) -> Tensor:
     run.forward_step_func = pretrain_gpt.forward_step
     run.train_data = [_data(run.config) for _ in run.model_chunks]
     for _ in range(3):
-        _gradients(run, run.batches.num_microbatches(0))
-        run.optimizer.prepare_grads()
-        _update(run)
+        clear_gradients(run)
+        losses = forward_backward(run, run.train_data, run.batches.num_microbatches(0))
+        reduce_gradients(run, losses)
+        run.optimizer.step()
     (copy,) = (p for p in run.model_chunks[0].parameters() if info_of(p).is_shared_embedding)
     assert dist.get_world_size() == world_size
     return copy.detach().clone()

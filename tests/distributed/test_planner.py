@@ -21,7 +21,11 @@ from megatron.training.models.registry import implementation_of
 from megatron.training.plan.stages import plan_run
 from megatron.training.plan.tracing import Tracker
 from megatron.training.runtime.setup import build_model_chunks, build_optimizer, setup_tokenizer
-from megatron.training.step.train_step import _gradients, _update
+from megatron.training.step.train_step import (
+    clear_gradients,
+    forward_backward,
+    reduce_gradients,
+)
 from tests.functional.runs import TINY, entry_of
 from tests.ranks import run_ranks
 
@@ -172,10 +176,11 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
     with tracker:
         for _ in range(5):
             tracker.peak = tracker.alive
-            _gradients(run, run.batches.num_microbatches(0))
+            clear_gradients(run)
+            losses = forward_backward(run, run.train_data, run.batches.num_microbatches(0))
+            reduce_gradients(run, losses)
             own = _bytes(p.grad for p in params if p.grad is not None)
-            run.optimizer.prepare_grads()
-            _update(run)
+            run.optimizer.step()
             peaks.append(tracker.peak - own)
     held = _bytes(params)
     rank_local.put({})  # the next run begins as the first one did

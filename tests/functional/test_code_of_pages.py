@@ -176,14 +176,6 @@ def run_code(code: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-def check_callback() -> None:
-    made = run_code(code_of("adding_a_callback.md", 1))["EveryHundredSteps"]()
-    asked = [made.needs_result(None, iteration) for iteration in (99, 100)]
-    assert asked == [False, True]
-    run = SimpleNamespace(state=SimpleNamespace(iteration=100))
-    made.on_step_end(run, SimpleNamespace(grad_norm=torch.tensor(1.0)))
-
-
 def check_check() -> None:
     check = run_code(code_of("adding_a_check.md", 0))["heads_divide_the_width"]
     model = SimpleNamespace(kv_channels=None, hidden_size=10, num_attention_heads=3)
@@ -257,7 +249,6 @@ def check_vision() -> None:
 
 
 CHECKS: dict[str, tuple[Callable[[], None], bool]] = {  # whether it needs a model
-    "adding_a_callback.md": (check_callback, False),
     "adding_a_check.md": (check_check, False),
     "checkpoints.md": (check_checkpoints, True),
     "porting.md": (check_engine, False),
@@ -271,7 +262,6 @@ FILE = re.compile(r"# my_\w+\.py\n|# pretrain_\w+\.py\n")  # test_extension_page
 # Page -> blocks that tests run; test_serving_commands.py and test_server_images.py run three.
 NUM_RUN = {
     "README.md": 1,
-    "adding_a_callback.md": 1,
     "adding_a_check.md": 1,
     "checkpoints.md": 1,
     "porting.md": 1,

@@ -3,8 +3,8 @@
     [TRITON_INTERPRET=1] python -m tests.host_gpu.counting pretrain_gpt.py --device cuda FLAGS
 
 Prints, for the step before the last: kernels (operations of torch that compute, and launches of
-Triton), the bytes that they read and write if nothing stays in a cache, how often the host waits,
-and how often it reads a value of the step before, for which it waits only if it is a step ahead.
+Triton), the bytes that they read and write if nothing stays in a cache, and how often the host
+waits.
 The operations with the most bytes follow, then what waits.  An operation of torch is one kernel
 here; on a GPU a few need more, and what NCCL does is left out.
 """
@@ -33,7 +33,6 @@ class _Step:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.waits = 0
-        self.late_reads = 0  # of the step before
         self.waiting: Counter[str] = Counter()  # by the function of this project that waits
 
     def note(self, name: str, tensors: list[Any]) -> None:
@@ -46,8 +45,7 @@ class _Step:
     def report(self) -> str:
         """Return the table."""
         total = f"{sum(self.calls.values())} kernels, {sum(self.bytes.values()):,} bytes"
-        host = f"{self.waits} waits of the host, {self.late_reads} reads of the step before"
-        rows = [f"{total}, {host}", "", "| kernel | calls | bytes |"]
+        rows = [f"{total}, {self.waits} waits of the host", "", "| kernel | calls | bytes |"]
         rows.append("|---|---|---|")
         for name, count in self.bytes.most_common(_SHOWN):
             rows.append(f"| {name} | {self.calls[name]} | {count:,} |")
@@ -71,12 +69,6 @@ def _caller() -> str:
     frames = [frame for frame in traceback.extract_stack() if "/megatron/" in frame.filename]
     own = [frame for frame in frames if not frame.filename.endswith("async_host_copy.py")]
     return f"{Path(own[-1].filename).name}:{own[-1].name}" if own else "another library"
-
-
-def _reads_step_before() -> bool:
-    """Return whether the host reads the result of a deferred step."""
-    names = {frame.name for frame in traceback.extract_stack()}
-    return bool(names & {"finish_deferred_step", "scale_loss"})
 
 
 def _watch() -> list[_Step]:
@@ -138,20 +130,16 @@ def _watch() -> list[_Step]:
         before = torch_cuda.waits()
         wait_for(event)
         if steps and torch_cuda.waits() > before:
-            if _reads_step_before():
-                steps[-1].late_reads += 1
-                steps[-1].waits -= torch_cuda.waits() - before
-            else:
-                steps[-1].waiting[_caller()] += 1
+            steps[-1].waiting[_caller()] += 1
 
     device.wait_for = waits_for
     train_step = loop.train_step
 
-    def step(run: Any, **how: Any) -> Any:
+    def step(run: Any) -> Any:
         steps.append(_Step())
         before = torch_cuda.waits()
         with Operations():
-            done = train_step(run, **how)
+            done = train_step(run)
         steps[-1].waits += torch_cuda.waits() - before
         return done
 

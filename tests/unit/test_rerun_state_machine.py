@@ -399,24 +399,3 @@ def test_a_data_iterator_rewinds_to_the_last_advance():
     other = RerunDataIterator(iter("xyz"))
     other.load_state_dict(state)
     assert [next(other) for _ in range(4)] == ["a", "b", "c", "x"]
-
-
-def test_a_data_iterator_also_rewinds_to_the_step_before_until_that_is_forgotten():
-    data = RerunDataIterator(iter("abcdefg"))
-    data.advance()
-    assert [next(data), next(data)] == ["a", "b"]
-    data.advance(keeps_last=True)
-    assert [next(data), next(data)] == ["c", "d"]
-    data.rewind()
-    assert next(data) == "c"
-    assert data.state_dict() == {"saved_microbatches": ["c", "d"]}
-    data.rewind_last()
-    assert [next(data), next(data)] == ["a", "b"]
-    data.advance()
-    assert [next(data), next(data)] == ["c", "d"]
-    data.advance(keeps_last=True)
-    assert next(data) == "e"
-    data.forget_last()
-    assert data.saved_microbatches == ["e"]
-    data.rewind_last()
-    assert [next(data), next(data)] == ["e", "f"]

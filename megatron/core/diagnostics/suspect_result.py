@@ -114,7 +114,7 @@ def request_after(
     is_fatal = rejected is not None and rejected.fatal
     if state == RerunState.RERUNNING_IN_PLACE:
         if suspect is not None and is_same:
-            return _rerun(suspect_after(found, suspect))
+            return _rerun(suspect)
         if is_fatal:  # another result, but again an unexpected one: it cannot be used
             return _rerun(rejected)
         return Request.GO_ON if suspect is None else Request.EXPLAINED
@@ -127,18 +127,6 @@ def request_after(
     if is_same_place and num_ranks > 1 and suspect.num_starts + 1 < MAX_STARTS:
         return Request.RERUN_ELSEWHERE
     return Request.STOP_CORRECT if suspect.fatal else Request.EXPLAINED
-
-
-def suspect_after(found: Findings, suspect: Suspect | None) -> Suspect | None:
-    """Return the suspect after the second pass of a step; ``suspect``: after the first one.
-
-    If both passes reject the same call, it is that of the second pass: the first pass of a deferred
-    step does not know whether all ranks share the result.
-    """
-    rejected = found.rejected
-    if suspect is None or found.difference != 0:
-        return rejected
-    return rejected if rejected is not None and rejected.call == suspect.call else suspect
 
 
 def relative_difference(first: object, second: object) -> float:

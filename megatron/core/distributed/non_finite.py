@@ -37,8 +37,7 @@ class LossCheck:
 
     ``for_nan``: reject a NaN or infinite loss; ``for_spikes``: warn of a loss that is at least
     SPIKE_FACTOR times the largest of the first ones.  A call checks the loss of the previous call,
-    so that the device has work while the host waits for it.  With ``defers`` the losses stay on the
-    device, in ``losses``, and the host does not wait: see `MegatronOptimizer.queue_step`.
+    so that the device has work while the host waits for it.
     """
 
     def __init__(
@@ -47,22 +46,14 @@ class LossCheck:
         *,
         for_nan: bool = True,
         for_spikes: bool = False,
-        defers: bool = False,
     ) -> None:
         self._machine = machine or get_rerun_state_machine()
-        self._defers = defers
-        self.losses: list[Tensor] = []  # with ``defers``: one fp32 scalar per call
-        self._microbatches: list[int] = []
         self._for_nan = for_nan
         self._for_spikes = for_spikes
         self._last: tuple[AsyncHostCopy, int] | None = None
 
     def __call__(self, loss: Tensor, microbatch: int) -> None:
         value = loss.detach().float().sum()
-        if self._defers:
-            self.losses.append(value)
-            self._microbatches.append(microbatch)
-            return
         self.check()
         self._last = AsyncHostCopy(value), microbatch
 
@@ -70,23 +61,9 @@ class LossCheck:
         """Check the last loss.  Blocks the host until the device has computed it."""
         if self._last is None:
             return
-        (read, microbatch) = self._last
+        read, microbatch = self._last
         self._last = None
-        self._validate(read.get(), microbatch)
-
-    def forget(self) -> None:
-        """Forget the losses, of a pass that does not count."""
-        self.losses.clear()
-        self._microbatches.clear()
-
-    def check_deferred(self, values: Sequence[float]) -> None:
-        """Check the values of ``losses``."""
-        for value, microbatch in zip(values, self._microbatches, strict=True):
-            self._validate(value, microbatch)
-
-    def _validate(self, value: float, microbatch: int) -> None:
-        # A deferred pass validates its losses at its end, others in between: a loss function that
-        # validates too, with the same message, then has other numbers of calls before them.
+        value = read.get()
         where = f" of micro-batch {microbatch}"
         validate = self._machine.validate_result
         if self._for_nan:
@@ -104,15 +81,11 @@ class GradientCheck:
 
     ``for_large``: also warn of a norm that is at least LARGE_GRADIENT_FACTOR times the largest of
     the first ones.  Collects one value per bucket, a norm or else a sum, without blocking the host.
-
-    With ``defers`` a call of `validate` does nothing but keep the value for `check_deferred`.
     """
 
     def __init__(self, *, for_nan: bool, for_large: bool) -> None:
         self.for_nan = for_nan
         self.for_large = for_large
-        self.defers = False
-        self._unread: list[tuple[AsyncHostCopy, int]] = []
 
     def read(self, grads: Sequence[Tensor]) -> AsyncHostCopy | None:
         """Start to copy the value of ``grads`` to the host; it is not finite if any of them is."""
@@ -131,12 +104,9 @@ class GradientCheck:
 
         Blocks the host until the device has computed the value.
         """
-        if self.defers:
-            self._unread.append((read, bucket))
-            return
         value = read.get()
         machine = get_rerun_state_machine()
-        where = _place(bucket)
+        where = f"bucket #{bucket} in backward pass before data-parallel communication collective"
         culprits: str | None = None
         if not math.isfinite(value):
             culprits = non_finite_gradients(named_grads)
@@ -154,30 +124,6 @@ class GradientCheck:
             machine.validate_result(
                 value, is_large, f"found unexpected large grads in {where}", fatal=False
             )
-
-    def take_deferred(self) -> list[tuple[AsyncHostCopy, int]]:
-        """Return the values and numbers of the buckets that are not validated yet; forget them."""
-        unread = self._unread
-        self._unread = []
-        return unread
-
-    @staticmethod
-    def check_deferred(unread: Iterable[tuple[AsyncHostCopy, int]]) -> None:
-        """Validate the values of `take_deferred`, of a step whose gradient norm is not finite.
-
-        The gradients are gone, so that the message cannot name them.
-        """
-        machine = get_rerun_state_machine()
-        for read, bucket in unread:
-            machine.validate_result(
-                read.get(),
-                lambda value: not math.isfinite(value),
-                f"{_GRADIENTS} {_place(bucket)}",
-            )
-
-
-def _place(bucket: int) -> str:
-    return f"bucket #{bucket} in backward pass before data-parallel communication collective"
 
 
 def non_finite_gradients(named_grads: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -7,8 +7,7 @@ it if the run checks for NaN, else it is skipped.
 
 The host queues the update before it reads the norm: the device decides whether the step changes
 anything, and computes the update while the host prepares the next step.  Where the device cannot
-decide, the host reads the norm first (`MegatronOptimizer.can_queue`).  The train loop may read it
-when the passes of the next step are queued (`MegatronOptimizer.queue_step`).
+decide, the host reads the norm first (`MegatronOptimizer._can_queue`).
 
 Order of collectives: the norm, then the count of zeros if it is logged (`clip_grads`); before
 NonFiniteError, one all-gather of the error messages of all ranks.
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import NonFiniteError
-from megatron.core.diagnostics.sent_norm import SentNorm
 from megatron.core.diagnostics.timers import Timers, timed
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.optimizer.clip_grads import count_zeros, gradient_divisor, squared_norm
@@ -42,7 +40,6 @@ from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.offload import batches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.optimizer.queued_step import QueuedStep, is_not_finite, validate_norm
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.optimizer.update_rules import RuleState, UpdateRule, update_rule
 from megatron.core.parallel.json_collectives import all_gather_json
@@ -92,12 +89,6 @@ class MegatronOptimizer:
         self.rule = self._make_rule(main_groups, spans or {})
         # Stream of the copies between device and offloaded parameters.
         self._copies: device.Stream | None = None
-        # From `prepare_grads` to `finish_step`: the gradients, the square of their norm times the
-        # loss scale, and whether their update is queued.
-        self._grads: list[tuple[ParamInfo, Tensor]] = []
-        self._squares = 0.0
-        self._is_queued = False
-        self._queued: QueuedStep | None = None  # the last one
 
     def _make_rule(
         self,
@@ -130,89 +121,84 @@ class MegatronOptimizer:
             p.model.grad = p.main.grad = None
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale, to call backward on.
-
-        A dynamic loss scale depends on the step before: the host reads its norm here if it has not
-        done so yet.
-        """
-        if self._queued is not None and isinstance(self.grad_scaler, DynamicGradScaler):
-            self._queued.read()
+        """Return the loss times the loss scale, to call backward on."""
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
 
     def get_loss_scale(self) -> Tensor:
         """Return the current loss scale; 1 without a gradient scaler."""
-        return torch.tensor(self._scale())
-
-    def _scale(self) -> float:
-        return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
+        return torch.tensor(1.0 if self.grad_scaler is None else self.grad_scaler.scale)
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """Update the parameters; return (whether updated, gradient norm, number of zeros).
 
         Collective over the ranks of the model.  The norm is the one before clipping, of unscaled
-        gradients.  A skipped step returns (False, None, None).
+        gradients.  A skipped step returns (False, None, None).  Where the run checks for it, a norm
+        that is not finite is rejected by the rerun state machine, and without one raises
+        NonFiniteError.  A pass that the machine rejects raises PassRejected and changes nothing but
+        gradients.
         """
-        self.prepare_grads(may_update=True)
-        return self.finish_step()
-
-    def prepare_grads(
-        self, machine: RerunStateMachine | None = None, *, may_update: bool = False
-    ) -> bool:
-        """Compute the norm of the gradients; return whether it is not finite.
-
-        Collective over the ranks of the model.  Where the run checks for it, a norm that is not
-        finite is rejected by ``machine``, and without one raises NonFiniteError.  Changes no state
-        but gradients, so a step may run again before `finish_step`; with ``may_update`` this holds
-        for a step that ``machine`` rejects, and the update of another one may be queued.
-        """
-        machine = machine or get_rerun_state_machine()
-        self._is_queued = may_update and self.can_queue(machine)
-        sent = self._send_norm(machine, queues=self._is_queued)
+        machine = get_rerun_state_machine()
+        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale
+        with self._timed("optimizer-copy-to-main-grad"):
+            # The compute stream reads the gradients, too: it allocates those that are missing.
+            grads = [(p.info, p.bind_main_grad()) for p in self.params]
+            self._fetch_offloaded([grad for _, grad in grads])
+        with self._timed("optimizer-clip-main-grad"):
+            squares = squared_norm(grads, self.groups, is_sharded=self.is_sharded)
+            sent = machine.send_norm(squares, is_checked=self.is_checked)
+        is_queued = self._can_queue(machine)
+        if is_queued:
+            self.rule.begin_step(sent.accepted)
+            self._update(gradient_divisor(squares, scale, self.config.clip_grad).float())
         # The host waits for the device to compute the norm.
-        self._squares = machine.read_squared_norm(sent)
-        norm = math.sqrt(self._squares)
-        found_inf = is_not_finite(norm)
+        squared = machine.read_squared_norm(sent)
+        norm = math.sqrt(squared)
+        found_inf = not math.isfinite(norm)
         if self.is_checked:
-            culprits = self._non_finite_gradients() if found_inf else None
-            if found_inf and not machine.is_running:
-                self._refuse(culprits)
-            # The reduction over data-parallel ranks gives each of them the NaN of the others.
-            is_shared = culprits is None or self.groups.dp_cp.size() > 1
-            validate_norm(machine, norm, culprits, is_shared=is_shared)
-        return found_inf
+            self._validate_norm(machine, norm)
+        machine.check_pass()
+        if self.grad_scaler is not None:
+            self.grad_scaler.update(found_inf)
+        num_zeros = None
+        if not found_inf and not is_queued:
+            if self.config.log_num_zeros_in_grad:
+                with self._timed("optimizer-count-zeros"):
+                    num_zeros = count_zeros(grads, self.groups, is_sharded=self.is_sharded)
+            self.rule.begin_step()
+            # Unscaling and clipping are one division, which the update kernels apply as they read
+            # the gradients: the buffers themselves stay scaled.
+            squares = torch.tensor(squared, dtype=torch.float64)
+            self._update(float(gradient_divisor(squares, scale, self.config.clip_grad)))
+        self.drop_gradients()
+        return (False, None, None) if found_inf else (True, norm / scale, num_zeros)
 
     @property
     def is_checked(self) -> bool:
         """Whether a norm that is not finite is rejected, instead of skipping the step."""
         return self.check_for_nan and not isinstance(self.grad_scaler, DynamicGradScaler)
 
-    def _send_norm(
-        self, machine: RerunStateMachine, *, queues: bool, losses: Sequence[Tensor] = ()
-    ) -> SentNorm:
-        """Start to copy the norm of the gradients to the host; with ``queues`` queue the update."""
-        with self._timed("optimizer-copy-to-main-grad"):
-            # The compute stream reads the gradients, too: it allocates those that are missing.
-            self._grads = [(p.info, p.bind_main_grad()) for p in self.params]
-            self._fetch_offloaded([grad for _, grad in self._grads])
-        with self._timed("optimizer-clip-main-grad"):
-            squares = squared_norm(self._grads, self.groups, is_sharded=self.is_sharded)
-            sent = machine.send_norm(squares, is_checked=self.is_checked, losses=losses)
-        if queues:
-            self.rule.begin_step(sent.accepted)
-            self._update(gradient_divisor(squares, self._scale(), self.config.clip_grad).float())
-        return sent
-
-    def queue_step(self, machine: RerunStateMachine, losses: Sequence[Tensor] = ()) -> QueuedStep:
-        """Queue the update of the step and return; the host does not wait for the device.
-
-        Collective as `step`.  ``losses`` (scalars on the device) are checked with the norm: if one
-        is not finite, or ``machine`` rejects the step, the device changes nothing.  Only if
-        `can_queue`.  The caller reads the result before it queues the next update.
-        """
-        sent = self._send_norm(machine, queues=True, losses=losses)
-        self._queued = QueuedStep(sent, self.grad_scaler, is_checked=self.is_checked)
-        self.drop_gradients()
-        return self._queued
+    def _validate_norm(self, machine: RerunStateMachine, norm: float) -> None:
+        """Let ``machine`` reject a norm that is not finite.  Raises NonFiniteError without one."""
+        culprits: str | None = None
+        if not math.isfinite(norm):
+            culprits = non_finite_gradients(
+                (p.name, p.main.grad) for p in self.params if p.main.grad is not None
+            )
+            if not machine.is_running:
+                # A rank that found its NaN before the reduction has already raised.  The others
+                # then wait in this collective until they are stopped: the user sees the message of
+                # the first rank, which names the parameter.
+                found = all_gather_json(culprits, self.groups.world)
+                sentences = (sentence for sentence in found if sentence is not None)
+                raise NonFiniteError(next(sentences, "the norm of finite gradients overflows"))
+        machine.validate_result(
+            norm,
+            lambda value: not math.isfinite(value),
+            "found NaN or Inf in the global gradient norm",
+            # The reduction over data-parallel ranks gives each of them the NaN of the others.
+            is_shared=culprits is None or self.groups.dp_cp.size() > 1,
+            detail=lambda: "" if culprits is None else f"; {culprits}",
+        )
 
     def _fetch_offloaded(self, grads: Sequence[Tensor]) -> None:
         """Start to copy the gradients of offloaded parameters to the host."""
@@ -225,31 +211,7 @@ class MegatronOptimizer:
                 if place is not None:
                     place.fetch(grad)
 
-    def finish_step(self) -> tuple[bool, float | None, int | None]:
-        """Update the parameters by the gradients of `prepare_grads`; return as `step`."""
-        grads = self._grads
-        scaled_norm = math.sqrt(self._squares)
-        found_inf = is_not_finite(scaled_norm)
-        scale = self._scale()
-        if self.grad_scaler is not None:
-            self.grad_scaler.update(found_inf)
-        if found_inf:
-            self.drop_gradients()
-            return False, None, None
-        num_zeros = None
-        if not self._is_queued:
-            if self.config.log_num_zeros_in_grad:
-                with self._timed("optimizer-count-zeros"):
-                    num_zeros = count_zeros(grads, self.groups, is_sharded=self.is_sharded)
-            self.rule.begin_step()
-            # Unscaling and clipping are one division, which the update kernels apply as they read
-            # the gradients: the buffers themselves stay scaled.
-            squares = torch.tensor(self._squares, dtype=torch.float64)
-            self._update(float(gradient_divisor(squares, scale, self.config.clip_grad)))
-        self.drop_gradients()
-        return True, scaled_norm / scale, num_zeros
-
-    def can_queue(self, machine: RerunStateMachine) -> bool:
+    def _can_queue(self, machine: RerunStateMachine) -> bool:
         """Return whether the device can decide if a step is updated.  The same on all ranks.
 
         Offloaded parameters are updated by the host, and zeros are counted in gradients of which
@@ -406,25 +368,11 @@ class MegatronOptimizer:
         if self.grad_scaler is not None and state_dict is not None:
             self.grad_scaler.load_state_dict(state_dict)
 
-    def _non_finite_gradients(self) -> str | None:
-        return non_finite_gradients(
-            (p.name, p.main.grad) for p in self.params if p.main.grad is not None
-        )
-
-    def _refuse(self, culprits: str | None) -> None:
-        # A rank that found its NaN before the reduction has already raised.  The others then wait
-        # in this collective until they are stopped: the user sees the message of the first rank,
-        # which names the parameter.
-        found = all_gather_json(culprits, self.groups.world)
-        sentences = (sentence for sentence in found if sentence is not None)
-        raise NonFiniteError(next(sentences, "the norm of finite gradients overflows"))
-
     def drop_gradients(self) -> None:
         """Drop ``main.grad``, which aliases the gradient buffer.
 
         Autograd would accumulate into it in the next backward pass, without the wrapper's hook.
         """
-        self._grads = []
         for p in self.params:
             p.main.grad = None
         device.join_stream(self._copies)

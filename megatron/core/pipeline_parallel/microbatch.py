@@ -10,7 +10,7 @@ Collective: with context parallelism the number of tokens is summed over cp.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,16 +27,18 @@ LossFunc = Callable[..., Any]
 ForwardStepFunc = Callable[[Any, nn.Module], tuple[Tensor, LossFunc]]
 
 
-@dataclass
-class StepLosses:
-    """Reported values and token counts of the micro-batches of one step."""
+class StepLosses(list[Any]):
+    """List of what the loss function reported for each micro-batch of a step.
 
-    reported: list[object] = field(default_factory=list)
-    num_tokens: Tensor | None = None  # total of this rank over all micro-batches
+    ``num_tokens``: number of tokens of this rank in all micro-batches, if the loss function
+    returns it.
+    """
+
+    num_tokens: Tensor | None = None
 
     def add(self, reported: object, num_tokens: Tensor | None) -> None:
         """Append the reported value of a micro-batch and add its number of tokens."""
-        self.reported.append(reported)
+        self.append(reported)
         if num_tokens is not None:
             count = num_tokens.detach().to(torch.float64)  # counts are exact up to 2**53
             self.num_tokens = count if self.num_tokens is None else self.num_tokens + count

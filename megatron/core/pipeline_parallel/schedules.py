@@ -11,7 +11,7 @@ Order of collectives: those of `executor`; after the last backward pass those of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.communication_plan import instructions
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
-from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc, LossRule
+from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc, LossRule, StepLosses
 from megatron.core.pipeline_parallel.plan import Instruction, Placement, most_in_flight
 from megatron.core.pipeline_parallel.schedule_order import schedule_of
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
@@ -77,7 +77,7 @@ class CapturedLayers(Protocol):
     def release(self) -> None: ...
 
 
-def get_forward_backward_func() -> Callable[..., list[Any]]:
+def get_forward_backward_func() -> Callable[..., StepLosses]:
     """Return the function that runs one step; it reads the schedule from the model's config."""
     return forward_backward
 
@@ -98,7 +98,7 @@ def forward_backward(
     config: StepConfig | None = None,
     groups: ProcessGroupCollection | None = None,
     hooks: StepHooks = _NO_HOOKS,
-) -> list[Any]:
+) -> StepLosses:
     """Run all micro-batches of a step through all stages.  Collective over the ranks of the model.
 
     ``model`` and ``data_iterator`` are one object, or a list with one per model chunk of this rank.
@@ -141,13 +141,14 @@ def forward_backward(
             for graphs in graphs_of(chunk):
                 graphs.begin_step(most_in_flight(plan[rank], i))
     losses = executor.run(plan[rank])
+    if not per_token:
+        losses.num_tokens = None
+    elif losses.num_tokens is None:  # only the stage with the loss counts tokens
+        losses.num_tokens = torch.zeros((), dtype=torch.float64, device=device.current())
     if hooks.finalize_model_grads_func is not None and not forward_only:
-        num_tokens = losses.num_tokens
-        if num_tokens is None and num_ranks > 1:  # only the stage with the loss counts tokens
-            num_tokens = torch.zeros((), dtype=torch.float64, device=device.current())
         with hooks.timed("all-grads-sync", log_level=1):
-            hooks.finalize_model_grads_func(chunks, num_tokens if per_token else None)
-    return losses.reported
+            hooks.finalize_model_grads_func(chunks, losses.num_tokens)
+    return losses
 
 
 def graphs_of(model: nn.Module) -> Iterator[CapturedLayers]:

@@ -447,7 +447,7 @@ def save_logits(run: Runtime) -> None:
     while not run.finished():
         consumed = run.state.consumed_train_samples
         with torch.no_grad():
-            rows += forward_backward(  # type: ignore[arg-type]
+            rows += forward_backward(
                 run,
                 run.train_data,
                 run.batches.num_microbatches(consumed),

@@ -48,9 +48,6 @@ class AdaptiveRecompute(Callback):
         if self._meter is not None:
             self._meter.start()
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        return self._is_metered
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         if not self._is_metered:
             return

@@ -10,15 +10,6 @@ from megatron.training.runtime.state import StepResult
 class CheckpointCallback(Callback):
     """Save checkpoints.  Collective over all ranks, which all take the same decision."""
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        config = run.config.checkpoint
-        consumed = run.state.consumed_train_samples
-        return (
-            _is_due(config.save_interval, iteration)
-            or _is_due(config.non_persistent_save_interval, iteration)
-            or _changes_batch_size(run, consumed)
-        )
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         poll(run)
         config, iteration = run.config.checkpoint, run.state.iteration

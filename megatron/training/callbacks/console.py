@@ -133,9 +133,6 @@ class ProgressBar(Callback):
         self._stream.write(f"\r[{bar}] {done}/{total}{left}\x1b[K")
         self._stream.flush()
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        return False
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         self._stream.write("\r\x1b[K")
         self._stream.flush()

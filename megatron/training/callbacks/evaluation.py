@@ -10,12 +10,9 @@ from megatron.training.step.evaluate import evaluate_all
 class EvaluationCallback(Callback):
     """Evaluate the validation sets.  Collective over all ranks."""
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        interval = run.config.validation.eval_interval
-        return bool(interval) and iteration % interval == 0
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
-        if not self.needs_result(run, run.state.iteration) or not run.valid_loaders:
+        interval = run.config.validation.eval_interval
+        if not interval or run.state.iteration % interval or not run.valid_loaders:
             return
         with run.callbacks.paused(run, "evaluation"):
             results = evaluate_all(run)

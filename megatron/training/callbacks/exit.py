@@ -26,10 +26,6 @@ class ExitConditions(Callback):
     def __init__(self, stop_signal: StopSignal | None) -> None:
         self._stop_signal = stop_signal
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        interval = run.config.training.exit_interval
-        return bool(interval and iteration % interval == 0)
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         if self._stop_signal is not None and received_anywhere(self._stop_signal):
             run.state.stop(f"exiting program after receiving {self._stop_signal.name}.")

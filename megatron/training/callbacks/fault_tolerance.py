@@ -30,9 +30,6 @@ class Sections(Callback):
     def on_step_start(self, run: Runtime) -> None:
         sections.monitor.begin_step(run.state.iteration + 1)
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        return False
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         sections.monitor.end_step()
         self._steps += 1

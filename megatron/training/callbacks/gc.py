@@ -18,9 +18,6 @@ class ManualGC(Callback):
         gc.disable()
         gc.collect()
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        return False
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         interval = run.config.training.manual_gc_interval
         if interval and run.state.iteration % interval == 0:

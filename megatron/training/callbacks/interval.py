@@ -16,7 +16,7 @@ class Interval:
     """Sums over the steps of an interval; reads no value from the device before `fields`."""
 
     def __init__(self) -> None:
-        self._last: StepResult | None = None  # not in the sums yet
+        self._last: StepResult | None = None
         self._num_steps = 0
         self._num_skipped = 0
         self._num_nan = 0
@@ -27,25 +27,17 @@ class Interval:
         self._losses_of_skipped = _Sums()
 
     def add(self, run: Runtime, result: StepResult) -> None:
-        """Add one step; it may be judged later, but before the next call and before `fields`."""
-        self._add_last()
+        """Add one step."""
         self._last = result
+        self._num_skipped += int(result.skipped)
+        self._num_nan += int(result.nan)
+        (self._losses_of_skipped if result.skipped else self._losses).add(result.losses)
         self._num_steps += 1
         self._num_tokens += result.num_tokens
         if run.config.logging.log_throughput:
             sizes = (run.config_of_work, result.batch_size, run.padded_vocab_size)
             self._flops += num_floating_point_operations(*sizes)
             self._causal_flops += causal_model_flops(*sizes).total
-
-    def _add_last(self) -> None:
-        """Add the values of the last step that depend on whether it was updated."""
-        last = self._last
-        if last is None:
-            return
-        assert last.is_judged, "a step is judged before the next one ends"
-        self._num_skipped += int(last.skipped)
-        self._num_nan += int(last.nan)
-        (self._losses_of_skipped if last.skipped else self._losses).add(last.losses)
 
     def fields(
         self, run: Runtime, elapsed_s: float, joules: float | None, peak: Peak | None
@@ -57,7 +49,6 @@ class Interval:
         """
         last = self._last
         assert last is not None, "an interval has at least one step"
-        self._add_last()
         world_size = run.config.world_size
         losses = self._losses if self._num_steps > self._num_skipped else self._losses_of_skipped
         values: dict[str, float | None] = {

@@ -8,18 +8,20 @@ for the console (one all-gather).  All ranks take part; only the last rank has s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.diagnostics.timers import TENSORBOARD, largest_s
 from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.interval import Interval
-from megatron.training.callbacks.late_step import LateStep, run_values, step_values
 from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
-from megatron.training.callbacks.user_metrics import has_metrics, user_values
+from megatron.training.callbacks.user_metrics import user_values
 from megatron.training.estimates.peak_flops import Peak, device_peak
 from megatron.training.estimates.theoretical_memory import print_memory
 from megatron.training.runtime.runtime import (
@@ -30,7 +32,6 @@ from megatron.training.runtime.runtime import (
     Runtime,
 )
 from megatron.training.runtime.state import StepResult
-from megatron.training.runtime.stop_requests import on_any_rank
 
 # In the order in which they are printed.
 TIMERS_TO_LOG = (
@@ -57,8 +58,7 @@ class Metrics(Callback):
         self._stall_s = 0.0  # time spent in saves since the last write
         self._memory_is_reported = False
         self._in_loop = False
-        self._has_own = False  # metrics of users, on any rank
-        self._late: LateStep | None = None
+        self._pending: _PendingRecord | None = None
         self._evaluated_at: dict[tuple[str, str], int] = {}  # split and suffix -> iteration
 
     def on_train_start(self, run: Runtime) -> None:
@@ -67,16 +67,8 @@ class Metrics(Callback):
             self._peak = _announced(self._peak)
         if self._energy is not None:
             self._energy.start()
-        # A script may have metrics on some ranks only, but all ranks must judge a step together.
-        self._has_own = on_any_rank(has_metrics())
         run.timers(_INTERVAL_TIMER, log_level=0).start(barrier=True)
         self._in_loop = True
-
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        logging = run.config.logging
-        is_due = iteration % logging.tensorboard_log_interval == 0
-        has_own = self._has_own or has_metrics()
-        return iteration % logging.log_interval == 0 or (is_due and has_own)
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         self._interval.add(run, result)
@@ -86,12 +78,12 @@ class Metrics(Callback):
         is_shown = iteration % run.config.logging.log_interval == 0
         times = self._timer_values(run) | self._stall() if is_due else {}
         shown = self._end_interval(run) if is_shown else None
-        self._write_late()
+        self._write_pending()
         values = (run_values(run, result) if is_due else {}) | times
         values |= interval_tags(run, shown or {})
         own: dict[str, Tensor | float] = {}
         if is_due or is_shown:
-            if is_due and result.is_judged:
+            if is_due:
                 values |= step_values(result)
             own = user_values(run, result, {*values, *result.losses, *(shown or {})})
         if shown is not None:
@@ -105,9 +97,13 @@ class Metrics(Callback):
                 values=values,
                 interval=shown,
             )
-            self._late = LateStep(record, result, own, is_due=is_due)
+            self._pending = _PendingRecord(
+                record,
+                _copies(result.losses if is_due else {}),
+                _copies({**result.layer_losses, **own} if is_due else {}),
+            )
             if is_shown:
-                self._write_late()
+                self._write_pending()
         if result.params_hash is not None and run.is_last_loss_rank:
             text = f"{result.params_hash:016x}"
             print(f" params hash at iteration {iteration:8d}: {text}", flush=True)
@@ -116,7 +112,7 @@ class Metrics(Callback):
             self._report_memory_once(run)
 
     def on_pause(self, run: Runtime, reason: PauseReason) -> None:
-        self._write_late()
+        self._write_pending()
         if self._in_loop:
             run.timers(_INTERVAL_TIMER).stop()
             if self._energy is not None:
@@ -129,7 +125,7 @@ class Metrics(Callback):
                 self._energy.resume()
 
     def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
-        self._write_late()
+        self._write_pending()
         if not run.is_last_loss_rank:
             return
         iteration = run.state.iteration
@@ -152,13 +148,13 @@ class Metrics(Callback):
         self._stall_s += event.stall_s
 
     def on_train_end(self, run: Runtime) -> None:
-        self._write_late()
+        self._write_pending()
         if self._in_loop:
             run.timers(_INTERVAL_TIMER).stop()
         self._in_loop = False
 
     def close(self) -> None:
-        self._write_late()
+        self._write_pending()
         self._sinks.close()
         if self._energy is not None:
             self._energy.close()
@@ -166,16 +162,18 @@ class Metrics(Callback):
     def writers(self) -> Mapping[str, Any]:
         return self._sinks.writers()
 
-    def _write_late(self) -> None:
-        """Write the pending step to the sinks.
+    def _write_pending(self) -> None:
+        """Write the pending record to the sinks.
 
-        Except at a log interval this happens after the next step was launched, so that reading the
-        losses does not leave the device idle.  A step that was rejected is never written.
+        The values of a step are written after the next step was launched, so that reading the
+        losses does not leave the device idle.
         """
-        if self._late is not None and self._late.is_judged:
-            record = self._late.complete()
-            self._late = None
-            self._sinks.write_step(record)
+        if self._pending is None:
+            return
+        record, losses, others = self._pending
+        self._pending = None
+        values = {**record.values, **_read(others)}
+        self._sinks.write_step(replace(record, losses=_read(losses), values=values))
 
     def _timer_values(self, run: Runtime) -> dict[str, float]:
         """Return seconds per step since the last write.
@@ -254,3 +252,53 @@ def memory_line(iteration: int) -> str:
         )
     ]
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {' | '.join(parts)}"
+
+
+class _PendingRecord(NamedTuple):
+    """A record, and values of it that are on their way to the host."""
+
+    record: StepRecord
+    losses: dict[str, AsyncHostCopy]
+    others: dict[str, AsyncHostCopy]
+
+
+def _copies(values: Mapping[str, Tensor | float]) -> dict[str, AsyncHostCopy]:
+    return {key: AsyncHostCopy(torch.as_tensor(value)) for key, value in values.items()}
+
+
+def _read(copies: Mapping[str, AsyncHostCopy]) -> dict[str, float]:
+    return {key: copy.get() for key, copy in copies.items()}
+
+
+def step_values(result: StepResult) -> dict[str, float]:
+    """Return the values of a step by TensorBoard tag, without the losses."""
+    values: dict[str, float | None] = {
+        "learning-rate": result.learning_rate,
+        "decoupled-learning-rate": result.decoupled_learning_rate,
+        "loss-scale": result.loss_scale,
+        "grad-norm": None if result.grad_norm is None else float(result.grad_norm),
+        "num-zeros": result.num_zeros,
+        "params-norm": result.params_norm,
+        # the bits that a TensorBoard float holds; the log has all 64
+        "params-hash": None if result.params_hash is None else result.params_hash >> 40,
+    }
+    return {tag: value for tag, value in values.items() if value is not None}
+
+
+def run_values(run: Runtime, result: StepResult) -> dict[str, float]:
+    """Return by TensorBoard tag the values of the run at the end of a step."""
+    logging = run.config.logging
+    values: dict[str, float | None] = {
+        "skipped-train-samples": run.state.skipped_train_samples or None,
+        "batch-size": result.batch_size,
+        "world-size": run.config.world_size if logging.log_world_size_to_tensorboard else None,
+    }
+    if logging.log_memory_to_tensorboard:
+        stats = device.memory_stats()
+        values |= {
+            "mem-reserved-bytes": stats["reserved"],
+            "mem-allocated-bytes": stats["allocated"],
+            "mem-max-allocated-bytes": stats["max_allocated"],
+            "mem-allocated-count": stats["allocated_count"],
+        }
+    return {tag: value for tag, value in values.items() if value is not None}

@@ -47,9 +47,6 @@ class TorchProfiler(Callback):
             )
             self._profiler.start()
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        return False
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         if self._profiler is not None:
             self._profiler.step()
@@ -84,9 +81,6 @@ class NsysRange(Callback):
             if device.is_cuda():
                 self._ranges.enter_context(emit_nvtx(record_shapes=True))
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        return False
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         if run.state.iteration >= window(run.config)[1]:
             self.close()
@@ -103,9 +97,6 @@ class MemoryHistory(Callback):
 
     def on_train_start(self, run: Runtime) -> None:
         self.log_name = f"memory history {run.config.profiling.memory_snapshot_path}"
-
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        return False
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         if run.is_last_loss_rank and run.state.iteration % run.config.logging.log_interval == 0:

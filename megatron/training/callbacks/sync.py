@@ -13,9 +13,6 @@ class TrainSync(Callback):
     def __init__(self, interval: int) -> None:
         self._interval = interval
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        return False
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         if run.state.iteration % self._interval == 0:
             device.synchronize()

@@ -24,11 +24,6 @@ def register_metric(name: str, metric: Metric) -> None:
     _METRICS.register(name, metric)
 
 
-def has_metrics() -> bool:
-    """Return whether a metric is registered."""
-    return any(True for _ in _METRICS.items())
-
-
 def user_values(
     run: Runtime, result: StepResult, taken: Collection[str]
 ) -> dict[str, Tensor | float]:

@@ -92,7 +92,6 @@ def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> 
     SaveFailed if it fails.  ``is_transient``: a non-persistent checkpoint
     (--non-persistent-save-interval), which has its own directory.
     """
-    assert run.deferred is None, "the step may still be rejected"
     config = run.config.checkpoint
     is_local = is_transient and keeps_parts(config)
     in_background = bool(config.async_save) and not is_last and not is_local

@@ -37,7 +37,7 @@ from megatron.training.runtime import setup
 from megatron.training.runtime.schedule import build_scheduler
 from megatron.training.step import evaluate
 from megatron.training.step import train_step as optimizer_step
-from megatron.training.step.rerun import StepRejected
+from megatron.training.step.rerun import StepRejected, run_step
 
 T = TypeVar("T")
 ThreeSets = tuple[object, object, object]  # training, validation, test
@@ -173,7 +173,7 @@ def train_step(
     run.model_chunks = chunks_of(model)
     run.optimizer, run.scheduler = optimizer, opt_param_scheduler
     try:
-        result = run.last_step = optimizer_step.train_step(run)
+        result = run.last_step = run_step(run, optimizer_step.train_step)
     except StepRejected as rejected:
         print_rank_0(rejected)
         run.saved_at = None

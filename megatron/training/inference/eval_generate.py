@@ -53,11 +53,8 @@ class EvalGenerate(Callback):
         self._prompts = read_prompts(path, run.tokenizer, chat, _longest_prompt(run.config))
         self._stop_ids = () if chat is None else chat.stop_ids()
 
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        return iteration % run.config.validation.eval_interval == 0
-
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
-        if self.needs_result(run, run.state.iteration):
+        if run.state.iteration % run.config.validation.eval_interval == 0:
             self._generate(run)
 
     def on_train_end(self, run: Runtime) -> None:

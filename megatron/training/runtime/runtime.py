@@ -47,7 +47,6 @@ from megatron.core.pipeline_parallel.plan import Placement
 from megatron.core.pipeline_parallel.schedules import AdjustShapes
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training.config.run import RunConfig
-from megatron.training.runtime.deferred_step import DeferredStep
 from megatron.training.runtime.sink_failure import call_each
 from megatron.training.runtime.state import StepResult, TrainState
 from megatron.training.runtime.step_graph import StepGraph
@@ -96,20 +95,6 @@ class Callback:
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         """Called after a step; ``run.state.iteration`` is its number, counted from 1."""
-
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        """Return whether the host must know the result of step ``iteration`` when it ends.
-
-        Called before the step, on all ranks, which must return the same.  If no callback needs the
-        result, the host queues the next step before it knows whether this one was updated
-        (`StepResult.is_judged`).  By default True for a callback with `on_step_start` or
-        `on_step_end`, which may read the result or the weights.
-        """
-        own = type(self)
-        return (
-            own.on_step_start is not Callback.on_step_start
-            or own.on_step_end is not Callback.on_step_end
-        )
 
     def on_pause(self, run: Runtime, reason: PauseReason) -> None:
         """Called when training pauses, until `on_resume`."""
@@ -168,9 +153,6 @@ class CallbackList(Callback):
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         call_each(self._callbacks, lambda callback: callback.on_step_end(run, result))
-
-    def needs_result(self, run: Runtime, iteration: int) -> bool:
-        return any(callback.needs_result(run, iteration) for callback in self._callbacks)
 
     @contextmanager
     def paused(self, run: Runtime, reason: PauseReason) -> Iterator[None]:
@@ -241,7 +223,6 @@ class Runtime:
     has_test_set: bool = False  # the same on all ranks
     callbacks: CallbackList = field(default_factory=CallbackList)
     last_step: StepResult | None = None  # for scripts that write their own log
-    deferred: DeferredStep | None = None  # the last step, if the host has not judged it yet
     loaded_from: str | None = None  # folder of the checkpoint that the run began with
     saved_at: int | None = None  # iteration of the newest checkpoint of this run
     adapter_base: Arguments | None = None  # what checkpoints of adapters say about their base

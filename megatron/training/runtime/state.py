@@ -11,13 +11,7 @@ from torch import Tensor
 
 @dataclass
 class StepResult:
-    """Result of one optimizer step.  Tensors stay on the device until a sink reads them.
-
-    While ``is_judged`` is False the host does not know yet whether the step was updated: the norm,
-    the learning rates, the loss scale, ``skipped`` and ``nan`` are placeholders.  Before the update
-    of the next step they get their values; if the step was rejected and computed again, all fields
-    do.  A callback sees such a result only if its `Callback.needs_result` is False.
-    """
+    """Result of one optimizer step.  Tensors stay on the device until a sink reads them."""
 
     losses: Mapping[str, Tensor | float]  # reduced over data-parallel ranks; last stage only
     grad_norm: Tensor | float | None
@@ -34,7 +28,7 @@ class StepResult:
     params_hash: int | None = None  # 64 bits; with --log-params-hash-interval
     # TensorBoard tag -> auxiliary loss of one layer (--moe-per-layer-logging); last stage only
     layer_losses: dict[str, Tensor] = field(default_factory=dict)
-    is_judged: bool = True
+    num_untrained: int = 0  # samples that the step left out, of a batch that was skipped all
 
 
 @dataclass
@@ -53,6 +47,7 @@ class TrainState:
         """Count a finished step."""
         self.iteration += 1
         self.consumed_train_samples += result.batch_size
+        self.skipped_train_samples += result.num_untrained
         self.num_tokens += result.num_tokens
         self.num_floating_point_operations_so_far += num_floating_point_operations
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device
+from megatron.core.pipeline_parallel.microbatch import StepLosses
 from megatron.core.tensor_parallel.random import get_rng_tracker
 
 Batch = dict[str, Tensor]
-Passes = Callable[[Iterator[Batch] | None], list[dict[str, Tensor]]]
+Passes = Callable[[Iterator[Batch] | None], StepLosses]
 
 
 class StepGraph:
@@ -32,7 +33,7 @@ class StepGraph:
         self._key: object = None
         self._graph: device.Graph | None = None
         self._batches: list[Batch] = []  # static inputs of the graph
-        self._reported: list[dict[str, Tensor]] = []  # static outputs of the graph
+        self._losses = StepLosses()  # static outputs of the graph
         self._grads: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def run(
@@ -41,7 +42,7 @@ class StepGraph:
         data: Iterator[Batch] | None,
         num_microbatches: int,
         models: Sequence[Any],
-    ) -> list[dict[str, Tensor]]:
+    ) -> StepLosses:
         """Run ``passes(data)`` eagerly, or replay its graph; return what it returns.
 
         Leaves the gradients of ``models`` set.  Collective if ``passes`` is.  The returned tensors
@@ -64,13 +65,16 @@ class StepGraph:
         graph.replay()
         for param, grad in self._grads:
             param.grad = grad
-        return self._reported
+        return self._losses
 
     def release(self) -> None:
         """Free the graph, its memory and its references to communicators."""
         if self._graph is not None:
             self._graph.release()
-        self._graph, self._batches, self._reported, self._grads = None, [], [], []
+        self._graph = None
+        self._batches = []
+        self._losses = StepLosses()
+        self._grads = []
 
     def _record(
         self, passes: Passes, batches: list[Batch], models: Sequence[nn.Module]
@@ -81,7 +85,7 @@ class StepGraph:
         ]
         graph = self._graph = device.Graph(device.graph_pool(), get_rng_tracker().streams())
         with device.about_to_record(), graph.recording():
-            self._reported = passes(iter(self._batches) if batches else None)
+            self._losses = passes(iter(self._batches) if batches else None)
         # Gradients outside the gradient buffers: zero_grad() drops them, so `run` sets them again.
         self._grads = [(p, p.grad) for model in models for p in model.parameters()]
         return graph

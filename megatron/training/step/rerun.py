@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +17,13 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
 from megatron.core.config.errors import NonFiniteError
+from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.diagnostics.result_faults import RerunDiagnostic, log
+from megatron.core.distributed.non_finite import naming_step
 from megatron.core.parallel.json_collectives import all_gather_json
 from megatron.core.rerun_state_machine import (
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
+    PassRejected,
     RerunErrorInjector,
     RerunMode,
     get_rerun_state_machine,
@@ -28,6 +32,7 @@ from megatron.core.rerun_state_machine import (
 from megatron.core.tensor_parallel.random import get_rng_tracker
 from megatron.training.process import exit_report
 from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.state import StepResult
 
 _MODES = {
     "disabled": RerunMode.DISABLED,
@@ -59,6 +64,24 @@ def install_state_machine(run: Runtime) -> None:
         result_rejected_tracker_filename=asked.result_rejected_tracker_filename,
     )
     run.rerun = get_rerun_state_machine()
+
+
+def run_step(run: Runtime, step: Callable[[Runtime], StepResult]) -> StepResult:
+    """Return the result of ``step(run)``, which is repeated as the rerun state machine decides.
+
+    Collective over all ranks.  Raises StepRejected if the result must not be used.
+    """
+    number = run.state.iteration + 1
+    fault_point("step.before", step=number)
+    run.rerun.current_iteration = run.state.iteration
+    result: StepResult | None = None
+    with naming_step(number):
+        while run.rerun.should_run_forward_backward(run.train_data):
+            with suppress(PassRejected):
+                result = step(run)
+        end_if_rejected(run)
+    assert result is not None, "only a rejected step has no result"
+    return result
 
 
 def end_if_rejected(run: Runtime) -> None:

@@ -2,67 +2,75 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.aux_loss import aux_losses_of
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
+from megatron.core.transformer.layer_layout import has_experts
+from megatron.core.transformer.moe.router import balance_terms, loss_name
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.estimates.flops import tokens_of_a_sample
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
-from megatron.training.step.aux_loss_logging import added_losses
 from megatron.training.step.weight_hash import check_replicas, params_hash
 
-Outcome = tuple[bool, float | None, int | None]  # of `MegatronOptimizer.step`
+# Result of `MegatronOptimizer.step`: whether updated, gradient norm, number of zeros.
+Update = tuple[bool, float | None, int | None]
+Taken = list[tuple[int, str, Tensor]]  # layer index, name, sum over micro-batches
 
 
-def unjudged_result(
-    run: Runtime, losses: list[dict[str, Tensor]], num_microbatches: int, batch_size: int
+class GlobalBatch(NamedTuple):
+    """Sizes of a global batch."""
+
+    size: int  # samples
+    num_microbatches: int
+    num_untrained: int  # samples that the step leaves out
+    is_skipped: bool  # by --iterations-to-skip
+
+
+def complete_result(
+    run: Runtime, batch: GlobalBatch, reported: list[dict[str, Tensor]], update: Update
 ) -> StepResult:
-    """Return the result of the step, as far as it is known.  Collective over all ranks."""
+    """Return the result of the step.  Collective over all ranks."""
     config = run.config
     iteration = run.state.iteration + 1
+    is_updated, grad_norm, num_zeros = update
     if config.training.empty_unused_memory_level >= 2:
         device.empty_cache()
-    reduced, layer_losses = _all_losses(run, losses, num_microbatches)
+    losses, layer_losses = _all_losses(run, reported, batch.num_microbatches)
+    parts = RunParts(model_chunks=run.model_chunks, groups=run.groups)
     interval = config.training.check_weight_hash_across_dp_replicas_interval
     if interval is not None and iteration % interval == 0:
-        check_replicas(RunParts(model_chunks=run.model_chunks, groups=run.groups), iteration)
-    return StepResult(
-        losses=reduced,
-        grad_norm=None,
-        num_zeros=None,
-        params_norm=_params_norm(run),
-        learning_rate=math.nan,
-        decoupled_learning_rate=None,
-        loss_scale=math.nan,
-        skipped=False,
-        nan=False,
-        batch_size=batch_size,
-        num_tokens=batch_size * tokens_of_a_sample(run.config_of_work),
-        params_hash=_params_hash(run, iteration),
-        layer_losses=layer_losses,
-        is_judged=False,
-    )
-
-
-def judge(run: Runtime, result: StepResult, outcome: Outcome) -> None:
-    """Complete ``result``, and advance the learning rate if the step was updated."""
+        check_replicas(parts, iteration)
+    logs_norm = config.logging.log_params_norm
+    interval = config.logging.log_params_hash_interval
+    logs_hash = interval is not None and iteration % interval == 0
     assert run.optimizer is not None, "a run that trains has one"
     assert run.scheduler is not None, "a run that trains has one"
-    updated, result.grad_norm, result.num_zeros = outcome
-    if updated:
-        run.scheduler.step(increment=result.batch_size)
-    result.learning_rate, result.decoupled_learning_rate = run.scheduler.current_learning_rates()
-    result.loss_scale = float(run.optimizer.get_loss_scale())
-    result.skipped = not updated
-    result.nan = not updated and any(_not_finite(loss) for loss in result.losses.values())
-    result.is_judged = True
+    learning_rate, decoupled_learning_rate = run.scheduler.current_learning_rates()
+    return StepResult(
+        losses=losses,
+        grad_norm=grad_norm,
+        num_zeros=num_zeros,
+        # Computed at every step for TensorBoard; the log line shows the value of its last step.
+        params_norm=calc_params_l2_norm(run.model_chunks, run.groups) if logs_norm else None,
+        learning_rate=learning_rate,
+        decoupled_learning_rate=decoupled_learning_rate,
+        loss_scale=float(run.optimizer.get_loss_scale()),
+        skipped=not is_updated,
+        nan=not is_updated and not all(torch.isfinite(loss).all() for loss in losses.values()),
+        batch_size=batch.size,
+        num_tokens=batch.size * tokens_of_a_sample(run.config_of_work),
+        num_untrained=batch.num_untrained,
+        params_hash=params_hash(parts) if logs_hash else None,
+        layer_losses=layer_losses,
+    )
 
 
 def _all_losses(
@@ -115,22 +123,51 @@ def _finish(total: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total[0] / total[1].clamp(min=1)
 
 
-def _not_finite(loss: Tensor | float) -> bool:
-    return not bool(torch.isfinite(torch.as_tensor(loss)).all())
+def added_losses(
+    run: Runtime, num_microbatches: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return the auxiliary losses of a step by name.  Collective over all ranks.
 
-
-def _params_norm(run: Runtime) -> float | None:
-    """Return the norm of the parameters with --log-params-norm, else None.
-
-    Computed at every step for TensorBoard; the log line shows the value of its last step.
+    Three dictionaries: the losses of expert layers averaged over layers; those of single layers,
+    with --moe-per-layer-logging; the losses of multi-token prediction, as this rank's [sum, count].
     """
-    if not run.config.logging.log_params_norm:
-        return None
-    return calc_params_l2_norm(run.model_chunks, run.groups)
+    taken = [
+        (losses.layer_index, name, value)
+        for losses in aux_losses_of(run.model_chunks)
+        for name, value in losses.take().items()
+    ]
+    ahead = {name: value for _, name, value in taken if name.startswith("mtp_")}
+    return *_expert_losses(run, taken, num_microbatches), ahead
 
 
-def _params_hash(run: Runtime, iteration: int) -> int | None:
-    interval = run.config.logging.log_params_hash_interval
-    if interval is None or iteration % interval:
-        return None
-    return params_hash(RunParts(model_chunks=run.model_chunks, groups=run.groups))
+def _expert_losses(
+    run: Runtime, taken: Taken, num_microbatches: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the mean of each loss over micro-batches, data-parallel ranks and layers.
+
+    The second dictionary contains, with --moe-per-layer-logging, the loss of each layer under its
+    TensorBoard tag, ``moe/NAME_layer_I``.  Both are empty for a dense model.  Collective over all
+    ranks.
+    """
+    model = run.config.model
+    if model.num_moe_experts is None:
+        return {}, {}
+    names = [loss_name(kind) for kind, _ in balance_terms(model)]
+    names += ["z_loss"] if model.moe_z_loss_coeff is not None else []
+    num_layers = model.num_layers + (model.mtp_num_layers or 0)
+    layers = [i for i in range(num_layers) if has_experts(model, i)]
+    if not names or not layers:
+        return {}, {}
+    table = torch.zeros(len(names), num_layers, device=device.current())
+    for layer_index, name, value in taken:
+        if name in names:
+            table[names.index(name), layer_index] += value
+    if run.groups.world.size() > 1:
+        # Ranks that share a micro-batch hold summands, data-parallel ranks complete values.
+        dist.all_reduce(table, group=run.groups.world)
+    table /= num_microbatches * run.groups.dp.size()
+    rows = dict(zip(names, table, strict=True))
+    means = {name: row[layers].mean() for name, row in rows.items()}
+    if not run.config.logging.moe_per_layer_logging:
+        return means, {}
+    return means, {f"moe/{name}_layer_{i}": row[i] for name, row in rows.items() for i in layers}

@@ -417,3 +417,22 @@ def test_wandb_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(MissingDependency, match=r"--wandb-project: wandb is not installed; pip"):
         WandbSink(run_config("--wandb-project p --wandb-exp-name e"), {})
+
+
+def test_a_step_is_written_after_the_next_one_was_launched_or_before_a_pause() -> None:
+    """Reading the losses at the end of their step would leave the device idle."""
+    recorder = Recorder()
+    run = fake_run("--log-interval 4")
+    metrics = Metrics(sinks_of(lambda: recorder))
+    metrics.on_train_start(run)
+    written = []
+    for _ in range(2):
+        step(run, metrics)
+        written.append(len(recorder.steps))
+    metrics.on_pause(run, "checkpoint")
+    written.append(len(recorder.steps))
+    metrics.on_resume(run, "checkpoint")
+    for _ in range(2):  # the last one has a line
+        step(run, metrics)
+        written.append(len(recorder.steps))
+    assert written == [0, 1, 2, 2, 4]

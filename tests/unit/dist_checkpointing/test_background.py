@@ -109,10 +109,11 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
     made.common["iteration"] = 2
     steps = []
 
-    def prepare_grads(machine, may_update):
+    def step():
         steps.append(saving._copied.is_set())
+        return False, None, None
 
-    optimizer = SimpleNamespace(prepare_grads=prepare_grads)
+    optimizer = SimpleNamespace(step=step)
     wait = saving.wait_for_copies
 
     def open_and_wait():
@@ -120,7 +121,8 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
         wait()
 
     saving.wait_for_copies = open_and_wait
-    train_step._prepare_update(small_run(run_of(), pending_save=saving, optimizer=optimizer))
+    run = small_run(run_of(), pending_save=saving, optimizer=optimizer, scheduler=object())
+    train_step.update_parameters(run, train_step.next_batch(run))
     assert steps == [True]
     weight.zero_()
     with CheckpointReader(saving.wait().folder) as reader:
