@@ -35,13 +35,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.background import BackgroundSave
+from megatron.core.dist_checkpointing.background import BackgroundSave, HostBuffer
 from megatron.core.dist_checkpointing.local import Replication, save_local
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
-from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.reader import CheckpointReader, StoredPiece
 from megatron.core.dist_checkpointing.safetensors_file import bytes_of
-from megatron.core.dist_checkpointing.snapshot import HostBuffer
-from megatron.core.dist_checkpointing.stored_index import StoredPiece
 
 ROOT = Path(__file__).resolve().parent.parent
 # layers, hidden size, heads

@@ -259,9 +259,9 @@ CHECKPOINT_TO_PARAMETER = _in(
             "load",
         ),
         _in(
-            f"{_TRAINING}/checkpointing/restore.py",
+            f"{_TRAINING}/checkpointing/load.py",
             "restore_rank_state",
-            _in(f"{_TRAINING}/checkpointing/rng_state.py", "set_rng_state"),
+            _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "set_rng_state"),
         ),
     ),
     _in(f"{_TRAINING}/runtime/state.py", "TrainState.load"),

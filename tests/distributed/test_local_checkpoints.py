@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.local import Replication, save_local
-from megatron.core.dist_checkpointing.local_load import find_local, load_local
+from megatron.core.dist_checkpointing.local import Replication, find_local, load_local, save_local
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, from_param
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.params.param_info import ParamInfo

@@ -18,8 +18,8 @@ import pytest
 from megatron.core.config.errors import CheckpointError
 from megatron.core.device import process_memory
 from megatron.core.dist_checkpointing.local import Replication
-from megatron.training.checkpointing import memory_folder
-from megatron.training.checkpointing.memory_folder import (
+from megatron.training.checkpointing import non_persistent
+from megatron.training.checkpointing.non_persistent import (
     FOLDER,
     bytes_per_node,
     claim_memory,
@@ -89,14 +89,14 @@ def test_two_runs_of_a_node_have_folders_of_their_own_and_unused_ones_are_delete
     )
     claim_memory(first)
     claim_memory(second)
-    of_first = memory_folder.memory_folder(first)
+    of_first = non_persistent.memory_folder(first)
     assert len(list(memory.iterdir())) == 2
     for path in (of_first, of_first / "lock"):
         os.utime(path, (0, 0))
     third = config(save=str(tmp_path / "c"), non_persistent_local_ckpt_dir=str(memory))
     claim_memory(third)
     assert of_first.exists(), "a process holds its lock"
-    memory_folder._held.pop(of_first).close()
+    non_persistent._held.pop(of_first).close()
     remove_memory(third)
     claim_memory(third)
     assert not of_first.exists()
@@ -106,7 +106,7 @@ def test_two_runs_of_a_node_have_folders_of_their_own_and_unused_ones_are_delete
 
 
 def test_a_folder_on_a_disk_is_refused(tmp_path: Path) -> None:
-    if memory_folder._file_system(tmp_path.stat().st_dev) in ("tmpfs", None):
+    if non_persistent._file_system(tmp_path.stat().st_dev) in ("tmpfs", None):
         pytest.skip("temporary files are in memory here")
     on_disk = config(save=str(tmp_path), non_persistent_local_ckpt_dir=str(tmp_path / "memory"))
     with pytest.raises(

@@ -21,8 +21,7 @@ import torch
 
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
-from megatron.core.dist_checkpointing.local import part_root
-from megatron.core.dist_checkpointing.local_load import find_local, load_local
+from megatron.core.dist_checkpointing.local import find_local, load_local, part_root
 from megatron.core.dist_checkpointing.manifest import (
     INDEX,
     MANIFEST,
@@ -35,8 +34,8 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.mapping import ParamInfo, ShardedTensor, from_param
 from megatron.core.dist_checkpointing.serialization import Contents, load, save
-from megatron.training.checkpointing.content_checks import check_common, check_rank_state
-from megatron.training.checkpointing.rng_state import rng_state
+from megatron.training.checkpointing.checkpoint_tensors import rng_state
+from megatron.training.checkpointing.paths import check_common, check_rank_state
 from tests.file_fuzz.mutations import (
     change_archive,
     change_bytes,

@@ -28,8 +28,7 @@ from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS, format_of, open_reader
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.training.checkpointing.content_checks import check_common, holds_run
-from megatron.training.checkpointing.paths import resolve_folder
+from megatron.training.checkpointing.paths import check_common, holds_run, resolve_folder
 from megatron.training.conversion.convert import HF, ConversionRequest, convert
 from megatron.training.conversion.hf_folder import CONFIG, read_weights
 from megatron.training.preprocess.cli import run_tool

@@ -6,9 +6,9 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "ShardedTensor": "megatron.core.dist_checkpointing.mapping",
-        "ShardedObject": "megatron.core.dist_checkpointing.sharded_objects",
-        "ShardedTensorFactory": "megatron.core.dist_checkpointing.sharded_objects",
-        "LocalNonpersistentObject": "megatron.core.dist_checkpointing.sharded_objects",
+        "ShardedObject": "megatron.core.dist_checkpointing.mapping",
+        "ShardedTensorFactory": "megatron.core.dist_checkpointing.mapping",
+        "LocalNonpersistentObject": "megatron.core.dist_checkpointing.mapping",
         "save": "megatron.core.dist_checkpointing.state_dict_api",
         "load": "megatron.core.dist_checkpointing.state_dict_api",
         "load_common_state_dict": "megatron.core.dist_checkpointing.state_dict_api",

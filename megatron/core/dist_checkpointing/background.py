@@ -9,38 +9,45 @@ Order of collectives: only the main thread communicates.  Between steps, while a
 one all-reduce checks whether all ranks have finished their part, so the order of collectives does
 not depend on the speed of a disk.
 
+The host memory is allocated once and reused by later saves.  It is page-locked if the tensors are
+on a GPU, for copies at full bus speed.  torch rounds the size of page-locked memory up to a power
+of two: so it is allocated in blocks.
+
 After an exception ranks no longer reach the same collectives; `finish_apart` then completes the
 save through a key-value store.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import TypeVar
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.value_types import JsonObject, Nested
+from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import (
     PendingSave,
     SaveResult,
     Verdict,
     conclude,
-    detach,
     not_written,
     publish,
-    snapshot,
     write,
 )
-from megatron.core.dist_checkpointing.snapshot import HostBuffer
 from megatron.core.parallel.json_collectives import gather_json, is_so_everywhere
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore
 
@@ -257,3 +264,85 @@ def _wait_for_values(store: RunStore, *names: str) -> list[Nested]:
             raise RuntimeError("a rank does not answer")
         time.sleep(_LOOK_S)
     return [json.loads(text) for text in texts if text is not None]
+
+
+_ALIGNMENT = 64
+_BLOCK_BYTES = 2**30
+
+
+class HostBuffer:
+    """Host memory for one snapshot at a time; it grows to the largest size requested."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+
+    def reserve(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return memory of each of ``sizes`` in bytes; this invalidates an earlier snapshot.
+
+        A block holds several of them up to 1 GiB, or a larger one alone.
+        """
+        filled: list[int] = []  # bytes used in each block
+        places = []
+        for size in sizes:
+            fits = (i for i, used in enumerate(filled) if used + size <= _BLOCK_BYTES)
+            block = next(fits, len(filled))
+            if block == len(filled):
+                filled.append(0)
+            places.append((block, filled[block]))
+            filled[block] += size
+        for i, used in enumerate(filled):
+            if i == len(self._blocks):
+                self._blocks.append(device.host_memory(used))
+            elif self._blocks[i].numel() < used:
+                self._blocks[i] = torch.empty(0)  # free it before the larger one is allocated
+                self._blocks[i] = device.host_memory(used)
+        return [
+            self._blocks[block][start : start + size]
+            for (block, start), size in zip(places, sizes, strict=True)
+        ]
+
+
+@torch.no_grad()
+def copy_out(tensors: Sequence[ShardedTensor], buffer: HostBuffer) -> list[ShardedTensor]:
+    """Return the same records with copies in ``buffer``, in the dtype of the file.
+
+    Blocks until the copies are complete.
+    """
+    sizes = [
+        -(-prod(piece.shape) * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        for tensor in tensors
+        for piece in tensor.pieces
+    ]
+    places = iter(buffer.reserve(sizes))
+    copies: list[ShardedTensor] = []
+    for tensor in tensors:
+        pieces = [
+            Piece(piece.offset, _copy(piece.data, tensor.dtype, next(places)))
+            for piece in tensor.pieces
+        ]
+        copies.append(replace(tensor, pieces=tuple(pieces)))
+    device.finish_stream()
+    return copies
+
+
+def _copy(data: Tensor, dtype: torch.dtype, place: Tensor) -> Tensor:
+    num_bytes = data.numel() * dtype.itemsize
+    copied = place[:num_bytes].view(dtype).view(data.shape)
+    return copied.copy_(data, non_blocking=True)
+
+
+def detach(begun: PendingSave) -> PendingSave:
+    """Return the save with copies of the Python values and buffers that a forward pass may change.
+
+    Parameters are not copied: they change only in the optimizer step.  Not collective.
+    """
+    contents = replace(begun.contents, tensors=(), common=copy.deepcopy(begun.contents.common))
+    buffers = [tensor for tensor in begun.tensors if tensor.is_buffer]
+    copied = dict(zip(buffers, copy_out(buffers, HostBuffer()), strict=True))
+    tensors = [copied.get(tensor, tensor) for tensor in begun.tensors]
+    return replace(begun, tensors=tensors, contents=contents)
+
+
+def snapshot(begun: PendingSave, buffer: HostBuffer) -> PendingSave:
+    """Return the save with all tensors copied to ``buffer``.  Not collective, any thread."""
+    return replace(begun, tensors=copy_out(begun.tensors, buffer))

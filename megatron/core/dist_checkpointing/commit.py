@@ -3,7 +3,7 @@
 No torch; one process (rank 0) runs it.  The steps, and the checkpoint that loads after a kill
 following each of them:
 
-0. claim a token (`attempts`), once per run and directory             the previous checkpoint
+0. claim a token, once per run and directory             the previous checkpoint
 1. sweep leftovers, check free space, make ``iter_N.tmp-{attempt}``   the previous one
 2. all ranks write and fsync their files in it                        the previous one
 3. rank 0 adds its files and the manifest, all fsynced                the previous one
@@ -15,6 +15,13 @@ following each of them:
 Why this order: fsync before rename, since a file system may otherwise persist the name before the
 data; the manifest last, since its presence declares the folder complete; the tracker after the
 rename, since it must not name a folder that does not exist.
+
+Fencing tokens order the runs that save to a directory without a clock: ``.attempt-00000007`` is
+claimed by one process, and only the newest file is kept.  A process claims the next number when it
+first saves to a directory; its attempt id, a part of the names of temporary folders and of
+manifests, begins with it (``00000007-{random}``).  The claim relies on exclusive creation of a file
+(O_EXCL), which is atomic on local and network file systems.  Ids of an earlier version of this
+project contain a time instead; they count as token 0, older than every claim.
 
 A published folder is never written to.  `folders` decides which folder is loaded.  A save sweeps
 the leftovers of runs with a lower token and of earlier saves of its own run, but no folder of a run
@@ -34,26 +41,23 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.diagnostics.fault_injection import fault_point
-from megatron.core.dist_checkpointing.attempts import (
-    newest_token,
-    restore_claim,
-    take_token,
-    token_of,
-)
 from megatron.core.dist_checkpointing.folders import (
+    CLAIM,
     RELEASE,
     TRACKER,
     Found,
     folder_name,
     leftovers,
+    newest_token,
     published,
+    token_of,
 )
 from megatron.core.dist_checkpointing.manifest import (
     CONFIG,
@@ -305,3 +309,41 @@ def _tracker_as_found(root: Path) -> list[str | int] | None:
 
 def _beside(folder: Path, kind: str, attempt: str) -> Path:
     return folder.with_name(f"{folder.name}.{kind}-{attempt}")
+
+
+def take_token(root: Path, known: Iterable[str]) -> int:
+    """Claim a token in ``root`` higher than all claimed ones and those of the ``known`` attempts.
+
+    Raises OSError.  A kill at any point leaves at most a claimed token that no run uses.
+    """
+    known_token = max(map(token_of, known), default=0)
+    while True:
+        token = max(newest_token(root), known_token) + 1
+        path = _claim_file(root, token)
+        try:
+            with open(path, "xb") as file:
+                os.fsync(file.fileno())
+        except FileExistsError:
+            continue
+        fault_point("save.claimed")
+        fsync_folder(root)
+        if newest_token(root) == token:
+            break
+        # Another process claimed a higher token since the directory was read.  It may have removed
+        # an older claim of this number, so exclusive creation proves nothing: try again.
+        path.unlink(missing_ok=True)
+    for name in os.listdir(root):
+        found = CLAIM.fullmatch(name)
+        if found and int(found[1]) < token:
+            (root / name).unlink(missing_ok=True)
+    return token
+
+
+def restore_claim(root: Path, token: int) -> None:
+    """Recreate the file of a claimed token if the directory was emptied since the claim."""
+    if newest_token(root) < token:
+        open(_claim_file(root, token), "ab").close()
+
+
+def _claim_file(root: Path, token: int) -> Path:
+    return root / f".attempt-{token:08d}"

@@ -33,13 +33,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.attempts import token_of
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _PUBLISHED = re.compile(r"iter_([0-9]{7,})")
 _LEFTOVER = re.compile(r"(?:iter_([0-9]{7,})|release)\.(tmp|old|del)-(.+)")
+# Fencing tokens: the order in which runs began to save, see `commit`.
+_TOKEN = r"[0-9]{8,15}"  # an id with a time begins with 16 digits
+_ID = re.compile(rf"({_TOKEN})-.+")
+CLAIM = re.compile(rf"\.attempt-({_TOKEN})")
+_TEMPORARY = re.compile(rf".+\.(?:tmp|old|del)-({_TOKEN})-.+")
 _SHOWN = 40  # characters of an invalid tracker file in the message
 _ITERATION = re.compile(r"0*([1-9][0-9]{0,17})")  # content of the tracker file
 
@@ -280,3 +284,15 @@ class Retention:
 
 
 KEEP_ALL = Retention()
+
+
+def token_of(attempt: str) -> int:
+    """Return the token in the id of an attempt, 0 if it has none."""
+    found = _ID.fullmatch(attempt)
+    return int(found[1]) if found else 0
+
+
+def newest_token(root: Path) -> int:
+    """Return the highest token among claims and leftover folders in ``root``; 0 for none."""
+    found = (CLAIM.fullmatch(name) or _TEMPORARY.fullmatch(name) for name in os.listdir(root))
+    return max((int(match[1]) for match in found if match), default=0)

@@ -1,30 +1,315 @@
-"""Formats of ``--ckpt-format``: tables of writers and readers, detection of a folder's format."""
+"""Formats of ``--ckpt-format``; the files of ``safetensors_dist`` and how ranks write them.
+
+    __{rank}_0.safetensors   tensors that the rank wrote, one or more boxes of each
+    __{rank}_1.safetensors   constant (untrained) tensors, with --ckpt-incremental: a hard link to
+                             the file of the previous checkpoint if it has the same pieces
+    __{rank}_state.json      state of one rank: its random number generators
+    index.json               key -> global shape, dtype, boxes (file, position, crc32 per block)
+    common.json              values other than tensors, equal on all ranks
+    config.yaml              the resolved configuration, if the caller passes it
+    metadata.json            the manifest, written last: a folder without it is not a checkpoint
+
+The manifest contains the size and checksum of every other file, and a checksum of itself.  For a
+data file it covers the header; the index has the checksums of the data.  No file is a pickle.
+Nothing in this module communicates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
 from pathlib import Path
 
+from torch import Tensor
+
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.dist_checkpointing.format import Format
+from megatron.core.config.value_types import Arguments, JsonObject
+from megatron.core.dist_checkpointing.folders import folder_name, read_tracker
 from megatron.core.dist_checkpointing.manifest import (
+    COMMON,
     COMMON_FILE,
     FORMAT,
+    INDEX,
     MANIFEST,
     METADATA,
+    Common,
+    FileEntry,
+    PieceEntry,
+    TensorEntry,
+    json_object,
+    rank_state_name,
+    read_checked,
     read_json,
+    read_manifest,
+    write_json,
 )
+from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTensor
 from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.safetensors_file import (
+    BLOCK_BYTES,
+    DTYPE_NAMES,
+    LazyTensor,
+    bytes_of,
+    piece_name,
+    write_file,
+)
 from megatron.core.lazy import LazyTable
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Result of one rank's writing: index entries, files, and extra objects of the format.
+
+    ``error``: why it could not write.
+    """
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    objects: JsonObject = field(default_factory=dict)
+    error: str | None = None
+
+    @classmethod
+    def from_json(cls, values: JsonObject) -> RankReport:
+        """Rebuild a report from ``asdict(report)``."""
+        files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
+        return cls(**{**values, "files": files})
+
+
+def files_of(reports: Iterable[RankReport]) -> dict[str, FileEntry]:
+    """Merge the file entries of all ranks."""
+    return {name: entry for report in reports for name, entry in report.files.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSave:
+    """One rank's part of a save into ``folder``, with the run's command line."""
+
+    folder: Path
+    rank: int
+    tensors: Sequence[ShardedTensor]
+    rank_state: JsonObject | None
+    iteration: int
+    attempt: str
+    arguments: Arguments = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Callbacks that write the files of a checkpoint format; the rest of a save is common.
+
+    ``write_rank_files`` writes and fsyncs one rank's files.  It does not communicate and reads only
+    its argument, so it may run in a thread.
+    ``complete(folder, reports, common)`` runs on rank 0, writes the files that need the reports of
+    all ranks, and returns their entries.  The manifest is written after it.  Both raise OSError and
+    CheckpointError.
+    ``is_foreign``: the format of another program, with vocabulary padding and its command line.
+    ``num_copies``: how many copies of the tensors are on disk at a time during a save.
+    """
+
+    name: str
+    write_rank_files: Callable[[RankSave], RankReport]
+    complete: Callable[[Path, Sequence[RankReport], Common], Mapping[str, FileEntry]]
+    is_foreign: bool = False
+    num_copies: int = 1
+
+
+def write_rank_files(rank_save: RankSave, *, incremental: bool = False) -> RankReport:
+    """Write and fsync the files of one rank.  Not collective.  Raises OSError, CheckpointError.
+
+    ``incremental``: constant tensors are in a separate file, which is hard-linked if unchanged.
+    """
+    rank, report = rank_save.rank, RankReport()
+    constant = [tensor for tensor in rank_save.tensors if incremental and tensor.is_constant]
+    changing = [tensor for tensor in rank_save.tensors if not (incremental and tensor.is_constant)]
+    _write_tensors(rank_save, f"__{rank}_0.safetensors", changing, report)
+    if constant:
+        _write_or_link(rank_save, f"__{rank}_1.safetensors", constant, report)
+    if rank_save.rank_state is not None:
+        name = rank_state_name(rank)
+        report.files[name] = write_json(rank_save.folder / name, rank_save.rank_state)
+    return report
+
+
+def _write_tensors(
+    rank_save: RankSave, name: str, tensors: Sequence[ShardedTensor], report: RankReport
+) -> None:
+    """Write the file ``name``, if there are tensors, and add it to ``report``."""
+    # Descending element size keeps every element aligned in the file.
+    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.key))
+    boxes = [(tensor, piece) for tensor in ordered for piece in tensor.pieces]
+    for tensor in ordered:
+        report.tensors[tensor.key] = {
+            "shape": list(tensor.global_shape),
+            "dtype": DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)),
+            "pieces": [],
+        }
+    if not boxes:
+        return
+    named = [_lazy(tensor, piece) for tensor, piece in boxes]
+    origin = {"iteration": str(rank_save.iteration), "attempt": rank_save.attempt, "file": name}
+    report.files[name], places = write_file(
+        rank_save.folder / name, named, {"format": "pt", **origin}, rank_save.iteration
+    )
+    for (tensor, piece), written in zip(boxes, places, strict=True):
+        entry = PieceEntry(
+            file=name,
+            offset=list(piece.offset),
+            shape=list(piece.shape),
+            start=written.start,
+            num_bytes=written.num_bytes,
+            crc32=written.crc32,
+        )
+        report.tensors[tensor.key]["pieces"].append(entry)
+
+
+def _write_or_link(
+    rank_save: RankSave, name: str, tensors: Sequence[ShardedTensor], report: RankReport
+) -> None:
+    """Write the file ``name``, or link that of the newest checkpoint if it is equal."""
+    hashes = hashes_of(tensors)
+    linked = link_unchanged(rank_save.folder, name, tensors, hashes)
+    if linked is not None:
+        entries, report.files[name] = linked
+        report.tensors.update(entries)
+        return
+    _write_tensors(rank_save, name, tensors, report)
+    for key, pieces in hashes.items():
+        for entry, hash in zip(report.tensors[key]["pieces"], pieces, strict=True):
+            entry["sha256_128"] = hash
+
+
+def complete(
+    folder: Path, reports: Sequence[RankReport], common: Common, *, is_whole: bool = True
+) -> dict[str, FileEntry]:
+    """Write and fsync the index and the common values.
+
+    ``is_whole``: raise CheckpointError if an element of a tensor is missing.
+    """
+    index = merge_index((report.tensors for report in reports), is_whole=is_whole)
+    return {INDEX: write_json(folder / INDEX, index), COMMON: write_json(folder / COMMON, common)}
+
+
+SAFETENSORS_DIST = Format(FORMAT, write_rank_files, complete)
+INCREMENTAL = replace(
+    SAFETENSORS_DIST, write_rank_files=partial(write_rank_files, incremental=True)
+)
+
+
+def merge_index(
+    reports: Iterable[Mapping[str, TensorEntry]], *, is_whole: bool = True
+) -> dict[str, object]:
+    """Merge the ``tensors`` of all ranks' reports into one index.
+
+    Raises CheckpointError unless every element of every tensor was written exactly once.  Without
+    ``is_whole`` (one part of a local checkpoint) this is not checked.
+    """
+    merged = merge_tensors(reports)
+    for key, entry in merged.items() if is_whole else ():
+        check_written_once(key, entry)
+    return {"block_bytes": BLOCK_BYTES, "tensors": dict(sorted(merged.items()))}
+
+
+def merge_tensors(reports: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """Merge the entries of all ranks.  Raises CheckpointError if shapes or dtypes differ."""
+    merged: dict[str, TensorEntry] = {}
+    for tensors in reports:
+        for key, mine in tensors.items():
+            entry = merged.setdefault(key, {**mine, "pieces": []})
+            if (entry["shape"], entry["dtype"]) != (mine["shape"], mine["dtype"]):
+                raise CheckpointError(
+                    f"{key}: two ranks hold it with shape and dtype "
+                    f"{entry['shape']} {entry['dtype']} and {mine['shape']} {mine['dtype']}"
+                )
+            entry["pieces"] += mine["pieces"]
+    return merged
+
+
+def check_written_once(key: str, entry: TensorEntry) -> None:
+    """Raise CheckpointError unless the pieces of an index entry cover its shape exactly once."""
+    offsets = [tuple(piece["offset"]) for piece in entry["pieces"]]
+    written = sum(prod(piece["shape"]) for piece in entry["pieces"])
+    wanted = prod(entry["shape"])
+    if len(set(offsets)) < len(offsets) or written > wanted:
+        raise CheckpointError(f"{key}: two ranks wrote the same part of it")
+    if written < wanted:
+        raise CheckpointError(f"{key}: {wanted - written} of its {wanted} elements have no writer")
+
+
+def _lazy(tensor: ShardedTensor, piece: Piece | LazyPiece) -> LazyTensor:
+    """Return ``piece`` converted to the dtype of the file."""
+
+    def make() -> Tensor:
+        return piece.data.to(tensor.dtype)
+
+    name = piece_name(tensor.key, tensor.global_shape, piece.offset, piece.shape)
+    return LazyTensor(name, tensor.dtype, piece.shape, make)
+
+
+def hashes_of(tensors: Sequence[ShardedTensor]) -> dict[str, list[str]]:
+    """Return, by key, the first 128 bits of the SHA-256 of each piece, in hex."""
+    return {
+        tensor.key: [
+            hashlib.sha256(bytes_of(piece.data.to(tensor.dtype))).hexdigest()[:32]
+            for piece in tensor.pieces
+        ]
+        for tensor in tensors
+    }
+
+
+def link_unchanged(
+    folder: Path, name: str, tensors: Sequence[ShardedTensor], hashes: Mapping[str, list[str]]
+) -> tuple[dict[str, TensorEntry], FileEntry] | None:
+    """Link the file of the newest checkpoint beside ``folder`` that has exactly these pieces.
+
+    Returns their index entries and the file's entry.  Returns None if there is no such file or it
+    cannot be linked; the caller then writes the tensors.
+    """
+    try:
+        tracker = read_tracker(folder.parent)
+        if tracker is None:
+            return None
+        previous = folder.parent / folder_name(tracker.iteration)
+        manifest = read_manifest(previous)
+        if manifest is None:
+            return None
+        data = read_checked(previous, INDEX, manifest)
+        index: dict[str, TensorEntry] = json_object(data, str(previous / INDEX))["tensors"]
+        found = {t.key: _pieces(index[t.key], t, hashes[t.key]) for t in tensors}
+        (old,) = {piece["file"] for pieces in found.values() for piece in pieces}
+        read_checked(previous, old, manifest)
+        os.link(previous / old, folder / name)
+    except (OSError, CheckpointError, AttributeError, KeyError, TypeError, ValueError):
+        return None
+    entries: dict[str, TensorEntry] = {
+        key: {**index[key], "pieces": [{**piece, "file": name} for piece in pieces]}
+        for key, pieces in found.items()
+    }
+    return entries, manifest.files[old]
+
+
+def _pieces(stored: TensorEntry, tensor: ShardedTensor, hashes: Sequence[str]) -> list[PieceEntry]:
+    """Return the stored pieces that match ``tensor``, in its order; KeyError if one is missing."""
+    if stored["dtype"] != DTYPE_NAMES[tensor.dtype]:
+        raise KeyError(tensor.key)
+    known = {
+        (tuple(p["offset"]), tuple(p["shape"]), p.get("sha256_128")): p for p in stored["pieces"]
+    }
+    wanted = zip(tensor.pieces, hashes, strict=True)
+    return [known[piece.offset, piece.shape, hash] for piece, hash in wanted]
+
 
 _HERE = "megatron.core.dist_checkpointing"
 FORMATS: Mapping[str, Format] = LazyTable(
     {
-        FORMAT: f"{_HERE}.format.SAFETENSORS_DIST",
-        "torch_dist": f"{_HERE}.megatron_formats.torch_dist_writer.TORCH_DIST",
-        "torch": f"{_HERE}.megatron_formats.torch_legacy_writer.TORCH",
-        "torch_dcp": f"{_HERE}.megatron_formats.torch_dcp_writer.TORCH_DCP",
-        "fsdp_dtensor": f"{_HERE}.megatron_formats.torch_dcp_writer.FSDP_DTENSOR",
+        FORMAT: f"{_HERE}.formats.SAFETENSORS_DIST",
+        "torch_dist": f"{_HERE}.megatron_formats.torch_dist.TORCH_DIST",
+        "torch": f"{_HERE}.megatron_formats.torch_legacy.TORCH",
+        "torch_dcp": f"{_HERE}.megatron_formats.torch_dcp.TORCH_DCP",
+        "fsdp_dtensor": f"{_HERE}.megatron_formats.torch_dcp.FSDP_DTENSOR",
     }
 )
 _READERS: Mapping[str, type[CheckpointReader]] = LazyTable(

@@ -3,7 +3,8 @@
 A tensor of the model or the optimizer has a key and a global shape that do not depend on the
 parallel layout.  A rank holds boxes of it: a box is an offset in the global tensor and a view of
 the rank's memory.  The same records serve both directions: a save reads the views, a load fills
-them.  Nothing in this module communicates.
+them.  Nothing in this module communicates.  Entries of sharded state dicts have
+Megatron-LM's constructors.
 """
 
 from __future__ import annotations
@@ -19,13 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.sharded_objects import (
-    LocalNonpersistentObject,
-    ReplicaId,
-    ShardedObject,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from megatron.core.config.value_types import Nested
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
 
@@ -348,3 +343,60 @@ def _check_shape(key: str, info: ParamInfo, local_shape: tuple[int, ...]) -> Non
         if d != dim
     )
     assert same, f"{key}: shape {local_shape} is not a shard of {info.global_shape}"
+
+
+ReplicaId = int | tuple[int, ...]
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Return whether this replica is the one to save: its id is 0 or all zeros."""
+    return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
+
+
+@dataclass
+class ShardedObject:
+    """A value that differs between ranks: element ``global_offset`` of an array of such values."""
+
+    key: str
+    data: Nested
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+    @property
+    def unique_key(self) -> str:
+        """Key of the value in the checkpoint: ``key`` with offset and shape."""
+        offset = ".".join(map(str, self.global_offset))
+        shape = ".".join(map(str, self.global_shape))
+        return f"{self.key}/shard_{offset}_{shape}"
+
+
+@dataclass
+class ShardedTensorFactory:
+    """A tensor that is saved as other tensors than those in memory.
+
+    ``build_fn(key, data, replica_id, flattened_range)`` returns the sharded state dict to save and
+    load; ``merge_fn`` rebuilds the value from the loaded state dict.
+    """
+
+    key: str
+    data: Tensor
+    build_fn: Callable[[str, Tensor, ReplicaId, slice | None], Nested]
+    merge_fn: Callable[[Nested], Nested]
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Nested:
+        """Return the sharded state dict that replaces this entry."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+
+class LocalNonpersistentObject:
+    """A value that is not saved; `load` returns it unchanged."""
+
+    def __init__(self, obj: object) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> object:
+        """Return the value."""
+        return self.obj

@@ -1,7 +1,8 @@
 """Convert Python values to JSON and back, without pickle.
 
 A type that JSON does not have becomes an object with one key that begins with ``$``.  `encode`
-collects tensors by path for the caller to save; `decode` gets a function that reads one.
+collects tensors by path for the caller to save; `decode` gets a function that reads one.  Random
+states have Megatron-LM's names and forms; their byte tensors become base64.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.config.value_types import Json, Nested
+from megatron.core.config.value_types import Json, JsonObject, Nested, StateDict, Unpickled
 
 
 def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -> Json:
@@ -84,3 +86,57 @@ _DECODERS: dict[str, Callable[[Nested, Callable[[str], Tensor]], object]] = {
 _DTYPES: list[torch.dtype] = [
     value for value in vars(torch).values() if isinstance(value, torch.dtype)
 ]
+
+
+def to_json(states: StateDict) -> JsonObject:
+    """Return ``states`` as JSON."""
+    version, words, gauss = states["random_rng_state"]
+    kind, keys, *rest = states["np_rng_state"]
+    return {
+        "random_rng_state": [version, list(words), gauss],
+        "np_rng_state": [kind, np.asarray(keys).tolist(), *rest],
+        **_tensors(states, _to_text),
+    }
+
+
+def from_json(values: JsonObject) -> StateDict:
+    """Return the states that `to_json` converted."""
+    version, words, gauss = values["random_rng_state"]
+    kind, keys, *rest = values["np_rng_state"]
+    return {
+        "random_rng_state": (version, tuple(words), gauss),
+        "np_rng_state": (kind, np.array(keys, dtype=np.uint32), *rest),
+        **_tensors(values, _to_tensor),
+    }
+
+
+def _tensors(states: StateDict, convert: Callable[[Unpickled], str | Tensor]) -> StateDict:
+    on_device, streams = states["cuda_rng_state"], states["rng_tracker_states"]
+    return {
+        "torch_rng_state": convert(states["torch_rng_state"]),
+        "cuda_rng_state": None if on_device is None else convert(on_device),
+        "rng_tracker_states": {name: convert(state) for name, state in streams.items()},
+    }
+
+
+def _to_text(state: Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _to_tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def plain(value: object) -> Json:
+    """Return ``value`` as JSON; an enum becomes its name, another unknown type its text."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Namespace):
+        return plain(vars(value))
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return str(value)

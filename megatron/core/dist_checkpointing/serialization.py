@@ -8,20 +8,27 @@ Order of collectives.  Save: gather sizes, broadcast the folder; write; gather r
 the verdict.  Load: gather differences, broadcast the verdict; read; gather errors, broadcast the
 verdict.  A rank that fails still takes part and reports its error, so that no other rank waits for
 it forever.
+
+On a file system that all ranks share, data-parallel ranks that read the same bytes compete for its
+bandwidth; their own network is usually faster.  With ``replica_groups`` each shard is therefore
+read once and broadcast: weights before optimizer state; of each, group by group; within a group the
+order of `assigned`, one broadcast for each piece.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
@@ -29,14 +36,14 @@ from megatron.core.config.value_types import JsonObject
 from megatron.core.diagnostics.fault_injection import InjectedFault, fault_point
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import KEEP_ALL, Retention, published
-from megatron.core.dist_checkpointing.format import (
+from megatron.core.dist_checkpointing.formats import (
     SAFETENSORS_DIST,
     Format,
     RankReport,
     RankSave,
     files_of,
+    open_reader,
 )
-from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
     MANIFEST_BESIDE,
@@ -46,12 +53,11 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.mapping import (
     SavePlan,
     ShardedTensor,
+    assigned,
     to_write,
     weights_then_state,
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
-from megatron.core.dist_checkpointing.shared_load import fill_shared
-from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.dist_checkpointing.validation import (
     Differences,
     LoadReport,
@@ -64,6 +70,7 @@ from megatron.core.parallel.json_collectives import (
     broadcast_json,
     error_as_json,
     gather_json,
+    on_wire,
     rank_in,
     reason_of,
 )
@@ -198,23 +205,6 @@ def finish(begun: PendingSave, group: ProcessGroup | None) -> SaveResult:
     reports = gather_json(write(begun), group)
     verdict = None if reports is None else publish(begun, reports)
     return conclude(begun, verdict, group)
-
-
-def detach(begun: PendingSave) -> PendingSave:
-    """Return the save with copies of the Python values and buffers that a forward pass may change.
-
-    Parameters are not copied: they change only in the optimizer step.  Not collective.
-    """
-    contents = replace(begun.contents, tensors=(), common=copy.deepcopy(begun.contents.common))
-    buffers = [tensor for tensor in begun.tensors if tensor.is_buffer]
-    copied = dict(zip(buffers, copy_out(buffers, HostBuffer()), strict=True))
-    tensors = [copied.get(tensor, tensor) for tensor in begun.tensors]
-    return replace(begun, tensors=tensors, contents=contents)
-
-
-def snapshot(begun: PendingSave, buffer: HostBuffer) -> PendingSave:
-    """Return the save with all tensors copied to ``buffer``.  Not collective, any thread."""
-    return replace(begun, tensors=copy_out(begun.tensors, buffer))
 
 
 def write(begun: PendingSave) -> JsonObject:
@@ -390,3 +380,86 @@ def save_failed(root: Path, iteration: int, reason: str) -> str:
         f"the checkpoint of iteration {iteration} was not saved in {root}: {reason}; "
         "earlier checkpoints are complete"
     )
+
+
+_READ_AHEAD = 4  # pieces of one rank in host memory before they are broadcast
+
+Fill = Callable[[Sequence[ShardedTensor]], None]
+
+
+def fill_shared(
+    wanted: Sequence[ShardedTensor],
+    reader: CheckpointReader,
+    groups: Mapping[str, ProcessGroup],
+    fill: Fill,
+) -> None:
+    """Fill the views of ``wanted`` from ``reader``.
+
+    ``groups`` maps `Replica.among` to the group whose ranks hold the same pieces; ``fill`` reads
+    the tensors that no other rank of these groups holds.  Collective over every group.  Raises
+    CheckpointError and OSError after the last collective, on the rank that cannot read.
+    """
+    errors: list[Exception] = []
+    active = {among: group for among, group in groups.items() if group.size() > 1}
+    for part in weights_then_state(wanted):
+        for among, group in active.items():
+            held = [t for t in part if t.key in reader.tensors and _among(t) == among]
+            errors += _broadcast(held, reader, group)
+        try:
+            fill([t for t in part if _among(t) not in active])
+        except (CheckpointError, OSError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _among(tensor: ShardedTensor) -> str | None:
+    return None if tensor.replica is None else tensor.replica.among
+
+
+def _broadcast(
+    tensors: Sequence[ShardedTensor], reader: CheckpointReader, group: ProcessGroup
+) -> list[Exception]:
+    """Read this rank's share of ``tensors`` and broadcast it; return the errors of its reads."""
+    errors: list[Exception] = []
+
+    def read(tensor: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        buffer = torch.empty(shape, dtype=reader.tensors[tensor.key].dtype)
+        try:
+            fault_point("load.tensor")
+            reader.read_box(tensor.key, offset, buffer)
+        except (CheckpointError, OSError) as error:
+            errors.append(error)
+        return buffer
+
+    plan = [
+        (tensor, piece, owner) for tensor, _, owner in assigned(tensors) for piece in tensor.pieces
+    ]
+    mine = [partial(read, t, p.offset, p.shape) for t, p, owner in plan if owner == group.rank()]
+    with ThreadPoolExecutor(_READ_AHEAD) as pool:
+        buffers = _in_order(mine, pool)
+        for tensor, piece, owner in plan:
+            if owner == group.rank():
+                buffer = next(buffers)
+            else:
+                buffer = torch.empty(piece.shape, dtype=reader.tensors[tensor.key].dtype)
+            sent = on_wire(buffer.reshape(-1).view(torch.uint8), group)
+            dist.broadcast(sent, group=group, group_src=owner)
+            values = sent.view(buffer.dtype).reshape(piece.shape)
+            piece.fill(partial(_copy, values))
+    return errors
+
+
+def _copy(values: Tensor, out: Tensor) -> None:
+    with torch.no_grad():
+        out.copy_(values)
+
+
+def _in_order(calls: Sequence[Callable[[], Tensor]], pool: ThreadPoolExecutor) -> Iterator[Tensor]:
+    """Yield the results of ``calls`` in order, with up to `_READ_AHEAD` calls running ahead."""
+    waiting = deque(calls)
+    running: deque[Future[Tensor]] = deque()
+    while waiting or running:
+        while waiting and len(running) < _READ_AHEAD:
+            running.append(pool.submit(waiting.popleft()))
+        yield running.popleft().result()

@@ -25,22 +25,27 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject, Nested, StateDict
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.commit import attempt_id
-from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, RankSave, files_of
-from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.formats import (
+    SAFETENSORS_DIST,
+    RankSave,
+    files_of,
+    open_reader,
+)
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
     Manifest,
     fsync_folder,
     write_manifest,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
-from megatron.core.dist_checkpointing.plain_values import decode, encode
-from megatron.core.dist_checkpointing.sharded_objects import (
+from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
+    ShardedTensor,
     ShardedTensorFactory,
     is_main_replica,
+    to_write,
 )
+from megatron.core.dist_checkpointing.plain_values import decode, encode
 from megatron.core.dist_checkpointing.validation import StrictHandling, shorten
 from megatron.core.parallel.json_collectives import broadcast_json, gather_json, rank_in
 

@@ -5,13 +5,18 @@ The key of a weight is its global name; ``optimizer.state.exp_avg.<name>`` is it
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
+from megatron.core import device
 from megatron.core.config.value_types import Arguments, JsonObject
+from megatron.core.dist_checkpointing import plain_values
 from megatron.core.dist_checkpointing.mapping import (
     OPTIMIZER_PREFIX,
     ShardedTensor,
@@ -25,6 +30,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, info_of, local_part
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.tensor_parallel.random import get_rng_tracker
 
 _STATE_PREFIX = f"{OPTIMIZER_PREFIX}state."
 
@@ -118,3 +124,34 @@ def _named_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, ParamInfo
 def _persistent_buffers(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
     kept = {without_wrappers(name) for name in chunk.state_dict(keep_vars=True)}
     return ((n, buffer) for n, buffer in chunk.named_buffers() if without_wrappers(n) in kept)
+
+
+def rng_state() -> JsonObject:
+    """Return the states of all random generators of this rank."""
+    return plain_values.to_json(
+        {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "cuda_rng_state": device.rng_state() if device.is_cuda() else None,
+            "rng_tracker_states": get_rng_tracker().get_states(),
+        }
+    )
+
+
+def set_rng_state(values: JsonObject) -> None:
+    """Restore the states that `rng_state` returned.
+
+    If they were saved on the other kind of device (CPU, GPU), the device generator and the named
+    streams are not changed.
+    """
+    states = plain_values.from_json(values)
+    random.setstate(states["random_rng_state"])
+    np.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    has_device_state = states["cuda_rng_state"] is not None
+    if has_device_state != device.is_cuda():
+        return
+    if has_device_state:
+        device.set_rng_state(states["cuda_rng_state"])
+    get_rng_tracker().set_states(states["rng_tracker_states"])

@@ -1,5 +1,7 @@
 """Load a run from a checkpoint, whatever layout it was saved in.
 
+A reward model (--reward-model) may begin with the weights of a language model.
+
 Order of collectives: rank 0 chooses the folder and reads its contents besides tensors (broadcast);
 `serialization.load`; the random states of each rank (gather, broadcast, reduce).  Every rank ends
 with the same result or the same error.
@@ -17,16 +19,17 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.config.value_types import JsonObject
+from megatron.core.config.value_types import Arguments, JsonObject
+from megatron.core.diagnostics.result_faults import RerunMode, log
 from megatron.core.dist_checkpointing.folders import RELEASE
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.core.dist_checkpointing.local_load import (
+from megatron.core.dist_checkpointing.local import (
     LocalContent,
     find_local,
     load_local,
     local_common,
 )
-from megatron.core.dist_checkpointing.manifest import RNG_STATE
+from megatron.core.dist_checkpointing.manifest import RERUN_STATE, RNG_STATE
 from megatron.core.dist_checkpointing.mapping import (
     OPTIMIZER_PREFIX,
     LazyPiece,
@@ -48,17 +51,13 @@ from megatron.training.checkpointing.base_model import (
     of_base,
     refuse_adapters,
 )
-from megatron.training.checkpointing.checkpoint_args import check_kind
+from megatron.training.checkpointing.checkpoint_args import check_kind, compare_models
 from megatron.training.checkpointing.checkpoint_tensors import (
     RunParts,
     main_param_tensors,
     model_tensors,
     optimizer_tensors,
-)
-from megatron.training.checkpointing.content_checks import (
-    RunContent,
-    check_common,
-    check_rank_state,
+    set_rng_state,
 )
 from megatron.training.checkpointing.non_persistent import (
     claim_directories,
@@ -67,19 +66,7 @@ from megatron.training.checkpointing.non_persistent import (
     may_go_on,
     parts_root,
 )
-from megatron.training.checkpointing.paths import find
-from megatron.training.checkpointing.restore import (
-    read_rank_state,
-    restore_rank_state,
-    restore_scalars,
-)
-from megatron.training.checkpointing.reward_head import (
-    REWARD_HEAD,
-    begins_reward_model,
-    check_begins,
-    without_output_layer,
-)
-from megatron.training.checkpointing.same_model import compare_models
+from megatron.training.checkpointing.paths import RunContent, check_common, check_rank_state, find
 from megatron.training.checkpointing.save import layout_of
 from megatron.training.checkpointing.source import (
     STARTED_FROM,
@@ -444,3 +431,85 @@ def _check_folder(folder: Path, config: CheckpointConfig, parts: RunParts) -> Ru
                 "converted to another layout): use --no-load-rng or --finetune"
             )
     return common
+
+
+def read_rank_state(config: CheckpointConfig, folder: Path, parts: RunParts) -> JsonObject:
+    """Return this rank's state, empty if the layout of the checkpoint differs.
+
+    Collective over all ranks.
+    """
+
+    def read() -> JsonObject | None:
+        with open_reader(folder) as reader:
+            is_same = reader.manifest.layout == layout_of(parts.groups)
+            state = reader.rank_state(parts.groups.world.rank()) if is_same else None
+            return None if state is None else check_rank_state(state, folder)
+
+    state = all_or_none(read, folder, parts.groups.world)
+    if not is_so_everywhere(state is not None, parts.groups.world) or state is None:
+        if not config.no_load_rng:
+            print_rank_0(
+                "NOTE: random states, and the state of a step that would be computed again, are "
+                "not restored: the checkpoint was written in another layout"
+            )
+        if parts.rerun is not None and parts.rerun.mode != RerunMode.DISABLED:
+            log("Job sharding has changed: Rerun state will be ignored", once=True)
+        return {}
+    return state
+
+
+def restore_rank_state(config: CheckpointConfig, parts: RunParts, state: JsonObject) -> None:
+    """Restore the random states, and the state of a step that would be computed again."""
+    if RNG_STATE in state and not config.no_load_rng:
+        set_rng_state(state[RNG_STATE])
+    if RERUN_STATE in state and parts.rerun is not None:
+        parts.rerun.load_saved_state(state[RERUN_STATE])
+
+
+def restore_scalars(config: CheckpointConfig, parts: RunParts, common: RunContent) -> bool:
+    """Restore the state of optimizer and scheduler besides tensors.
+
+    Returns whether the checkpoint had the state of the scheduler.
+    """
+    if parts.optimizer is None:
+        return False
+    if config.no_load_optim:
+        if not config.load_main_params_from_ckpt:
+            parts.optimizer.reload_model_params()
+        return False
+    assert common["optimizer"] is not None, "the checkpoint holds an optimizer, as was checked"
+    parts.optimizer.load_scalar_state(common["optimizer"])
+    if parts.scheduler is None or common["opt_param_scheduler"] is None:
+        return False
+    parts.scheduler.load_state_dict(common["opt_param_scheduler"])
+    return True
+
+
+REWARD_HEAD = "score.weight"  # keeps its initial values
+_OUTPUT_LAYER = "output_layer."  # prefix of what the reward model does not have
+_FLAG = "reward_model"
+
+
+def begins_reward_model(parts: RunParts, saved: Arguments) -> bool:
+    """Return whether the run makes a reward model of a checkpoint with flags ``saved``."""
+    return _is_reward_model(parts) and not saved.get(_FLAG)
+
+
+def without_output_layer(parts: RunParts) -> RunParts:
+    """Return ``parts`` that need no output layer in a checkpoint, if the run has a reward model."""
+    if not _is_reward_model(parts):
+        return parts
+    return replace(parts, unused=(*parts.unused, _OUTPUT_LAYER))
+
+
+def _is_reward_model(parts: RunParts) -> bool:
+    return bool((parts.asked or {}).get(_FLAG))
+
+
+def check_begins(source: Source, folder: Path) -> None:
+    """Raise CheckpointError unless only weights are loaded."""
+    if not source["weights_only"]:
+        raise CheckpointError(
+            f"{folder} holds a language model, whose optimizer state does not fit a reward model: "
+            "give --finetune"
+        )

@@ -4,15 +4,34 @@ Global ones are ordinary checkpoints in a directory of their own.  A run resumes
 newer than the checkpoint that the tracker of --load selects: published after that checkpoint, and
 after the tracker was written.  So when a user has set the tracker back to an older iteration, a
 non-persistent checkpoint of the abandoned training is not loaded.
+
+The folder of in_memory lies in host memory:
+
+    /dev/shm/megatron-{user id}-{hash of --save}/    lock; parts as in `dist_checkpointing.local`
+
+It outlives a killed process, so the next start of the run, which has the same --save, resumes from
+it; a lost node is replaced by the copies on its peers.  Runs with another --save have another
+folder.  The supervisor may name another folder in MEGATRON_MEMORY_DIR.  Every process of the run
+holds a lock on the folder (`megatron.training.process.shared_memory`).  It is deleted at the normal
+end of its run.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.core.config.errors import CheckpointError
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.device import process_memory
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import (
     CheckpointChoice,
@@ -22,9 +41,11 @@ from megatron.core.dist_checkpointing.folders import (
 )
 from megatron.core.dist_checkpointing.local import Replication, part_root
 from megatron.core.dist_checkpointing.manifest import FORMAT
-from megatron.training.checkpointing.memory_folder import claim_memory, memory_folder
+from megatron.core.parallel.json_collectives import all_gather_json
+from megatron.core.rank_local import each_rank_owns
 from megatron.training.checkpointing.paths import check_writable
 from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.process.shared_memory import SHARED_MEMORY, lock_folder
 
 SUBFOLDER = "non_persistent"
 
@@ -116,3 +137,125 @@ def _root(config: CheckpointConfig, beside: str | None) -> Path:
         return Path(config.non_persistent_global_ckpt_dir)
     assert beside is not None, "non-persistent checkpoints need a directory"
     return Path(beside) / SUBFOLDER
+
+
+FOLDER = "MEGATRON_MEMORY_DIR"
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_held: dict[Path, io.FileIO] = {}  # folder -> its locked file
+each_rank_owns(__name__, "_held")
+
+
+def memory_folder(config: CheckpointConfig) -> Path:
+    """Return the folder of this run on this node."""
+    if given := os.environ.get(FOLDER):
+        return Path(given)
+    assert config.save is not None, "the flags were checked: in_memory needs --save"
+    run = hashlib.sha256(str(Path(config.save).resolve()).encode()).hexdigest()[:16]
+    return _parent(config) / f"megatron-{os.getuid()}-{run}"
+
+
+def claim_memory(config: CheckpointConfig) -> None:
+    """Create and lock this run's folder, and delete unused ones of ended runs.  Local.
+
+    Raises CheckpointError if the folder is not in memory or belongs to another user, OSError.
+    """
+    folder = memory_folder(config)
+    if folder not in _held:
+        _held[folder] = _locked(folder)
+
+
+def remove_memory(config: CheckpointConfig) -> None:
+    """Delete the folder at the normal end of the run.  Every rank may call it."""
+    folder = memory_folder(config)
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(KeyError):
+        _held.pop(folder).close()
+
+
+def check_host_memory(
+    config: CheckpointConfig, part_bytes: int, replication: Replication, group: ProcessGroup
+) -> str:
+    """Return a line with the memory that saves need and that is free.  Collective.
+
+    ``part_bytes``: size of this rank's part.  Raises ConfigError on every rank if a node has less
+    free memory than its saves need.
+    """
+    folder = memory_folder(config)
+    node = f"{process_memory.boot_id()} {folder.stat().st_dev} {folder}"
+    reports = all_gather_json((node, part_bytes, _free_bytes(folder)), group)
+    needed = bytes_per_node([(where, size) for where, size, _ in reports], replication)
+    free = {where: size for where, _, size in reports}
+    tightest = min(needed, key=lambda where: free[where] - needed[where])
+    ranks = [rank for rank, report in enumerate(reports) if report[0] == tightest]
+    line = (
+        f"in-memory checkpoints need up to {needed[tightest] / 1e9:.3f} GB of host memory on the "
+        f"node of ranks {ranks[0]} to {ranks[-1]}, where {free[tightest] / 1e9:.3f} GB are free"
+    )
+    if free[tightest] < needed[tightest]:
+        raise ConfigError(
+            f"--non-persistent-ckpt-type in_memory: {line}; use --non-persistent-ckpt-type local, "
+            "or fewer copies with --replication-factor"
+        )
+    return line
+
+
+def bytes_per_node(parts: Sequence[tuple[str, int]], replication: Replication) -> dict[str, int]:
+    """Return node -> bytes of two complete saves: a save is written beside the previous one.
+
+    ``parts``: node and size of the part of each rank.
+    """
+    stored = {(node, rank) for rank, (node, _) in enumerate(parts)}
+    for distance in range(1, replication.copies + 1):
+        for rank in range(len(parts)):
+            holder = (rank + distance * replication.jump) % len(parts)
+            stored.add((parts[holder][0], rank))
+    totals: dict[str, int] = {}
+    for node, rank in stored:
+        totals[node] = totals.get(node, 0) + 2 * parts[rank][1]
+    return totals
+
+
+def _parent(config: CheckpointConfig) -> Path:
+    return Path(config.non_persistent_local_ckpt_dir or SHARED_MEMORY)
+
+
+def _locked(folder: Path) -> io.FileIO:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise CheckpointError(
+            f"{folder} belongs to another user or is not a folder: delete it, or give "
+            "--non-persistent-local-ckpt-dir another folder in memory"
+        )
+    kind = _file_system(found.st_dev)
+    if kind not in (None, *_IN_MEMORY):
+        raise CheckpointError(
+            f"{folder} is on a file system of type {kind}, not in memory: give "
+            "--non-persistent-local-ckpt-dir a tmpfs, or use --non-persistent-ckpt-type local"
+        )
+    return lock_folder(folder)
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the memory that parts in ``folder`` may use; its present parts count as free."""
+    used = sum(p.stat().st_blocks * 512 for p in _files(folder))
+    stats = os.statvfs(folder)
+    return used + min(stats.f_bavail * stats.f_frsize, process_memory.free_for_job())
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place, name)
+            if path.exists():  # another rank may delete old parts meanwhile
+                yield path
+
+
+def _file_system(device: int) -> str | None:
+    """Return the type of the mounted file system with this device number, None if unknown."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    types: Mapping[str, str] = {}
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        types = {line.split()[2]: line.split(" - ")[1].split()[0] for line in lines}
+    return types.get(wanted)

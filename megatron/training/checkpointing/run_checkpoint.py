@@ -28,8 +28,7 @@ from megatron.training.checkpointing.base_model import identify
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.loader_state import save_loader_state
-from megatron.training.checkpointing.memory_folder import remove_memory
-from megatron.training.checkpointing.non_persistent import keeps_parts, transient
+from megatron.training.checkpointing.non_persistent import keeps_parts, remove_memory, transient
 from megatron.training.checkpointing.save import (
     announce_memory,
     begin_save,

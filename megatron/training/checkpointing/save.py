@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import enum
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from megatron.core.config.value_types import Arguments, Json, JsonObject
+from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.dist_checkpointing.folders import Retention
-from megatron.core.dist_checkpointing.format import INCREMENTAL
-from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.formats import FORMATS, INCREMENTAL
 from megatron.core.dist_checkpointing.local import save_local
 from megatron.core.dist_checkpointing.manifest import RERUN_STATE, RNG_STATE
 from megatron.core.dist_checkpointing.mapping import SavePlan, ShardedTensor, to_write
+from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.serialization import (
     Contents,
     PendingSave,
@@ -30,11 +28,10 @@ from megatron.training.checkpointing.checkpoint_tensors import (
     RunParts,
     model_tensors,
     optimizer_tensors,
+    rng_state,
 )
-from megatron.training.checkpointing.content_checks import RunContent
-from megatron.training.checkpointing.memory_folder import check_host_memory
-from megatron.training.checkpointing.non_persistent import replication_of
-from megatron.training.checkpointing.rng_state import rng_state
+from megatron.training.checkpointing.non_persistent import check_host_memory, replication_of
+from megatron.training.checkpointing.paths import RunContent
 from megatron.training.checkpointing.source import STARTED_FROM
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.process.rank_print import print_rank_0
@@ -218,18 +215,3 @@ def _common(
         "torch_version": torch.__version__,
         "python_version": sys.version.split()[0],
     }
-
-
-def plain(value: object) -> Json:
-    """Return ``value`` as JSON; an enum becomes its name, another unknown type its text."""
-    if isinstance(value, enum.Enum):
-        return value.name
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, argparse.Namespace):
-        return plain(vars(value))
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    return str(value)

@@ -16,10 +16,10 @@ from typing import TypedDict
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, CheckpointChoice, folder_name
 from megatron.training.checkpointing.base_model import base_named_in
-from megatron.training.checkpointing.content_checks import RunContent
 from megatron.training.checkpointing.non_persistent import newer_transient
 from megatron.training.checkpointing.paths import (
     CheckpointContent,
+    RunContent,
     find,
     is_same_directory,
     read_content,

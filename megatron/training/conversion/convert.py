@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.hashing import hash_here
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
+from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.serialization import Contents, begin, conclude, publish, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
@@ -34,7 +35,7 @@ from megatron.training.checkpointing.base_model import (
     folder_of_base,
 )
 from megatron.training.checkpointing.paths import find, resolve_folder
-from megatron.training.checkpointing.save import CHECKPOINT_VERSION, plain
+from megatron.training.checkpointing.save import CHECKPOINT_VERSION
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder, peft
 from megatron.training.conversion.adapters import merged

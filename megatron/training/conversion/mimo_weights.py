@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.mapping import from_param
 from megatron.core.models.mimo import MimoModel
 from megatron.core.params.param_info import info_of
+from megatron.training.checkpointing.checkpoint_args import compare_models
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion.hf_folder import read_weights
 from megatron.training.conversion.verify import groups_of_one_rank

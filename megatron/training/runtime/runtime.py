@@ -36,9 +36,8 @@ from torch import nn
 
 from megatron.core.config.value_types import Arguments, JsonObject
 from megatron.core.diagnostics.timers import Timers
-from megatron.core.dist_checkpointing.background import BackgroundSave, Worker
+from megatron.core.dist_checkpointing.background import BackgroundSave, HostBuffer, Worker
 from megatron.core.dist_checkpointing.mapping import SavePlan
-from megatron.core.dist_checkpointing.snapshot import HostBuffer
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

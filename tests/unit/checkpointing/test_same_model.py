@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.training.arguments.parser import build_parser
+from megatron.training.checkpointing.checkpoint_args import ModelDifferences, compare_models
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.checkpointing.same_model import ModelDifferences, compare_models
-from megatron.training.checkpointing.save import plain, save_run
+from megatron.training.checkpointing.save import save_run
 from tests.reference_checkpoints import unpack
 from tests.unit.checkpointing.tiny_run import counters, make_parts, options
 

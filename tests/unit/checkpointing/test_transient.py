@@ -8,8 +8,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import TRACKER
-from megatron.core.dist_checkpointing.local import part_root, part_roots
-from megatron.core.dist_checkpointing.local_load import find_local
+from megatron.core.dist_checkpointing.local import find_local, part_root, part_roots
 from megatron.core.dist_checkpointing.manifest import SAVE
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.dist_checkpointing.serialization import save as publish

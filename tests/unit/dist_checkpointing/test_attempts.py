@@ -17,7 +17,7 @@ import pytest
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.attempts import newest_token, take_token, token_of
+from megatron.core.dist_checkpointing.commit import newest_token, take_token, token_of
 from megatron.core.dist_checkpointing.folders import TRACKER, choose, published
 from megatron.core.dist_checkpointing.manifest import MANIFEST, MANIFEST_BESIDE
 from tests.unit.dist_checkpointing.test_commit import calls_of, run_and_kill

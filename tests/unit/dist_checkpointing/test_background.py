@@ -14,15 +14,20 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
-from megatron.core.dist_checkpointing import background, commit, mapping, serialization, snapshot
-from megatron.core.dist_checkpointing.background import BackgroundSave, Worker, finish_apart
+from megatron.core.dist_checkpointing import background, commit, mapping, serialization
+from megatron.core.dist_checkpointing.background import (
+    BackgroundSave,
+    HostBuffer,
+    Worker,
+    copy_out,
+    finish_apart,
+)
 from megatron.core.dist_checkpointing.folders import choose
-from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST
+from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.mapping import SavePlan, from_param, to_write
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
-from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.step import train_step
@@ -102,7 +107,7 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
         gate.wait()
         return serialization.snapshot(begun, buffer)
 
-    monkeypatch.setattr(background, "snapshot", copy_when_open)
+    monkeypatch.setattr(background, "background", copy_when_open)
     made = Contents(tensors=tensors, common={"iteration": 1})
     saving = BackgroundSave(serialization.begin(tmp_path, 1, made, None), HostBuffer(), None)
     counts.zero_()
@@ -166,9 +171,9 @@ def test_a_larger_snapshot_takes_more_memory_and_a_smaller_one_none():
 def test_blocks_of_a_snapshot_are_small_or_hold_one_tensor(monkeypatch):
     """torch would round one block of 96 GiB up to 128."""
     allocated = []
-    monkeypatch.setattr(snapshot, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(background, "_BLOCK_BYTES", 100)
     monkeypatch.setattr(
-        snapshot.device,
+        background.device,
         "host_memory",
         lambda n: (allocated.append(n), torch.zeros(n, dtype=torch.uint8))[1],
     )

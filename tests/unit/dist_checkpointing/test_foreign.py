@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
-from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
+from megatron.core.dist_checkpointing.megatron_formats.dcp import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import reference_rng
-from megatron.training.checkpointing.rng_state import rng_state
+from megatron.training.checkpointing.checkpoint_tensors import rng_state
 from tests.reference_checkpoints import ITERATION, unpack
 
 LAYER = "decoder.layers.0"

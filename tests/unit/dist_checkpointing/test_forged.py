@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
 from megatron.core.dist_checkpointing.serialization import Contents, save
 from megatron.core.text_files import parse_yaml
-from megatron.training.checkpointing.content_checks import check_common, check_rank_state
-from megatron.training.checkpointing.rng_state import rng_state
+from megatron.training.checkpointing.checkpoint_tensors import rng_state
+from megatron.training.checkpointing.paths import check_common, check_rank_state
 from tests.unit.dist_checkpointing.tiny import publish_model, read_all
 
 QKV, PROJ = "layers.0.qkv.weight", "layers.0.proj.weight"

@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing import safetensors_file
-from megatron.core.dist_checkpointing.format import merge_index
+from megatron.core.dist_checkpointing.formats import merge_index
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest, write_manifest
 from megatron.core.dist_checkpointing.mapping import (
     LazyPiece,

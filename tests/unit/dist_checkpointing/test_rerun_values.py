@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from megatron.core import rerun_state_machine as reference
-from megatron.core.dist_checkpointing.megatron_formats.pickler import pickled
-from megatron.core.dist_checkpointing.megatron_formats.rerun_values import (
+from megatron.core.dist_checkpointing.megatron_formats.archive import pickled
+from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     reference_mode,
     reference_rerun,
     rerun_state_of,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.format import RankSave, complete, files_of, write_rank_files
+from megatron.core.dist_checkpointing.formats import RankSave, complete, files_of, write_rank_files
 from megatron.core.dist_checkpointing.mapping import Replica, ShardedTensor, from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.params.param_info import ParamInfo

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
     MappedFile,
     StoredArray,
 )
-from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor, ForeignPiece
+from megatron.core.dist_checkpointing.megatron_formats.dcp import DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
     is_vocabulary,
@@ -40,9 +40,8 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import COUNTERS, FLOPS
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import Record
-from megatron.core.dist_checkpointing.reader import Box, CheckpointReader
-from megatron.core.dist_checkpointing.rng_json import to_json
-from megatron.core.dist_checkpointing.stored_index import StoredBox, StoredTensor
+from megatron.core.dist_checkpointing.plain_values import to_json
+from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredBox, StoredTensor
 from megatron.core.enums import AttnBackend
 from megatron.core.parallel.process_groups_config import make_grids
 from megatron.core.parallel.rank_grid import RankGrid
