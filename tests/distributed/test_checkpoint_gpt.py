@@ -11,7 +11,7 @@ import torch
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
-from megatron.core.dist_checkpointing.megatron_formats.dcp import DcpIndex
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.checkpointing import run_checkpoint
 from megatron.training.initialize import configure, start

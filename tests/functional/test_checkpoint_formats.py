@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
     StoredArray,
     load_archive,
 )
-from megatron.core.dist_checkpointing.megatron_formats.dcp import DcpIndex
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.training.conversion.convert import ConversionRequest, convert
 from tests import host_gpu
 from tests.functional.runs import TINY, refusal, run_gpt, train_gpt

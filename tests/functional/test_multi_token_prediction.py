@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
-from megatron.core.dist_checkpointing.megatron_formats.dcp import DcpIndex
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.inference.generation import GenerationLayout, open_writer

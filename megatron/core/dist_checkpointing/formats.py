@@ -306,10 +306,10 @@ _HERE = "megatron.core.dist_checkpointing"
 FORMATS: Mapping[str, Format] = LazyTable(
     {
         FORMAT: f"{_HERE}.formats.SAFETENSORS_DIST",
-        "torch_dist": f"{_HERE}.megatron_formats.torch_dist.TORCH_DIST",
+        "torch_dist": f"{_HERE}.megatron_formats.dcp_writer.TORCH_DIST",
         "torch": f"{_HERE}.megatron_formats.torch_legacy.TORCH",
-        "torch_dcp": f"{_HERE}.megatron_formats.torch_dcp.TORCH_DCP",
-        "fsdp_dtensor": f"{_HERE}.megatron_formats.torch_dcp.FSDP_DTENSOR",
+        "torch_dcp": f"{_HERE}.megatron_formats.dcp_writer.TORCH_DCP",
+        "fsdp_dtensor": f"{_HERE}.megatron_formats.dcp_writer.FSDP_DTENSOR",
     }
 )
 _READERS: Mapping[str, type[CheckpointReader]] = LazyTable(

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.background import (
     Worker,
     copy_out,
     finish_apart,
+    snapshot,
 )
 from megatron.core.dist_checkpointing.folders import choose
 from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST
@@ -105,9 +106,9 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
 
     def copy_when_open(begun, buffer):
         gate.wait()
-        return serialization.snapshot(begun, buffer)
+        return snapshot(begun, buffer)
 
-    monkeypatch.setattr(background, "background", copy_when_open)
+    monkeypatch.setattr(background, "snapshot", copy_when_open)
     made = Contents(tensors=tensors, common={"iteration": 1})
     saving = BackgroundSave(serialization.begin(tmp_path, 1, made, None), HostBuffer(), None)
     counts.zero_()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
@@ -25,6 +26,8 @@ from megatron.core.dist_checkpointing.manifest import (
     write_json,
     write_manifest,
 )
+from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.serialization import save
 from tests.functional.runs import TINY, train_gpt
 from tests.ranks import run_ranks
@@ -142,14 +145,33 @@ def test_an_index_of_other_json_is_damaged_though_its_checksum_fits(checkpoints,
             everything(folder)
 
 
+@pytest.mark.parametrize("kind", ["torch_dist", "torch_dcp", "fsdp_dtensor"])
+def test_torch_reads_what_is_written_in_its_format(checkpoints, kind):
+    """The values are those that our reader finds, and the index names no path of this machine."""
+    metadata = dcp.FileSystemReader(checkpoints[kind]).read_metadata()
+    assert metadata.storage_meta.checkpoint_id is None
+    index = DcpIndex(checkpoints[kind], MappedFile)
+    assert index.tensors
+    found = {key: torch.zeros(t.shape, dtype=t.dtype) for key, t in index.tensors.items()}
+    dcp.load(found, checkpoint_id=checkpoints[kind], no_dist=True)
+    for key, tensor in index.tensors.items():
+        for chunk in tensor.chunks:
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offset, chunk.shape, strict=True))
+            assert torch.equal(found[key][box], chunk.array().read())
+
+
 @pytest.mark.parametrize("kind", ["torch_dist", "torch_dcp"])
 def test_a_wrong_dtype_in_the_index_of_torch_is_found(checkpoints, tmp_path, kind):
     folder = Path(shutil.copytree(checkpoints[kind], tmp_path / "iter_0000001"))
     (folder / MANIFEST_BESIDE).unlink()
     index = folder / ".metadata"
-    whole = index.read_bytes()
-    assert whole.count(b"ctorch\nbfloat16\n") == 1
-    index.write_bytes(whole.replace(b"ctorch\nbfloat16\n", b"ctorch\nfloat16\n"))
+    metadata = pickle.loads(index.read_bytes())
+    tensors = [t for t in metadata.state_dict_metadata.values() if hasattr(t, "properties")]
+    halves = [t.properties for t in tensors if t.properties.dtype == torch.bfloat16]
+    assert halves
+    for properties in halves:
+        properties.dtype = torch.float16
+    index.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointDamaged, match="bfloat16"):
         everything(folder)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
-from megatron.core.dist_checkpointing.megatron_formats.dcp import DcpFile, write_metadata
+from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import reference_rng
 from megatron.training.checkpointing.checkpoint_tensors import rng_state
 from tests.reference_checkpoints import ITERATION, unpack
@@ -172,16 +172,16 @@ def test_experts_of_torch_dist_are_read_stacked_or_by_number(
             for n in range(3)
             for half, rows in zip(("_w", "_v"), whole[:, n].chunk(2, 1), strict=True)
         }
-    file = DcpFile(tmp_path, 0, 0, 0)
+    file = DcpFile(tmp_path, 0, 0)
     tensors: dict[str, Any] = {}
     for key, values in stored.items():
         shape = list(values.shape)
         pieces = [
-            {**file.add(layer), "offset": [i, *[0] * (len(shape) - 1)], "shape": list(layer.shape)}
+            file.add_box([i, *[0] * (len(shape) - 1)], layer.shape, layer.dtype, layer.clone)
             for i, layer in enumerate(values.contiguous().split(1))
         ]
         tensors[key] = {"shape": shape, "dtype": "float32", "pieces": pieces}
-    file.close()
+    file.write()
     write_metadata(tmp_path, tensors, {}, unflattened={})
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     common = {"args": argparse.Namespace(swiglu=True, num_experts=3), "iteration": 5}
@@ -346,8 +346,9 @@ def in_buckets(source: Path, file: DcpFile, tensors: dict[str, Any]) -> dict[str
                     key = f"{prefix}gbuf_idx_{number}.dtype_{dtypes}.bucket_idx_{bucket}.{kind}"
                     pieces = []
                     for rank, begin, end in ((1, 0, per_rank), (0, 0, 40), (0, 40, per_rank)):
-                        place = file.add(flat[rank : rank + 1, begin:end].contiguous())
-                        pieces.append({**place, "offset": [rank, begin], "shape": [1, end - begin]})
+                        part = flat[rank : rank + 1, begin:end]
+                        box = [rank, begin], part.shape, part.dtype
+                        pieces.append(file.add_box(*box, part.contiguous))
                     shape = [2, per_rank]
                     tensors[key] = {"shape": shape, "dtype": "float32", "pieces": pieces}
         objects[f"{prefix}per_bucket_numel_unpadded/shard_0_1"] = file.add([unpadded])
@@ -370,15 +371,15 @@ def test_state_in_buffers_is_read_from_torch_dist(tmp_path: Path, arrange: Any) 
     whole = all_tensors(source)
     folder = tmp_path / "torch_dist"
     folder.mkdir()
-    file = DcpFile(folder, 0, 0, 0)
+    file = DcpFile(folder, 0, 0)
     tensors: dict[str, Any] = {}
     for key, values in whole.items():
         if not key.startswith("optimizer."):
             shape = list(values.shape)
-            piece = {**file.add(values), "offset": [0] * len(shape), "shape": shape}
+            piece = file.add_box([0] * len(shape), shape, values.dtype, values.clone)
             tensors[key] = {"shape": shape, "dtype": "float32", "pieces": [piece]}
     objects = arrange(source, file, tensors)
-    file.close()
+    file.write()
     write_metadata(folder, tensors, objects, unflattened={})
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_layers": 2}

@@ -46,7 +46,7 @@ safetensors = pytest.importorskip("safetensors", reason="compares with the libra
 def small_blocks(monkeypatch):
     """Blocks of 64 bytes, so that small tensors have several."""
     monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", 64)
-    monkeypatch.setattr("megatron.core.dist_checkpointing.format.BLOCK_BYTES", 64)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.formats.BLOCK_BYTES", 64)
 
 
 def sample(dtype: torch.dtype) -> torch.Tensor:

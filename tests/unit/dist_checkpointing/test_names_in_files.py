@@ -9,7 +9,7 @@ import pytest
 from megatron.core.config.errors import CheckpointDamaged
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import FileEntry, read_manifest, write_manifest
-from megatron.core.dist_checkpointing.megatron_formats.dcp import write_metadata
+from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import write_metadata
 from megatron.core.dist_checkpointing.megatron_formats.torch_dist import _numbered, _with_numbers
 from megatron.core.dist_checkpointing.serialization import save
 from tests.unit.dist_checkpointing.test_faulty_files import contents as contents

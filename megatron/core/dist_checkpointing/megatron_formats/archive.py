@@ -15,7 +15,8 @@ import struct
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -268,9 +269,16 @@ def write_archive(target: Path | BinaryIO, value: object) -> None:
         with open(target, "wb") as file:  # torch's own file writer hides the OSError of a full disk
             write_archive(file, value)
         return
-    try:
+    with full_disk_errors():
         torch.save(value, target, pickle_module=_MODULE, pickle_protocol=_PROTOCOL)
-    except RuntimeError as error:  # after a failed write torch reports a short file
+
+
+@contextmanager
+def full_disk_errors() -> Iterator[None]:
+    """Raise the OSError of a failed write in place of torch's report of a short file."""
+    try:
+        yield
+    except RuntimeError as error:
         raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.dist_checkpointing.megatron_formats.archive import ArrayView
-from megatron.core.dist_checkpointing.megatron_formats.dcp import DcpIndex, DcpTensor
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex, DcpTensor
 
 _GROUP = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
 _BUCKET = re.compile(_GROUP + r"gbuf_idx_(\d+)\.dtype_\((.+)\)\.bucket_idx_(\d+)\.(\w+)")

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
     MappedFile,
     StoredArray,
 )
-from megatron.core.dist_checkpointing.megatron_formats.dcp import DcpTensor, ForeignPiece
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
     is_vocabulary,

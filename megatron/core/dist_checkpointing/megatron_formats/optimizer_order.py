@@ -20,7 +20,7 @@ import torch
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments, StateDict, Unpickled
 from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray
-from megatron.core.dist_checkpointing.megatron_formats.dcp import DcpTensor
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor
 from megatron.core.dist_checkpointing.megatron_formats.names import is_expert, is_vocabulary
 
 
