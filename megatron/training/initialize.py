@@ -38,9 +38,10 @@ from megatron.core.parallel.group_threads import end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import inprocess_restart, plan
-from megatron.training.arguments.checks.parallel import gloo_sends_no_tensors_of_a_gpu
-from megatron.training.arguments.flag_requirements import without_effect_on_a_cpu
 from megatron.training.arguments.parser import OF_PROGRAM, apply_defaults, parse_args
+from megatron.training.arguments.rules.parallel import GLOO_RULES
+from megatron.training.arguments.rules.requirements import NEEDS_GPU
+from megatron.training.arguments.rules.rule import problems_of
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.arguments.validated import resolve_args
 from megatron.training.callbacks.user import callback_problems
@@ -232,7 +233,7 @@ def connect(config: RunConfig, store: dist.Store | None = None) -> None:
         ConfigError.raise_for(determinism.require(os.environ))
     if not device.is_cuda():
         if config.distributed.device == "auto":
-            for warning in without_effect_on_a_cpu(config.asked):
+            for warning in NEEDS_GPU.warnings(config.asked):
                 print_rank_0(f"WARNING: {warning}")
         if config.model.params_dtype == torch.bfloat16 and not cpu_tuning.multiplies_bf16():
             print_rank_0(
@@ -345,7 +346,7 @@ def _init_default_group(config: RunConfig, store: dist.Store | None) -> None:
         backend = device.default_backend()
     if device.is_cuda():  # --device auto was not checked
         on_a_gpu = replace(config, distributed=replace(config.distributed, device=device.CUDA))
-        ConfigError.raise_for(gloo_sends_no_tensors_of_a_gpu(on_a_gpu))
+        ConfigError.raise_for(problems_of(GLOO_RULES, on_a_gpu))
     allocators = (os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("CUDA_", ""))
     if config.model.uses_graphs and any("expandable_segments:True" in a for a in allocators):
         # NCCL cannot register expandable segments as buffers of captured collectives.

@@ -15,6 +15,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from megatron.post_training.rl.environment import open_environments
 from megatron.post_training.rl.trainer import KNOWN_ENVIRONMENTS
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
+from megatron.training.arguments.rules import rule
 from tests import forked
 from tests.chat_templates import write_chat_tokenizer
 from tests.functional.runs import TINY, defaults_of, run_gpt, train_gpt
@@ -177,9 +179,19 @@ def run_code(code: str, **names: Any) -> dict[str, Any]:
 
 
 def check_check() -> None:
-    check = run_code(code_of("adding_a_check.md", 0))["heads_divide_the_width"]
-    model = SimpleNamespace(kv_channels=None, hidden_size=10, num_attention_heads=3)
-    assert len(list(check(SimpleNamespace(model=model)))) == 1
+    rules = run_code(code_of("adding_a_check.md", 0))["RULES"]
+    words = "--fp8-param-gather --kv-channels 8 --num-layers 2 --hidden-size 8 "
+    words += "--num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 "
+    words += "--mock-data --tokenizer-type NullTokenizer --vocab-size 8 --multi-latent-attention"
+    config = resolve(parse_args(argv=words.split()), 1)
+    heads = replace(config.model, num_attention_heads=3, qk_pos_emb_head_dim=3)
+    asked = {**config.asked, "kv_channels": None}
+    problems = rule.problems_of(rules, replace(config, model=heads, asked=asked))
+    assert [problem.split()[0] for problem in problems] == [
+        "--hidden-size",
+        "--fp8-param-gather",
+        "--qk-pos-emb-head-dim",
+    ]
 
 
 def check_environment() -> None:

@@ -6,90 +6,39 @@ The result depends on namespace and world size only, not on globals, files or th
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from inspect import isfunction
 from typing import Any
 
 from megatron.core.config import flag_messages
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import Option, dest_of, flag_of, options_of
-from megatron.training.arguments.checks import (
-    adapters,
-    batch,
-    batch_invariance,
-    bert,
-    checkpoint,
-    compilation,
-    context_parallel,
-    cuda_graph,
-    data,
-    distillation,
-    encoder_decoder,
-    experts,
-    fine_tuning,
-    logging,
-    mamba,
-    model,
-    model_kind,
-    optimizer,
-    parallel,
-    positions,
-    precision,
-    preference,
-    ranges,
-    recompute,
-    required,
-    resilience,
-    rl,
-    schedule,
-    sharding,
-)
 from megatron.training.arguments.derive import DERIVATIONS
-from megatron.training.arguments.flag_requirements import without_effect
 from megatron.training.arguments.options import namespace_default, read_config
 from megatron.training.arguments.parser import OF_PROGRAM, PARSE_WARNINGS
+from megatron.training.arguments.rules import (
+    execution,
+    files,
+    model,
+    moe,
+    parallel,
+    post_training,
+    training,
+)
+from megatron.training.arguments.rules.requirements import REQUIREMENTS
+from megatron.training.arguments.rules.rule import problems_of, warnings_of
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS, flags_and_defaults
 from megatron.training.arguments.value_rules import has_excessive_number, out_of_range
 from megatron.training.config.run import RunConfig
 
-Check = Callable[[RunConfig], Iterator[str]]
-
-CHECKS: tuple[Check, ...] = tuple(
-    check
-    for subject in (
-        required,
-        ranges,
-        parallel,
-        experts,
-        context_parallel,
-        encoder_decoder,
-        sharding,
-        batch,
-        model,
-        batch_invariance,
-        model_kind,
-        mamba,
-        positions,
-        bert,
-        recompute,
-        cuda_graph,
-        compilation,
-        precision,
-        optimizer,
-        schedule,
-        data,
-        distillation,
-        checkpoint,
-        logging,
-        resilience,
-        adapters,
-        rl,
-        fine_tuning,
-        preference,
-    )
-    for name, check in vars(subject).items()
-    if isfunction(check) and check.__module__ == subject.__name__ and not name.startswith("_")
+RULES = (
+    *files.RULES,
+    *parallel.RULES,
+    *moe.RULES,
+    *model.RULES,
+    *execution.RULES,
+    *training.RULES,
+    *post_training.RULES,
 )
 
 # Values of the launcher, in namespaces of scripts written for Megatron-LM.
@@ -159,7 +108,6 @@ def resolve(
     ns.trains = trains
     for derive in DERIVATIONS:
         warnings.extend(derive(ns) or ())
-    warnings.extend(without_effect(ns, given))
     known = flags_and_defaults().keys() | _LAUNCH
     if extra is None:
         extra = {dest: value for dest, value in given.items() if dest not in known} | own
@@ -168,11 +116,9 @@ def resolve(
         trains=trains,
         extra=dict(extra),
         asked={dest: value for dest, value in given.items() if dest != "yaml_cfg"},
-        warnings=tuple(warnings),
     )
-    problems.extend(problem for check in CHECKS for problem in check(run))
-    ConfigError.raise_for(problems)
-    return run
+    ConfigError.raise_for([*problems, *problems_of(RULES, run)])
+    return replace(run, warnings=(*warnings, *warnings_of(REQUIREMENTS, run)))
 
 
 def require_training(run: RunConfig) -> RunConfig:
@@ -183,7 +129,7 @@ def require_training(run: RunConfig) -> RunConfig:
     if run.trains:
         return run
     run = replace(run, trains=True)
-    ConfigError.raise_for([problem for check in CHECKS for problem in check(run)])
+    ConfigError.raise_for(problems_of(RULES, run))
     return run
 
 

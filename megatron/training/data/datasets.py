@@ -14,10 +14,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Blend
-from megatron.training.arguments.checks.schedule import (
-    warmup_ends_before_decay,
-    wsd_has_a_last_part,
-)
+from megatron.training.arguments.rules.rule import problems_of
+from megatron.training.arguments.rules.training import SCHEDULE_LENGTHS
 from megatron.training.data.loaders import agree_on, get_blend_and_blend_per_split, reads_data
 from megatron.training.data.shown_sample import sample_as_text
 from megatron.training.data.user_datasets import build_user_datasets
@@ -92,7 +90,7 @@ def count_epochs(run: Runtime) -> None:
         f"{num_rows} rows, {batch} in a step"
     )
     run.config = replace(run.config, training=replace(training, train_iters=run.train_iters))
-    lasting = (*warmup_ends_before_decay(run.config), *wsd_has_a_last_part(run.config))
+    lasting = problems_of(SCHEDULE_LENGTHS, run.config)
     ConfigError.raise_for(lasting)
 
 

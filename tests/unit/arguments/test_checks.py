@@ -1,24 +1,33 @@
-"""Each rule has a command line that breaks it and the sentence that it then says."""
+"""Every rule has a command line that breaks it, and the error message that it then yields."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.arguments.flag_requirements import NEEDS
+from megatron.training.arguments import resolve as resolving
 from megatron.training.arguments.parser import build_parser, parse_args
-from megatron.training.arguments.resolve import CHECKS, resolve
+from megatron.training.arguments.resolve import RULES, resolve
+from megatron.training.arguments.rules.requirements import REQUIREMENTS
+from megatron.training.arguments.rules.rule import Rule, Settings
 from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
+from megatron.training.config.run import RunConfig
 from tests.unit.arguments.commands import argv, problems_of, run_of
 
-Case = tuple[str, int, tuple[str, ...], str]  # words, world size, flags left out, the sentence
+Case = tuple[str, int, tuple[str, ...], str]  # words, world size, flags left out, message
+
+# Rules about names that user code registers: tests of user code break them.
+OF_USER_CODE = ("--dataset-type", "its update is not element-wise")
 
 
 def read_cases() -> dict[str, list[Case]]:
-    """check -> command lines that break it, from broken_command_lines.txt."""
+    """Return subject -> command lines that break rules, from broken_command_lines.txt."""
     cases: dict[str, list[Case]] = {}
     name, words, world_size, without = "", "", 1, ()
     for line in (Path(__file__).parent / "broken_command_lines.txt").read_text().splitlines():
@@ -43,16 +52,44 @@ def test_the_good_command_line_has_no_problem_and_no_warning() -> None:
     assert run_of().warnings == ()
 
 
-def test_every_rule_has_a_command_line_that_breaks_it() -> None:
-    assert {check.__name__ for check in CHECKS} == set(BROKEN)
+def test_every_rule_has_a_command_line_that_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    unbroken = dict.fromkeys(range(len(RULES)))
+
+    def record(rules: tuple[Rule, ...], config: RunConfig) -> list[str]:
+        settings = Settings(config)
+        problems = [list(rule.problems(settings)) for rule in rules]
+        for i, found in enumerate(problems):
+            if found:
+                unbroken.pop(i, None)
+        return [problem for found in problems for problem in found]
+
+    monkeypatch.setattr(resolving, "problems_of", record)
+    for cases in BROKEN.values():
+        for words, world_size, without, _ in cases:
+            problems_of(words, world_size, without)
+    messages = [RULES[i].message for i in unbroken]
+    assert [m for m in messages if not any(words in m for words in OF_USER_CODE)] == []
+
+
+def test_rules_name_flags_and_fields_that_exist() -> None:
+    settings = Settings(run_of())
+    for rule in RULES:
+        conditions = [c for c in (rule.breach, *rule.where) if isinstance(c, str)]
+        flags = re.findall(r"--[\w-]+", " ".join([rule.message, *conditions]))
+        assert all(settings.shown(flag) for flag in flags if f"{{{flag}}}" in rule.message)
+        assert all(settings.shown(flag) for flag in flags if flag in " ".join(conditions))
+    for file in Path(inspect.getfile(Rule)).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "c":
+                assert hasattr(settings, node.attr), f"{file.name}: {node.attr}"
 
 
 @pytest.mark.parametrize(
     ("name", "case"), [(name, case) for name, cases in BROKEN.items() for case in cases]
 )
-def test_a_broken_rule_says_its_sentence(name: str, case: Case) -> None:
-    words, world_size, without, sentence = case
-    assert sentence in problems_of(words, world_size, without)
+def test_a_broken_rule_yields_its_message(name: str, case: Case) -> None:
+    words, world_size, without, message = case
+    assert message in problems_of(words, world_size, without)
 
 
 NUMBERS = {
@@ -156,7 +193,8 @@ def test_all_problems_come_at_once() -> None:
         assert any(p.startswith(start) for p in problems), (start, problems)
 
 
-WHOLE_GRADIENTS = next(n.flags for n in NEEDS if n.words.startswith("gradient buckets"))
+NEEDS = [need for need in REQUIREMENTS if "hybrid-override-pattern" not in need.words]
+WHOLE_GRADIENTS = next(n.dests for n in NEEDS if n.words.startswith("gradient buckets"))
 
 
 HALVES = (
@@ -199,11 +237,11 @@ def another_value(dest: str) -> str:
     return f"{flag} {VALUES.get(dest) or next(iter(others), '5')}"
 
 
-@pytest.mark.parametrize("dest", [dest for need in NEEDS for dest in need.flags])
+@pytest.mark.parametrize("dest", [dest for need in NEEDS for dest in need.dests])
 def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
     words = f"{another_value(dest)} {BESIDE.get(dest, '')}"
     warning = f"{words.split()[0]} is without effect: it needs "
-    if dest in next(need.flags for need in NEEDS if need.words == "a GPU"):
+    if dest in next(need.dests for need in NEEDS if need.words == "a GPU"):
         words += " --device cpu"
     if dest.startswith("adam"):
         words += " --optimizer sgd"

@@ -31,8 +31,7 @@ DECLARATIONS = (
     "megatron/core/optimizer/optimizer_config.py",
     "megatron/core/distributed/distributed_data_parallel_config.py",
     "megatron/training/config/",
-    "megatron/training/arguments/checks/",
-    "megatron/training/arguments/flag_requirements.py",
+    "megatron/training/arguments/rules/",
     "megatron/training/compat/arguments.py",
 )
 

@@ -1,0 +1,578 @@
+"""Rules about the architecture of the model, its positions, and its kind."""
+
+from __future__ import annotations
+
+from megatron.core.device import CPU
+from megatron.core.models.common.positions import wrong_sections
+from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS, MAMBA, pattern_problems
+from megatron.core.ssm.mixer_shape import mixer_problems, mixer_shape
+from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
+from megatron.training.arguments.rules.rule import (
+    Rule,
+    Settings,
+    first_of,
+    given,
+    refusal,
+    where,
+)
+from megatron.training.config.language_model import MODEL_KINDS
+from megatron.training.config.run import PRETRAINING
+from megatron.training.models.registry import model_kind
+
+# Limits far above the largest models and devices.  A larger product is a typing error, and a much
+# larger one does not fit the 64 bits of a tensor's size.
+_MAX_PARAMETERS = 10**15
+_MAX_ACTIVATIONS = 10**15  # values of one micro-batch in its widest tensor
+
+
+def _vocabulary(c: Settings) -> int:
+    return int(c.padded_vocab_size or c.vocab_size or 0)
+
+
+def _count_parameters(c: Settings) -> int:
+    experts = (c.num_moe_experts or 0) * (c.moe_ffn_hidden_size or 0)
+    heads = c.num_attention_heads * (c.kv_channels or 0)
+    positions = (c.max_position_embeddings or 0) + _vocabulary(c)
+    in_a_layer = c.hidden_size * (4 * heads + 3 * max(c.ffn_hidden_size or 0, experts))
+    return int(c.num_layers * in_a_layer + positions * c.hidden_size)
+
+
+def _count_activations(c: Settings) -> int:
+    heads = c.num_attention_heads * (c.kv_channels or 0)
+    width = max(c.hidden_size, c.ffn_hidden_size or 0, heads, _vocabulary(c))
+    return int(c.micro_batch_size * c.seq_length * width)
+
+
+def _find_activation_functions(c: Settings) -> str:
+    chosen = given("--swiglu --geglu --quick-geglu --squared-relu --relu")(c)
+    if chosen != ["--geglu"]:  # --openai-gelu chooses the approximation of its GELU
+        chosen += given("--openai-gelu")(c)
+    return " and ".join(chosen) if len(chosen) > 1 else ""
+
+
+_ARCHITECTURE = (
+    Rule(
+        f"the model has about {{found:.1e}} parameters, more than {_MAX_PARAMETERS:.0e}: "
+        "lower --hidden-size, --ffn-hidden-size, --num-layers, --num-experts or --vocab-size",
+        lambda c: (count := _count_parameters(c)) > _MAX_PARAMETERS and count,
+    ),
+    Rule(
+        "a micro-batch has about {found:.1e} activations in one tensor, more than "
+        f"{_MAX_ACTIVATIONS:.0e}: lower --micro-batch-size, --seq-length or the model's widths",
+        lambda c: (count := _count_activations(c)) > _MAX_ACTIVATIONS and count,
+    ),
+    Rule(
+        "{--hidden-size} is not a multiple of {--num-attention-heads}: change one of them or give "
+        "the width of a head by --kv-channels",
+        lambda c: (
+            c.asked["kv_channels"] is None
+            and c.num_attention_heads
+            and c.hidden_size % c.num_attention_heads
+        ),
+    ),
+    Rule(
+        "{--num-query-groups} does not divide {--num-attention-heads}: use a divisor of it",
+        lambda c: (
+            c.asked["group_query_attention"]
+            and (c.num_query_groups < 1 or c.num_attention_heads % c.num_query_groups)
+        ),
+    ),
+    Rule(
+        "{found} exclude each other: keep the model's activation",
+        _find_activation_functions,
+    ),
+    Rule(
+        "{found}: a number greater than 0 is needed",
+        given("--activation-func-clamp-value", lambda clamp: clamp <= 0),
+    ),
+    Rule(
+        "{found}: a probability from 0 up to, but not including, 1 is needed",
+        given("--attention-dropout --hidden-dropout", lambda p: not 0 <= p < 1),
+    ),
+    Rule(
+        "{found}: use a cap greater than 0; the default is no cap",
+        given("--attn-logit-softcapping --final-logit-softcapping", lambda cap: cap <= 0),
+    ),
+    Rule(
+        "--qk-l2-norm and --multi-latent-attention exclude each other: use --qk-layernorm, which "
+        "normalizes the latent vectors",
+    ),
+    Rule(
+        "--qk-layernorm-full-width widens --qk-layernorm, which is not given: add it",
+        lambda c: c.qk_layernorm_full_width and not c.qk_layernorm,
+    ),
+    Rule(
+        "--window-size {window_size[0]},{window_size[1]}: sides are counts of tokens, or -1 for no "
+        "limit",
+        lambda c: c.window_size is not None and min(c.window_size) < -1,
+    ),
+    Rule(
+        "--window-attn-skip-freq needs --window-size",
+    ),
+    Rule(
+        "{found} and --num-layers is {num_layers}: they must agree",
+        lambda c: [
+            f"{flag} has {len(pattern)} entries"
+            for flag in ("--window-attn-skip-freq", "--no-rope-freq")
+            if isinstance(pattern := c.value(flag), tuple)
+            and c.num_layers
+            and len(pattern) != c.num_layers
+        ],
+    ),
+    Rule(
+        "{found}: at least 1 is needed",
+        given("--window-attn-skip-freq --no-rope-freq", lambda n: isinstance(n, int) and n < 1),
+    ),
+    Rule(
+        "--apply-residual-connection-post-layernorm needs a norm at the input of a sublayer, and "
+        "--layer-norm-placement is post",
+        lambda c: c.apply_residual_connection_post_layernorm and c.layer_norm_placement == "post",
+    ),
+    Rule("{found}", lambda c: refusal(layer_shapes, c.config.model)),
+    Rule(
+        "{found}: a module and a name in it, or local, is needed",
+        given("--spec", lambda spec: len(spec) != 2 and spec != ("local",)),
+    ),
+    *where(
+        "--mtp-num-layers",
+        Rule(
+            "{--mtp-num-layers}: multi-token prediction (MTP) does not support learned positions; "
+            "use --position-embedding-type rope (or alibi or none)",
+            "--position-embedding-type learned_absolute",
+        ),
+        Rule(
+            "{--mtp-num-layers} and --defer-embedding-wgrad-compute need "
+            "--untie-embeddings-and-output-weights: the MTP layers' embedding adds to the gradient "
+            "of a tied weight",
+            lambda c: c.defer_embedding_wgrad_compute and not c.untie_embeddings_and_output_weights,
+        ),
+    ),
+    *where(
+        "--require-transformer-engine",
+        *first_of(
+            Rule(
+                "--require-transformer-engine and --transformer-impl local exclude each other: "
+                "keep the first for Transformer Engine's layers, the second for PyTorch's",
+            ),
+            Rule(
+                "--require-transformer-engine: {found}; keep --require-transformer-engine for "
+                "Transformer Engine's GEMMs, or the other flag, which runs without it",
+                lambda c: c.why_own_matrices,
+            ),
+        ),
+        Rule(
+            "--require-transformer-engine and --device cpu exclude each other: Transformer Engine "
+            "needs a GPU, which --device cuda selects",
+            lambda c: c.transformer_impl != "local" and c.device == CPU,
+        ),
+    ),
+)
+
+
+def _find_longer_sample(c: Settings) -> int:
+    """Return the length of a sample that is longer than the table of positions; else 0."""
+    table = c.max_position_embeddings
+    longest = max(c.seq_length, c.decoder_seq_length or 0)
+    if c.kind.reads_images:  # its positions count an image as one token
+        longest = (c.dataloader_seq_length or 0) + 1
+    # An image classifier has padding beyond the table.
+    has_table = c.position_embedding_type == "learned_absolute" and not c.kind.classifies_images
+    return longest if has_table and table and table < longest else 0
+
+
+def _count_rotated_pairs(c: Settings) -> int:
+    return int((c.kv_channels or 0) * c.rotary_percent) // 2
+
+
+def _find_rotary_scalings(c: Settings) -> str:
+    flags = "--use-rope-scaling --rotary-seq-len-interpolation-factor --longrope-short-factor"
+    scalings = [flag for flag in flags.split() if c.value(flag)]
+    scalings += given("--rope-type", lambda name: name == "yarn")(c)
+    return " and ".join(scalings) if len(scalings) > 1 else ""
+
+
+def _find_wrong_yarn(c: Settings) -> str:
+    """Return the betas of YaRN, which interpolates between fast and slow pairs of channels."""
+    fast = 32.0 if c.yarn_beta_fast is None else c.yarn_beta_fast
+    slow = 1.0 if c.yarn_beta_slow is None else c.yarn_beta_slow
+    return "" if fast > slow > 0 else f"--yarn-beta-fast {fast} and --yarn-beta-slow {slow}"
+
+
+_LONGROPE = (
+    "--longrope-short-factor --longrope-long-factor --longrope-original-max-position-embeddings"
+).split()
+
+_POSITIONS = (
+    Rule(
+        "--position-embedding-type {asked[position_embedding_type]} and "
+        "--use-rotary-position-embeddings, which means --position-embedding-type rope, exclude "
+        "each other: keep one of them",
+        lambda c: (
+            c.asked["use_rotary_position_embeddings"]
+            and c.asked["position_embedding_type"] not in ("learned_absolute", "rope", "yarn")
+        ),
+    ),
+    Rule(
+        "{--max-position-embeddings} is less than the {found} tokens of a sample (--seq-length): "
+        "raise it or shorten the samples",
+        _find_longer_sample,
+    ),
+    Rule(
+        "--no-position-embedding contradicts {--position-embedding-type}: use "
+        "--position-embedding-type none",
+        lambda c: (
+            not c.asked["add_position_embedding"]
+            and c.position_embedding_type not in ("rope", "none")
+        ),
+    ),
+    *where(
+        "--position-embedding-type mrope",
+        Rule(
+            "--position-embedding-type mrope with {--model-kind}: only GPT and models that read "
+            "images support it; use rope",
+            lambda c: c.kind.has_encoder or c.kind.has_masked_lm_head or c.kind.is_hybrid,
+        ),
+        Rule("{found}", lambda c: wrong_sections(c.mrope_section, _count_rotated_pairs(c))),
+    ),
+    *where(
+        lambda c: c.position_embedding_type in ("rope", "mrope"),
+        *first_of(
+            Rule(
+                "{found}: more than 0 and at most 1 is needed",
+                given("--rotary-percent", lambda share: not 0 < share <= 1),
+            ),
+            Rule(
+                "{--rotary-percent} of a head {kv_channels} wide is an odd number of channels: "
+                "change --rotary-percent or --kv-channels",
+                lambda c: int((c.kv_channels or 0) * c.rotary_percent) % 2,
+            ),
+        ),
+    ),
+    Rule("{found} exclude each other: keep the model's scaling", _find_rotary_scalings),
+    Rule("{found}: make the first the larger one", _find_wrong_yarn),
+    *where(
+        lambda c: any(c.value(flag) is not None for flag in _LONGROPE),
+        Rule(
+            "LongRoPE also needs {found}",
+            lambda c: " and ".join(flag for flag in _LONGROPE if c.value(flag) is None),
+        ),
+        Rule(
+            "LongRoPE scales rotations and --position-embedding-type is {position_embedding_type}: "
+            "use rope",
+            lambda c: c.position_embedding_type != "rope",
+        ),
+        Rule(
+            "{found}",
+            lambda c: [
+                f"{flag} has {len(factors)} numbers and a head rotates {pairs} pairs of channels"
+                for flag in _LONGROPE[:2]
+                if isinstance(factors := c.value(flag), tuple)
+                and len(factors) != (pairs := _count_rotated_pairs(c))
+            ],
+        ),
+    ),
+    *where(
+        "--multi-latent-attention",
+        Rule(
+            "--multi-latent-attention with {--position-embedding-type}: it rotates a part of each "
+            "head itself; use rope or none, or learned_absolute to add a learned table",
+            lambda c: c.position_embedding_type not in ("rope", "none", "learned_absolute"),
+        ),
+        Rule(
+            "--rotary-interleaved and --multi-latent-attention exclude each other: use "
+            "--multi-latent-attention alone, which always rotates neighbouring channels",
+        ),
+        Rule(
+            "--group-query-attention and --multi-latent-attention exclude each other: keep the "
+            "first to share key and value heads, the second to compress them to a latent vector",
+            lambda c: c.asked["group_query_attention"],
+        ),
+        Rule(
+            "{found} is odd: channels rotate in pairs; use an even number",
+            given("--qk-pos-emb-head-dim", lambda width: width % 2),
+        ),
+        Rule(
+            "{--v-head-dim} is greater than --qk-head-dim plus --qk-pos-emb-head-dim, {found}: "
+            "lower it",
+            lambda c: (
+                c.v_head_dim > (width := c.qk_head_dim + c.qk_pos_emb_head_dim) and f"{width}"
+            ),
+        ),
+    ),
+    *where(
+        "--position-embedding-type relative",
+        *first_of(
+            Rule(
+                "{found}: use 4 or more",
+                given("--relative-attention-num-buckets", lambda count: count < 4),
+            ),
+            Rule(
+                "{--relative-attention-max-distance}: it must exceed the {found} buckets of small "
+                "distances; raise it or lower --relative-attention-num-buckets",
+                lambda c: (
+                    c.relative_attention_max_distance
+                    <= (near := c.relative_attention_num_buckets // 2)
+                    and near
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def _find_scripts(c: Settings) -> str:
+    """Return the programs of the kinds that have the objective, if the model's kind lacks it."""
+    if c.objective in (PRETRAINING, *c.kind.objectives):
+        return ""
+    kinds = (model_kind(name) for name in MODEL_KINDS)
+    return ", ".join(kind.entry_script for kind in kinds if c.objective in kind.objectives)
+
+
+_KIND = (
+    Rule(
+        "{--context-parallel-size} with {kind.title}: {kind.title} does not support context "
+        "parallelism; for long sequences use --tensor-model-parallel-size with "
+        "--sequence-parallel",
+        lambda c: c.context_parallel_size > 1 and not c.kind.supports_context_parallel,
+    ),
+    Rule(
+        "{objective} is not implemented for {kind.title}: it is for models of {found}",
+        _find_scripts,
+    ),
+    Rule("{found}", lambda c: list(c.kind.problems(c.config))),
+)
+
+
+def _count_projected_rows(c: Settings) -> int:
+    """Return the rows of a Mamba layer's input projection on each tensor-parallel rank."""
+    return sum(mixer_shape(c.config.model).projected) // int(c.tensor_model_parallel_size)
+
+
+def _has_explicit_layer_frequency(c: Settings) -> bool:
+    freq = c.asked["moe_layer_freq"]
+    # Checkpoints in Megatron-LM's formats have the list that was derived from the pattern.
+    is_derived = isinstance(freq, list | tuple) and tuple(freq) == c.moe_layer_freq
+    return freq != 1 and not is_derived
+
+
+_HYBRID = (
+    Rule(
+        "--is-hybrid-model: this program does not train hybrid models; use pretrain_mamba.py "
+        "(--model-kind mamba)",
+        lambda c: c.is_hybrid_model and not c.kind.is_hybrid,
+    ),
+    *where(
+        lambda c: c.kind.is_hybrid,
+        Rule(
+            "{found}",
+            lambda c: (
+                list(
+                    pattern_problems(
+                        c.num_layers,
+                        c.hybrid_attention_ratio,
+                        c.hybrid_mlp_ratio,
+                        c.hybrid_override_pattern,
+                    )
+                )
+                if c.num_layers
+                else ()
+            ),
+        ),
+        Rule(
+            "{found} is not available for Mamba and hybrid models: use pretrain_gpt.py for "
+            "multi-token prediction",
+            "--mtp-num-layers",
+        ),
+        Rule(
+            "{found} is not available for Mamba and hybrid models: a Mamba layer normalises before "
+            "its mixer (pre); use pretrain_gpt.py for other placements",
+            given("--layer-norm-placement", lambda place: place != "pre"),
+        ),
+        Rule(
+            "{found} is not available for Mamba and hybrid models: use --hybrid-override-pattern "
+            "to choose the layers",
+            "--heterogeneous-layers-config-path",
+        ),
+        Rule(
+            "{found} is not available for Mamba and hybrid models: use full, or selective",
+            given("--recompute-granularity", lambda name: name == "adaptive"),
+        ),
+        Rule(
+            "{found} is not available for Mamba and hybrid models: a Mamba layer carries its state "
+            "across the end of a document; use pretrain_gpt.py to separate documents",
+            "--reset-attention-mask",
+        ),
+    ),
+    *where(
+        lambda c: MAMBA in c.hybrid_pattern and c.hidden_size,
+        *first_of(
+            Rule("{found}", lambda c: list(mixer_problems(c.config.model))),
+            Rule(
+                "{--fp8-format}: the input projection of a Mamba layer has {found} rows on each "
+                "tensor-parallel rank, not a multiple of 16; change --mamba-num-heads or "
+                "--mamba-state-dim",
+                lambda c: c.fp8 is not None and (rows := _count_projected_rows(c)) % 16 and rows,
+            ),
+        ),
+    ),
+    *where(
+        lambda c: c.hybrid_pattern,
+        Rule(
+            "--hybrid-override-pattern {hybrid_pattern} has MoE layers, E: add --num-experts",
+            lambda c: EXPERTS in c.hybrid_pattern and c.num_moe_experts is None,
+        ),
+        Rule(
+            "{--num-experts}: no layer of the pattern {hybrid_pattern} has experts; give "
+            "--hybrid-override-pattern with an E for each MoE layer",
+            lambda c: EXPERTS not in c.hybrid_pattern and c.num_moe_experts is not None,
+        ),
+        Rule(
+            "--moe-layer-freq {asked[moe_layer_freq]} is not available for hybrid models: put an E "
+            "into --hybrid-override-pattern for each MoE layer",
+            _has_explicit_layer_frequency,
+        ),
+    ),
+)
+
+_BERT = where(
+    lambda c: c.kind.has_masked_lm_head,
+    Rule(
+        "{found} with BERT: BERT does not support it; use learned_absolute, rope or none",
+        given(
+            "--position-embedding-type",
+            lambda name: name not in ("learned_absolute", "rope", "none"),
+        ),
+    ),
+    Rule(
+        "{found} with BERT: the BERT model does not have this feature; use pretrain_gpt.py for it",
+        "--num-experts --multi-latent-attention --mtp-num-layers "
+        "--heterogeneous-layers-config-path",
+    ),
+    Rule(
+        "{found} with BERT: BERT builds its own layers; use pretrain_gpt.py for layers from a spec",
+        given("--spec", lambda spec: spec[0] != "local"),
+    ),
+    Rule(
+        "{found} with BERT: BERT does not support Llama's scaling; use "
+        "--rotary-seq-len-interpolation-factor",
+        "--use-rope-scaling",
+    ),
+    Rule(
+        "{found} with BERT: a BERT sample comes from one document; use pretrain_gpt.py for packed "
+        "documents",
+        "--reset-attention-mask --reset-position-ids --eod-mask-loss",
+    ),
+)
+
+_T5_STAGES = where(
+    lambda c: c.kind.has_encoder and c.pipeline_model_parallel_size > 1,
+    *first_of(
+        Rule(
+            "{--pipeline-model-parallel-size}: T5 has separate stages for encoder and decoder, and "
+            "--encoder-pipeline-model-parallel-size is {encoder_pipeline_model_parallel_size}: use "
+            "{found}",
+            lambda c: (
+                not 0 < c.encoder_pipeline_model_parallel_size < c.pipeline_model_parallel_size
+                and f"1 to {c.pipeline_model_parallel_size - 1}"
+            ),
+        ),
+        Rule(
+            "{found}: change --encoder-pipeline-model-parallel-size or use fewer stages",
+            lambda c: [
+                f"{flag} {depth} layers cannot be split over {stages} pipeline stages"
+                for flag, depth, stages in (
+                    (
+                        "--encoder-num-layers",
+                        c.num_layers,
+                        c.encoder_pipeline_model_parallel_size,
+                    ),
+                    (
+                        "--decoder-num-layers",
+                        c.decoder_num_layers or 0,
+                        c.pipeline_model_parallel_size - c.encoder_pipeline_model_parallel_size,
+                    ),
+                )
+                if depth < stages
+            ],
+        ),
+    ),
+)
+
+_T5 = where(
+    lambda c: c.kind.has_encoder,
+    Rule(
+        "virtual pipeline stages with T5: a rank has one stage; for a smaller pipeline bubble use "
+        "--pipeline-schedule zb-h1",
+        lambda c: c.virtual_pipeline_model_parallel_size is not None,
+    ),
+    Rule(
+        "{found} with T5: encoder and decoder each split their layers evenly; use "
+        "--encoder-pipeline-model-parallel-size to set how many stages are the encoder's",
+        lambda c: [
+            *given(
+                "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers "
+                "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split "
+                "--account-for-loss-in-pipeline-split"
+            )(c),
+            *given("--pipeline-split", lambda name: name == "auto")(c),
+        ],
+    ),
+    Rule(
+        "--ckpt-format torch with T5: it cannot store encoder stages; use torch_dist or "
+        "safetensors_dist",
+        lambda c: c.pipeline_model_parallel_size > 1 and c.save and c.ckpt_format == "torch",
+    ),
+    Rule(
+        "{found} with T5: the T5 model does not have this feature; use pretrain_gpt.py for it",
+        lambda c: [
+            *given(
+                "--num-experts --multi-latent-attention --mtp-num-layers "
+                "--heterogeneous-layers-config-path --qk-layernorm --qk-l2-norm"
+            )(c),
+            *given("--spec", lambda spec: spec[0] != "local")(c),
+        ],
+    ),
+    Rule(
+        "{found} with T5: T5 normalises before attention and MLP (pre); use pretrain_gpt.py for "
+        "other placements",
+        given("--layer-norm-placement", lambda place: place != "pre"),
+    ),
+    Rule(
+        "{found} with T5: a list has an entry for each layer of one stack; give a number, for "
+        "every Nth layer",
+        given("--no-rope-freq --window-attn-skip-freq", lambda freq: isinstance(freq, tuple)),
+    ),
+    Rule(
+        "{found} with T5: T5 does not support it; use relative, learned_absolute, rope or none",
+        given("--position-embedding-type", lambda name: name == "alibi"),
+    ),
+    Rule(
+        "{found} with T5: a T5 sample comes from one document; use pretrain_gpt.py for packed "
+        "documents",
+        "--reset-attention-mask --reset-position-ids --eod-mask-loss",
+    ),
+    Rule(
+        "{--decoder-seq-length} is not a multiple of {--tensor-model-parallel-size}, as "
+        "--sequence-parallel needs: use a multiple of {tensor_model_parallel_size}",
+        lambda c: (
+            c.sequence_parallel
+            and c.tensor_model_parallel_size > 0
+            and (c.decoder_seq_length or 0) % c.tensor_model_parallel_size
+        ),
+    ),
+)
+
+RULES = (
+    *_ARCHITECTURE,
+    *_POSITIONS,
+    *_KIND,
+    *_HYBRID,
+    *_BERT,
+    *_T5_STAGES,
+    *_T5,
+    Rule(
+        "--position-embedding-type relative: only T5 has the relative position bias; use rope, or "
+        "pretrain_t5.py",
+        lambda c: c.position_embedding_type == "relative" and not c.kind.has_encoder,
+    ),
+)

@@ -1,0 +1,474 @@
+"""Flags that have an effect only together with another flag.
+
+A flag that is given without the other one causes one warning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron.core.config.option import dest_of, options_of
+from megatron.core.device import CPU
+from megatron.core.distributed.sharding import shares_instances
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP
+from megatron.training.arguments.rules.rule import Settings, needs
+from megatron.training.config.image_classifier import ImageClassifierConfig
+from megatron.training.config.mimo import MimoConfig
+from megatron.training.config.resilience import RESTART_FLAGS
+from megatron.training.config.rl import RL_FLAGS
+from megatron.training.config.vision import VisionConfig
+
+
+def _optimizer_of_vectors(c: Settings) -> object:
+    """Return the optimizer of parameters that are not matrices."""
+    return c.muon_scalar_optimizer if "muon" in c.optimizer else c.optimizer
+
+
+NEEDS_GPU = needs(
+    "a GPU",
+    "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading moe_grouped_gemm "
+    "record_memory_history high_priority_stream_groups nccl_communicator_config_path "
+    "moe_router_fusion nccl_ub tp_comm_overlap",
+    lambda c: c.device != CPU,
+)
+
+_OF_OPTIMIZER = (
+    needs("--optimizer sgd", "sgd_momentum"),
+    needs(
+        "--optimizer adam, or --muon-scalar-optimizer adam",
+        "adam_beta1 adam_beta2 adam_eps",
+        # User-defined optimizers may read them.
+        lambda c: _optimizer_of_vectors(c) not in ("sgd", "lion"),
+    ),
+    needs(
+        "--optimizer lion, or --muon-scalar-optimizer lion",
+        "lion_beta1 lion_beta2",
+        lambda c: _optimizer_of_vectors(c) not in ("adam", "sgd"),
+    ),
+    needs(
+        "--optimizer muon",
+        " ".join(
+            f.name
+            for f in fields(OptimizerConfig)
+            if f.name.startswith("muon_") and f.name not in ("muon_tp_mode", "muon_use_syrk")
+        ),
+        lambda c: "muon" in c.optimizer,
+    ),
+    needs(
+        "--optimizer muon and --tensor-model-parallel-size of 2 or more",
+        "muon_tp_mode",
+        lambda c: "muon" in c.optimizer and c.tensor_model_parallel_size > 1,
+    ),
+    needs(
+        "--bf16 with main parameters, or --main-grads-dtype, --main-params-dtype, --exp-avg-dtype "
+        "or --exp-avg-sq-dtype below fp32",
+        "use_precision_aware_optimizer",
+        lambda c: (
+            (c.bf16 and not c.is_fully_sharded)
+            or {c.main_grads_dtype, c.main_params_dtype, c.exp_avg_dtype, c.exp_avg_sq_dtype}
+            != {"fp32"}
+        ),
+    ),
+    needs(
+        "--fp16 without --loss-scale",
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        lambda c: c.fp16 and c.loss_scale is None,
+    ),
+    needs("--lr-decay-style WSD", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples"),
+    needs(
+        "--optimizer-cpu-offload",
+        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
+    ),
+    NEEDS_GPU,
+)
+
+_OF_MODEL = (
+    needs(
+        "--position-embedding-type rope or mrope",
+        "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
+        "no_rope_freq",
+        lambda c: c.multi_latent_attention or c.position_embedding_type in ("rope", "mrope"),
+    ),
+    needs(
+        "--position-embedding-type rope",
+        "rope_type use_rope_scaling",
+        lambda c: c.multi_latent_attention or c.position_embedding_type == "rope",
+    ),
+    needs("--position-embedding-type rope", "window_rotary_base"),
+    needs("--window-size", "window_rotary_base"),
+    needs("--position-embedding-type mrope", "mrope_section"),
+    needs("--position-embedding-type learned_absolute", "reset_position_ids"),
+    needs(
+        "--position-embedding-type relative",
+        "relative_attention_num_buckets relative_attention_max_distance",
+    ),
+    needs(
+        "pretrain_bert.py or pretrain_t5.py",
+        "mask_prob short_seq_prob",
+        lambda c: c.kind.masks_tokens,
+    ),
+    needs(
+        "pretrain_t5.py (--model-kind t5) or pretrain_vlm.py (--model-kind vlm)",
+        "decoder_num_layers decoder_seq_length",
+        lambda c: c.kind.has_encoder or c.kind.reads_images,
+    ),
+    needs(
+        "pretrain_t5.py (--model-kind t5)",
+        "encoder_pipeline_model_parallel_size",
+        lambda c: c.kind.has_encoder,
+    ),
+    needs(
+        "pretrain_bert.py (--model-kind bert)",
+        "bert_binary_head",
+        lambda c: c.kind.has_masked_lm_head,
+    ),
+    needs(
+        "--model-kind mamba, which pretrain_mamba.py sets",
+        "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads hybrid_attention_ratio "
+        "hybrid_mlp_ratio hybrid_override_pattern",
+        lambda c: c.kind.is_hybrid,
+    ),
+    needs("--mtp-num-layers", "mtp_loss_scaling_factor"),
+    needs("--use-rope-scaling", "rope_scaling_factor"),
+    needs("--group-query-attention", "num_query_groups"),
+    needs(
+        "--swiglu, --geglu or --quick-geglu",
+        "activation_func_clamp_value glu_linear_offset",
+        lambda c: c.gated_linear_unit,
+    ),
+    needs(
+        "--multi-latent-attention",
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim cache_mla_latents",
+    ),
+    needs(
+        "--multi-latent-attention or --rope-type yarn",
+        "rotary_scaling_factor mscale mscale_all_dim",
+        lambda c: c.multi_latent_attention or c.rope_type == "yarn",
+    ),
+    needs(
+        "--rope-type yarn",
+        "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
+        "yarn_correction_range_round_to_int",
+        lambda c: c.rope_type == "yarn" or (c.multi_latent_attention and c.rope_type is None),
+    ),
+)
+
+_OF_EXPERTS = (
+    needs(
+        "--num-experts",
+        "expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input "
+        "moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps "
+        "moe_grouped_gemm moe_layer_freq moe_layer_recompute moe_pad_expert_input_to_capacity "
+        "moe_per_layer_logging moe_router_dtype moe_router_fusion "
+        "moe_router_enable_expert_bias "
+        "moe_router_force_load_balancing moe_router_group_topk moe_router_group_score_topk "
+        "moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax "
+        "moe_router_score_function moe_router_topk moe_router_topk_scaling_factor "
+        "moe_shared_expert_gate moe_shared_expert_intermediate_size moe_token_dispatcher_type "
+        "moe_z_loss_coeff",
+    ),
+    needs("--moe-shared-expert-intermediate-size", "moe_shared_expert_overlap"),
+    needs("--moe-enable-deepep", "moe_deepep_num_sms"),
+    needs("--moe-use-upcycling", "moe_upcycling_granularity"),
+    needs("--moe-expert-capacity-factor", "moe_token_drop_policy"),
+    needs("--moe-router-enable-expert-bias", "moe_router_bias_update_rate"),
+    needs("--overlap-moe-expert-parallel-comm", "delay_wgrad_compute"),
+    needs(
+        "a --moe-router-load-balancing-type other than sinkhorn and none",
+        "moe_aux_loss_coeff",
+        lambda c: not {"sinkhorn", "none"}.intersection(c.moe_router_load_balancing_type),
+    ),
+    needs("--moe-router-score-function softmax", "moe_router_pre_softmax"),
+    needs(
+        "a --moe-router-load-balancing-type other than sinkhorn",
+        "moe_router_pre_softmax",
+        lambda c: "sinkhorn" not in c.moe_router_load_balancing_type,
+    ),
+    needs(
+        "routing by score, which --moe-router-force-load-balancing replaces",
+        "moe_router_enable_expert_bias moe_router_group_score_topk moe_router_group_topk "
+        "moe_router_num_groups",
+        lambda c: not c.moe_router_force_load_balancing,
+    ),
+    needs(
+        "router logits in fp32: --moe-router-dtype fp32, or neither --bf16 nor --fp16",
+        "moe_router_fusion",
+        lambda c: (
+            c.moe_router_dtype == "fp32" or (c.moe_router_dtype is None and not (c.bf16 or c.fp16))
+        ),
+    ),
+)
+
+_OF_PRECISION = (
+    needs("--fp8-format", "fp8_recipe keep_fp8_transpose_cache", lambda c: c.fp8 is not None),
+    needs(
+        "--fp8-format and --use-distributed-optimizer, which all-gathers updated parameters",
+        "fp8_param_gather",
+        lambda c: c.fp8 is not None and c.use_distributed_optimizer and not c.is_fully_sharded,
+    ),
+    needs(
+        "--fp8-recipe delayed or tensorwise, which have one scale per weight: optimizer shards do "
+        "not align with the blocks of other recipes",
+        "fp8_param_gather",
+        lambda c: c.fp8 is None or c.fp8_recipe not in ("blockwise", "mxfp8"),
+    ),
+    needs(
+        "--fp8-format or --fp4-format",
+        "fp8_wgrad first_last_layers_bf16",
+        lambda c: c.fp8 is not None or c.fp4 is not None,
+    ),
+    needs(
+        "--fp8-format and --fp8-recipe delayed",
+        "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
+        lambda c: c.fp8 is not None and c.fp8_recipe == "delayed",
+    ),
+    needs("--first-last-layers-bf16", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
+)
+
+_OF_MEMORY_AND_SPEED = (
+    needs("--recompute-granularity adaptive", "memory_budget_fraction"),
+    needs("--cpu-offloading", "cpu_offloading_num_layers"),
+    needs(
+        "--enable-cuda-graph or --external-cuda-graph",
+        "cuda_graph_warmup_steps cuda_graph_scope",
+        lambda c: c.enable_cuda_graph or c.external_cuda_graph,
+    ),
+    needs("--manual-gc", "manual_gc_interval manual_gc_eval"),
+    needs(
+        "training steps, which --skip-train omits", "rehearse_memory", lambda c: not c.skip_train
+    ),
+)
+
+_OF_FILES_AND_REPORTS = (
+    needs("--error-injection-rate", "error_injection_type", lambda c: c.error_injection_rate > 0),
+    needs("--rerun-mode validate_results", "error_injection_rate"),
+    needs(
+        "--tokenizer-type BertWordPiece..., SentencePieceTokenizer or HuggingFaceTokenizer",
+        "vocab_extra_ids",
+        lambda c: (
+            str(c.tokenizer_type).startswith("BertWordPiece")
+            or c.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer")
+        ),
+    ),
+    needs(
+        "--tokenizer-type TikTokenizer",
+        "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens",
+    ),
+    needs("--dataloader-type external", "dataloader_save"),
+    needs(
+        "--tokenizer-type MultimodalTokenizer",
+        "tokenizer_prompt_format special_tokens image_tag_type force_system_message",
+    ),
+    needs(
+        "--save",
+        "save_interval save_retain_interval keep_last_checkpoints ckpt_max_failed_saves "
+        "ckpt_incremental async_save no_save_optim no_save_rng",
+    ),
+    needs("--non-persistent-ckpt-type global", "non_persistent_global_ckpt_dir"),
+    needs(
+        "--non-persistent-ckpt-type local or in_memory",
+        "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo",
+        lambda c: c.non_persistent_ckpt_type in ("local", "in_memory"),
+    ),
+    needs("--replication", "replication_jump replication_factor"),
+    needs("--async-save", "async_save_when_busy"),
+    needs("--load", "no_load_optim no_load_rng use_checkpoint_opt_param_scheduler"),
+    needs("--use-checkpoint-args", "use_tokenizer_model_from_checkpoint_args"),
+    needs("--wandb-project", "wandb_exp_name wandb_save_dir", lambda c: bool(c.wandb_project)),
+    needs(
+        "--log-straggler",
+        "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count",
+    ),
+    needs(
+        "--enable-ft-package and --save",
+        "calc_ft_timeouts",
+        lambda c: c.enable_ft_package and c.save is not None,
+    ),
+    needs("--profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
+    needs("--inprocess-restart", " ".join(f.name for f in RESTART_FLAGS)),
+    needs("--record-memory-history", "memory_snapshot_path"),
+    needs("--check-only", "check_world_size check_rank check_device_memory_gib"),
+)
+
+
+_SHARED = ("img_h", "img_w", "patch_dim", "broken_samples")
+
+_OF_IMAGES = (
+    needs(
+        "pretrain_vlm.py (--model-kind vlm)",
+        " ".join(
+            name
+            for name in (
+                dest_of(f, opt)
+                for f, opt in options_of(VisionConfig)
+                if opt.ignored is None and opt.refused is None
+            )
+            if name not in _SHARED
+        ),
+        lambda c: c.kind.reads_images,
+    ),
+    needs(
+        "pretrain_vlm.py (--model-kind vlm) or pretrain_vision_classify.py (--model-kind vit)",
+        " ".join(_SHARED),
+        lambda c: c.kind.reads_images or c.kind.classifies_images,
+    ),
+    needs(
+        "pretrain_vision_classify.py (--model-kind vit)",
+        " ".join(dest_of(f, opt) for f, opt in options_of(ImageClassifierConfig)),
+        lambda c: c.kind.classifies_images,
+    ),
+    needs(
+        "examples/mimo/train.py (--model-kind mimo)",
+        " ".join(dest_of(f, opt) for f, opt in options_of(MimoConfig) if opt.ignored is None),
+        lambda c: c.kind.has_placeholders,
+    ),
+    needs("--model-provider video_llava_vlm", "num_frames"),
+    needs("--model-provider llava_avlm", "audio_encoder_model audio_seq_length"),
+    needs(
+        "an encoder that is trained (no --freeze-ViT)",
+        "recompute_vision",
+        lambda c: not c.freeze_ViT,
+    ),
+)
+
+
+_OF_FINE_TUNING = (
+    needs(
+        "--sft, --dpo-beta or --reward-model",
+        "sft_packing sft_long_conversations sft_alignment sft_show_sample",
+        lambda c: c.sft or c.dpo_beta is not None or c.reward_model,
+    ),
+    needs("--eval-generate", "eval_generate_tokens"),
+    needs("--dpo-beta", "dpo_loss_type dpo_label_smoothing"),
+    needs("--tokenizer-type SFTTokenizer", "sft_tokenizer_prompt_format"),
+    needs(
+        "--lora-rank", "lora_alpha lora_base_dtype lora_dropout lora_target_modules lora_use_rslora"
+    ),
+    needs(
+        "--logits-save-dir",
+        "logits_save_top_k logits_save_top_p logits_save_top_p_min_k logits_save_dtype",
+    ),
+    needs("--logits-save-top-p", "logits_save_top_p_min_k"),
+    needs("--logits-load-dir", "logits_load_kd_loss_alpha logits_load_ignore_errors"),
+    needs("--perform-rl-step", " ".join(RL_FLAGS)),
+    needs(
+        "--perform-rl-step or a script that generates text",
+        "inference_dynamic_batching_buffer_size_gb",
+        lambda c: c.perform_rl_step or not c.trains,
+    ),
+    needs("--rl-inference-logprobs-is-correction", "rl_importance_sampling_truncation_coef"),
+)
+
+
+_OF_LAYOUT = (
+    needs(
+        "--distributed-backend nccl",
+        "high_priority_stream_groups nccl_communicator_config_path nccl_ub",
+        lambda c: c.distributed_backend in (None, "nccl"),
+    ),
+    needs("--sequence-parallel", "tp_comm_overlap"),
+    needs(
+        "--tp-comm-overlap",
+        "tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag "
+        "tp_comm_split_rs",
+    ),
+    needs(
+        "--tp-comm-overlap and --transformer-impl transformer_engine",
+        "tp_comm_overlap_cfg tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_bootstrap_backend",
+        lambda c: c.tp_comm_overlap and c.transformer_impl == "transformer_engine",
+    ),
+    needs(
+        "--context-parallel-size of 2 or more",
+        "cp_comm_type",
+        lambda c: c.context_parallel_size > 1,
+    ),
+    needs(
+        "--context-parallel-size of 2 or more and --cp-comm-type a2a+p2p",
+        "hierarchical_context_parallel_sizes",
+        lambda c: c.context_parallel_size > 1 and "a2a+p2p" in c.cp_comm_type,
+    ),
+    needs(
+        "--pipeline-model-parallel-size of 2 or more",
+        "overlap_p2p_comm overlap_p2p_comm_warmup_flush align_grad_reduce pipeline_schedule "
+        "pipeline_split encoder_pipeline_model_parallel_size "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+        "defer_embedding_wgrad_compute",
+        lambda c: c.pipeline_model_parallel_size > 1,
+    ),
+    needs("--defer-embedding-wgrad-compute", "wgrad_deferral_limit"),
+    needs(
+        "virtual stages of --pipeline-schedule interleaved",
+        "microbatch_group_size_per_vp_stage",
+        lambda c: (
+            c.virtual_pipeline_model_parallel_size is not None and c.pipeline_schedule != "zb-v"
+        ),
+    ),
+    needs(
+        "--use-distributed-optimizer",
+        "overlap_param_gather overlap_param_gather_with_optimizer_step "
+        "num_distributed_optimizer_instances",
+        lambda c: c.use_distributed_optimizer or c.is_fully_sharded,
+    ),
+    needs("--use-torch-fsdp2", "torch_fsdp2_reshard_after_forward"),
+    needs("--use-megatron-fsdp", "data_parallel_sharding_strategy"),
+    needs(
+        "--use-megatron-fsdp with fully sharded parameters and "
+        "--num-distributed-optimizer-instances 2 or more",
+        "enable_full_sharding_in_hsdp",
+        lambda c: shares_instances(c.config.ddp),
+    ),
+    needs(
+        "fully sharded parameters (--use-torch-fsdp2, or --use-megatron-fsdp with "
+        "--data-parallel-sharding-strategy optim_grads or optim_grads_params)",
+        "gradient_reduce_div_fusion init_model_with_meta_device fsdp_double_buffer",
+        lambda c: c.is_fully_sharded,
+    ),
+    needs(
+        "complete parameters on each data-parallel rank, which FSDP does not keep",
+        "check_weight_hash_across_dp_replicas_interval",
+        lambda c: not c.is_fully_sharded,
+    ),
+    needs(
+        "gradient buckets; FSDP reduces gradients layer by layer in backward",
+        "overlap_param_gather overlap_param_gather_with_optimizer_step overlap_grad_reduce "
+        "align_grad_reduce ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw "
+        "ddp_average_in_collective",
+        lambda c: not c.is_fully_sharded,
+    ),
+)
+
+
+_OF_HYBRIDS = (
+    needs(
+        "an attention layer, * in --hybrid-override-pattern",
+        "apply_query_key_layer_scaling attention_dropout attn_logit_softcapping "
+        "group_query_attention no_rope_freq num_query_groups qk_layernorm rotary_base "
+        "rotary_percent softmax_type window_attn_skip_freq window_rotary_base window_size",
+        lambda c: c.has_layer(ATTENTION),
+    ),
+    needs(
+        "an MLP layer, - or E in --hybrid-override-pattern",
+        "ffn_hidden_size squared_relu swiglu",
+        lambda c: c.has_layer(MLP + EXPERTS),
+    ),
+    needs(
+        "layers chosen by ratios, which --hybrid-override-pattern replaces",
+        "hybrid_attention_ratio hybrid_mlp_ratio",
+        lambda c: not c.kind.is_hybrid or c.hybrid_override_pattern is None,
+    ),
+)
+
+
+REQUIREMENTS = (
+    *_OF_OPTIMIZER,
+    *_OF_MODEL,
+    *_OF_IMAGES,
+    *_OF_FINE_TUNING,
+    *_OF_EXPERTS,
+    *_OF_PRECISION,
+    *_OF_LAYOUT,
+    *_OF_MEMORY_AND_SPEED,
+    *_OF_FILES_AND_REPORTS,
+    *_OF_HYBRIDS,
+)
