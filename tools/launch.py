@@ -17,8 +17,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
 from megatron.core.config.errors import MegatronError, MissingDependency
-from megatron.training.supervisor.command_line import Launch, parse, value_of, without_own_flags
-from megatron.training.supervisor.node import Supervisor
+from megatron.training.fault_tolerance.launch_flags import (
+    Launch,
+    parse,
+    value_of,
+    without_own_flags,
+)
+from megatron.training.fault_tolerance.supervisor import Supervisor
 
 _CHECK_NODE = str(Path(__file__).resolve().parent / "check_node.py")
 _UNHEALTHY = 1

@@ -18,7 +18,7 @@ from tests.functional.runs import ROOT, TINY, without_times
 
 QUICK = (
     "--restart-backoff 0.1 --peer-timeout 6 --node-timeout 8 --shutdown-timeout 20 "
-    "--rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+    "--rdzv-conf join_timeout=60"
 ).split()
 MODEL = (
     "--global-batch-size 4 --seq-length 16 --eval-iters 0 --save-interval 2 --hidden-dropout 0.1 "

@@ -8,7 +8,7 @@ import pytest
 
 from tests.functional.supervised import SupervisedRun
 
-CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=100,last_call_timeout=8"
+CONF = "join_timeout=100,last_call_timeout=8"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from tests.functional.supervised import SupervisedRun
 
-CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=8"
+CONF = "last_call_timeout=8"
 NAN = "step.gradient:nan:rank1:step5:start0"
 SLOW = "step.before:slow:3s:start0"  # a spare node starts within the first steps
 UNHEALTHY = f"{NAN},check.matmul:bitflip:start1:times1"  # after the first attempt

@@ -19,7 +19,7 @@ import pytest
 
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.supervisor.command_line import parse
+from megatron.training.fault_tolerance.launch_flags import parse
 from tests.functional.runs import ROOT, defaults_of
 
 FOLDER = ROOT / "examples/fault_tolerance"

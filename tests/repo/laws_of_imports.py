@@ -51,7 +51,6 @@ TRAINING_LAYERS = (
     {"config"},
     {"tokenizer", "process"},
     {"fault_tolerance"},
-    {"supervisor"},
     {"models"},
     {"estimates"},
     {"arguments"},

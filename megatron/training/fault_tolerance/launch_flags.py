@@ -8,6 +8,7 @@ that nodes can come and go, and --run-path starts the script as --no-run-path do
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import socket
@@ -22,10 +23,10 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.fault_tolerance.agent import Times
+from megatron.training.fault_tolerance.rendezvous import check_parameters
+from megatron.training.fault_tolerance.restart_policy import Options
 from megatron.training.process.shared_memory import SHARED_MEMORY
-from megatron.training.supervisor.agent import Times
-from megatron.training.supervisor.policy import Options
-from megatron.training.supervisor.rendezvous import check_parameters
 
 _MAX_RESTARTS = 100
 _PORT = 29500
@@ -33,7 +34,8 @@ _NOT_NEGATIVE = (
     *("max_restarts", "max_no_progress_restarts", "min_progress_iterations"),
     *("restart_backoff", "peer_timeout", "node_timeout"),
 )
-_ENDING_SIGNALS = "SIGHUP,SIGQUIT"  # which torch's agent handles; `stop` handles the others
+# torch's agent handles these; `StopSignals` handles the others.
+_ENDING_SIGNALS = "SIGHUP,SIGQUIT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,12 @@ def parse(argv: Sequence[str]) -> Launch:
                 }
             )
         )
+        interval_s = max(1, int(given["node_timeout"] / 3))
+        signs = {
+            "keep_alive_interval": interval_s,
+            "keep_alive_max_attempt": math.ceil(max(1.0, given["node_timeout"]) / interval_s),
+        }
+        config.rdzv_configs = {**signs, **config.rdzv_configs}
         check_parameters(config)
     except (OSError, ValueError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"tools/launch.py: {error}") from None

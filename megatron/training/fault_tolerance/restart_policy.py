@@ -11,10 +11,11 @@ the third.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from megatron.training.supervisor.evidence import BAD_DATA, USER_ERROR, Outcome
+from megatron.training.fault_tolerance.outcome import BAD_DATA, USER_ERROR, Outcome
+from megatron.training.process import exit_report
 
 FAILED_VALIDATION = 17
 _MAX_BACKOFF_S = 60.0
@@ -55,18 +56,6 @@ class History:
     blamed: tuple[int, ...] = ()  # iterations of checkpoints that are not loaded
     excluded: tuple[str, ...] = ()  # nodes
 
-    def to_text(self) -> str:
-        """Return the history as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> History:
-        """Return the history that `to_text` has written."""
-        values = json.loads(text)
-        values["failures"] = tuple(Failure(**failure) for failure in values["failures"])
-        values["blamed"], values["excluded"] = tuple(values["blamed"]), tuple(values["excluded"])
-        return cls(**values)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
@@ -77,16 +66,6 @@ class Decision:
     why: str
     history: History
     backoff_s: float = 0.0
-
-    def to_text(self) -> str:
-        """Return the decision as JSON."""
-        return json.dumps({**asdict(self), "history": self.history.to_text()})
-
-    @classmethod
-    def from_text(cls, text: str) -> Decision:
-        """Return the decision that `to_text` has written."""
-        values = json.loads(text)
-        return cls(**{**values, "history": History.from_text(values["history"])})
 
 
 def decide(
@@ -218,3 +197,27 @@ def _advanced(history: History, outcome: Outcome) -> History:
         return history
     blamed = history.blamed if saved == history.saved_iteration else ()
     return replace(history, saved_iteration=saved, ckpt_step=None, blamed=blamed)
+
+
+def exit_text(decision: Decision, outcomes: Sequence[Outcome]) -> str:
+    """Return exit.json: exit status, reason, resumable, and the outcome of each attempt."""
+    last = outcomes[-1] if outcomes else None
+    history = decision.history
+    is_unfinished = last is None or not last.is_done or last.was_stopped
+    is_resumable = is_unfinished and last is not None and last.resumable
+    is_stopped = last is not None and (last.stop_signal is not None or last.was_stopped)
+    content = {
+        "code": decision.code,
+        "kind": "stopped" if is_stopped else exit_report.kind_of(decision.code),
+        "reason": decision.why,
+        "first_cause": last.cause if last and not last.is_done else None,
+        "resumable": decision.code not in (USER_ERROR, BAD_DATA) and is_resumable,
+        "iteration": last.iteration if last else None,
+        "saved_iteration": last.saved_iteration if last else None,
+        "attempts": history.attempts,
+        "restarts": history.restarts,
+        "excluded_nodes": history.excluded,
+        "blamed_checkpoints": history.blamed,
+        "outcomes": [asdict(outcome) for outcome in outcomes],
+    }
+    return json.dumps(content, indent=1)

@@ -12,12 +12,12 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.fault_tolerance import launch_flags
+from megatron.training.fault_tolerance.launch_flags import parse, parser, value_of
+from megatron.training.fault_tolerance.rendezvous import nodes_that_fit
+from megatron.training.fault_tolerance.restart_policy import History
+from megatron.training.fault_tolerance.supervisor import older_checkpoint, restart_flags
 from megatron.training.process.shared_memory import lock_folder
-from megatron.training.supervisor import command_line
-from megatron.training.supervisor.command_line import parse, parser, value_of
-from megatron.training.supervisor.node import older_checkpoint, restart_flags
-from megatron.training.supervisor.policy import History
-from megatron.training.supervisor.rendezvous import nodes_that_fit
 from tests.unit.dist_checkpointing.tiny import publish_model
 from tools import launch
 
@@ -60,13 +60,13 @@ def test_the_flags_of_torch_2_11_are_enough(
                 del found._option_string_actions[text]
         return found
 
-    monkeypatch.setattr(command_line, "get_args_parser", older)
+    monkeypatch.setattr(launch_flags, "get_args_parser", older)
     launch = parse(["--exit-report-dir", str(tmp_path), _SCRIPT])
     assert launch.config.rdzv_endpoint == "localhost:0", "not a port that other runs use too"
     assert launch.times.shutdown_s == 30
     words = ["--shutdown-timeout", "20", "--exit-report-dir", str(tmp_path), _SCRIPT]
     assert parse(words).times.shutdown_s == 20
-    assert "--shutdown-timeout" not in command_line.without_own_flags(words), "torchrun has none"
+    assert "--shutdown-timeout" not in launch_flags.without_own_flags(words), "torchrun has none"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.training.supervisor.evidence import NodeReport, RankEnd, outcome_of, read_reports
+from megatron.training.fault_tolerance.outcome import (
+    NodeReport,
+    Outcome,
+    RankEnd,
+    from_json,
+    outcome_of,
+    read_reports,
+    to_json,
+)
 
 
 def end(rank: int, status: int | None, at_s: float, /, **values: Any) -> RankEnd:
@@ -63,8 +71,15 @@ def test_a_script_without_reports_is_judged_by_its_exit_status() -> None:
 
 def test_reports_of_nodes_are_exchanged_as_text() -> None:
     report = NodeReport(node="a", ranks=(end(0, 1, 2.0, code=1, hang="x", hang_order=(1.0,)),))
-    again = NodeReport.from_text(report.to_text())
+    again = from_json(NodeReport, to_json(report))
     assert outcome_of([again]) == outcome_of([report])
+
+
+def test_an_outcome_is_stored_as_text() -> None:
+    suspects = [{"rank": 0, "host": None, "why": "its weights differ"}]
+    outcome = outcome_of([NodeReport(node="a", ranks=(end(0, 17, 0.0, suspects=suspects),))])
+    assert outcome.suspects == (("a", "its weights differ"),)
+    assert from_json(Outcome, to_json(outcome)) == outcome
 
 
 def test_an_unreadable_exit_report_is_left_out(tmp_path: Path) -> None:

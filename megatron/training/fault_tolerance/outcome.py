@@ -11,12 +11,16 @@ import json
 import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from megatron.training.process.exit_report import RERUN_CODES
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 USER_ERROR = 2
 BAD_DATA = 65
 _DECISIVE = (USER_ERROR, BAD_DATA, *RERUN_CODES)
@@ -77,17 +81,6 @@ class NodeReport:
     stop_signal: int | None = None  # the signal that asked this node's supervisor to stop
     lost_store: bool = False
 
-    def to_text(self) -> str:
-        """Return the report as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> NodeReport:
-        """Return the report that `to_text` has written."""
-        values = json.loads(text)
-        values["ranks"] = tuple(RankEnd(**rank) for rank in values["ranks"])
-        return cls(**values)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -106,18 +99,6 @@ class Outcome:
     causes: tuple[str, ...]  # of all ranks and nodes, first cause first
     was_stopped: bool = False  # ranks report that they stopped before the last iteration
 
-    def to_text(self) -> str:
-        """Return the outcome as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Outcome:
-        """Return the outcome that `to_text` has written."""
-        values = json.loads(text)
-        values["suspects"] = tuple(tuple(suspect) for suspect in values["suspects"])
-        values["causes"] = tuple(values["causes"])
-        return cls(**values)
-
     @property
     def blames_hardware(self) -> bool:
         """Whether the failure may come from faulty hardware."""
@@ -133,46 +114,66 @@ def outcome_of(reports: Iterable[NodeReport], lost_nodes: Sequence[str] = ()) ->
     """Merge the reports of the nodes; ``lost_nodes`` have sent none."""
     reports = tuple(reports)
     ranks = [(node.node, rank) for node in reports for rank in node.ranks]
-    ordered = sorted(ranks, key=lambda item: _order(item[1]))
-    causes = [f"rank {rank.rank} on {node}: {_short(rank.reason)}" for node, rank in ordered]
+    ranks.sort(key=lambda item: _order(item[1]))
+    causes = [f"rank {rank.rank} on {node}: {_short(rank.reason)}" for node, rank in ranks]
+    failed = next((rank for _, rank in ranks if rank.exit_code not in (0, None)), None)
     code = 1
-    signature = ""
-    failed = [(node, rank) for node, rank in ordered if rank.exit_code not in (0, None)]
-    first = failed[0][1] if failed and failed[0][1].is_cause else None
-    if first is not None and lost_nodes and first.exit_code not in _DECISIVE:
-        first = None
-    if first is not None:
-        code = first.exit_code or 1
-        signature = signature_of(first.reason)
+    signature = "" if failed is None else signature_of(failed.reason)
+    if _explains(failed, has_lost_nodes=bool(lost_nodes)):
+        code = max(1, failed.exit_code or 1)
     elif lost_nodes or any(node.lost_store for node in reports):
         lost = ", ".join(lost_nodes) or "the host of the rendezvous"
         causes.insert(0, f"node lost: {lost}")
         signature = "node lost"
-    elif failed:
-        signature = signature_of(failed[0][1].reason)
-    signals = [node.stop_signal for node in reports if node.stop_signal is not None]
-    homes = {rank.rank: node for node, rank in ranks}
+    signals = (node.stop_signal for node in reports if node.stop_signal is not None)
     texts = [rank.report for _, rank in ranks]
     ended = [rank.exit_code for _, rank in ranks if rank.code is not None]
     return Outcome(
         is_done=bool(ended) and not any(ended) and not lost_nodes,
-        stop_signal=signals[0] if signals else None,
-        code=code if code > 0 else 1,
+        stop_signal=next(signals, None),
+        code=code,
         cause=causes[0] if causes else "no rank was started",
         signature=signature,
         iteration=_largest(texts, "iteration"),
         saved_iteration=_largest(texts, "saved_iteration"),
         loaded_iteration=_largest(texts, "loaded_iteration"),
         loaded_from=next((t["loaded_from"] for t in texts if t.get("loaded_from")), None),
-        suspects=tuple(_suspects(texts, homes)),
+        suspects=tuple(_suspects(texts, {rank.rank: node for node, rank in ranks})),
         causes=tuple(causes),
         was_stopped=any(text.get("kind") == "stopped" for text in texts),
     )
 
 
+def _explains(failed: RankEnd | None, *, has_lost_nodes: bool) -> TypeGuard[RankEnd]:
+    """Return whether the first failed rank is the first cause: a lost node may have caused it."""
+    if failed is None or not failed.is_cause:
+        return False
+    return not has_lost_nodes or failed.exit_code in _DECISIVE
+
+
 def signature_of(reason: str) -> str:
     """Return the first line of ``reason`` without numbers, so that ranks and steps compare."""
     return re.sub(r"\d+", "#", reason.split("\n")[0])[:_SHOWN]
+
+
+def to_json(value: DataclassInstance) -> str:
+    """Return a dataclass as JSON."""
+    return json.dumps(asdict(value))
+
+
+def from_json(kind: type[T], text: str) -> T:
+    """Return the object of class ``kind`` that `to_json` has written."""
+    found: T = _built(kind, json.loads(text))
+    return found
+
+
+def _built(kind: Any, value: Any) -> Any:
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{name: _built(types[name], item) for name, item in value.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_built(get_args(kind)[0], item) for item in value)
+    return value
 
 
 def read_reports(folder: Path) -> dict[int, dict[str, Any]]:

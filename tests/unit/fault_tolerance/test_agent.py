@@ -1,4 +1,4 @@
-"""The exchange of nodes in an attempt, their processes, and hangs of their ranks."""
+"""Processes of a node's ranks, and hangs of ranks."""
 
 from __future__ import annotations
 
@@ -8,60 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
+from megatron.training.fault_tolerance.agent import HangDetector, Process, RankProcesses
 from megatron.training.fault_tolerance.heartbeat import VARIABLE, HeartbeatFile
 from megatron.training.fault_tolerance.limits import Limits
-from megatron.training.supervisor import meeting
-from megatron.training.supervisor.evidence import NodeReport
-from megatron.training.supervisor.hangs import HangDetector
-from megatron.training.supervisor.meeting import Meeting
-from megatron.training.supervisor.policy import Decision, History
-from megatron.training.supervisor.processes import Process, RankProcesses
-
-
-@pytest.fixture
-def meetings(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
-    """Two nodes with one store; a node counts as lost at once."""
-    monkeypatch.setattr(meeting, "_POLL_S", 0.0)
-    store = dist.HashStore()
-    return [Meeting(store, rank, 2, node_timeout_s=0.0) for rank in range(2)]
-
-
-def test_a_node_without_a_sign_of_life_is_lost(meetings: list[Meeting]) -> None:
-    here, there = meetings
-    assert here.neighbour() == [1]
-    assert here.lost([1]) == [], "it is seen for the first time"
-    there.beat()
-    assert here.lost([1]) == []
-    assert here.lost([1]) == [1]
-
-
-def test_the_reports_of_all_nodes_are_collected(meetings: list[Meeting]) -> None:
-    here, there = meetings
-    polls: list[int] = []
-
-    def other() -> None:
-        if not polls:
-            there.beat()
-            there._store.set("report/1", NodeReport(node="b").to_text())
-        polls.append(1)
-
-    reports, lost = here.collect(NodeReport(node="a"), 60.0, other)
-    assert [report.node for report in reports] == ["a", "b"]
-    assert lost == []
-
-
-def test_a_lost_node_does_not_hold_up_the_others(meetings: list[Meeting]) -> None:
-    reports, lost = meetings[0].collect(NodeReport(node="a"), 60.0, lambda: None)
-    assert ([report.node for report in reports], lost) == (["a"], [1])
-
-
-def test_all_nodes_take_the_decision_that_was_written_first(meetings: list[Meeting]) -> None:
-    one = Decision(restarts=True, code=0, why="x", history=History(attempts=1))
-    two = Decision(restarts=False, code=1, why="y", history=History(attempts=1))
-    assert meetings[0].agree(one) == one
-    assert meetings[1].agree(two) == one
 
 
 def start(code: str) -> Process:
@@ -105,8 +55,8 @@ def test_a_silent_rank_is_found_and_ended(tmp_path: Path, monkeypatch: pytest.Mo
     processes = RankProcesses(ranks)
     processes.poll()
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    assert not detector.look(processes), "one look is not enough"
-    assert detector.look(processes)
+    assert not detector.poll(processes), "one poll is not enough"
+    assert detector.poll(processes)
     monkeypatch.undo()
     assert list(detector.found) == [0]
     text, order = detector.found[0]

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from megatron.training.supervisor.evidence import NodeReport, Outcome, RankEnd, outcome_of
-from megatron.training.supervisor.policy import Decision, History, Options, decide
+from megatron.training.fault_tolerance.outcome import (
+    NodeReport,
+    Outcome,
+    RankEnd,
+    from_json,
+    outcome_of,
+    to_json,
+)
+from megatron.training.fault_tolerance.restart_policy import Decision, History, Options, decide
 
 OPTIONS = Options(max_no_progress_restarts=3, min_progress_iterations=10)
 
@@ -151,4 +158,4 @@ def test_nodes_that_join_restart_the_run_without_a_failure() -> None:
 
 def test_decisions_are_exchanged_as_text() -> None:
     decision = failures(outcome(), outcome())[-1]
-    assert Decision.from_text(decision.to_text()) == decision
+    assert from_json(Decision, to_json(decision)) == decision

@@ -28,23 +28,35 @@ from torch.distributed.elastic.rendezvous import (
 
 from megatron.core.config.errors import ConfigError, LaunchError, MegatronError
 from megatron.core.dist_checkpointing.folders import published
+from megatron.training.fault_tolerance.agent import (
+    AttemptAgent,
+    HangDetector,
+    StopRequested,
+    StopSignals,
+)
+from megatron.training.fault_tolerance.launch_flags import Launch, value_of
 from megatron.training.fault_tolerance.limits import STATE_FILE, Limits
+from megatron.training.fault_tolerance.outcome import NodeReport, Outcome, outcome_of, to_json
+from megatron.training.fault_tolerance.rendezvous import (
+    Connector,
+    Rendezvous,
+    WaitingNode,
+    log,
+    nodes_that_fit,
+)
+from megatron.training.fault_tolerance.restart_policy import (
+    Decision,
+    History,
+    decide,
+    exit_text,
+)
 from megatron.training.process.shared_memory import HEARTBEATS, lock_folder
-from megatron.training.supervisor.agent import AttemptAgent
-from megatron.training.supervisor.command_line import Launch, value_of
-from megatron.training.supervisor.connection import Connector
-from megatron.training.supervisor.evidence import NodeReport, Outcome, outcome_of
-from megatron.training.supervisor.hangs import HangDetector
-from megatron.training.supervisor.meeting import Meeting
-from megatron.training.supervisor.policy import Decision, History, decide
-from megatron.training.supervisor.rendezvous import Rendezvous, WaitingNode, nodes_that_fit
-from megatron.training.supervisor.report import exit_text, log, print_causes, print_end, write_exit
-from megatron.training.supervisor.stop import StopRequested, StopSignals
 
 # A program: its command line -> exit status and output.  megatron itself starts none.
 Runner = Callable[[Sequence[str]], tuple[int, str]]
 _MEMORY_DIR = "MEGATRON_MEMORY_DIR"  # of --non-persistent-ckpt-type in_memory
 _MARGIN_S = 20.0  # for reports of other nodes, beyond the time in which they end their ranks
+_SHOWN = 8  # causes
 _FAREWELL_S = 5.0  # for other nodes to read the decision from the store that this node may host
 
 
@@ -169,7 +181,7 @@ class Supervisor:
             return self._alone(agent, agent.lost_store)
         report = agent.report(self._launch.node) if is_training else None
         try:
-            return self._agreed(rendezvous, agent, report or NodeReport(node=self._launch.node))
+            return self._agreed(rendezvous, report or NodeReport(node=self._launch.node))
         except (dist.DistError, RendezvousError) as error:
             return self._alone(agent, str(error).splitlines()[0])
 
@@ -191,12 +203,10 @@ class Supervisor:
         assert self._rendezvous is not None, "its store was lost"
         with contextlib.suppress(dist.DistError, RendezvousError):
             self._rendezvous.leave()  # its thread would go on to send signs of life
-        node = self._launch.node
-        report = NodeReport(node=node) if agent.meeting is None else agent.report(node)
-        outcome = outcome_of([replace(report, lost_store=True)])
+        outcome = outcome_of([replace(agent.report(self._launch.node), lost_store=True)])
         self._outcomes.append(outcome)
         decision = self._decided(outcome)
-        last = self._rendezvous.round
+        last = self._rendezvous.attempt
         if last is None:  # this node was in no attempt yet
             decision = replace(decision, history=self._history)
         if decision.restarts:
@@ -206,24 +216,19 @@ class Supervisor:
             self._rendezvous.nodes_that_train = self._nodes_that_train
         return decision
 
-    def _agreed(self, rendezvous: Rendezvous, agent: AttemptAgent, report: NodeReport) -> Decision:
+    def _agreed(self, rendezvous: Rendezvous, report: NodeReport) -> Decision:
         """Exchange reports with the other nodes; return the common decision."""
-        current = rendezvous.round
         times = self._launch.times
-        assert current is not None, "the rendezvous has met"
-        meeting = agent.meeting or Meeting(
-            current.store, current.rank, len(current.names), times.node_s
-        )
-        reports, lost = meeting.collect(
-            report, times.patience_s + times.node_s + _MARGIN_S, lambda: None
-        )
-        outcome = outcome_of(reports, [current.names[rank] for rank in lost])
-        num_spare = rendezvous.num_spare_nodes() + len(current.names) - current.num_training
-        is_join = meeting.has("join")
+        attempt = rendezvous.attempt
+        assert attempt is not None, "the nodes have not met"
+        limit_s = times.patience_s + times.node_s + _MARGIN_S
+        outcome = outcome_of(*attempt.collect(report, limit_s, rendezvous.lost_nodes))
+        num_spare = rendezvous.num_spare_nodes() + len(attempt.nodes) - attempt.num_training
+        is_join = attempt.has("join")
         self._outcomes.append(outcome)
-        decision = meeting.agree(self._decided(outcome, num_spare > 0, is_join))
-        rendezvous.run_store.set(f"outcome/{decision.history.attempts}", outcome.to_text())
-        rendezvous.run_store.set("history", decision.history.to_text())
+        decision = attempt.agree(self._decided(outcome, num_spare > 0, is_join))
+        rendezvous.run_store.set(f"outcome/{decision.history.attempts}", to_json(outcome))
+        rendezvous.run_store.set("history", to_json(decision.history))
         return decision
 
     def _decided(
@@ -396,3 +401,34 @@ def older_checkpoint(folder: str) -> int | None:
     if path.name not in names or names.index(path.name) + 1 >= len(order):
         return None
     return order[names.index(path.name) + 1].iteration
+
+
+def write_exit(folder: Path, text: str) -> None:
+    """Write ``exit.json``."""
+    path = folder / "exit.json"
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError as error:
+        log(f"cannot write {path}: {error.strerror}")
+
+
+def print_end(folder: Path, decision: Decision, outcome: Outcome) -> None:
+    """Print one report over all ranks, the first cause first."""
+    history = decision.history
+    log(
+        f"{'the run ended' if decision.code == 0 else 'the run failed'}: {decision.why} "
+        f"(exit status {decision.code}, {history.restarts} restarts)"
+    )
+    if decision.code not in (0, ConfigError.exit_code):  # that message is printed already
+        print_causes(outcome)
+    log(f"report: {folder / 'exit.json'}")
+
+
+def print_causes(outcome: Outcome) -> None:
+    """Print how the ranks ended, the first cause first."""
+    for cause in outcome.causes[:_SHOWN]:
+        log(f"  {cause}")
+    if len(outcome.causes) > _SHOWN:
+        log(f"  ... and {len(outcome.causes) - _SHOWN} more")

@@ -1,1 +1,0 @@
-"""Supervisor of a run (tools/launch.py): restarts on torch's elastic agent; no model code."""
