@@ -323,16 +323,10 @@ class DistributedDataParallel(DataParallelBase):
             for slot in buffer.slots:
                 if uses[slot.param] == 1 and takes_products(slot.param, key.grad_dtype):
                     slot.open_to_layers()
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                if uses[slot.param] == 1:
-                    slot.open_to_functions(partial(self._on_complete, slot, bucket))
 
     def _on_gradient(self, slot: GradSlot, bucket: GradBucket, _: Tensor) -> None:
-        if slot.take() and not slot.uses:
-            self._on_complete(slot, bucket)
-
-    def _on_complete(self, slot: GradSlot, bucket: GradBucket) -> None:
+        if not slot.take():
+            return
         assert not bucket.is_started, f"{slot.name} got a gradient after its bucket was reduced"
         is_due = self.is_last_microbatch and self.ddp_config.overlap_grad_reduce
         if is_due and bucket.mark_ready(slot):

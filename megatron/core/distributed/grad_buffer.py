@@ -1,6 +1,6 @@
 """Contiguous gradient buffers, reduced over data-parallel ranks bucket by bucket.
 
-``param.main_grad`` is a view of the buffer.  A gradient reaches it in one of three ways:
+``param.main_grad`` is a view of the buffer.  A gradient reaches it in one of two ways:
 
 - Through autograd: `GradSlot.take` copies the first gradient of a step (so the buffer needs no
   zeroing) and adds later ones.
@@ -9,8 +9,6 @@
   it still runs the parameter's hook; layers of others return a tensor of the weight's shape with
   arbitrary content, which `GradSlot.take` drops.  A parameter used twice (a tied embedding) must
   not use this path: autograd would add the arbitrary tensor to the real gradient of the other use.
-- Directly: our autograd functions pass it to ``param.grad_sink``, the parameter's `GradSlot`, and
-  autograd does not see the parameter (`params.direct_gradient`).
 
 ``param.overwrite_main_grad`` exists on parameters whose layer may use the fused path
 (`GradSlot.open_to_layers`); our own layers use it if and only if the attribute exists.  True means
@@ -26,7 +24,7 @@ reduce-scatter and one all-gather, which add in the same order as the distribute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,7 +41,6 @@ from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.distributed.buckets import BufferLayout
 from megatron.core.distributed.non_finite import GradientCheck
 from megatron.core.parallel.collectives import all_gather_single, reduce_scatter_single
-from megatron.core.params.direct_gradient import GradSink
 from megatron.core.params.param_info import local_part
 
 # Elements per chunk when a 16-bit gradient is added to an fp32 sum on the CPU.  torch's addition of
@@ -60,7 +57,7 @@ def take_over(param: nn.Parameter) -> None:
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
         del hooks[key]
-    for name in ("main_grad", "grad_added_to_main_grad", "overwrite_main_grad", "grad_sink"):
+    for name in ("main_grad", "grad_added_to_main_grad", "overwrite_main_grad"):
         if hasattr(param, name):
             delattr(param, name)
 
@@ -96,18 +93,17 @@ class Reduction:
         return dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
 
 
-class GradSlot(GradSink):
+class GradSlot:
     """Main gradient of one parameter (a view of the buffer), and its state in this step."""
 
     def __init__(self, param: nn.Parameter, name: str, main_grad: Tensor) -> None:
-        super().__init__(param)
+        self.param = param
         self.name = name
         self.main_grad = main_grad
         self.is_stale = False  # main_grad still holds the last step's values
         self._is_on_gpu = device.is_cuda(main_grad.device)
         self._is_added = False  # a complete gradient came, and was copied or added
         self._is_overwritten = False  # the layer writes its first weight gradient of a step
-        self._when_complete: Callable[[], None] = _do_nothing
         # Megatron-LM's contract with layers and the optimizer: attributes of the parameter.
         param.main_grad = main_grad  # type: ignore[attr-defined]
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -117,30 +113,6 @@ class GradSlot(GradSink):
         runs_hooks_without_gradient()  # tries it now, outside of a measured or captured pass
         self.param.overwrite_main_grad = True  # type: ignore[attr-defined]
 
-    def open_to_functions(self, when_complete: Callable[[], None]) -> None:
-        """Let autograd functions pass gradients of this parameter directly.
-
-        ``when_complete`` runs each time that no use of the parameter is left without a gradient,
-        unless autograd may have one: the bucket may then wait for the end of backward.
-        """
-        self._when_complete = when_complete
-        self.param.grad_sink = self  # type: ignore[attr-defined]
-
-    def add(self, grad: Tensor) -> None:
-        """See `GradSink`."""
-        self._add(grad)
-        self._end_use()
-
-    def note_added(self) -> None:
-        """See `GradSink`."""
-        self._note_added()
-        self._end_use()
-
-    def _end_use(self) -> None:
-        self.uses -= 1
-        if self.uses <= 0 and not self.is_in_graph:
-            self._when_complete()
-
     def take(self) -> bool:
         """Move the gradient that autograd has just finished into ``main_grad``.
 
@@ -148,35 +120,26 @@ class GradSlot(GradSink):
         and a later pass computes it and calls this hook again.
         """
         param: Any = self.param
-        if param.grad_added_to_main_grad:
-            self._note_added()
-            param.grad = None
-            return True
         grad = param.grad
-        if grad is None:
+        if param.grad_added_to_main_grad:
+            assert not self._is_added, (
+                f"{self.name} received both an autograd gradient and a fused main gradient"
+            )
+            param.grad_added_to_main_grad = False
+            self._is_overwritten = getattr(param, "overwrite_main_grad", None) is False
+        elif grad is None:
             return False
-        self._add(grad)
+        else:
+            self._is_added = True
+            if self.is_stale:
+                self.main_grad.copy_(grad)
+            elif self._is_on_gpu:
+                self.main_grad.add_(grad)
+            else:
+                add_into(self.main_grad, grad)
+        self.is_stale = False
         param.grad = None
         return True
-
-    def _add(self, grad: Tensor) -> None:
-        self._is_added = True
-        if self.is_stale:
-            self.main_grad.copy_(grad)
-            self.is_stale = False
-        elif self._is_on_gpu:
-            self.main_grad.add_(grad)
-        else:
-            add_into(self.main_grad, grad)
-
-    def _note_added(self) -> None:
-        assert not self._is_added, (
-            f"{self.name} received both an autograd gradient and a fused main gradient"
-        )
-        param: Any = self.param
-        param.grad_added_to_main_grad = False
-        self._is_overwritten = getattr(param, "overwrite_main_grad", None) is False
-        self.is_stale = False
 
     def reset(self) -> None:
         """Begin a step.
@@ -187,8 +150,6 @@ class GradSlot(GradSink):
         param: Any = self.param
         param.grad = None
         param.grad_added_to_main_grad = False
-        self.uses = 0  # a forward pass may have no backward pass
-        self.is_in_graph = False
         if hasattr(param, "overwrite_main_grad"):
             param.overwrite_main_grad = True
         if self._is_added or self._is_overwritten:
@@ -310,10 +271,6 @@ class GradBuffer:
             GradBucket(self.data[b.start : b.stop], [self.slots[i] for i in b.params], reduction)
             for b in layout.buckets
         ]
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def takes_products(param: nn.Parameter, grad_dtype: torch.dtype) -> bool:

@@ -18,14 +18,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
-from megatron.core.params.direct_gradient import (
-    Given,
-    GradSink,
-    can_be_direct,
-    deliver,
-    direct,
-    leave_to_autograd,
-)
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
     reduce_from_tensor_model_parallel_region,
@@ -69,19 +61,12 @@ def linear(
     if quantizer is not None:
         y = quantizer(x, weight, bias, group, sequence_parallel)
         return y if output_group is None else sum_output(y, output_group, scatters=scatters_output)
-    adds = is_own and adds_to_main_grad(weight)
-    may_defer = may_be_deferred()
-    asks = torch.is_grad_enabled() and (adds or (is_own and may_defer))
+    asks = is_own and torch.is_grad_enabled() and (adds_to_main_grad(weight) or may_be_deferred())
     if group is None and not asks and multiply is F.linear:
         y = F.linear(x, weight, bias)
         return y if output_group is None else sum_output(y, output_group, scatters=scatters_output)
     call = LinearCall(weight, bias, is_own, group, sequence_parallel, output_group, scatters_output)
-    if not adds or may_defer or not can_be_direct(x):  # a queue gives gradients to autograd
-        leave_to_autograd(weight, bias)
-        return _Linear.call(x, weight, bias, call, multiply)
-    given = direct(weight)
-    given_bias = direct(bias) if given is not weight else bias
-    return _Linear.call(x, given, given_bias, call, multiply)
+    return _Linear.call(x, weight, bias, call, multiply)
 
 
 class LinearCall(NamedTuple):
@@ -131,43 +116,34 @@ class _Linear(Function[Tensor]):
 
     @staticmethod
     def forward(
-        ctx: Context[tuple[LinearCall, Given, Given]],
+        ctx: Context[LinearCall],
         x: Tensor,
-        weight: Given,
-        bias: Given,
+        weight: Tensor,
+        bias: Tensor | None,
         call: LinearCall,
         multiply: Multiply,
     ) -> Tensor:
         # The input is for the weight gradient alone: a frozen layer does not keep it.
-        keeps_input = ctx.needs_input_grad[1] or isinstance(weight, GradSink)
-        ctx.save_for_backward(x if keeps_input else x.new_empty(0, 0), call.weight)
-        ctx.values = call, weight, bias
-        return call.summed(multiply(call.gathered(x), call.weight, call.bias))
+        keeps_input = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if keeps_input else x.new_empty(0, 0), weight)
+        ctx.values = call
+        return call.summed(multiply(call.gathered(x), weight, bias))
 
     @staticmethod
-    def backward(
-        ctx: Context[tuple[LinearCall, Given, Given]], grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[LinearCall], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        call, given_weight, given_bias = ctx.values
+        call = ctx.values
         if call.output_group is not None and call.scatters_output:
             grad = all_gather_first_dim(grad, call.output_group)
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        is_direct = isinstance(given_weight, GradSink)
         item = WeightGrad(
-            call.weight if needs_weight or is_direct else None,
-            call.bias if needs_bias or isinstance(given_bias, GradSink) else None,
+            *call.params(ctx.needs_input_grad),
             grad,
             x,
             group=call.gather_group,
             is_own=call.is_own,
-            is_direct=is_direct,
         )
-        grad_x = partial(grad.matmul, weight) if needs_x else None
-        of_x, of_weight, of_bias = linear_backward(item, grad_x, call)
-        if isinstance(given_weight, GradSink):
-            given_weight.note_added()
-        return of_x, of_weight, deliver(given_bias, of_bias), None, None
+        grad_x = partial(grad.matmul, weight) if ctx.needs_input_grad[0] else None
+        return *linear_backward(item, grad_x, call), None, None
 
 
 def linear_backward(

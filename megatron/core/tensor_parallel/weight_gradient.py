@@ -47,7 +47,6 @@ class WeightGrad:
 
     A parameter that needs no gradient is None.  With ``group`` the rows of ``x`` are sharded over
     its ranks.  ``is_own``: only this layer uses the weight, so its gradient can be deferred alone.
-    ``is_direct``: autograd does not see the weight, whose main gradient the GEMM adds to.
     Keeps ``grad`` and ``x`` alive until the gradients are computed.
     """
 
@@ -60,10 +59,8 @@ class WeightGrad:
         *,
         group: ProcessGroup | None,
         is_own: bool,
-        is_direct: bool = False,
     ) -> None:
         self.weight, self.bias, self.is_own = weight, bias, is_own
-        self.is_direct = is_direct
         self.grad, self.x = grad.flatten(0, -2), x.flatten(0, -2)
         self.group = None if weight is None else group
         self._gathering: dist.Work | None = None
@@ -102,7 +99,7 @@ class WeightGrad:
         """Return grad^T x, or `has_been_added` if the GEMM adds to the main gradient."""
         if self.is_own and adds_to_main_grad(weight):
             _add_product(weight, self.grad.t(), self.x)
-            return None if self.is_direct else has_been_added(weight)
+            return has_been_added(weight)
         return self.grad.t().matmul(self.x)
 
 
@@ -242,6 +239,6 @@ def may_be_deferred() -> bool:
 def is_deferred(item: WeightGrad) -> bool:
     """Offer ``item`` to this thread's queue; return whether it took it, else compute it at once."""
     queue = _collecting.get()
-    if queue is None or not item.is_own or item.is_direct:
+    if queue is None or not item.is_own:
         return False
     return bool(item.params) and queue.takes(item)

@@ -15,14 +15,6 @@ from torch import Tensor
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions.triton.glu import act_and_slope
 from megatron.core.fusions.triton.launch import launch
-from megatron.core.params.direct_gradient import (
-    Given,
-    can_be_direct,
-    deliver,
-    direct,
-    leave_to_autograd,
-    value_of,
-)
 
 _ROWS = 4
 _COLUMNS = 512
@@ -33,31 +25,26 @@ _LEAST = 64  # rows of a program in backward: then the sums weigh little
 
 def bias_activation(x: Tensor, bias: Tensor, act: str) -> Tensor:
     """Map [..., f], contiguous, and bias [f] to [..., f]; ``act``: see `act_and_slope`."""
-    if can_be_direct(x):
-        return _BiasActivation.call(x, direct(bias), act)
-    leave_to_autograd(bias)
     return _BiasActivation.call(x, bias, act)
 
 
 class _BiasActivation(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Context[tuple[Given, str]], x: Tensor, bias: Given, act: str) -> Tensor:
-        shift = value_of(bias)
-        ctx.save_for_backward(x, shift)
-        ctx.values = bias, act
+    def forward(ctx: Context[str], x: Tensor, bias: Tensor, act: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.values = act
         out = torch.empty_like(x)
         width = x.shape[-1]
         rows = x.numel() // width
         if rows:
             grid = -(-rows // _ROWS), -(-width // _COLUMNS)
             numbers = rows, width, act, _ROWS, _COLUMNS
-            launch(_forward, grid, (x, shift, out), numbers, _WARPS)
+            launch(_forward, grid, (x, bias, out), numbers, _WARPS)
         return out
 
     @staticmethod
-    def backward(ctx: Context[tuple[Given, str]], grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, shift = ctx.saved_tensors
-        bias, act = ctx.values
+    def backward(ctx: Context[str], grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
         width = x.shape[-1]
         rows = x.numel() // width
         across = -(-width // _COLUMNS)
@@ -65,10 +52,10 @@ class _BiasActivation(Function[Tensor]):
         each = -(-rows // (programs * _ROWS)) * _ROWS
         of_x = torch.empty_like(x)
         sums = x.new_empty(programs, width, dtype=torch.float32)
-        tensors = x, shift, grad.contiguous(), of_x, sums
-        numbers = rows, each, width, act, _ROWS, _COLUMNS
+        tensors = x, bias, grad.contiguous(), of_x, sums
+        numbers = rows, each, width, ctx.values, _ROWS, _COLUMNS
         launch(_backward, (programs, across), tensors, numbers, _WARPS)
-        return of_x, deliver(bias, sums.sum(0).to(shift.dtype)), None
+        return of_x, sums.sum(0).to(bias.dtype), None
 
 
 @triton.jit

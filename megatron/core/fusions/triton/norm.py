@@ -24,14 +24,6 @@ from torch import Tensor
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions.triton.dropout import draw_seed, stays
 from megatron.core.fusions.triton.launch import launch, power_of_2
-from megatron.core.params.direct_gradient import (
-    Given,
-    can_be_direct,
-    deliver,
-    direct,
-    leave_to_autograd,
-    value_of,
-)
 
 _PROGRAMS = 528  # in backward: four for each of the 132 processors of an H100
 _ROWS = 16  # of each, at least: then the first sums weigh little
@@ -54,35 +46,33 @@ class _Sum(NamedTuple):
     seed: Tensor | None = None
 
 
+_NOTHING = _Sum()
+
+
 class _Values(NamedTuple):
-    weight: Given
-    shift: Given  # of a LayerNorm
-    bias: Given = None  # of the x that is added
+    """What backward knows of the parameters and of the x that is added."""
+
+    has_shift: bool  # a LayerNorm
+    bias_dtype: torch.dtype | None = None  # None: no bias is added
     prob: float = 0.0
     dtype: torch.dtype | None = None  # of the x that is added
-
-    @property
-    def bias_dtype(self) -> torch.dtype | None:
-        """The dtype of the bias that is added; None without one."""
-        bias = value_of(self.bias)
-        return None if bias is None else bias.dtype
 
 
 class _Norm(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Context[_Values], x: Tensor, weight: Given, shift: Given, eps: float
+        ctx: Context[_Values], x: Tensor, weight: Tensor, shift: Tensor | None, eps: float
     ) -> Tensor:
         out = torch.empty_like(x)
-        ctx.values = values = _Values(weight, shift)
-        ctx.save_for_backward(*_run_forward(x, out, values, eps, _Sum()))
+        ctx.values = _Values(shift is not None)
+        ctx.save_for_backward(*_run_forward(x, weight, shift, out, eps))
         return out
 
     @staticmethod
     def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
         rows = _Rows(*ctx.saved_tensors)
         out = torch.empty_like(rows.x)
-        of_weight, of_shift, _ = _run_backward(rows, grad, out, _Sum(), ctx.values)
+        of_weight, of_shift, _ = _run_backward(rows, grad, out, _NOTHING, ctx.values)
         return out, of_weight, of_shift, None
 
 
@@ -91,10 +81,10 @@ class _NormOfSum(Function[tuple[Tensor, Tensor]]):
     def forward(
         ctx: Context[_Values],
         x: Tensor,
-        bias: Given,
+        bias: Tensor | None,
         residual: Tensor,
-        weight: Given,
-        shift: Given,
+        weight: Tensor,
+        shift: Tensor | None,
         prob: float,
         eps: float,
         dtype: torch.dtype,
@@ -102,10 +92,11 @@ class _NormOfSum(Function[tuple[Tensor, Tensor]]):
         total = torch.empty_like(residual)
         out = torch.empty_like(residual, dtype=dtype)
         seed = draw_seed(prob, x)
-        ctx.values = values = _Values(weight, shift, bias, prob, x.dtype)
+        bias_dtype = None if bias is None else bias.dtype
+        ctx.values = _Values(shift is not None, bias_dtype, prob, x.dtype)
         ctx.set_materialize_grads(False)
-        added = _Sum(x, value_of(bias), residual, seed)
-        rows = _run_forward(total, out, values, eps, added)
+        added = _Sum(x, bias, residual, seed)
+        rows = _run_forward(total, weight, shift, out, eps, added, prob)
         ctx.save_for_backward(*rows, seed)
         return total, out
 
@@ -128,9 +119,6 @@ class _NormOfSum(Function[tuple[Tensor, Tensor]]):
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Normalise [..., h], contiguous, with weight [h]; LayerNorm with a bias, else RMSNorm."""
-    if can_be_direct(x):
-        return _Norm.call(x, direct(weight), direct(bias), eps)
-    leave_to_autograd(weight, bias)
     return _Norm.call(x, weight, bias, eps)
 
 
@@ -147,26 +135,19 @@ def norm_of_sum(
     ``parameters``: weight and bias of the norm, whose dtype the norm has.  All are contiguous.
     """
     weight, shift = parameters
-    dtype = weight.dtype
-    if can_be_direct(x):
-        given = direct(bias), residual, direct(weight), direct(shift)
-        return _NormOfSum.call(x, *given, prob, eps, dtype)
-    leave_to_autograd(bias, weight, shift)
-    return _NormOfSum.call(x, bias, residual, weight, shift, prob, eps, dtype)
+    return _NormOfSum.call(x, bias, residual, weight, shift, prob, eps, weight.dtype)
 
 
 def _run_forward(
     x: Tensor,
+    weight: Tensor,
+    shift: Tensor | None,
     out: Tensor,
-    values: _Values,
     eps: float,
-    added: _Sum,
+    added: _Sum = _NOTHING,
+    prob: float = 0.0,
 ) -> _Rows:
     """Write the norm of ``x`` to ``out``; with ``added``, write the sum to ``x`` first."""
-    weight = value_of(values.weight)
-    shift = value_of(values.shift)
-    prob = values.prob
-    assert weight is not None, "a norm has a weight"
     width = x.shape[-1]
     rows = x.numel() // width
     stats = x.new_empty(1 if shift is None else 2, rows, dtype=torch.float32)
@@ -180,13 +161,13 @@ def _run_forward(
 def _run_backward(
     rows: _Rows, grad: Tensor, out: Tensor, ends: _Sum, values: _Values
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Write the gradient of the rows to ``out``; deliver those of weight, shift and added bias."""
+    """Write the gradient of the rows to ``out``; return those of weight, shift and added bias."""
     width = rows.x.shape[-1]
     count = rows.stats.shape[1]
     programs = max(1, min(count // _ROWS, _PROGRAMS))
     dtype = rows.weight.dtype
     bias_dtype = values.bias_dtype
-    has_shift = values.shift is not None
+    has_shift = values.has_shift
     parts = 1 + has_shift + (bias_dtype is not None)
     sums = rows.x.new_empty(parts, programs, width, dtype=torch.float32)
     tensors = *rows, grad.contiguous(), out, ends.x, ends.residual, ends.seed, sums
@@ -203,9 +184,9 @@ def _run_backward(
         *others, of_bias = totals.unbind()
         grads = (*(of.to(dtype) for of in others), of_bias.to(bias_dtype))
     return (
-        deliver(values.weight, grads[0]),
-        deliver(values.shift, grads[1]) if has_shift else None,
-        deliver(values.bias, grads[-1]) if bias_dtype is not None else None,
+        grads[0],
+        grads[1] if has_shift else None,
+        grads[-1] if bias_dtype is not None else None,
     )
 
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.fusions.rope import RotaryTable
-from megatron.core.params.direct_gradient import through_autograd
 from megatron.core.tensor_parallel.random import get_rng_tracker
 from megatron.core.tensor_parallel.weight_gradient import (
     MainGradParameter,
@@ -115,9 +114,7 @@ def record(
     arguments, pool, parts = _with_tensors(shared, fixed), device.graph_pool(), []
     outputs: list[Tensor] = []
     before = fixed[HIDDEN]
-    # A replay passes gradients to autograd, whose hooks then run after each layer.
-    params_of_all = [p for module in modules for p in module.parameters()]
-    with device.about_to_record(), through_autograd(params_of_all):
+    with device.about_to_record():
         for run, module, feeds in zip(runs, modules, feeds_next, strict=True):
             graph = device.Graph(pool, get_rng_tracker().streams())
             with graph.recording(), torch.enable_grad():
