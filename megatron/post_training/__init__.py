@@ -13,8 +13,8 @@ register_objectives(
         DPO: "megatron.post_training.preference.objective:DPO",
         REWARD: "megatron.post_training.preference.objective:REWARD",
         GRPO: "megatron.post_training.rl.objective:GRPO",
-        "teacher": "megatron.post_training.distillation.objective:distilled",
-        "store": "megatron.post_training.distillation.stored_distillation:taught",
-        "save": "megatron.post_training.distillation.stored_distillation:saving",
+        "teacher": "megatron.post_training.distillation.objective:add_teacher",
+        "store": "megatron.post_training.distillation.stored_distillation:add_stored_logits_loss",
+        "save": "megatron.post_training.distillation.stored_distillation:save_top_tokens",
     }
 )

@@ -27,7 +27,6 @@ from torch.distributed.run import get_args_parser
 
 from megatron.core.config.errors import ConfigError
 from megatron.post_training.rl.environment import open_environments
-from megatron.post_training.rl.trainer import KNOWN_ENVIRONMENTS
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.rules import rule
@@ -200,7 +199,7 @@ def check_environment() -> None:
     Path("problems.jsonl").write_text('{"prompt": "1 + 1 = ", "result": 2}\n')
     (entries,) = [b.code for b in blocks_of(ROOT / "docs/rl.md") if "my_package" in b.code][:1]
     Path("environments.yaml").write_text(entries)
-    found = open_environments("environments.yaml", 1, KNOWN_ENVIRONMENTS)
+    found = open_environments("environments.yaml", 1)
     task = found.tasks(0, 1)[0]
     assert len(found.held_out) == 1
     assert task.reward("no number") == 0.0
@@ -209,7 +208,7 @@ def check_environment() -> None:
         b.code for b in blocks_of(ROOT / "docs/rl.md") if "agent_type: functions" in b.code
     ]
     Path("functions.yaml").write_text(entries)
-    task = open_environments("functions.yaml", 1, KNOWN_ENVIRONMENTS).tasks(0, 1)[0]
+    task = open_environments("functions.yaml", 1).tasks(0, 1)[0]
     assert task.reward("2") == pytest.approx(1 - 0.2 / 100)
 
 

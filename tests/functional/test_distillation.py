@@ -19,8 +19,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import frozen_models
-from megatron.post_training.distillation.kd_config import LayerPair
-from megatron.post_training.distillation.objective import check_pairs
+from megatron.post_training.distillation.objective import LayerPair, check_pairs
 from megatron.training.initialize import initialize_megatron
 from megatron.training.plan.rank import cost_of_rank
 from megatron.training.runtime.runtime import Callback, Runtime

@@ -7,7 +7,7 @@ tensor-parallel rank holds p/tp columns of logits.  All losses are computed in f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -267,6 +267,11 @@ def sum_of_masked(
     total = (losses.float() * mask).sum()
     num_tokens = mask.sum()
     return total, num_tokens.int(), {"lm loss": torch.stack([total.detach(), num_tokens])}
+
+
+def with_counts(sums: Mapping[str, Tensor], num_tokens: Tensor) -> dict[str, Tensor]:
+    """Return what is logged of ``sums`` over ``num_tokens``: each sum with the number."""
+    return {name: torch.stack([x.detach(), num_tokens.to(x)]) for name, x in sums.items()}
 
 
 def require_wrapper(chunks: Sequence[nn.Module], wrapper: type[nn.Module], flag: str) -> None:

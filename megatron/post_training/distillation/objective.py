@@ -10,14 +10,17 @@ mean distance of hidden states.
 
 Collective, on the last stage: those of the two output layers, then those of the losses over tp,
 for each chunk of tokens; the sums of the losses over cp.
+
+The file of --export-kd-cfg says which outputs are compared, and how the losses are combined.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +30,10 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import Shape
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.text_files import parse_yaml, read_text
 from megatron.core.transformer.module import MegatronModule, frozen_models
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.post_training.distillation.kd_config import KDConfig, LayerPair, read_kd_config
 from megatron.post_training.distillation.losses import (
     HIDDEN_LOSSES,
     balanced,
@@ -39,17 +42,21 @@ from megatron.post_training.distillation.losses import (
     lm_losses,
     require_wrapper,
     sum_of_masked,
+    with_counts,
 )
 from megatron.post_training.reference import build_teacher, load_teacher, teacher_config
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of_stages
 from megatron.training.models.kind import Batch, ModelImplementation
 
-_NAMES = ("lm loss", "logits distillation loss", "intermediate distillation loss")
+_NAMES = ("logits distillation loss", "intermediate distillation loss")
+LOGITS = "output_layer"
+FINAL_NORM = "decoder.final_layernorm"
+_LAYER = re.compile(r"decoder\.layers\.(\d{1,5})")
 
 
 @cache
-def distilled(inner: ModelImplementation) -> ModelImplementation:
+def add_teacher(inner: ModelImplementation) -> ModelImplementation:
     """Return the implementation that trains as ``inner`` does, but towards the teacher."""
     return replace(
         inner,
@@ -270,6 +277,91 @@ def _loss(
         kd_loss_scale=kd.kd_loss_scale,
         cp_group=groups.cp,
     )
-    named = {"total loss": total, **dict(zip(_NAMES[1:], sums[1:], strict=False))}
-    pairs = {name: torch.stack([x.detach(), num_tokens.to(x)]) for name, x in named.items()}
-    return total, num_tokens, reported | pairs
+    named = {"total loss": total, **dict(zip(_NAMES, sums[1:], strict=False))}
+    return total, num_tokens, reported | with_counts(named, num_tokens)
+
+
+class LayerPair(NamedTuple):
+    """Two outputs that a loss compares: indices of layers, or None after the final norm."""
+
+    student: int | None
+    teacher: int | None
+    loss: str = "cosine"  # a key of `HIDDEN_LOSSES`
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDConfig:
+    """Settings of the distillation loss; the names and defaults are Megatron-LM's."""
+
+    intermediate_layer_pairs: tuple[LayerPair, ...] = ()
+    skip_lm_loss: bool = True
+    kd_loss_scale: float = 1.0
+    logit_kl_temperature: float = 1.0
+
+
+def read_kd_config(path: str | None) -> KDConfig:
+    """Return the settings of the file ``path``; the defaults without one.  Raises ConfigError."""
+    if path is None:
+        return KDConfig()
+    what = f"--export-kd-cfg {path}"
+    content = parse_yaml(
+        read_text(path, what, ConfigError, "a YAML or JSON file"), what, ConfigError
+    )
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{what}: a mapping of settings is needed, for example skip_lm_loss: true"
+        )
+    known = {"logit_layers", *(f.name for f in fields(KDConfig))}
+    for name in content:
+        if name not in known:
+            raise ConfigError(f"{what}: unknown setting {name!r}; use {', '.join(sorted(known))}")
+    logits = content.pop("logit_layers", [LOGITS, LOGITS])
+    if logits != [LOGITS, LOGITS]:
+        raise ConfigError(
+            f"{what}: logit_layers {logits!r}: the logits of both models are the outputs of "
+            f"{LOGITS}; write [{LOGITS}, {LOGITS}]"
+        )
+    pairs = content.pop("intermediate_layer_pairs", None) or []
+    if not isinstance(pairs, list):
+        raise ConfigError(f"{what}: intermediate_layer_pairs {pairs!r}: a list of pairs is needed")
+    values = {name: _checked(name, value, what) for name, value in content.items()}
+    return KDConfig(intermediate_layer_pairs=tuple(_pair(p, what) for p in pairs), **values)
+
+
+def _checked(name: str, value: Any, what: str) -> Any:
+    if name == "skip_lm_loss":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{what}: skip_lm_loss {value!r}: write true or false")
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise ConfigError(f"{what}: {name} {value!r}: a finite number above 0 is needed")
+    return float(value)
+
+
+def _pair(pair: Any, what: str) -> LayerPair:
+    """Return the pair [student, teacher] or [student, teacher, loss]."""
+    is_pair = isinstance(pair, list) and len(pair) in (2, 3)
+    if not is_pair or not all(isinstance(part, str) for part in pair):
+        raise ConfigError(
+            f"{what}: intermediate_layer_pairs {pair!r}: write [student layer, teacher layer], and "
+            "the loss cosine (default) or mse as third value"
+        )
+    loss = pair[2] if len(pair) == 3 else "cosine"
+    if loss not in HIDDEN_LOSSES:
+        raise ConfigError(
+            f"{what}: intermediate_layer_pairs {pair!r}: loss {loss}: use cosine or mse"
+        )
+    return LayerPair(_index(pair[0], what), _index(pair[1], what), loss)
+
+
+def _index(name: str, what: str) -> int | None:
+    if name == FINAL_NORM:
+        return None
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        raise ConfigError(
+            f"{what}: intermediate_layer_pairs: {name} is not available; use decoder.layers.N, the "
+            f"output of a layer, or {FINAL_NORM}"
+        )
+    return int(found[1])

@@ -12,7 +12,7 @@ file.
 from __future__ import annotations
 
 import time
-from collections.abc import Sized
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from megatron.post_training.distillation.losses import (
     most_probable,
     require_wrapper,
     sum_of_masked,
+    with_counts,
 )
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import Batch, BatchTable, ModelImplementation, TensorSpec
@@ -65,100 +66,111 @@ _ENTRY_BYTES = 8
 
 
 @cache
-def taught(inner: ModelImplementation) -> ModelImplementation:
+def add_stored_logits_loss(inner: ModelImplementation) -> ModelImplementation:
     """Return the implementation that trains as ``inner`` does, but towards a store."""
     return replace(
         inner,
         build=partial(_build, StoredTeacher, inner),
-        batch=partial(_taught_batch, inner),
+        batch=partial(_batch_with_entries, inner),
         apply=partial(_apply, inner),
-        loss=partial(_taught_loss, inner),
+        loss=partial(_loss, inner),
         load_frozen=partial(_check_store, inner),
         wrap_dataset=_with_entries,
     )
 
 
 @cache
-def saving(inner: ModelImplementation) -> ModelImplementation:
-    """Return the implementation whose last stage returns what a store keeps."""
+def save_top_tokens(inner: ModelImplementation) -> ModelImplementation:
+    """Return the implementation that writes a store in place of training."""
     return replace(
         inner,
         build=partial(_build, TopTokens, inner),
-        batch=partial(_saved_batch, inner),
+        batch=partial(_batch_with_keys, inner),
         loss=_rows_to_save,
-        load_frozen=partial(_check_saving, inner),
+        load_frozen=partial(_check_wrapper, TopTokens, "--logits-save-dir", inner),
         wrap_dataset=_with_keys,
         prepare_data=partial(_skip_saved_steps, inner),
         replace_training=save_logits,
     )
 
 
-class StoredTeacher(MegatronModule):
-    """Last pipeline stage of a student, ``module``, that compares itself with stored entries."""
+class _LastStage(MegatronModule):
+    """Last pipeline stage of a model, ``module``, that computes something else than its loss."""
 
-    def __init__(self, student: LanguageModule, config: RunConfig) -> None:
-        super().__init__(student.config)
-        self.module = student
-        self.learns_text = config.distillation.logits_load_kd_loss_alpha < 1
-        self._entries: tuple[Tensor, Tensor] | None = None
-        self.vocab_size = _vocabulary(student)
-        student.loss_runner = self._losses
+    def __init__(self, model: LanguageModule, config: RunConfig) -> None:
+        super().__init__(model.config)
+        self.module = model
+        self.kd = config.distillation
+        self.vocab_size = model.num_tokens or model.vocab_size
+        model.loss_runner = self.compute
+
+    def compute(self, hidden: Tensor, labels: Tensor) -> Any:
+        """Map final hidden states [s, b, h] and labels [b, s] to the output of the stage."""
+        raise NotImplementedError
+
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
+        """Run the model."""
+        return self.module(*inputs, **kwargs)
+
+    def _in_chunks(
+        self, function: Callable[..., Any], hidden: Tensor, tokens: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Call ``function`` on logits [c, b, v/tp] and ``tokens``; see `in_chunks`."""
+        model = self.module
+        assert isinstance(model, LanguageModule)
+        weight = model.output_weight()
+        return in_chunks(
+            model,
+            lambda x, *tokens: function(model.sharded_logits(x, weight), *tokens),
+            [model.scaled(hidden)],
+            tokens,
+        )
+
+
+class StoredTeacher(_LastStage):
+    """Last stage of a student that compares itself with stored entries.
+
+    It returns the losses of each token [2, b, s]; in an evaluation [1, b, s].
+    """
+
+    _entries: tuple[Tensor, Tensor] | None = None
 
     def expect(self, ids: Tensor, log_probs: Tensor) -> None:
         """Set the entries [b, s, k] of the next micro-batch."""
         self._entries = ids, log_probs
 
-    def forward(self, *inputs: object, **kwargs: object) -> Tensor:
-        """Return the losses of each token [2, b, s]; in an evaluation [1, b, s]."""
-        losses: Tensor = self.module(*inputs, **kwargs)
-        self._entries = None
-        return losses
-
-    def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def compute(self, hidden: Tensor, labels: Tensor) -> Tensor:
         student = self.module
         assert isinstance(student, LanguageModule)
+        entries = self._entries
+        self._entries = None
         if not torch.is_grad_enabled():  # the store has no entries for an evaluation
             return student.token_losses(hidden, labels).unsqueeze(0)
-        assert self._entries is not None, "apply() sets them"
-        weight = student.output_weight()
+        assert entries is not None, "apply() sets them"
+        learns = self.kd.logits_load_kd_loss_alpha < 1
 
-        def losses_of(x: Tensor, labels: Tensor, ids: Tensor, log_probs: Tensor) -> Any:
-            logits = student.sharded_logits(x, weight)
+        def losses_of(logits: Tensor, labels: Tensor, ids: Tensor, log_probs: Tensor) -> Any:
             kl = divergence_from_stored(
                 logits, ids, log_probs, tp_group=student.tp_group, vocab_size=self.vocab_size
             )
-            return lm_losses(student, logits, labels, learns=self.learns_text), kl
+            return lm_losses(student, logits, labels, learns=learns), kl
 
-        tokens = [labels, *self._entries]
-        return torch.stack(in_chunks(student, losses_of, [student.scaled(hidden)], tokens))
+        return torch.stack(self._in_chunks(losses_of, hidden, [labels, *entries]))
 
 
-class TopTokens(MegatronModule):
-    """Last pipeline stage of a teacher, ``module``, that returns its most probable tokens."""
+class TopTokens(_LastStage):
+    """Last stage of a teacher that returns its most probable tokens.
 
-    def __init__(self, teacher: LanguageModule, config: RunConfig) -> None:
-        super().__init__(teacher.config)
-        self.module = teacher
-        self.kd = config.distillation
-        self.vocab_size = _vocabulary(teacher)
-        teacher.loss_runner = self._top  # type: ignore[assignment]
+    Their ids and log-probabilities [b, s, k]; those that are not kept are -inf.
+    """
 
-    def forward(self, *inputs: object, **kwargs: object) -> Any:
-        """Return ids and log-probabilities [b, s, k]; those that are not kept are -inf."""
-        return self.module(*inputs, **kwargs)
-
-    def _top(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        teacher = self.module
+    def compute(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         kd = self.kd
-        assert isinstance(teacher, LanguageModule)
-        weight = teacher.output_weight()
         k = top_k_of(kd.logits_save_top_k, self.vocab_size)
+        tp_group = self.module.tp_group
 
-        def top_of(x: Tensor, _labels: Tensor) -> tuple[Tensor, ...]:
-            logits = teacher.sharded_logits(x, weight)
-            ids, log_probs = most_probable(
-                logits, k, tp_group=teacher.tp_group, vocab_size=self.vocab_size
-            )
+        def top_of(logits: Tensor, _labels: Tensor) -> tuple[Tensor, ...]:
+            ids, log_probs = most_probable(logits, k, tp_group=tp_group, vocab_size=self.vocab_size)
             if kd.logits_save_top_p is not None:
                 before = log_probs.exp().cumsum(-1) - log_probs.exp()
                 is_dropped = before >= kd.logits_save_top_p
@@ -166,7 +178,7 @@ class TopTokens(MegatronModule):
                 log_probs = log_probs.masked_fill(is_dropped, float("-inf"))
             return ids, log_probs
 
-        return in_chunks(teacher, top_of, [teacher.scaled(hidden)], [labels])
+        return self._in_chunks(top_of, hidden, [labels])
 
 
 def top_k_of(asked: int | None, vocab_size: int) -> int:
@@ -174,12 +186,8 @@ def top_k_of(asked: int | None, vocab_size: int) -> int:
     return min(asked or vocab_size, vocab_size)
 
 
-def _vocabulary(model: LanguageModule) -> int:
-    return model.num_tokens or model.vocab_size
-
-
 def _build(
-    wrapper: type[StoredTeacher | TopTokens],
+    wrapper: type[_LastStage],
     inner: ModelImplementation,
     config: RunConfig,
     *,
@@ -191,13 +199,21 @@ def _build(
     return wrapper(model, config) if post_process else model
 
 
-def _check_store(inner: ModelImplementation, run: Any) -> None:
-    """Raise DataError if the store is of another vocabulary or sequence length than ``run``."""
+def _check_wrapper(
+    wrapper: type[_LastStage], flag: str, inner: ModelImplementation, run: Any
+) -> None:
+    """Raise ConfigError if the last stage of a program's own model has no ``wrapper``."""
     if inner.load_frozen is not None:
         inner.load_frozen(run)
+    last = run.placement.num_stages - 1
+    chunks = zip(run.model_chunks, run.stages, strict=True)
+    require_wrapper([chunk for chunk, stage in chunks if stage == last], wrapper, flag)
+
+
+def _check_store(inner: ModelImplementation, run: Any) -> None:
+    """Raise DataError if the store is of another vocabulary or sequence length than ``run``."""
+    _check_wrapper(StoredTeacher, "--logits-load-dir", inner, run)
     folder = run.config.distillation.logits_load_dir
-    if run.has_loss:
-        require_wrapper(_last(run), StoredTeacher, "--logits-load-dir")
     settings = _settings(folder)
     size = run.tokenizer.vocab_size
     if settings.seq_length != run.config.data.seq_length:
@@ -212,49 +228,30 @@ def _check_store(inner: ModelImplementation, run: Any) -> None:
         )
 
 
-def _check_saving(inner: ModelImplementation, run: Any) -> None:
-    if inner.load_frozen is not None:
-        inner.load_frozen(run)
-    if run.has_loss:
-        require_wrapper(_last(run), TopTokens, "--logits-save-dir")
-
-
-def _last(run: Any) -> list[nn.Module]:
-    """Return the model chunk of the last stage, on the ranks that have it."""
-    last = run.placement.num_stages - 1
-    return [
-        chunk for chunk, stage in zip(run.model_chunks, run.stages, strict=True) if stage == last
-    ]
-
-
 def _apply(inner: ModelImplementation, model: nn.Module, batch: Batch) -> Any:
     if batch[_IDS] is not None:
         get_attr_wrapped_model(model, "expect")(batch[_IDS], batch[_LOG_PROBS])
     return inner.apply(model, batch)
 
 
-def _taught_batch(
+def _batch_with_entries(
     inner: ModelImplementation, config: RunConfig, stage: int, num_stages: int
 ) -> BatchTable:
-    settings = _settings(config.distillation.logits_load_dir)
-    shape = config.training.micro_batch_size, config.data.seq_length, settings.top_k
-    specs = {
-        _IDS: TensorSpec(torch.int32, shape),
-        _LOG_PROBS: TensorSpec(torch.float32, shape),
-    }
-    return _with_specs(inner.batch(config, stage, num_stages), specs, stage == num_stages - 1)
+    top_k = _settings(config.distillation.logits_load_dir).top_k
+    shape = config.training.micro_batch_size, config.data.seq_length, top_k
+    ids = TensorSpec(torch.int32, shape)
+    log_probs = TensorSpec(torch.float32, shape)
+    is_last = stage == num_stages - 1
+    more = {_IDS: ids if is_last else None, _LOG_PROBS: log_probs if is_last else None}
+    return {**inner.batch(config, stage, num_stages), **more}
 
 
-def _saved_batch(
+def _batch_with_keys(
     inner: ModelImplementation, config: RunConfig, stage: int, num_stages: int
 ) -> BatchTable:
-    shape = config.training.micro_batch_size, config.data.seq_length
-    specs = dict.fromkeys((_INDEX, _CHECKSUM), TensorSpec(torch.int64, shape))
-    return _with_specs(inner.batch(config, stage, num_stages), specs, stage == num_stages - 1)
-
-
-def _with_specs(table: BatchTable, specs: dict[str, TensorSpec], is_last: bool) -> BatchTable:
-    return {**table, **(specs if is_last else dict.fromkeys(specs))}
+    spec = TensorSpec(torch.int64, (config.training.micro_batch_size, config.data.seq_length))
+    more = dict.fromkeys((_INDEX, _CHECKSUM), spec if stage == num_stages - 1 else None)
+    return {**inner.batch(config, stage, num_stages), **more}
 
 
 @cache
@@ -263,7 +260,7 @@ def _settings(folder: str | None) -> StoreSettings:
     return read_settings(folder, "--logits-load-dir")
 
 
-def _taught_loss(
+def _loss(
     inner: ModelImplementation,
     config: RunConfig,
     groups: ProcessGroupCollection,
@@ -278,9 +275,8 @@ def _taught_loss(
     kl = count(config, groups, batch, output[1])[0]
     alpha = config.distillation.logits_load_kd_loss_alpha
     total = alpha * kl + (1 - alpha) * lm if alpha < 1 else kl
-    named = {"total loss": total, "logits distillation loss": kl}
-    pairs = {name: torch.stack([x.detach(), num_tokens.to(x)]) for name, x in named.items()}
-    return total, num_tokens, reported | pairs
+    sums = {"total loss": total, "logits distillation loss": kl}
+    return total, num_tokens, reported | with_counts(sums, num_tokens)
 
 
 def _rows_to_save(
@@ -321,72 +317,69 @@ def _complete(x: Tensor, cp_group: ProcessGroup, lengths: tuple[int, ...] | None
     return every[order].transpose(0, 1)
 
 
-class _Wrapped(Dataset[Any]):
-    """A data set whose samples have more tensors."""
-
-    def __init__(self, samples: Any) -> None:
-        assert isinstance(samples, Sized)
-        self.samples: Any = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-
-class _WithKeys(_Wrapped):
-    """Samples with their index in the set, and their checksum, for each of their tokens."""
-
-    def __getitem__(self, index: int | None) -> dict[str, Any]:
-        sample = dict(self.samples[index])
-        keys = torch.tensor([-1 if index is None else index, checksum_of(sample)])
-        length = len(sample["tokens"])
-        return sample | dict(zip((_INDEX, _CHECKSUM), keys[:, None].expand(2, length), strict=True))
-
-
-class _WithEntries(_Wrapped):
-    """Samples with the entries of a store; without entries those that are not trained on.
-
-    A data loader may read samples ahead that the run does not need.
-    """
+class _MoreTensors(Dataset[Any]):
+    """A data set whose samples have more tensors, ``more(index, sample)``."""
 
     def __init__(
-        self, samples: Any, settings: StoreSettings, store: LogitsStore | None, trained: range
+        self, samples: Any, more: Callable[[int | None, dict[str, Any]], dict[str, Any]]
     ) -> None:
-        super().__init__(samples)
-        self.settings = settings
-        self.store = store
-        self.trained = trained
+        self._samples = samples
+        self._more = more
+
+    def __len__(self) -> int:
+        return len(self._samples)
 
     def __getitem__(self, index: int | None) -> dict[str, Any]:
-        sample = dict(self.samples[index])
-        entries = no_entries(self.settings)
-        store = self.store
-        if store is not None and index is not None and index in self.trained and index in store:
-            entries = store.entries(index, checksum_of(sample))
-        return sample | dict(zip((_IDS, _LOG_PROBS), entries, strict=True))
+        sample = dict(self._samples[index])
+        return sample | self._more(index, sample)
 
 
 def _with_keys(config: RunConfig, dataset: Any, *, num_trained: int) -> Any:
+    """Return ``dataset`` with index and checksum of a sample, for each of its tokens."""
     del config, num_trained
-    return _WithKeys(dataset)
+    return _MoreTensors(dataset, _keys)
+
+
+def _keys(index: int | None, sample: dict[str, Any]) -> dict[str, Any]:
+    keys = torch.tensor([-1 if index is None else index, checksum_of(sample)])
+    length = len(sample["tokens"])
+    return dict(zip((_INDEX, _CHECKSUM), keys[:, None].expand(2, length), strict=True))
 
 
 def _with_entries(config: RunConfig, dataset: Any, *, num_trained: int) -> Any:
-    """Return ``dataset`` with the entries of the store; raise DataError if it lacks some."""
+    """Return ``dataset`` with the entries of the store; raise DataError if it lacks some.
+
+    Samples that are not trained on have none: a data loader may read ahead.
+    """
     kd = config.distillation
     settings = _settings(kd.logits_load_dir)
     if not num_trained:
-        return _WithEntries(dataset, settings, None, range(0))
+        return _MoreTensors(dataset, partial(_entries, settings, None, range(0)))
     store = LogitsStore(kd.logits_load_dir or "")
-    wrapped = _WithEntries(dataset, settings, store, range(num_trained))
-    missing = next((i for i in range(num_trained) if i not in store), None)
+    trained = range(num_trained)
+    missing = next((i for i in trained if i not in store), None)
     if missing is not None and not kd.logits_load_ignore_errors:
         raise DataError(
             f"--logits-load-dir {kd.logits_load_dir}: the store has {len(store)} samples and not "
             f"sample {missing}, the run trains on {num_trained}: save the store with the data, the "
             "seed and the number of samples of this run"
         )
+    wrapped = _MoreTensors(dataset, partial(_entries, settings, store, trained))
     wrapped[0]  # other data is refused here, and not in a worker of the data loader
     return wrapped
+
+
+def _entries(
+    settings: StoreSettings,
+    store: LogitsStore | None,
+    trained: range,
+    index: int | None,
+    sample: dict[str, Any],
+) -> dict[str, Any]:
+    found = no_entries(settings)
+    if store is not None and index is not None and index in trained and index in store:
+        found = store.entries(index, checksum_of(sample))
+    return dict(zip((_IDS, _LOG_PROBS), found, strict=True))
 
 
 def _skip_saved_steps(inner: ModelImplementation, run: Runtime, config: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Prune a checkpoint of GPT to smaller sizes, by the importance of its parts (Minitron).
 
-`measure` scores the parts on calibration samples, `choose` selects what is kept, `prune` slices the
-tensors of a checkpoint of any format and layout, one at a time, and writes a checkpoint with the
-arguments of the smaller model.
+`measure` scores the parts on calibration samples, `plan_pruning` selects what is kept, `prune`
+slices the tensors of a checkpoint of any format and layout, one at a time, and writes a checkpoint
+with the arguments of the smaller model.
 
 ``n`` heads in ``g`` groups of queries, ``d`` head width, ``f`` neurons of an MLP, ``E`` experts.
 
@@ -16,7 +16,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,7 +80,7 @@ class Targets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerKept:
+class LayerPlan:
     """Indices that one layer keeps, in ascending order; None keeps all."""
 
     groups: Tensor | None = None
@@ -90,12 +90,12 @@ class LayerKept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class PruningPlan:
     """What the pruned model keeps."""
 
     hidden: Tensor | None
-    layers: Mapping[int, LayerKept]  # old index -> its parts, in order
-    args: Mapping[str, Any] = field(default_factory=dict)  # arguments with other values
+    layers: Mapping[int, LayerPlan]  # old index -> its parts, in order
+    args: Mapping[str, Any]  # arguments with other values
 
 
 class _Sizes(NamedTuple):
@@ -105,13 +105,12 @@ class _Sizes(NamedTuple):
     is_gated: bool
 
 
-def choose(run: RunConfig, targets: Targets, scores: Scores) -> Kept:
-    """Return what a model of ``run`` keeps for ``targets``.  Raises ConfigError for a wrong size.
+def plan_pruning(run: RunConfig, targets: Targets, scores: Scores) -> PruningPlan:
+    """Return what a model of ``run`` keeps for ``targets``, which `check_targets` has accepted.
 
     Layers with the lowest scores are dropped; every kept layer keeps its own best heads, neurons
     and experts; hidden channels are the same in all layers.
     """
-    check_targets(run, targets)
     model = run.model
     heads = targets.num_attention_heads or model.num_attention_heads
     groups = _groups(run, targets)
@@ -119,7 +118,7 @@ def choose(run: RunConfig, targets: Targets, scores: Scores) -> Kept:
     for index in _kept_layers(run, targets, scores):
         own = {part: scores.get(key(index, part)) for part in (HEADS, FFN, EXPERTS)}
         kept_groups, kept_heads = _best_heads(run, own[HEADS], heads, groups)
-        layers[index] = LayerKept(
+        layers[index] = LayerPlan(
             groups=kept_groups,
             heads=kept_heads,
             neurons=_best(own[FFN], targets.ffn_hidden_size),
@@ -139,50 +138,67 @@ def choose(run: RunConfig, targets: Targets, scores: Scores) -> Kept:
     if model.num_moe_experts is not None:
         changed["num_experts"] = targets.num_moe_experts or model.num_moe_experts
         changed["moe_ffn_hidden_size"] = model.moe_ffn_hidden_size
-    return Kept(hidden=_best(scores.get(HIDDEN), targets.hidden_size), layers=layers, args=changed)
+    return PruningPlan(
+        hidden=_best(scores.get(HIDDEN), targets.hidden_size), layers=layers, args=changed
+    )
 
 
 def check_targets(run: RunConfig, targets: Targets) -> None:
     """Raise ConfigError if a model of ``run`` cannot be pruned to ``targets``."""
     model = run.model
-    problems = []
-    if model.multi_latent_attention:
-        problems.append("pruning is not implemented for --multi-latent-attention")
-    if model.qk_layernorm_full_width and (targets.num_attention_heads or targets.num_query_groups):
-        problems.append("--qk-layernorm-full-width: norms over all heads, which cannot be pruned")
-    for flag, wanted, has in (
-        ("num-layers", targets.num_layers, model.num_layers),
-        ("hidden-size", targets.hidden_size, model.hidden_size),
-        ("ffn-hidden-size", targets.ffn_hidden_size, model.ffn_hidden_size),
-        ("num-attention-heads", targets.num_attention_heads, model.num_attention_heads),
-        ("num-query-groups", targets.num_query_groups, model.num_query_groups),
-        ("num-moe-experts", targets.num_moe_experts, model.num_moe_experts),
-    ):
-        if wanted is not None and not 1 <= wanted <= (has or 0):
-            problems.append(f"--target-{flag} {wanted}: the model has {has or 'none'}")
     heads = targets.num_attention_heads or model.num_attention_heads
     groups = _groups(run, targets)
-    if groups < 1 or heads % groups or heads // groups > _heads_of_group(run):
-        problems.append(
-            f"{heads} heads in {groups} groups: a group of the model has {_heads_of_group(run)} "
-            "heads, and all groups keep equally many: change --target-num-attention-heads or "
-            "--target-num-query-groups"
-        )
-    if targets.num_moe_experts and targets.num_moe_experts < model.moe_router_topk:
-        problems.append(
+    of_group = _heads_of_group(run)
+    dropped = targets.layers_to_drop
+    wrong = [n for n in dropped if not 1 <= n <= model.num_layers]
+    pattern = _pattern_of_layers(run)
+    prunes_heads = targets.num_attention_heads or targets.num_query_groups
+    sizes = [(name, getattr(targets, name), getattr(model, name) or 0) for name in _SIZES]
+    rules = (
+        (
+            model.multi_latent_attention,
+            "pruning is not implemented for --multi-latent-attention",
+        ),
+        (
+            model.qk_layernorm_full_width and prunes_heads,
+            "--qk-layernorm-full-width: norms over all heads, which cannot be pruned",
+        ),
+        *(
+            (
+                wanted is not None and not 1 <= wanted <= size,
+                f"--target-{name.replace('_', '-')} {wanted}: the model has {size or 'none'}",
+            )
+            for name, wanted, size in sizes
+        ),
+        (
+            groups < 1 or heads % groups or heads // groups > of_group,
+            f"{heads} heads in {groups} groups: a group of the model has {of_group} heads, and all "
+            "groups keep equally many: change --target-num-attention-heads or "
+            "--target-num-query-groups",
+        ),
+        (
+            0 < (targets.num_moe_experts or 0) < model.moe_router_topk,
             f"--target-num-moe-experts {targets.num_moe_experts} is below --moe-router-topk "
-            f"{model.moe_router_topk}"
-        )
-    wrong = [n for n in targets.layers_to_drop if not 1 <= n <= model.num_layers]
-    if wrong or len({*targets.layers_to_drop}) == model.num_layers:
-        problems.append(f"--layers-to-drop {wrong or 'all'}: layers are 1 to {model.num_layers}")
-    if targets.num_layers and targets.layers_to_drop:
-        problems.append("--target-num-layers and --layers-to-drop exclude each other")
-    if targets == Targets():
-        problems.append("no size is given: use --target-num-layers, --target-hidden-size or others")
-    if (targets.num_layers or targets.layers_to_drop) and (pattern := _pattern_of_layers(run)):
-        problems.append(f"{pattern} depends on the index of a layer: layers cannot be dropped")
-    ConfigError.raise_for(problems)
+            f"{model.moe_router_topk}",
+        ),
+        (
+            wrong or len({*dropped}) == model.num_layers,
+            f"--layers-to-drop {wrong or 'all'}: layers are 1 to {model.num_layers}",
+        ),
+        (
+            targets.num_layers and dropped,
+            "--target-num-layers and --layers-to-drop exclude each other",
+        ),
+        (
+            targets == Targets(),
+            "no size is given: use --target-num-layers, --target-hidden-size or others",
+        ),
+        (
+            (targets.num_layers or dropped) and pattern,
+            f"{pattern} depends on the index of a layer: layers cannot be dropped",
+        ),
+    )
+    ConfigError.raise_for(message for is_wrong, message in rules if is_wrong)
 
 
 def _pattern_of_layers(run: RunConfig) -> str | None:
@@ -247,8 +263,10 @@ def _best_heads(
     return groups, torch.cat(heads)
 
 
-def prune(load: Path, save: Path, run: RunConfig, kept: Kept, step: int | None = None) -> Path:
-    """Write the checkpoint ``load`` of ``run``, pruned to ``kept``, to ``save``; return its folder.
+def prune(
+    load: Path, save: Path, run: RunConfig, plan: PruningPlan, step: int | None = None
+) -> Path:
+    """Write the checkpoint ``load`` of ``run``, pruned by ``plan``, to ``save``; return its folder.
 
     One process.  Raises CheckpointError for a tensor that the model is not known to have.
     """
@@ -261,40 +279,40 @@ def prune(load: Path, save: Path, run: RunConfig, kept: Kept, step: int | None =
         model.kv_channels or 0,
         model.gated_linear_unit,
     )
-    numbers = {old: new for new, old in enumerate(kept.layers)}
+    numbers = {old: new for new, old in enumerate(plan.layers)}
     tensors = {}
     for name, tensor in source.tensors.items():
         if name.startswith((OPTIMIZER_PREFIX, _MTP)):
             continue
-        found = _pruned(name, tensor, kept, sizes, numbers)
+        found = _pruned(name, tensor, plan, sizes, numbers)
         if found is not None:
             tensors[found.name] = found
-    args = {**source.args, **kept.args}
+    args = {**source.args, **plan.args}
     run_config(args)  # raises for a model that cannot be built
     smaller = replace(source, tensors=tensors, args=args, common={}, rank_states={}, layout={})
     return write_checkpoint(smaller, wanted)
 
 
 def _pruned(
-    name: str, tensor: LazyTensor, kept: Kept, sizes: _Sizes, numbers: Mapping[int, int]
+    name: str, tensor: LazyTensor, plan: PruningPlan, sizes: _Sizes, numbers: Mapping[int, int]
 ) -> LazyTensor | None:
     """Return the tensor of the pruned model, with its new name; None if a part is dropped."""
     found = _OF_LAYER.fullmatch(name)
     if found is None:
-        indices = _outside_layers(name, kept.hidden)
+        indices = _outside_layers(name, plan.hidden)
         return _sliced(name, tensor, indices, name)
     index = int(found[1])
     own = found[2]
-    if index not in kept.layers:
+    if index not in plan.layers:
         return None
-    layer = kept.layers[index]
+    layer = plan.layers[index]
     expert = _OF_EXPERT.fullmatch(own)
     if expert is not None and layer.experts is not None:
         places = {old: new for new, old in enumerate(layer.experts.tolist())}
         if int(expert[1]) not in places:
             return None
         own = f"mlp.experts.local_experts.{places[int(expert[1])]}.{expert[2]}"
-    indices = _inside_layer(own, tensor, layer, kept.hidden, sizes)
+    indices = _inside_layer(own, tensor, layer, plan.hidden, sizes)
     return _sliced(name, tensor, indices, f"decoder.layers.{numbers[index]}.{own}")
 
 
@@ -313,7 +331,7 @@ def _outside_layers(name: str, hidden: Tensor | None) -> Indices:
 
 
 def _inside_layer(
-    own: str, tensor: LazyTensor, layer: LayerKept, hidden: Tensor | None, sizes: _Sizes
+    own: str, tensor: LazyTensor, layer: LayerPlan, hidden: Tensor | None, sizes: _Sizes
 ) -> Indices:
     """Return the indices of each dimension of the tensor ``own`` of a layer; None if unknown."""
     heads = layer.heads
@@ -350,7 +368,7 @@ def _inside_layer(
     return table.get(f"{part}.{kind}")
 
 
-def _rows_of_qkv(layer: LayerKept, sizes: _Sizes) -> Tensor | None:
+def _rows_of_qkv(layer: LayerPlan, sizes: _Sizes) -> Tensor | None:
     """Return the kept rows of the QKV projection: of each group queries, key and value."""
     if layer.groups is None or layer.heads is None:
         return None
@@ -434,8 +452,8 @@ def prune_checkpoint(run: Runtime) -> None:
         scores = measure(run, extra["calib_size"])
         if path is not None and run.is_rank_0:
             Path(path).write_text(json.dumps(scores), encoding="utf-8")
-    kept = choose(run.config, targets, scores)
-    print_rank_0(f" layers that are kept: {', '.join(str(i + 1) for i in kept.layers)}")
+    plan = plan_pruning(run.config, targets, scores)
+    print_rank_0(f" layers that are kept: {', '.join(str(i + 1) for i in plan.layers)}")
 
     def write() -> None:
         if run.is_rank_0:
@@ -443,7 +461,7 @@ def prune_checkpoint(run: Runtime) -> None:
             assert checkpoint.save is not None
             source = Path(checkpoint.load)
             target = Path(checkpoint.save)
-            prune(source, target, run.config, kept, checkpoint.ckpt_step)
+            prune(source, target, run.config, plan, checkpoint.ckpt_step)
 
     all_or_none(write, checkpoint.save, run.groups.world)
 

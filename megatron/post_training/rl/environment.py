@@ -190,16 +190,13 @@ class Environments:
         return Task(environment, environment.prompts[int(self._orders[chosen][1][position])])
 
 
-def open_environments(path: str, seed: int, known: Mapping[str, type[Environment]]) -> Environments:
-    """Build the environments that the file ``path`` lists; ``known`` are built in, by name.
-
-    Raises ConfigError.
-    """
+def open_environments(path: str, seed: int) -> Environments:
+    """Build the environments that the file ``path`` lists.  Raises ConfigError."""
     what = f"{_FLAG} {path}"
     trained: list[tuple[Environment, float]] = []
     held_out = []
     for i, entry in enumerate(_entries(path)):
-        environment, weight = _opened(entry, f"{what}: entry {i}", known)
+        environment, weight = _opened(entry, f"{what}: entry {i}")
         if entry.get("evaluation_only", False):
             held_out.append(environment)
         else:
@@ -242,9 +239,7 @@ def _class_of(name: str, what: str) -> type[Environment]:
     return made
 
 
-def _opened(
-    entry: object, what: str, known: Mapping[str, type[Environment]]
-) -> tuple[Environment, float]:
+def _opened(entry: object, what: str) -> tuple[Environment, float]:
     if not isinstance(entry, dict) or "agent_type" not in entry or entry.keys() - _KEYS:
         raise ConfigError(
             f"{what} is {entry!r}: give agent_type, and agent_args, weight and evaluation_only at "
@@ -261,7 +256,7 @@ def _opened(
         )
     if not isinstance(arguments, dict | None):
         raise ConfigError(f"{what}: agent_args {arguments!r}: give an object of arguments")
-    made = known.get(str(name)) or _class_of(str(name), what)
+    made = _BUILT_IN.get(str(name)) or _class_of(str(name), what)
     try:
         environment = made(**(arguments or {}))
     except TypeError as error:
@@ -416,3 +411,9 @@ class HttpEnvironment(FileEnvironment):
 
 class _TryAgain(Exception):
     """A request failed in a way that may pass."""
+
+
+_BUILT_IN: Mapping[str, type[Environment]] = {
+    "functions": FunctionEnvironment,
+    "http": HttpEnvironment,
+}

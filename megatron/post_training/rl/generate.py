@@ -8,20 +8,16 @@ prompt and the number of the answer.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron.core import device
 from megatron.core.config.errors import DataError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.datasets.row_files import read_row, report_wrong_rows
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
@@ -34,7 +30,7 @@ from megatron.post_training.rl.environment import (
     Prompt,
     Task,
 )
-from megatron.post_training.rl.rounds import Rollouts
+from megatron.post_training.rl.rounds import Rollouts, from_json, to_json
 from megatron.training.config.run import RunConfig
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
@@ -64,42 +60,30 @@ class PromptSource:
         return tuple({token: None for token in found if token is not None})
 
 
-@dataclass(frozen=True)
-class Generated:
-    """The rollouts of a round, and how long generation and rewards took."""
-
-    rollouts: Rollouts
-    elapsed_s: float
-
-
 def generate_round(
-    config: RunConfig,
-    engine: Engine,
-    source: PromptSource | None,
-    number: int,
-) -> Generated:
+    config: RunConfig, engine: Engine, source: PromptSource | None, number: int
+) -> Rollouts:
     """Generate round ``number``, from 0.  Collective over all ranks.
 
     Rank 0 has the ``source``.
     """
-    began_s = time.perf_counter()
     rl = config.rl
-    world = engine.model.groups.world
-    rollouts = None
+    saved: JsonObject = {}
     if source is None:
         engine.follow()
     else:
         first = number * rl.grpo_prompts_per_step
         tasks = source.environments.tasks(first, rl.grpo_prompts_per_step)
-        prompts = [tokenized(task, source, config) for task in tasks]
-        answers = answers_of(engine, _requests(config, prompts, first, source.ends))
-        of_answers = [task for task in tasks for _ in range(rl.grpo_group_size)]
-        rewards = rewards_of(of_answers, answers, source)
+        requests = [
+            request
+            for i, task in enumerate(tasks, first)
+            for request in _group_of_requests(config, tokenized(task, source, config), i, source)
+        ]
+        answers = answers_of(engine, requests)
+        rewards = rewards_of([t for t in tasks for _ in range(rl.grpo_group_size)], answers, source)
         engine.close()  # now: while the other ranks follow, no timeout limits the rewards
-        repeated = [prompt for prompt in prompts for _ in range(rl.grpo_group_size)]
-        rollouts = _joined(config, repeated, answers, rewards)
-    rollouts = _sent(config, rollouts, world)
-    return Generated(rollouts, time.perf_counter() - began_s)
+        saved = to_json(_joined(config, requests, answers, rewards))
+    return from_json(broadcast_json(saved, engine.model.groups.world), config)
 
 
 def check_prompts(config: RunConfig, source: PromptSource) -> None:
@@ -127,23 +111,6 @@ def _check_prompt(
     tokenized(Task(environment, prompt), source, config)
 
 
-def sampling_params(
-    config: RunConfig, prompt_length: int, seed: int, ends: tuple[int, ...]
-) -> SamplingParams:
-    """Return how an answer is sampled."""
-    rl = config.rl
-    longest = config.data.seq_length - prompt_length
-    return SamplingParams(
-        temperature=rl.rl_default_temperature,
-        top_p=rl.rl_default_top_p,
-        top_k=max(rl.rl_default_top_k, 0),
-        num_tokens_to_generate=min(longest, rl.rl_max_response_length or longest),
-        seed=seed,
-        return_log_probs=True,
-        stop_token_ids=ends,
-    )
-
-
 def tokenized(task: Task, source: PromptSource, config: RunConfig) -> list[int]:
     """Return the tokens of a prompt.  Raises DataError if they do not fit."""
     tokens = task.tokens(source.tokenizer, source.chat)
@@ -155,20 +122,40 @@ def tokenized(task: Task, source: PromptSource, config: RunConfig) -> list[int]:
     return tokens
 
 
-def _requests(
-    config: RunConfig, prompts: Sequence[list[int]], first: int, ends: tuple[int, ...]
+def _group_of_requests(
+    config: RunConfig, prompt: list[int], index: int, source: PromptSource
 ) -> list[Request]:
-    """Return a group of requests for each prompt."""
-    found = []
-    for i, prompt in enumerate(prompts):
-        for j in range(config.rl.grpo_group_size):
-            key = [config.training.seed, first + i, j]
-            seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
-            name = f"{first + i}/{j}"
-            params = sampling_params(config, len(prompt), seed, ends)
-            fork_of = f"{first + i}/0" if j else None
-            found.append(Request(name, list(prompt), params, fork_of=fork_of))
-    return found
+    """Return the requests for all answers to prompt ``index``."""
+    first = f"{index}/0"
+    return [
+        _request(config, f"{index}/{j}", prompt, [index, j], source, fork_of=first if j else None)
+        for j in range(config.rl.grpo_group_size)
+    ]
+
+
+def _request(
+    config: RunConfig,
+    name: str,
+    prompt: list[int],
+    key: Sequence[int],
+    source: PromptSource,
+    *,
+    fork_of: str | None = None,
+) -> Request:
+    """Return the request for an answer, whose noise depends on --seed and ``key``."""
+    rl = config.rl
+    longest = config.data.seq_length - len(prompt)
+    entropy = np.random.SeedSequence([config.training.seed, *key])
+    params = SamplingParams(
+        temperature=rl.rl_default_temperature,
+        top_p=rl.rl_default_top_p,
+        top_k=max(rl.rl_default_top_k, 0),
+        num_tokens_to_generate=min(longest, rl.rl_max_response_length or longest),
+        seed=int(entropy.generate_state(1, np.uint64)[0]),
+        return_log_probs=True,
+        stop_token_ids=source.ends,
+    )
+    return Request(name, list(prompt), params, fork_of=fork_of)
 
 
 def answers_of(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
@@ -209,45 +196,25 @@ def rewards_of(
 
 def _joined(
     config: RunConfig,
-    prompts: Sequence[list[int]],
+    requests: Sequence[Request],
     answers: Sequence[Answer],
     rewards: Sequence[float],
 ) -> Rollouts:
-    rollouts = _empty(config)
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        begin = len(prompt)
-        end = len(prompt) + len(answer.tokens)
-        rollouts.tokens[i, :end] = torch.tensor(prompt + answer.tokens)
+    shape = len(requests), config.data.seq_length
+    rollouts = Rollouts(
+        tokens=torch.zeros(shape, dtype=torch.int64),
+        bounds=torch.zeros(len(requests), 2, dtype=torch.int64),
+        sampled_log_probs=torch.zeros(shape),
+        rewards=torch.tensor(rewards),
+        is_finished=torch.tensor([answer.is_finished for answer in answers]),
+    )
+    for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        begin = len(request.prompt)
+        end = begin + len(answer.tokens)
+        rollouts.tokens[i, :end] = torch.tensor(request.prompt + answer.tokens)
         rollouts.bounds[i] = torch.tensor([begin, end])
         rollouts.sampled_log_probs[i, begin - 1 : end - 1] = torch.tensor(answer.log_probs)
-        rollouts.rewards[i] = rewards[i]
-        rollouts.is_finished[i] = answer.is_finished
     return rollouts
-
-
-def _empty(config: RunConfig) -> Rollouts:
-    count = config.rl.grpo_prompts_per_step * config.rl.grpo_group_size
-    shape = count, config.data.seq_length
-    return Rollouts(
-        tokens=torch.zeros(shape, dtype=torch.int64),
-        bounds=torch.zeros(count, 2, dtype=torch.int64),
-        sampled_log_probs=torch.zeros(shape),
-        rewards=torch.zeros(count),
-        is_finished=torch.zeros(count, dtype=torch.bool),
-    )
-
-
-def _sent(config: RunConfig, rollouts: Rollouts | None, world: ProcessGroup) -> Rollouts:
-    """Return the rollouts of rank 0 on all ranks.  Collective over ``world``."""
-    held = _empty(config) if rollouts is None else rollouts
-    if world.size() == 1:
-        return held
-    sent: dict[str, Tensor] = {}
-    for f in fields(Rollouts):
-        tensor = getattr(held, f.name).to(device.current())
-        dist.broadcast(tensor, dist.get_global_rank(world, 0), group=world)
-        sent[f.name] = tensor.cpu()
-    return Rollouts(**sent)
 
 
 def evaluate_policy(
@@ -280,11 +247,9 @@ def _evaluated(
     tasks = [Task(environment, environment.prompts[i]) for i in range(count)]
     requests = []
     for i, task in enumerate(tasks):
+        key = [number, i, 1]  # those of rollouts are shorter
         prompt = tokenized(task, source, config)
-        key = [config.training.seed, number, i, 1]  # rollouts have keys of three integers
-        seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
-        params = sampling_params(config, len(prompt), seed, source.ends)
-        requests.append(Request(f"evaluation {number}/{i}", prompt, params))
+        requests.append(_request(config, f"evaluation {number}/{i}", prompt, key, source))
     answers = answers_of(engine, requests)
     rewards = rewards_of(tasks, answers, source)
     return {

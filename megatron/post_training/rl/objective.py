@@ -14,16 +14,22 @@ the step is part of the data (`rounds.token_weights`), so the loss does not depe
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.tensor_parallel.cross_entropy import (
+    at_least_float32,
+    vocab_parallel_cross_entropy,
+)
 from megatron.post_training.rl.environment import check_classes
-from megatron.post_training.rl.token_scores import TokenScores, score_labels
+from megatron.post_training.sft.objective import apply_rows
 from megatron.training.config.rl import RLConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.gpt import GPT
@@ -64,21 +70,6 @@ def needs_old_log_probs(config: RunConfig) -> bool:
         rl.grpo_prompts_per_step * rl.grpo_group_size * rl.grpo_iterations
         != config.training.global_batch_size
     )
-
-
-def apply_policy(model: nn.Module, batch: Batch) -> Tensor:
-    """Run one stage: return logits [b, s, v/tp] on the last stage, hidden states on the others."""
-    is_padding = batch["is_padding"]
-    if is_padding is not None and get_attr_wrapped_model(model, "config").sequence_parallel:
-        tp = get_attr_wrapped_model(model, "pg_collection").tp
-        is_padding = is_padding.chunk(tp.size(), 1)[tp.rank()]
-    output: Tensor = model(
-        batch["tokens"],
-        batch["position_ids"],
-        None,
-        extra_block_kwargs=None if is_padding is None else {"padding_mask": is_padding},
-    )
-    return output
 
 
 def grpo_loss(
@@ -152,11 +143,70 @@ def _check_environments(run: Any) -> None:
         check_classes(run.config.rl.langrl_env_config)
 
 
+class TokenScores(NamedTuple):
+    """Scores [b, s] of the labels in float32; ``entropy`` is that of all tokens in their place."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+def score_labels(
+    logits: Tensor,
+    labels: Tensor,
+    group: ProcessGroup,
+    *,
+    temperature: float,
+    entropy_has_gradient: bool = False,
+) -> TokenScores:
+    """Score ``labels`` [b, s] by ``logits`` [b, s, v/tp], which are divided by ``temperature``.
+
+    Logits of padding are -inf.  At temperature 1 the log-probabilities are the negated losses of
+    training, by bits on one rank.  Collective over ``group``, that of tensor parallelism.
+    """
+    if temperature != 1.0:
+        logits = logits / temperature
+    losses = vocab_parallel_cross_entropy(logits, labels, tp_group=group)
+    with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
+        entropy = _Entropy.apply(logits, group)
+    return TokenScores(-losses, entropy)
+
+
+class _Entropy(Function[Tensor]):
+    """Entropy [...] of softmax(logits [..., v/tp])."""
+
+    @staticmethod
+    def forward(ctx: Context[None], logits: Tensor, group: ProcessGroup) -> Tensor:
+        highest = at_least_float32(logits).amax(-1)
+        if group.size() > 1:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        shifted = _finite(at_least_float32(logits) - highest.unsqueeze(-1))
+        share = shifted.exp()
+        sums = torch.stack([share.sum(-1), (share * shifted).sum(-1)])
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+        log_sum = sums[0].log()
+        entropy: Tensor = log_sum - sums[1] / sums[0]
+        ctx.save_for_backward(logits, highest + log_sum, entropy)
+        return entropy
+
+    @staticmethod
+    def backward(ctx: Context[None], grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_sum_exp, entropy = ctx.saved_tensors
+        log_share = _finite(at_least_float32(logits) - log_sum_exp.unsqueeze(-1))
+        found = -log_share.exp() * (log_share + entropy.unsqueeze(-1)) * grad.unsqueeze(-1)
+        return found.to(logits.dtype), None
+
+
+def _finite(log_share: Tensor) -> Tensor:
+    """Return logarithms in which those of padding are finite, so that 0 times them is 0."""
+    return log_share.clamp(min=torch.finfo(log_share.dtype).min)
+
+
 GRPO = replace(
     GPT,
     dataset_config=_no_data,
     batch=grpo_batch,
-    apply=apply_policy,
+    apply=apply_rows,
     loss=grpo_loss,
     load_frozen=_check_environments,
 )

@@ -11,7 +11,7 @@ import base64
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,18 @@ _UNIT = 64  # tokens: rows of a round have a multiple of it
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """The answers of a round: what the engine and the environments return."""
+    """The answers of a round, from the engine and the environments.
+
+    ``old_log_probs``, ``reference_log_probs``: None where training does not need them.
+    """
 
     tokens: Tensor  # [n, s] int64: prompt and answer, then zeros
     bounds: Tensor  # [n, 2] int64: number of tokens of the prompt, and of prompt and answer
     sampled_log_probs: Tensor  # [n, s] fp32, as all log-probabilities 0 outside answers
     rewards: Tensor  # [n] fp32
     is_finished: Tensor  # [n] bool: the answer has ended before the longest possible one
+    old_log_probs: Tensor | None = None  # [n, s] fp32, under the weights that generated the answers
+    reference_log_probs: Tensor | None = None
 
     @property
     def is_answer(self) -> Tensor:
@@ -48,15 +53,6 @@ class Rollouts:
     def lengths(self) -> Tensor:
         """Return the number of tokens [n] of each answer."""
         return self.bounds[:, 1] - self.bounds[:, 0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """Rollouts with the log-probabilities [n, s] that training needs; None: not needed."""
-
-    rollouts: Rollouts
-    old_log_probs: Tensor | None = None
-    reference_log_probs: Tensor | None = None
 
 
 def group_advantages(rewards: Tensor, rl: RLConfig) -> Tensor:
@@ -103,13 +99,12 @@ def token_weights(is_answer: Tensor, kept: Tensor, config: RunConfig, longest: i
 
 
 def step_batches(
-    config: RunConfig, round_: Round, index: Tensor, dp_rank: int
+    config: RunConfig, rollouts: Rollouts, index: Tensor, dp_rank: int
 ) -> list[dict[str, Tensor]]:
     """Return the micro-batches of data-parallel rank ``dp_rank``: of the rollouts ``index``.
 
     Rows have the length of ``config``, at least that of the longest rollout (`trimmed`).
     """
-    rollouts = round_.rollouts
     rl = config.rl
     size = config.training.micro_batch_size
     advantages = group_advantages(rollouts.rewards, rl)
@@ -118,7 +113,7 @@ def step_batches(
     is_answer = rollouts.is_answer[index]
     tokens = rollouts.tokens[index]
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    every: dict[str, Tensor | None] = {
+    every = {
         "tokens": tokens,
         "labels": torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], 1),
         "position_ids": positions,
@@ -126,15 +121,15 @@ def step_batches(
         "weights": token_weights(is_answer, kept[index], config, longest),
         "advantages": advantages[index, None] * is_answer,
         "sampled_log_probs": rollouts.sampled_log_probs[index],
-        "old_log_probs": _rows(round_.old_log_probs, index),
-        "reference_log_probs": _rows(round_.reference_log_probs, index),
     }
+    for name in ("old_log_probs", "reference_log_probs"):
+        if (values := getattr(rollouts, name)) is not None:
+            every[name] = values[index]
     starts = range(dp_rank * size, len(index), size * config.data_parallel_size)
     return [
         {
             name: values[start : start + size, : config.data.seq_length]
             for name, values in every.items()
-            if values is not None
         }
         for start in starts
     ]
@@ -166,19 +161,15 @@ def step_index(config: RunConfig, seed: int, number: int, consumed: int, size: i
     return torch.from_numpy(order[begin : begin + size])
 
 
-def to_json(round_: Round) -> JsonObject:
-    """Return a round as JSON, for a checkpoint inside of the round."""
-    tensors = {**_tensors(round_.rollouts), **_tensors(round_)}
-    return {name: _packed(tensor) for name, tensor in tensors.items()}
+def to_json(rollouts: Rollouts) -> JsonObject:
+    """Return rollouts as JSON: for other ranks, and for a checkpoint inside of the round."""
+    return {name: _packed(tensor) for name, tensor in _tensors(rollouts).items()}
 
 
-def from_json(saved: JsonObject, config: RunConfig) -> Round:
-    """Return the round that `to_json` packed.  Raises CheckpointError if it is of another shape."""
+def from_json(saved: JsonObject, config: RunConfig) -> Rollouts:
+    """Return the rollouts of `to_json`.  Raises CheckpointError if they are of another shape."""
     try:
-        found = {name: _unpacked(entry) for name, entry in saved.items()}
-        names = [f.name for f in fields(Rollouts)]
-        rollouts = Rollouts(**{name: found.pop(name) for name in names})
-        round_ = Round(rollouts=rollouts, **found)
+        rollouts = Rollouts(**{name: _unpacked(entry) for name, entry in saved.items()})
     except (KeyError, TypeError, ValueError, zlib.error) as error:
         raise CheckpointError(
             f"the checkpoint holds rollouts that cannot be read ({error!r}): load another one"
@@ -194,15 +185,11 @@ def from_json(saved: JsonObject, config: RunConfig) -> Round:
             f"--seq-length ask for {list(shape)}: keep these flags, or load a checkpoint from the "
             "end of a round"
         )
-    return round_
+    return rollouts
 
 
-def _rows(values: Tensor | None, index: Tensor) -> Tensor | None:
-    return None if values is None else values[index]
-
-
-def _tensors(of: Rollouts | Round) -> dict[str, Tensor]:
-    return {f.name: value for f in fields(of) if torch.is_tensor(value := getattr(of, f.name))}
+def _tensors(rollouts: Rollouts) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(rollouts).items() if value is not None}
 
 
 def _packed(tensor: Tensor) -> JsonObject:

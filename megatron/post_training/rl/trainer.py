@@ -7,6 +7,7 @@ inside of a round holds the round, since the weights that generated it are gone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -21,9 +22,6 @@ from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.parallel.json_collectives import broadcast_json
 from megatron.post_training.reference import ReferencePolicy, score, sum_over_ranks
 from megatron.post_training.rl.environment import (
-    Environment,
-    FunctionEnvironment,
-    HttpEnvironment,
     open_environments,
 )
 from megatron.post_training.rl.generate import (
@@ -32,17 +30,15 @@ from megatron.post_training.rl.generate import (
     evaluate_policy,
     generate_round,
 )
-from megatron.post_training.rl.objective import needs_old_log_probs
+from megatron.post_training.rl.objective import needs_old_log_probs, score_labels
 from megatron.post_training.rl.rounds import (
     Rollouts,
-    Round,
     from_json,
     step_batches,
     step_index,
     to_json,
     trimmed,
 )
-from megatron.post_training.rl.token_scores import score_labels
 from megatron.training.config.run import GRPO, RunConfig
 from megatron.training.data.loaders import chunk_iterators, reads_data
 from megatron.training.inference.engine_flags import GenerationLayout
@@ -52,11 +48,6 @@ from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Callback, EvalResult, Runtime
 from megatron.training.runtime.state import StepResult
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
-
-KNOWN_ENVIRONMENTS: Mapping[str, type[Environment]] = {
-    "functions": FunctionEnvironment,
-    "http": HttpEnvironment,
-}
 
 
 class RolloutTraining(Callback):
@@ -69,7 +60,7 @@ class RolloutTraining(Callback):
         self._reference: ReferencePolicy | None = None
         self._config: RunConfig  # of the run; `trimmed` makes that of a round
         self._number: int | None = None  # of the round that is held
-        self._round: Round | None = None
+        self._rollouts: Rollouts | None = None  # of this round
         self._batches: list[dict[str, Tensor]] = []
         self._saved: JsonObject | None = None  # the round, while it is trained on
         self._num_held_out = 0  # environments for evaluations
@@ -84,14 +75,16 @@ class RolloutTraining(Callback):
             assert path is not None, "a check requires it"
             assert run.tokenizer is not None, "setup_tokenizer() builds it"
             self._source = PromptSource(
-                open_environments(path, config.training.seed, KNOWN_ENVIRONMENTS),
+                open_environments(path, config.training.seed),
                 run.tokenizer,
                 chat_template_of(run.tokenizer, config.tokenizer),
             )
             check_prompts(config, self._source)
         if config.rl.grpo_kl_beta:
             self._reference = ReferencePolicy(run)
-        self._resume(run)
+        state = run.objective_state or {}
+        if state.get("round") is not None:  # the checkpoint was saved inside of it
+            self._hold(state["number"], from_json(state["round"], config))
         self.engine = open_engine(
             run,
             layout=rollout_layout(config),
@@ -118,16 +111,16 @@ class RolloutTraining(Callback):
             )
         if number != self._number:
             run.config = self._config
-            round_, tokens_per_s = _new_round(
+            rollouts, tokens_per_s = _new_round(
                 run, self.engine, self._source, self._reference, number
             )
-            self._hold(number, round_)
+            self._hold(number, rollouts)
             self.metrics["rollout tokens/s"] = tokens_per_s
-        assert self._round is not None, "a round has begun"
-        run.config = trimmed(self._config, self._round.rollouts)
+        assert self._rollouts is not None, "a round has begun"
+        run.config = trimmed(self._config, self._rollouts)
         run.loss_share = 1 / run.config.data.seq_length  # the loss is divided by rollouts
         index = step_index(run.config, run.config.training.seed, number, position, size)
-        self._batches = step_batches(run.config, self._round, index, run.groups.dp.rank())
+        self._batches = step_batches(run.config, self._rollouts, index, run.groups.dp.rank())
         is_last = position + size == num_rollouts * rl.grpo_iterations
         run.objective_state = {
             "reference": None if self._reference is None else self._reference.hash,
@@ -156,20 +149,11 @@ class RolloutTraining(Callback):
         self.engine.update()
         return evaluate_policy(self._config, self.engine.writer.engine, self._source)
 
-    def _hold(self, number: int, round_: Round) -> None:
+    def _hold(self, number: int, rollouts: Rollouts) -> None:
         self._number = number
-        self._round = round_
-        self._saved = to_json(round_) if needs_old_log_probs(self._config) else None
-        self.metrics = metrics_of(round_.rollouts)
-
-    def _resume(self, run: Runtime) -> None:
-        """Continue the round in which the checkpoint was saved."""
-        self._number = None
-        state = run.objective_state
-        if state is None:
-            return
-        if state.get("round") is not None:
-            self._hold(state["number"], from_json(state["round"], run.config))
+        self._rollouts = rollouts
+        self._saved = to_json(rollouts) if needs_old_log_probs(self._config) else None
+        self.metrics = metrics_of(rollouts)
 
     def _forever(self) -> Iterator[dict[str, Tensor]]:
         """Yield the micro-batches of each step, which `on_step_start` prepares."""
@@ -184,36 +168,35 @@ def _new_round(
     source: PromptSource | None,
     reference: ReferencePolicy | None,
     number: int,
-) -> tuple[Round, float]:
+) -> tuple[Rollouts, float]:
     """Generate round ``number`` with the current weights; return it, and generated tokens/s.
 
     Collective over all ranks.
     """
     engine.update()
-    generated = generate_round(run.config, engine.writer.engine, source, number)
-    run.config = trimmed(run.config, generated.rollouts)
-    round_ = Round(rollouts=generated.rollouts)
+    began_s = time.perf_counter()
+    rollouts = generate_round(run.config, engine.writer.engine, source, number)
+    elapsed_s = time.perf_counter() - began_s
+    run.config = trimmed(run.config, rollouts)
     if needs_old_log_probs(run.config):
-        round_ = replace(round_, old_log_probs=round_log_probs(run, round_))
+        rollouts = replace(rollouts, old_log_probs=round_log_probs(run, rollouts))
     if reference is not None:
         with reference.in_model(run):
-            round_ = replace(round_, reference_log_probs=round_log_probs(run, round_))
-    num_tokens = float(generated.rollouts.lengths.sum())
-    return round_, num_tokens / max(generated.elapsed_s, 1e-9)
+            rollouts = replace(rollouts, reference_log_probs=round_log_probs(run, rollouts))
+    return rollouts, float(rollouts.lengths.sum()) / max(elapsed_s, 1e-9)
 
 
-def round_log_probs(run: Runtime, round_: Round) -> Tensor:
+def round_log_probs(run: Runtime, rollouts: Rollouts) -> Tensor:
     """Return the log-probabilities [n, s] of all answers, 0 elsewhere.  Collective over all ranks.
 
     Each data-parallel rank computes its share of the rollouts.
     """
-    rollouts = round_.rollouts
     groups = run.groups
     size = run.config.training.micro_batch_size
     rank = groups.dp.rank()
     step = size * groups.dp.size()
     blank = torch.zeros_like(rollouts.sampled_log_probs)
-    filled = replace(round_, old_log_probs=blank, reference_log_probs=blank)
+    filled = replace(rollouts, old_log_probs=blank, reference_log_probs=blank)
     batches = step_batches(run.config, filled, torch.arange(len(rollouts.tokens)), rank)
     temperature = run.config.rl.rl_default_temperature
 

@@ -137,6 +137,21 @@ def apply_sft(model: nn.Module, batch: Batch) -> Tensor:
         decoder = get_attr_wrapped_model(model, "decoder")
         if (received := decoder.input_tensor) is not None:
             decoder.set_input_tensor(received[: len(received) * trimmed[0] // trimmed[1]])
+    output = apply_rows(
+        model,
+        batch,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=batch["packed_seq_params"],
+    )
+    if trimmed is not None and not get_attr_wrapped_model(model, "post_process"):
+        missing = len(output) * trimmed[1] // trimmed[0] - len(output)
+        output = F.pad(output, (0, 0, 0, 0, 0, missing))
+    return output
+
+
+def apply_rows(model: nn.Module, batch: Batch, **arguments: Any) -> Tensor:
+    """Run one stage on the rows of ``batch``; experts leave out their padding."""
     is_padding = batch["is_padding"]
     if is_padding is not None and get_attr_wrapped_model(model, "config").sequence_parallel:
         tp = get_attr_wrapped_model(model, "pg_collection").tp
@@ -145,14 +160,9 @@ def apply_sft(model: nn.Module, batch: Batch) -> Tensor:
         batch["tokens"],
         batch["position_ids"],
         None,
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        packed_seq_params=batch["packed_seq_params"],
         extra_block_kwargs=None if is_padding is None else {"padding_mask": is_padding},
+        **arguments,
     )
-    if trimmed is not None and not get_attr_wrapped_model(model, "post_process"):
-        missing = len(output) * trimmed[1] // trimmed[0] - len(output)
-        output = F.pad(output, (0, 0, 0, 0, 0, missing))
     return output
 
 

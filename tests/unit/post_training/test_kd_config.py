@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.errors import ConfigError
-from megatron.post_training.distillation.kd_config import KDConfig, LayerPair, read_kd_config
+from megatron.post_training.distillation.objective import KDConfig, LayerPair, read_kd_config
 
 pytest.importorskip("yaml")
 

@@ -24,7 +24,6 @@ from megatron.post_training.rl.environment import (
 )
 from megatron.post_training.rl.generate import PromptSource, check_prompts
 from megatron.post_training.rl.objective import GRPO
-from megatron.post_training.rl.trainer import KNOWN_ENVIRONMENTS
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
 
@@ -54,7 +53,7 @@ class WithoutPrompts(Environment):
 def opened(tmp_path: Path, content: object, seed: int = 1) -> Any:
     path = tmp_path / "environments.yaml"
     path.write_text(json.dumps(content))
-    return open_environments(str(path), seed, KNOWN_ENVIRONMENTS)
+    return open_environments(str(path), seed)
 
 
 def test_tasks_are_a_function_of_seed_and_index(tmp_path: Path) -> None:

@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.post_training.rl.objective import grpo_loss
+from megatron.post_training.rl.objective import grpo_loss, score_labels
 from megatron.post_training.rl.rounds import (
     Rollouts,
-    Round,
     group_advantages,
     step_batches,
     trimmed,
 )
-from megatron.post_training.rl.token_scores import score_labels
 from megatron.training.config.run import RunConfig
 from tests.ranks import run_ranks
 from tests.unit.arguments.commands import run_of
@@ -55,7 +53,7 @@ def config_of(case: dict[str, Any], micro_batch_size: int = ROWS) -> RunConfig:
     )
 
 
-def round_of_golden(is_on_policy: bool = False) -> Round:
+def rollouts_of_golden(is_on_policy: bool = False) -> Rollouts:
     mask = GIVEN["mask"]
     prompt = GOLDEN["prompt"]
 
@@ -66,15 +64,12 @@ def round_of_golden(is_on_policy: bool = False) -> Round:
 
     is_token = torch.cat([torch.ones(ROWS, prompt), mask], 1)
     ends = is_token.sum(1).long()
-    rollouts = Rollouts(
+    return Rollouts(
         tokens=(GIVEN["ids"] * is_token).long(),
         bounds=torch.stack([torch.full_like(ends, prompt), ends], 1),
         sampled_log_probs=full(GIVEN["sampled"]),
         rewards=GIVEN["rewards"],
         is_finished=torch.ones(ROWS, dtype=torch.bool),
-    )
-    return Round(
-        rollouts=rollouts,
         old_log_probs=None if is_on_policy else full(GIVEN["old"]),
         reference_log_probs=full(GIVEN["reference"]),
     )
@@ -85,7 +80,7 @@ def trained(case: dict[str, Any], size: int = ROWS) -> tuple[float, Tensor, dict
     config = config_of(case, size)
     policy = nn.Parameter(GIVEN["weight"].clone())
     groups = one_process_groups()
-    batches = step_batches(config, round_of_golden("on_policy" in case), torch.arange(ROWS), 0)
+    batches = step_batches(config, rollouts_of_golden("on_policy" in case), torch.arange(ROWS), 0)
     total = 0.0
     sums: dict[str, Tensor] = {}
     for batch in batches:
@@ -134,31 +129,31 @@ def test_advantages_are_those_of_trl(scale: str) -> None:
 def test_groups_with_equal_rewards_can_be_left_out() -> None:
     config = config_of({"loss_type": "grpo"})
     filtered = run_of("--grpo-filter-groups-with-same-reward --grpo-group-size 3").rl
-    round_ = round_of_golden()
-    round_.rollouts.rewards[:3] = 1.0
-    (both,) = step_batches(config, round_, torch.arange(ROWS), 0)
-    (kept,) = step_batches(replace(config, rl=filtered), round_, torch.arange(ROWS), 0)
+    rollouts = rollouts_of_golden()
+    rollouts.rewards[:3] = 1.0
+    (both,) = step_batches(config, rollouts, torch.arange(ROWS), 0)
+    (kept,) = step_batches(replace(config, rl=filtered), rollouts, torch.arange(ROWS), 0)
     assert not kept["weights"][:3].any()
     per_token = kept["weights"].sum(), both["weights"].sum()
     assert float(per_token[0]) == pytest.approx(float(per_token[1]), rel=1e-6)
 
 
 def test_no_token_outside_of_an_answer_has_weight() -> None:
-    (batch,) = step_batches(config_of({}), round_of_golden(), torch.arange(ROWS), 0)
-    is_answer = round_of_golden().rollouts.is_answer
+    (batch,) = step_batches(config_of({}), rollouts_of_golden(), torch.arange(ROWS), 0)
+    is_answer = rollouts_of_golden().is_answer
     assert ((batch["weights"] > 0) == is_answer).all()
     assert is_answer.sum(1).tolist() == GIVEN["mask"].sum(1).tolist()
 
 
 def test_rows_are_as_long_as_the_longest_rollout() -> None:
     config = replace(config_of({}), data=replace(config_of({}).data, seq_length=1000))
-    rollouts = round_of_golden().rollouts
+    rollouts = rollouts_of_golden()
     assert trimmed(config, rollouts).data.seq_length == 64
     rollouts.bounds[2, 1] = 65
     assert trimmed(config, rollouts).data.seq_length == 128
     compiled = replace(config, model=replace(config.model, compile="layer"))
     assert trimmed(compiled, rollouts) is compiled
-    (batch,) = step_batches(config_of({}), round_of_golden(), torch.arange(ROWS), 0)
+    (batch,) = step_batches(config_of({}), rollouts_of_golden(), torch.arange(ROWS), 0)
     assert {tuple(t.shape) for t in batch.values()} == {(ROWS, LENGTH)}
 
 
