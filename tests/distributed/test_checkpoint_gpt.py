@@ -66,15 +66,23 @@ def content(root: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.feature(
     "Checkpoints: any layout of tensors, stages and replicas loads any other, optimizer included"
 )
-@pytest.mark.parametrize("model", MODELS)
-def test_resharding_is_the_identity(tmp_path, model):
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("gpt", LAYOUTS[::2]),
+        ("llama", LAYOUTS[1::2]),
+        *(pytest.param(model, LAYOUTS, marks=pytest.mark.slow) for model in MODELS),
+    ],
+    ids=["gpt", "llama", "gpt, all layouts", "llama, all layouts"],
+)
+def test_resharding_is_the_identity(tmp_path, model, layouts):
     flags = [*MODELS[model], "--train-iters", "3", "--save-interval", "100"]
     last = tmp_path / "trained"
     run_gpt(tmp_path, *flags, "--save", str(last))
     expected = content(last)
     kinds = {key.split(".")[2] for key in expected if key.startswith("optimizer.state")}
     assert kinds >= {"exp_avg", "exp_avg_sq"}
-    for i, (world_size, tp) in enumerate(LAYOUTS):
+    for i, (world_size, tp) in enumerate(layouts):
         root = tmp_path / str(i)
         directories = ["--load", str(last), "--save", str(root)]
         parallel = ["--tensor-model-parallel-size", *tp.split()]
@@ -83,7 +91,7 @@ def test_resharding_is_the_identity(tmp_path, model):
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
             assert found[key].dtype == tensor.dtype, key
-            assert torch.equal(found[key], tensor), (key, LAYOUTS[i])
+            assert torch.equal(found[key], tensor), (key, layouts[i])
         last = root
 
 

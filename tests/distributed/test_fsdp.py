@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.distributed.layouts import must_agree
+from tests.support import selection
 from tools.lib.layout_axes import Case, Sizes, case_of
 
 SHARD = "--use-megatron-fsdp --data-parallel-sharding-strategy"
@@ -39,6 +40,12 @@ LAYOUTS = {
         "pp dp padded per-token-loss", Sizes(dp=4, microbatches=3),
     ),
 }  # fmt: skip
+DEFAULT = [  # each flag once, with and without stages, instances and context parallelism
+    "a vocabulary and widths that four ranks do not divide",
+    "parameters sharded over cp",
+    "stages that share a vocabulary that replicas do not divide",
+    "stages of instances that keep weights and share the optimizer",
+]
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,6 @@ def sharded(flags: str, features: str, sizes: Sizes) -> Sharded:
 @pytest.mark.feature("Data parallel: parameters, gradients and optimizer sharded by FSDP2")
 @pytest.mark.feature("Data parallel: --use-megatron-fsdp shards what its strategy names")
 @pytest.mark.feature("Data parallel: instances of a sharded model (HSDP) may share the optimizer")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", selection.only(DEFAULT, LAYOUTS))
 def test_sharded_replicas_give_the_answer_of_one_process(name: str) -> None:
     must_agree(sharded(*LAYOUTS[name]))

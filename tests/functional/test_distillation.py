@@ -28,6 +28,7 @@ from tests import tolerances
 from tests.functional.runs import TINY, losses, refusal, run_gpt
 from tests.functional.test_pretrain_gpt import steps
 from tests.ranks import run_ranks
+from tests.support import selection
 from tests.unit.arguments.commands import run_of
 
 TEACHER = (
@@ -63,16 +64,20 @@ def of_step(metrics: list[dict[str, Any]], *more: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-        "--tensor-model-parallel-size 2 --sequence-parallel --loss-chunk-size 20 "
-        "--context-parallel-size 2",
-        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-distributed-optimizer",
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
-        "--tensor-model-parallel-size 2 --untie-embeddings-and-output-weights "
-        "--context-parallel-size 2 --calculate-per-token-loss",
-        "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope",
-    ],
+    selection.first(
+        3,
+        [
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            "--tensor-model-parallel-size 2 --sequence-parallel --loss-chunk-size 20 "
+            "--context-parallel-size 2",
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-distributed-optimizer",
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--num-layers 4",
+            "--tensor-model-parallel-size 2 --untie-embeddings-and-output-weights "
+            "--context-parallel-size 2 --calculate-per-token-loss",
+            "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope",
+        ],
+    ),
 )
 @pytest.mark.feature("Distillation: from a teacher of another size, in any layout")
 def test_a_larger_teacher_gives_the_losses_of_one_process_in_any_layout(

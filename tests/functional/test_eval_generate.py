@@ -10,6 +10,7 @@ import pytest
 from tests.chat_templates import write_chat_tokenizer, write_conversations
 from tests.functional.runs import heard, refusal
 from tests.ranks import run_ranks
+from tests.support import selection
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
@@ -78,7 +79,7 @@ def test_answers_are_printed_at_evaluations_and_at_the_end(alone: list[str]) -> 
     assert sum(line.startswith("answer ") for line in alone) == 6
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", selection.only(["PP2", "DP2 FSDP"], LAYOUTS))
 def test_every_layout_prints_the_answers_of_one_process(
     folder: Path, alone: list[str], name: str
 ) -> None:

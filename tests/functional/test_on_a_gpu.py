@@ -22,6 +22,7 @@ from megatron.core.optional import why_missing
 from tests import forked, host_gpu, tolerances
 from tests.functional.runs import TINY, losses, run_gpt
 from tests.ranks import ROOT
+from tests.support import selection
 from tests.unit.datasets.common import write
 
 pytestmark = pytest.mark.skipif(
@@ -121,10 +122,11 @@ CASES = {
     ),
     "fp8": (1, "--bf16 --fp8-format hybrid --fp8-param-gather", torch.bfloat16),
 }
+DEFAULT = ["ring of ZeRO", "windows in a ring", "TP, SP and experts", "state on the host", "fp8"]
 
 
 @pytest.mark.feature("Platforms: the ways of a GPU are walked, and give the numbers of a CPU")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", selection.only(DEFAULT, CASES))
 def test_a_run_on_the_device_has_the_losses_of_a_cpu(
     tmp_path: Path, compiled: Path, case: str
 ) -> None:

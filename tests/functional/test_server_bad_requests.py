@@ -8,6 +8,7 @@ import json
 import pytest
 
 from tests.server_process import fake_server
+from tests.support import selection
 
 C = "/v1/completions"
 H = "/v1/chat/completions"
@@ -319,9 +320,10 @@ HOSTILE = {
     "its own error": "{{ raise_exception('roles must alternate') }}",
     "division": "{{ 1 / 0 }}",
 }
+DEFAULT = ["endless loop", "much memory", "classes", "syntax", "its own error"]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", selection.only(DEFAULT, HOSTILE))
 def test_a_hostile_template_harms_nobody(tmp_path, name):
     template = tmp_path / "template.jinja"
     template.write_text(HOSTILE[name])

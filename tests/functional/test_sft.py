@@ -17,6 +17,7 @@ from tests import tolerances
 from tests.chat_templates import write_chat_tokenizer, write_conversations
 from tests.functional.runs import heard, losses, refusal, run_gpt
 from tests.ranks import run_ranks
+from tests.support import selection
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
@@ -92,7 +93,9 @@ LAYOUTS = {
 
 
 @pytest.mark.feature("Fine-tuning: packed conversations train as unpacked ones in every layout")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", selection.only(["one process", "CP2 a2a, allgather", "DP2 ZeRO", "TP2 PP2"], LAYOUTS)
+)
 def test_packed_rows_train_as_one_conversation_per_row(tmp_path, data, unpacked, name):
     folder, num_rows = data
     assert num_rows % 2 == 0, "rows must divide over ranks and micro-batches"
@@ -152,7 +155,9 @@ UNPACKED = {
 
 
 @pytest.mark.feature("Fine-tuning: rows of one conversation are as long as it, in every layout")
-@pytest.mark.parametrize("name", UNPACKED)
+@pytest.mark.parametrize(
+    "name", selection.only(["micro-batches of 3", "PP2 CP2", "TP2 SP"], UNPACKED)
+)
 def test_rows_of_different_lengths_train_alike_in_every_layout(tmp_path, data, unpacked, name):
     ranks, micro, layout = UNPACKED[name]
     flags = ["--no-sft-packing", *flags_of(data[0], NUM_CONVERSATIONS, micro), *layout.split()]

@@ -14,6 +14,7 @@ from megatron.training.conversion.source import ConversionRequest
 from tests.functional.rl_runs import numbers, run_rl
 from tests.functional.runs import TINY, run_gpt
 from tests.golden import trl_preference
+from tests.support import selection
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
@@ -32,6 +33,7 @@ PRETRAINING = {
     "experts from a dense checkpoint": "--moe-use-upcycling --num-experts 4",
     "distillation": "--finetune --export-kd-teacher-load BASE",
 }
+DEFAULT = ["pretraining in torch_dist", "adapters", "distillation"]
 FINE_TUNING = {
     "conversations": "--sft --train-data-path FOLDER/rows.jsonl",
     "conversations, after --finetune": "--sft --finetune --train-data-path FOLDER/rows.jsonl",
@@ -82,7 +84,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.feature("Checkpoints: one command starts from other weights or continues its run")
-@pytest.mark.parametrize("name", PRETRAINING)
+@pytest.mark.parametrize("name", selection.only(DEFAULT, PRETRAINING))
 def test_a_killed_run_from_a_pretrained_model_continues(
     base: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +93,9 @@ def test_a_killed_run_from_a_pretrained_model_continues(
     check_that_it_continues(lambda: run_gpt(tmp_path, *flags, base=TINY), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("name", FINE_TUNING)
+@pytest.mark.parametrize(
+    "name", selection.only(["conversations, after --finetune", "DPO"], FINE_TUNING)
+)
 def test_a_killed_fine_tuning_run_continues(
     tuned: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

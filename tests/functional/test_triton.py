@@ -16,6 +16,7 @@ import pytest
 from megatron.core.optional import why_missing
 from tests import forked, triton_memory
 from tests.ranks import ROOT
+from tests.support import selection
 
 pytestmark = pytest.mark.skipif(
     why_missing("triton") is not None, reason=why_missing("triton") or ""
@@ -51,7 +52,7 @@ def test_interpreted_kernels_access_only_memory_of_tensors() -> None:
 
 
 @pytest.mark.feature("Platforms: kernels compile for A100, H100 and B200")
-@pytest.mark.parametrize("target", [80, 90, 100])
+@pytest.mark.parametrize("target", selection.only([90], [80, 90, 100]))
 def test_each_kernel_compiles(target: int, tmp_path: Path) -> None:
     """With the arguments of the first test that calls it."""
     words = ("tests.gpu.compiling", str(target), "--once")

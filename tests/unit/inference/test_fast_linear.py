@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.batch_invariant import sigmoid
 from tests import tolerances
+from tests.support import selection
 from tests.unit.inference.test_batch_view import MLA, ints, plans, token
 from tests.unit.one_process import one_process_groups, tiny_config
 
@@ -91,7 +92,7 @@ def row_by_row(module: nn.Module, request: int, length: int) -> Tensor:
 
 @compiled_only
 @pytest.mark.feature("Generation: logits do not depend on the batch by a bit (a CPU)")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", selection.first(1, [torch.bfloat16, torch.float32]))
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_of_logits_do_not_depend_on_the_batch(name: str, dtype: torch.dtype) -> None:
     weights: WeightFormat
