@@ -12,9 +12,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron.core import device
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
-from megatron.core.tensor_parallel import overlapped_linear
+from megatron.core.tensor_parallel import overlap
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.overlapped_linear import overlap_layers
+from megatron.core.tensor_parallel.overlap import overlap_layers
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from tests import tolerances
 from tests.distributed.test_tensor_parallel_model import batch, build
@@ -49,7 +49,7 @@ def fused_and_separate(rank: int, world_size: int) -> dict[str, list[str]]:
             loss.backward()
         return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
 
-    with mock.patch.object(overlapped_linear, "_why_no_symmetric_memory", return_value=None):
+    with mock.patch.object(overlap, "_why_no_symmetric_memory", return_value=None):
         for case in ("gpt2", "llama"):
             wanted = gradients(build(case, groups, 128, sequence_parallel=True), later=False)
             for name, flags in FLAGS.items():
@@ -79,7 +79,7 @@ def without_memory(rank: int, world_size: int) -> list[Any]:
     groups = create_process_groups(*make_grids(world_size, tp=2))
     parallel = build("llama", groups, 128, sequence_parallel=True)
     reasons = [overlap_layers(parallel, groups.tp, tiny_config())]
-    assert all(m.overlapped is None for m in parallel.modules() if hasattr(m, "overlapped"))
+    assert all(m.overlap is None for m in parallel.modules() if hasattr(m, "overlap"))
     whole = build("llama", groups, 128)
     assert any(isinstance(m, ColumnParallelLinear) for m in whole.modules())
     return [*reasons, overlap_layers(whole, groups.tp, tiny_config())]
@@ -116,13 +116,13 @@ def two_runs(rank: int, world_size: int) -> list[tuple[str | None, int]]:
     memory = SymmetricMemory()
     found = []
     with (
-        mock.patch.object(overlapped_linear, "require", side_effect=lambda *_: memory),
+        mock.patch.object(overlap, "require", side_effect=lambda *_: memory),
         mock.patch.object(device, "launches_kernels", return_value=True),
     ):
         for run in range(2):
             group = dist.new_group(range(world_size))
             for _ in range(2):  # model chunks
-                reason = overlapped_linear._why_no_symmetric_memory(group)
+                reason = overlap._why_no_symmetric_memory(group)
             found.append((reason, len(memory.mapped)))
             if run == 0:
                 store = dist.PrefixStore("second", c10d._get_default_store())

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.params.param_init import Init
-from megatron.core.tensor_parallel import overlapped_linear
+from megatron.core.tensor_parallel import overlap
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.overlapped_linear import overlap_layers
+from megatron.core.tensor_parallel.overlap import overlap_layers
 from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, update_amax_histories
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.core.transformer.low_precision import recipe_of
@@ -85,7 +85,7 @@ def fused_and_separate(rank: int, world_size: int, case: str) -> dict[str, list[
     kept = symmetric_memory.register("CPU")
     calls: dict[str, list[str]] = {}
     with (
-        mock.patch.object(overlapped_linear, "_why_no_symmetric_memory", return_value=None),
+        mock.patch.object(overlap, "_why_no_symmetric_memory", return_value=None),
         mock.patch.object(device, "multiplies_fp8", return_value=True),
     ):
         for dtype in (torch.bfloat16, torch.float32):
@@ -128,7 +128,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 def excluded(rank: int, world_size: int) -> dict[str, Any]:
     group = dist.group.WORLD
     found = {}
-    with mock.patch.object(overlapped_linear, "_why_no_symmetric_memory", return_value=None):
+    with mock.patch.object(overlap, "_why_no_symmetric_memory", return_value=None):
         delayed = build(group, CASES["delayed"], torch.bfloat16)
         found["no fp8"] = overlap_layers(delayed, group, tiny_config())
         with mock.patch.object(device, "multiplies_fp8", return_value=True):

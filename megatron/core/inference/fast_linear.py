@@ -14,12 +14,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron.core.fusions.rms_norm import norm_rows_alike
 from megatron.core.fusions.small_linear import Weight, quantize_weight, small_linear
 from megatron.core.tensor_parallel.layers import Linear
-from megatron.core.tensor_parallel.mappings import all_gather_first_dim
+from megatron.core.tensor_parallel.linear import LinearCall
 from megatron.core.transformer.batch_invariant import make_batch_invariant
 from megatron.core.transformer.norms import Norm
 
@@ -79,28 +78,20 @@ class FastLinear:
         self._batch_invariant = batch_invariant
         self._made: tuple[Tensor, int, Weight] | None = None  # parameter, its version, copy
 
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: ProcessGroup | None,
-        sequence_parallel: bool,
-    ) -> Tensor:
-        """Compute x W^T + b.  Collective over ``group`` with ``sequence_parallel``."""
+    def __call__(self, x: Tensor, call: LinearCall) -> Tensor:
+        """Compute x W^T + b.  Collective over the groups of ``call``."""
         assert not torch.is_grad_enabled(), "the layers of this model are bound to generation"
-        if sequence_parallel:
-            assert group is not None, "sequence parallelism has a group"
-            x = all_gather_first_dim(x, group)
-        taken = self._weight(weight)
-        if isinstance(taken, Tensor) and taken.dtype == x.dtype and not self._batch_invariant:
+        return call.summed(self._multiply(call.gathered(x), self._weight(call.weight), call.bias))
+
+    def _multiply(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, Tensor) and weight.dtype == x.dtype and not self._batch_invariant:
             num_rows = x.numel() // x.shape[-1]
-            if taken.dtype == torch.bfloat16 and num_rows > _MOST_ROWS:
-                return F.linear(x, taken, bias)
-            if taken.dtype == torch.float32 and num_rows >= _MANY_ROWS and _has_onednn(x):
-                y: Tensor = torch.ops.mkldnn._linear_pointwise(x, taken, bias, "none", [], "")
+            if weight.dtype == torch.bfloat16 and num_rows > _MOST_ROWS:
+                return F.linear(x, weight, bias)
+            if weight.dtype == torch.float32 and num_rows >= _MANY_ROWS and _has_onednn(x):
+                y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
                 return y
-        return small_linear(x, taken, bias)
+        return small_linear(x, weight, bias)
 
     def _weight(self, weight: Tensor) -> Weight:
         if self._format == "fp32" or (self._format == "bf16" and weight.dtype == torch.bfloat16):

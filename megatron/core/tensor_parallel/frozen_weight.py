@@ -16,17 +16,12 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.autograd import Context, Function
 from megatron.core.fusions.small_linear import quantize_weight
 from megatron.core.low_precision import E2M1, E4M3, Scaled, largest, power_of_two, quantize
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.linear import Gemms, LinearCall, linear_of
 
 StoredFormat = Literal["fp8", "int8", "nvfp4"]
 FORMATS: tuple[StoredFormat, ...] = ("fp8", "int8", "nvfp4")
@@ -101,37 +96,19 @@ _STORE: dict[StoredFormat, Callable[[Tensor, ProcessGroup | None], Stored]] = {
 }
 
 
-class FrozenWeight:
-    """The GEMM of a layer with a stored weight, in place of a quantizer (see `linear`)."""
+class FrozenWeight(Gemms):
+    """Matmuls by the values of a stored weight, which each pass computes again."""
 
     def __init__(self, weight: Stored) -> None:
+        super().__init__()
         self.weight = weight
 
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: ProcessGroup | None,
-        sequence_parallel: bool,
-    ) -> Tensor:
-        """Compute x W^T + b; ``weight`` is not read.  Collective over ``group``."""
-        if group is not None and sequence_parallel:
-            x = gather_from_sequence_parallel_region(x, group=group)
-        elif group is not None:
-            x = copy_to_tensor_model_parallel_region(x, group)
-        y = _FrozenLinear.apply(x, self.weight)
-        return y if bias is None else y + bias
+    def __call__(self, x: Tensor, call: LinearCall) -> Tensor:
+        """Compute x W^T + b; the weight of ``call`` is not read.  Collective over its groups."""
+        y = linear_of(x, call._replace(bias=None), self)
+        return y if call.bias is None else y + call.bias
 
-
-class _FrozenLinear(Function[Tensor]):
-    """x W^T; backward computes the values of W again."""
-
-    @staticmethod
-    def forward(ctx: Context[Stored], x: Tensor, weight: Stored) -> Tensor:
-        ctx.values = weight
-        return F.linear(x, weight.values(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Context[Stored], grad: Tensor) -> tuple[Tensor, None]:
-        return grad.matmul(ctx.values.values(grad.dtype)), None
+    def matrix(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool = False) -> Tensor:
+        """See `Gemms`."""
+        values = self.weight.values(dtype)
+        return values.t() if transposed else values

@@ -118,7 +118,8 @@ class _InChunks(Function[Tensor]):
     def backward(ctx: Context[_ChunkedCall], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, target, log_sum = ctx.saved_tensors
         call, part, chunk_size = ctx.values
-        params = call.params(ctx.needs_input_grad)
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        params = call.weight if needs_weight else None, call.bias if needs_bias else None
         total_x = call.gathered(x)
         grad_x = torch.empty_like(total_x) if ctx.needs_input_grad[0] else None
         grads: list[Tensor | None] = [None, None]

@@ -17,7 +17,6 @@ of the expert and sums outputs and input gradients over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -31,7 +30,7 @@ from megatron.core.device import cpu_kernels
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
-from megatron.core.tensor_parallel.linear import Multiply, Quantizer, linear, sum_output
+from megatron.core.tensor_parallel.linear import Multiply, Overlap, Quantizer, linear, sum_output
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -70,8 +69,8 @@ def divide_over_group(size: int, group: ProcessGroup, what: str) -> int:
 class Linear(nn.Module):
     """Base of the linear layers.
 
-    A ``quantizer``, if set, runs the GEMMs in low precision.  ``multiply`` runs the GEMM of the
-    forward pass; `make_batch_invariant` sets another one on an instance.  ``lora``, if
+    A ``quantizer``, if set, computes x W^T + b in place of torch's matmuls.  ``multiply`` runs the
+    GEMM of the forward pass; `make_batch_invariant` sets another one on an instance.  ``lora``, if
     `peft.lora.attach_adapters` has set it, computes a term of the output on this rank.
     """
 
@@ -117,10 +116,10 @@ class Linear(nn.Module):
 class _ShardedLinear(Linear):
     """A linear layer with one dimension of its weight sharded over ``tp_group``.
 
-    ``overlapped``, if `overlap_layers` has set it, runs GEMM and collective as one.
+    ``overlap``, if `overlap_layers` has set it, runs GEMM and collective as one.
     """
 
-    overlapped: Callable[..., Tensor] | None = None
+    overlap: Overlap | None = None
 
     def __init__(self, input_size: int, output_size: int, tp_group: ProcessGroup) -> None:
         super().__init__()
@@ -208,19 +207,17 @@ class ColumnParallelLinear(_ShardedLinear):
         assert weight is not None, "this layer has no weight of its own: pass one"
         bias = None if self.skip_bias_add else self.bias
         is_own = weight is own
-        if self.overlapped is not None and is_own:
-            y = self.overlapped(x, weight, bias)
-        else:
-            y = linear(
-                x,
-                weight,
-                bias,
-                is_own=is_own,
-                group=self.grad_group,
-                sequence_parallel=self.sequence_parallel,
-                quantizer=self.quantizer if is_own or own is None else None,
-                multiply=self.multiply,
-            )
+        y = linear(
+            x,
+            weight,
+            bias,
+            is_own=is_own,
+            group=self.grad_group,
+            sequence_parallel=self.sequence_parallel,
+            overlap=self.overlap if is_own else None,
+            quantizer=self.quantizer if is_own or own is None else None,
+            multiply=self.multiply,
+        )
         y = self._adapted(x, y)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
@@ -293,8 +290,6 @@ class RowParallelLinear(_ShardedLinear):
 
     def summed_product(self, x: Tensor) -> Tensor:
         """Return x W^T, reduced over the ranks; for an expert the dispatcher reduces instead."""
-        if self.overlapped is not None:
-            return self.overlapped(x, self.weight)
         group = self.sum_group
         y = linear(
             x,
@@ -302,6 +297,7 @@ class RowParallelLinear(_ShardedLinear):
             None,
             output_group=group if self.lora is None else None,
             scatters_output=self.sequence_parallel,
+            overlap=self.overlap,
             quantizer=self.quantizer,
             multiply=self.multiply,
         )

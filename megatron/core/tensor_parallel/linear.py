@@ -1,4 +1,9 @@
-"""The GEMMs of a linear layer, overlapped with their communication.
+"""One linear layer: the GEMMs of forward and backward, overlapped with their communication.
+
+Two parts vary.  `Gemms` is how the weight is stored and multiplied: in its own dtype (`DENSE`), in
+8 or 4 bits for all GEMMs (`quantized_linear`) or for storage alone (`frozen_weight`).  `LinearCall`
+says which ranks communicate, and whether a collective of sequence parallelism runs inside of its
+GEMM (`Overlap`).
 
 Collectives, in order: with sequence parallelism (SP) forward all-gathers the input before the GEMM;
 backward all-gathers it again while it computes the input gradient, then reduces that gradient
@@ -7,9 +12,9 @@ backward all-gathers it again while it computes the input gradient, then reduces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +23,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
+from megatron.core.fusions.quantize import in_rows
+from megatron.core.low_precision import Scaled, is_added_by_gemm
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
     reduce_from_tensor_model_parallel_region,
@@ -33,7 +40,9 @@ from megatron.core.tensor_parallel.weight_gradient import (
 )
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # like F.linear
-Quantizer = Callable[[Tensor, Tensor, Tensor | None, ProcessGroup | None, bool], Tensor]
+# Computes a layer in place of torch's matmuls: low precision, generation, Transformer Engine.
+Quantizer = Callable[[Tensor, "LinearCall"], Tensor]
+Params = tuple[Tensor | None, Tensor | None]  # weight and bias that need a gradient
 
 
 def linear(
@@ -46,6 +55,7 @@ def linear(
     sequence_parallel: bool = False,
     output_group: ProcessGroup | None = None,
     scatters_output: bool = False,
+    overlap: Overlap | None = None,
     quantizer: Quantizer | None = None,
     multiply: Multiply = F.linear,
 ) -> Tensor:
@@ -54,19 +64,25 @@ def linear(
     ``group``: ranks over which the input gradient is summed; None for a layer without collectives.
     ``output_group``: ranks over which the output is summed, by a reduce-scatter along dim 0 if
     ``scatters_output``.  ``is_own``: only this layer uses the weight, so backward may defer its
-    gradient or add it to ``main_grad``.  ``quantizer``: runs the GEMMs in low precision.
+    gradient or add it to ``main_grad``.  ``quantizer``: computes the layer in another way.
     ``multiply``: runs the GEMM of the forward pass; it needs no gradient.  Collective over both
     groups.
     """
+    call = LinearCall(
+        weight, bias, is_own, group, sequence_parallel, output_group, scatters_output, overlap
+    )
     if quantizer is not None:
-        y = quantizer(x, weight, bias, group, sequence_parallel)
-        return y if output_group is None else sum_output(y, output_group, scatters=scatters_output)
+        return quantizer(x, call)
     asks = is_own and torch.is_grad_enabled() and (adds_to_main_grad(weight) or may_be_deferred())
-    if group is None and not asks and multiply is F.linear:
+    if group is None and overlap is None and not asks and multiply is F.linear:
         y = F.linear(x, weight, bias)
         return y if output_group is None else sum_output(y, output_group, scatters=scatters_output)
-    call = LinearCall(weight, bias, is_own, group, sequence_parallel, output_group, scatters_output)
-    return _Linear.call(x, weight, bias, call, multiply)
+    return linear_of(x, call, DENSE if multiply is F.linear else Gemms(multiply))
+
+
+def linear_of(x: Tensor, call: LinearCall, gemms: Gemms) -> Tensor:
+    """Compute x W^T + b by ``gemms``."""
+    return _Linear.call(x, call.weight, call.bias, call, gemms)
 
 
 class LinearCall(NamedTuple):
@@ -79,6 +95,7 @@ class LinearCall(NamedTuple):
     sequence_parallel: bool
     output_group: ProcessGroup | None = None
     scatters_output: bool = False
+    overlap: Overlap | None = None
 
     @property
     def gather_group(self) -> ProcessGroup | None:
@@ -88,14 +105,6 @@ class LinearCall(NamedTuple):
     def gathered(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks.  Collective under sequence parallelism."""
         return x if self.gather_group is None else all_gather_first_dim(x, self.gather_group)
-
-    def params(self, needs_input_grad: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        """Return weight and bias, None for one without gradient.
-
-        ``needs_input_grad`` is that of an autograd function with inputs x, weight, bias, ...
-        """
-        _, needs_weight, needs_bias, *_ = needs_input_grad
-        return self.weight if needs_weight else None, self.bias if needs_bias else None
 
     def summed(self, y: Tensor) -> Tensor:
         """Sum the output, which nothing else uses, over ``output_group``, whose ranks all call."""
@@ -108,42 +117,197 @@ class LinearCall(NamedTuple):
         return y
 
 
-class _Linear(Function[Tensor]):
-    """x W^T + b with a weight gradient that may be deferred in a queue, if the weight ``is_own``.
+Rows = Any  # what a GEMM reads of x or of a gradient: a Tensor [s, b, i], or a Scaled [t, i]
+Matrix = Any  # a Tensor or Scaled [o, i], by whose transpose rows are multiplied
 
-    With ``group`` it is a column-parallel layer: backward overlaps communication and GEMMs.
+
+class Gemms:
+    """The GEMMs of a layer with a weight in its own dtype; subclasses store it in another way."""
+
+    def __init__(self, multiply: Multiply = F.linear) -> None:
+        """``multiply`` runs the GEMM of the forward pass."""
+        self._multiply = multiply
+
+    def input(self, x: Tensor, call: LinearCall, keeps: bool) -> tuple[Rows, tuple[Tensor, ...]]:
+        """Return the rows of ``x``, and what the weight gradient needs of it, if it ``keeps`` x."""
+        return x, (x if keeps else x.new_empty(0, 0),)
+
+    def gradient(self, grad: Tensor, saved: list[Tensor], *, is_gathered: bool) -> Rows:
+        """Return the rows of the output gradient; ranks gather them if ``is_gathered``."""
+        return grad
+
+    def may_gather(self, saved: list[Tensor], group: ProcessGroup) -> bool:
+        """Return whether the rows of gradients on the ranks of ``group`` make those of all."""
+        return True
+
+    def gather(self, rows: Rows, group: ProcessGroup) -> Rows:
+        """All-gather rows.  Collective."""
+        return all_gather_first_dim(rows, group)
+
+    def matrix(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool = False) -> Matrix:
+        """Return the weight [o, i], or ``transposed`` [i, o], for rows of ``dtype``."""
+        return weight.t() if transposed else weight
+
+    def product(
+        self, rows: Rows, matrix: Matrix, dtype: torch.dtype, bias: Tensor | None, forward: bool
+    ) -> Tensor:
+        """Multiply ``rows`` by the transpose of ``matrix``, in forward or in backward."""
+        y: Tensor = self._multiply(rows, matrix, bias) if forward else rows.matmul(matrix.t())
+        return y
+
+    def weight_grad(
+        self,
+        params: Params,
+        grad: Tensor,
+        rows: Rows,
+        saved: list[Tensor],
+        call: LinearCall,
+    ) -> WeightGrad:
+        """Return the gradients of ``params``, still to compute; ``rows`` are those of ``grad``."""
+        (x,) = saved
+        return WeightGrad(*params, rows, x, group=call.gather_group, is_own=call.is_own)
+
+
+DENSE = Gemms()
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which collectives of a layer over ``group`` run inside of their GEMM.
+
+    torch divides such a GEMM by ranks: while one part is computed, the next is copied through
+    symmetric memory, which the GPUs of a group map into each other's address space.  Each method is
+    one collective over the group.
+    """
+
+    group: ProcessGroup
+    gathers: bool  # all-gathers of inputs (column), and of output gradients (row)
+    scatters: bool  # reduce-scatters of outputs (row)
+    scatters_gradients: bool  # reduce-scatters of input gradients (column)
+
+    def gathered_product(
+        self, rows: Rows, matrix: Matrix, dtype: torch.dtype, bias: Tensor | None, *, fast: bool
+    ) -> tuple[Rows, Tensor]:
+        """Return the rows of all ranks, and their product with the transpose of ``matrix``.
+
+        A `Scaled` has one scale, which is the same on all ranks.  ``fast`` as in `product`.
+        """
+        name = self.group.group_name
+        if isinstance(rows, Tensor):
+            gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+                rows.contiguous(), [matrix.t()], 0, name
+            )
+            return gathered, y if bias is None else y.add_(bias)
+        is_added = is_added_by_gemm(bias, dtype)
+        codes, (y,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            rows.codes.contiguous(),
+            [_columns(matrix)],
+            rows.scale,
+            [matrix.scale],
+            0,
+            name,
+            [bias if is_added else None],
+            [None],  # scale of the result
+            [dtype],
+            [fast],
+        )
+        return Scaled(codes, rows.scale), y if bias is None or is_added else y + bias
+
+    def scattered_product(
+        self, rows: Rows, matrix: Matrix, dtype: torch.dtype, *, fast: bool
+    ) -> Tensor:
+        """Return this rank's rows of the sum over ranks of rows @ matrix^T; see above."""
+        name = self.group.group_name
+        y: Tensor
+        if isinstance(rows, Tensor):
+            y = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+                rows.contiguous(), matrix.t(), "sum", 0, name
+            )
+            return y
+        y = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+            rows.codes.contiguous(),
+            _columns(matrix),
+            rows.scale,
+            matrix.scale,
+            "sum",
+            0,
+            0,
+            name,
+            [len(rows.codes), len(matrix.codes)],
+            out_dtype=dtype,
+            use_fast_accum=fast,
+        )
+        return y
+
+
+def _columns(matrix: Scaled) -> Tensor:
+    """Return the codes of ``matrix`` [o, i] as [i, o] with contiguous columns, as cuBLAS needs."""
+    return in_rows(matrix).codes.contiguous().t()
+
+
+class _Linear(Function[Tensor]):
+    """x W^T + b with a weight gradient that may be deferred in a queue, if the weight is its own.
+
+    Backward overlaps the communication of a column-parallel layer and its GEMMs.
     """
 
     @staticmethod
     def forward(
-        ctx: Context[LinearCall],
+        ctx: Context[tuple[LinearCall, Gemms]],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         call: LinearCall,
-        multiply: Multiply,
+        gemms: Gemms,
     ) -> Tensor:
-        # The input is for the weight gradient alone: a frozen layer does not keep it.
-        keeps_input = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if keeps_input else x.new_empty(0, 0), weight)
-        ctx.values = call
-        return call.summed(multiply(call.gathered(x), weight, bias))
+        rows, saved = gemms.input(x, call, ctx.needs_input_grad[1])
+        ctx.save_for_backward(weight, *saved)
+        ctx.values = call, gemms
+        overlap, gather = call.overlap, call.gather_group
+        if gather is not None and (overlap is None or not overlap.gathers):
+            rows, gather = gemms.gather(rows, gather), None
+        matrix = gemms.matrix(call.weight, x.dtype)
+        if overlap is not None and gather is not None:
+            _, y = overlap.gathered_product(rows, matrix, x.dtype, call.bias, fast=True)
+        elif overlap is not None and overlap.scatters and call.scatters_output:
+            y = overlap.scattered_product(rows, matrix, x.dtype, fast=True)
+        else:
+            y = call.summed(gemms.product(rows, matrix, x.dtype, call.bias, True))
+        return _shaped(y, x)
 
     @staticmethod
-    def backward(ctx: Context[LinearCall], grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        call = ctx.values
-        if call.output_group is not None and call.scatters_output:
-            grad = all_gather_first_dim(grad, call.output_group)
-        item = WeightGrad(
-            *call.params(ctx.needs_input_grad),
-            grad,
-            x,
-            group=call.gather_group,
-            is_own=call.is_own,
-        )
-        grad_x = partial(grad.matmul, weight) if ctx.needs_input_grad[0] else None
-        return *linear_backward(item, grad_x, call), None, None
+    def backward(ctx: Context[tuple[LinearCall, Gemms]], grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *saved = ctx.saved_tensors
+        call, gemms = ctx.values
+        overlap, dtype = call.overlap, grad.dtype
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        term = None
+        gather = call.output_group if call.scatters_output else None
+        if gather and overlap and overlap.gathers and gemms.may_gather(saved, gather):
+            rows = gemms.gradient(grad, saved, is_gathered=True)
+            matrix = gemms.matrix(weight, dtype, transposed=True)
+            rows, term = overlap.gathered_product(rows, matrix, dtype, None, fast=False)
+        else:
+            grad = grad if gather is None else all_gather_first_dim(grad, gather)
+            rows = gemms.gradient(grad, saved, is_gathered=False)
+
+        def partial_grad_x() -> Tensor:
+            if term is not None:
+                return _shaped(term, grad)
+            matrix = gemms.matrix(weight, dtype, transposed=True)
+            if overlap is not None and overlap.scatters_gradients and call.group is not None:
+                return _shaped(overlap.scattered_product(rows, matrix, dtype, fast=False), grad)
+            return _shaped(gemms.product(rows, matrix, dtype, None, False), grad)
+
+        params = call.weight if needs_weight else None, call.bias if needs_bias else None
+        item = gemms.weight_grad(params, grad, rows, saved, call)
+        grads = linear_backward(item, partial_grad_x if needs_x else None, call)
+        return *grads, None, None
+
+
+def _shaped(y: Tensor, like: Tensor) -> Tensor:
+    """Return rows [t, o] as [s, b, o] if ``like`` has these dimensions."""
+    return y if y.dim() == like.dim() else y.view(-1, *like.shape[1:-1], y.shape[-1])
 
 
 def linear_backward(
@@ -155,7 +319,8 @@ def linear_backward(
 
     ``partial_grad_x`` computes this rank's term of the input gradient.  The terms are summed over
     the group of ``call`` (all-reduce, or reduce-scatter with SP) while the GEMM of the weight
-    gradient runs.  Collective over that group.
+    gradient runs, unless ``partial_grad_x`` overlaps with the sum itself.  Collective over the
+    group.
     """
     is_later = is_deferred(item)
     if not is_later:
@@ -163,7 +328,8 @@ def linear_backward(
     reducing = grad_x = term = None
     if partial_grad_x is not None:
         grad_x = term = partial_grad_x()
-        if call.group is not None:
+        is_summed = call.overlap is not None and call.overlap.scatters_gradients
+        if call.group is not None and not is_summed:
             reducing, grad_x = start_reduction(term, call.group, call.sequence_parallel)
     grads = (None, None) if is_later else item.compute()
     if reducing is not None:

@@ -1,124 +1,163 @@
-"""GEMMs fused with a collective of sequence parallelism.
+"""Which linear layers run their collectives inside of their GEMMs (--tp-comm-overlap).
 
-torch divides such a GEMM by ranks: while one part is computed, the next is copied through symmetric
-memory, which the GPUs of a group map into each other's address space.
+    column   all-gather of x [s/tp, b, i], then its GEMM
+    row      GEMM of x [s, b, i/tp], then reduce-scatter; backward all-gathers the gradient
 
-``s`` tokens, ``b`` sequences, ``t`` = s b, ``i``/``o`` input and output width of the GEMM, ``tp``
-ranks of the group.  Each method is one collective over the group.
+`linear.Overlap` does so, under sequence parallelism.  In fp8 with one scale per tensor, the codes
+are gathered; recipes with blocks keep separate collectives: torch's fused operations take one scale
+per tensor or per row (docs/log.md).  A row-parallel layer then gathers the codes of its output
+gradient instead of 16-bit values; their scale has to be the same on all ranks, so current scaling
+reduces the amax of the gradient first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.fusions.quantize import in_rows, product
-from megatron.core.low_precision import Scaled, is_added_by_gemm
-from megatron.core.tensor_parallel.mappings import all_gather_first_dim
-from megatron.core.tensor_parallel.quantized_linear import gathered_codes
-from megatron.core.tensor_parallel.weight_gradient import WeightGrad, is_deferred
+from megatron.core import device
+from megatron.core.optional import require
+from megatron.core.params.param_info import info_of
+from megatron.core.rank_local import each_rank_owns
+from megatron.core.tensor_parallel.frozen_weight import FrozenWeight
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear import Overlap
+from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer
+
+_mapped: WeakSet[ProcessGroup] = WeakSet()  # groups whose ranks map each other's memory
+each_rank_owns(__name__, "_mapped")
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Which collectives of a layer over ``group`` run inside of their GEMM."""
+class OverlapConfig(Protocol):
+    """The fields of --tp-comm-overlap and its sub-flags that are read here."""
 
-    group: ProcessGroup
-    gathers: bool  # all-gathers of inputs (column), and of output gradients (row)
-    scatters: bool  # reduce-scatters of outputs (row)
-    scatters_gradients: bool  # reduce-scatters of input gradients (column)
+    @property
+    def tp_comm_overlap_ag(self) -> bool: ...
+    @property
+    def tp_comm_split_ag(self) -> bool: ...
+    @property
+    def tp_comm_overlap_rs(self) -> bool: ...
+    @property
+    def tp_comm_split_rs(self) -> bool: ...
+    @property
+    def tp_comm_overlap_rs_dgrad(self) -> bool: ...
 
-    def gathered_product(self, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of all ranks, [s, b, i], and their product with ``matrix`` [i, o]."""
-        if not self.gathers:
-            rows = all_gather_first_dim(x, self.group)
-            return rows, rows @ matrix
-        gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            x.contiguous(), [matrix], 0, self.group.group_name
+
+class Overlapped(NamedTuple):
+    """What `overlap_layers` did: the number of layers that overlap, and why others do not."""
+
+    num_layers: int
+    reasons: list[str]
+
+
+_Sharded = ColumnParallelLinear | RowParallelLinear
+
+
+def overlap_layers(model: nn.Module, group: ProcessGroup, config: OverlapConfig) -> Overlapped:
+    """Let the linear layers of ``model`` that have sequence parallelism overlap.
+
+    Skips the output layer, whose GEMM is fused with the loss, and layers of Transformer Engine,
+    whose quantizer is its own.  Collective over ``group``.
+    """
+    layers = []
+    reasons = []
+    for layer in model.modules():
+        if not isinstance(layer, _Sharded) or not layer.sequence_parallel:
+            continue
+        if layer.weight is None or info_of(layer.weight).is_embedding_or_output:
+            continue
+        if not isinstance(layer.quantizer, LinearQuantizer | FrozenWeight | None):
+            continue
+        reason = _unsupported_reason(layer)
+        if reason is None:
+            layers.append(layer)
+        else:
+            reasons.append(reason)
+    reasons = list(dict.fromkeys(reasons))
+    if not layers:
+        return Overlapped(0, reasons or ["no layer of this program has sequence parallelism"])
+    if without_memory := _why_no_symmetric_memory(group):
+        return Overlapped(0, [*reasons, without_memory])
+    overlap = Overlap(
+        group,
+        gathers=config.tp_comm_overlap_ag and config.tp_comm_split_ag,
+        scatters=config.tp_comm_overlap_rs and config.tp_comm_split_rs,
+        scatters_gradients=config.tp_comm_overlap_rs_dgrad,
+    )
+    for layer in layers:
+        is_column = isinstance(layer, ColumnParallelLinear)
+        scatters = overlap.scatters_gradients if is_column else overlap.scatters
+        if not (overlap.gathers or scatters):
+            continue
+        layer.overlap = overlap
+    return Overlapped(len(layers), reasons)
+
+
+def _unsupported_reason(layer: _Sharded) -> str | None:
+    """Return why torch cannot fuse the layer's GEMM with a collective; None if it can.
+
+    torch's operations (2.11 and 2.13) call ``_scaled_mm`` with a slice of the scales of the input:
+    one scale for all slices, or one scale per row.
+    """
+    if layer.multiply is not F.linear:
+        return "layers with a GEMM of their own have no fused one"
+    if layer.lora is not None:
+        return "layers with adapters have no fused GEMM"
+    if isinstance(layer.quantizer, FrozenWeight):
+        return "layers with frozen weights in low precision have no fused GEMM"
+    if not isinstance(layer.quantizer, LinearQuantizer):
+        return None
+    recipe = layer.quantizer.recipe
+    if recipe.block is not None:
+        name = "fp4" if recipe.is_fp4 else "fp8"
+        return (
+            f"torch's fused GEMMs take one {name} scale per tensor or row, not one for each "
+            f"{recipe.block} values of a row: use --fp8-recipe tensorwise or delayed"
         )
-        return gathered, y
-
-    def scattered_product(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Return this rank's rows of the sum over ranks of x @ matrix: [s, b, i] -> [s/tp, b, o].
-
-        ``matrix`` is [i, o].
-        """
-        y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            x.contiguous(), matrix, "sum", 0, self.group.group_name
-        )
-        return y
-
-    def gathered_product_of_codes(
-        self,
-        x: Scaled,
-        matrix: Scaled,
-        dtype: torch.dtype,
-        *,
-        bias: Tensor | None = None,
-        fast: bool = False,
-    ) -> tuple[Scaled, Tensor]:
-        """Return the rows of all ranks, [t, i], and their product with ``matrix`` [o, i]^T.
-
-        ``x`` [t/tp, i] has one scale, which is the same on all ranks.  ``bias`` [o], in ``dtype``,
-        and ``fast`` as in `product`.
-        """
-        if not self.gathers:
-            rows = gathered_codes(x, self.group)
-            return rows, product(rows, matrix, dtype, bias=bias, fast=fast)
-        is_added = is_added_by_gemm(bias, dtype)
-        codes, (y,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-            x.codes.contiguous(),
-            [_columns(matrix)],
-            x.scale,
-            [matrix.scale],
-            0,
-            self.group.group_name,
-            [bias if is_added else None],
-            [None],  # scale of the result
-            [dtype],
-            [fast],
-        )
-        y = y if bias is None or is_added else y + bias
-        return Scaled(codes, x.scale), y
-
-    def scattered_product_of_codes(
-        self, x: Scaled, matrix: Scaled, dtype: torch.dtype, *, fast: bool = False
-    ) -> Tensor:
-        """Return this rank's rows of the sum over ranks of x @ matrix^T: [t, i] -> [t/tp, o].
-
-        ``matrix`` is [o, i]; each matrix has one scale.  ``fast`` as in `product`.
-        """
-        y: Tensor = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
-            x.codes.contiguous(),
-            _columns(matrix),
-            x.scale,
-            matrix.scale,
-            "sum",
-            0,
-            0,
-            self.group.group_name,
-            [len(x.codes), len(matrix.codes)],
-            out_dtype=dtype,
-            use_fast_accum=fast,
-        )
-        return y
+    if not device.multiplies_fp8(device.current()):
+        return "this device has no GEMMs in fp8"
+    assert layer.weight is not None, "checked by the caller"
+    shape = tuple(layer.weight.shape)
+    if any(n % 16 for n in shape):  # `low_precision.scaled_mm` pads, torch's operations do not
+        limit = "fused fp8 GEMMs need multiples of 16 in a rank's part of a weight"
+        return f"{limit}, which has {shape}"
+    return None
 
 
-def scattering_backward(
-    item: WeightGrad, scattered_grad_x: Callable[[], Tensor]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what `linear_backward` returns; ``scattered_grad_x`` sums over ranks itself."""
-    is_later = is_deferred(item)
-    if not is_later:
-        item.start()
-    grad_x = scattered_grad_x()
-    return grad_x, *((None, None) if is_later else item.compute())
+def _why_no_symmetric_memory(group: ProcessGroup) -> str | None:
+    """Return why the ranks of ``group`` cannot map each other's memory; None if they can.
+
+    Collective over ``group``: the result is the same on all ranks.
+    """
+    if not device.launches_kernels(device.current()):
+        return "it needs a GPU"
+    symmetric_memory = require("torch.distributed._symmetric_memory", "--tp-comm-overlap")
+    name = group.group_name
+    # torch keeps the memory of a destroyed group under its name, which groups of a later run of the
+    # process get again.  All ranks ask first: a rank that maps memory waits for the others.
+    is_free = group in _mapped or not symmetric_memory.is_symm_mem_enabled_for_group(name)
+    if not _on_all_ranks(is_free, group):
+        return "an earlier run of this process has used symmetric memory: start new processes"
+    _mapped.add(group)
+    reason = None
+    try:
+        symmetric_memory.enable_symm_mem_for_group(name)
+        symmetric_memory.get_symm_mem_workspace(name, 1)
+    except RuntimeError as error:  # another node, or GPUs without access to each other
+        reason = f"no symmetric memory: {str(error).splitlines()[0]}"
+    if _on_all_ranks(reason is None, group):
+        return None
+    return reason or "another rank has no symmetric memory"
 
 
-def _columns(matrix: Scaled) -> Tensor:
-    """Return the codes of ``matrix`` [o, i] as [i, o] with contiguous columns, as cuBLAS needs."""
-    return in_rows(matrix).codes.contiguous().t()
+def _on_all_ranks(value: bool, group: ProcessGroup) -> bool:
+    """Return whether ``value`` holds on all ranks of ``group``.  Collective."""
+    flag = torch.tensor(value, dtype=torch.int32, device=device.current())
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag.item())

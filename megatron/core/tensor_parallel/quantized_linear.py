@@ -21,20 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
-from megatron.core.low_precision import E2M1, Block, FloatFormat, Scaled, largest, rotated
+from megatron.core.low_precision import E2M1, FloatFormat, Scaled, largest, rotated
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, set_info
-from megatron.core.tensor_parallel.linear import LinearCall, linear_backward
+from megatron.core.tensor_parallel.linear import Gemms, LinearCall, Params, linear_of
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.weight_gradient import (
     WeightGrad,
@@ -102,7 +100,7 @@ class AmaxHistory(nn.Module):
         """Complete ``amax`` at the end of a step."""
 
 
-class LinearQuantizer(AmaxHistory):
+class LinearQuantizer(AmaxHistory, Gemms):
     """Runs the GEMMs of one linear layer in low precision; holds cached weights."""
 
     def __init__(
@@ -116,16 +114,68 @@ class LinearQuantizer(AmaxHistory):
         self._transposed: Scaled | None = None  # contiguous transposed weight [i, o] of this step
         self._is_warm = [False, False]  # whether the rows of the history have a value
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: ProcessGroup | None,
-        sequence_parallel: bool,
+    def forward(self, x: Tensor, call: LinearCall) -> Tensor:
+        """Compute x W^T + b as `linear` does."""
+        return linear_of(x, call, self)
+
+    def input(self, x: Tensor, call: LinearCall, keeps: bool) -> tuple[Scaled, tuple[Tensor, ...]]:
+        """See `Gemms`.  Keeps x as the GEMM of the weight gradient reads it: quantised or not."""
+        recipe, flat, gather = self.recipe, x.flatten(0, -2), call.gather_group
+        saves_codes = recipe.wgrad and keeps
+        # An all-gather in backward needs the rows of the tokens, not of their transpose.
+        turns = saves_codes and gather is None
+        rows = self.rows(INPUT, flat, is_gathered=gather is not None, turns=turns)
+        if not saves_codes:
+            return rows, (flat if keeps else flat.new_empty(0, 0),)
+        is_whole = recipe.block is None
+        codes = _turned(rows) if is_whole else self.columns(INPUT, flat, gather)
+        return rows, (codes.codes, codes.scale)
+
+    def gradient(self, grad: Tensor, saved: list[Tensor], *, is_gathered: bool) -> Scaled:
+        """See `Gemms`."""
+        turns = len(saved) > 1 and not is_gathered
+        return self.rows(GRADIENT, grad.flatten(0, -2), is_gathered=is_gathered, turns=turns)
+
+    def may_gather(self, saved: list[Tensor], group: ProcessGroup) -> bool:
+        """See `Gemms`.
+
+        Current scaling takes the amax of the gathered values; ``amax_group`` has more ranks than
+        the tensor-parallel group under context parallelism.
+        """
+        is_same = self.recipe.history > 0 or self.amax_group.size() == group.size()
+        return len(saved) > 1 and is_same
+
+    def gather(self, rows: Scaled, group: ProcessGroup) -> Scaled:
+        """All-gather codes as bytes, and scales if they belong to blocks.  Collective."""
+        codes = all_gather_first_dim(rows.codes.view(torch.uint8), group).view(rows.codes.dtype)
+        scale = rows.scale if rows.block is None else all_gather_first_dim(rows.scale, group)
+        return Scaled(codes, scale, rows.block)
+
+    def product(
+        self, rows: Scaled, matrix: Scaled, dtype: torch.dtype, bias: Tensor | None, forward: bool
     ) -> Tensor:
-        """Compute x W^T + b; arguments and collectives as in `linear`."""
-        return _QuantizedLinear.apply(x, weight, bias, self, group, sequence_parallel)
+        """See `Gemms`."""
+        return product(rows, matrix, dtype, bias=bias, fast=forward)
+
+    def weight_grad(
+        self,
+        params: Params,
+        grad: Tensor,
+        rows: Scaled,
+        saved: list[Tensor],
+        call: LinearCall,
+    ) -> WeightGrad:
+        """See `Gemms`."""
+        x, *scales = saved
+        flat = grad.flatten(0, -2)
+        if not scales:
+            return WeightGrad(*params, flat, x, group=call.gather_group, is_own=True)
+        size = self.recipe.block
+        block = None if size is None else (size, 1)
+        codes = _turned(rows) if size is None else self.columns(GRADIENT, flat)
+        return _ScaledWeightGrad(
+            *params, flat, codes, Scaled(x, scales[0], block), group=call.gather_group
+        )
 
     def rows(
         self, which: int, x: Tensor, *, is_gathered: bool = False, turns: bool = False
@@ -180,7 +230,9 @@ class LinearQuantizer(AmaxHistory):
         at_random = recipe.is_fp4 and which == GRADIENT
         return quantize(x, self._format(which), (size, 1), at_random=at_random)
 
-    def weight(self, weight: Tensor, *, transposed: bool = False) -> Scaled:
+    def matrix(
+        self, weight: Tensor, dtype: torch.dtype | None = None, *, transposed: bool = False
+    ) -> Scaled:
         """Quantise the weight [o, i], or ``transposed`` [i, o], for a GEMM over the last dimension.
 
         Lifetime of the cache: under a data-parallel wrapper that keeps complete weights, which
@@ -276,69 +328,7 @@ def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupColle
             layer.amax.zero_()
 
 
-class _QuantizedCall(NamedTuple):
-    linear: LinearCall
-    quantizer: LinearQuantizer
-    block: Block | None  # block shape of the saved quantised x
-
-
-class _QuantizedLinear(Function[Tensor]):
-    """Saves for backward x as the GEMM of the weight gradient needs it: quantised or not."""
-
-    @staticmethod
-    def forward(
-        ctx: Context[_QuantizedCall],
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        quantizer: LinearQuantizer,
-        group: ProcessGroup | None,
-        sequence_parallel: bool,
-    ) -> Tensor:
-        recipe, flat = quantizer.recipe, x.flatten(0, -2)
-        call = LinearCall(weight, bias, True, group, sequence_parallel)
-        gather = call.gather_group
-        saves_codes = recipe.wgrad and ctx.needs_input_grad[1]
-        # An all-gather in backward needs the rows of the tokens, not of their transpose.
-        turns = saves_codes and gather is None
-        rows = quantizer.rows(INPUT, flat, is_gathered=gather is not None, turns=turns)
-        kept: tuple[Tensor, ...] = (flat if ctx.needs_input_grad[1] else flat.new_empty(0, 0),)
-        block = None
-        if saves_codes:
-            is_whole = recipe.block is None
-            codes = turned_codes(rows) if is_whole else quantizer.columns(INPUT, flat, gather)
-            kept, block = (codes.codes, codes.scale), codes.block
-        ctx.save_for_backward(weight, *kept)
-        ctx.values = _QuantizedCall(call, quantizer, block)
-        if gather is not None:
-            rows = gathered_codes(rows, gather)
-        y = product(rows, quantizer.weight(weight), x.dtype, bias=bias, fast=True)
-        return y.view(-1, *x.shape[1:-1], y.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Context[_QuantizedCall], grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x, *scales = ctx.saved_tensors
-        call, quantizer, block = ctx.values
-        flat = grad.flatten(0, -2)
-        params = call.params(ctx.needs_input_grad)
-        rows = quantizer.rows(GRADIENT, flat, turns=bool(scales))
-        if not scales:
-            item = WeightGrad(*params, flat, x, group=call.gather_group, is_own=True)
-        else:
-            is_whole = quantizer.recipe.block is None
-            codes = turned_codes(rows) if is_whole else quantizer.columns(GRADIENT, flat)
-            scaled = Scaled(x, scales[0], block)
-            item = ScaledWeightGrad(*params, flat, codes, scaled, group=call.gather_group)
-
-        def grad_x() -> Tensor:
-            wide = product(rows, quantizer.weight(weight, transposed=True), grad.dtype)
-            return wide.view(*grad.shape[:-1], wide.shape[-1])
-
-        term = grad_x if ctx.needs_input_grad[0] else None
-        return *linear_backward(item, term, call), None, None, None
-
-
-class ScaledWeightGrad(WeightGrad):
+class _ScaledWeightGrad(WeightGrad):
     """`WeightGrad` with quantised operands; the codes of x are all-gathered as bytes."""
 
     def __init__(
@@ -376,13 +366,6 @@ class ScaledWeightGrad(WeightGrad):
         return product(grad, x.t(), weight.dtype)
 
 
-def turned_codes(rows: Scaled) -> Scaled:
+def _turned(rows: Scaled) -> Scaled:
     """Return the matrix with the memory of its transpose alone, if it has both."""
     return rows if rows.turned is None else Scaled(rows.turned.t(), rows.scale)
-
-
-def gathered_codes(rows: Scaled, group: ProcessGroup) -> Scaled:
-    """All-gather the rows: codes as bytes, and scales if they belong to blocks.  Collective."""
-    codes = all_gather_first_dim(rows.codes.view(torch.uint8), group).view(rows.codes.dtype)
-    scale = rows.scale if rows.block is None else all_gather_first_dim(rows.scale, group)
-    return Scaled(codes, scale, rows.block)

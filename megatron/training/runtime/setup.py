@@ -27,7 +27,7 @@ from megatron.core.optimizer.param_groups import (
 from megatron.core.parallel.json_collectives import all_gather_json
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.peft.lora import attach_adapters, check_targets, names_in
-from megatron.core.tensor_parallel.overlapped_linear import overlap_layers
+from megatron.core.tensor_parallel.overlap import overlap_layers
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
 from megatron.core.transformer.batch_invariant import TRAINING, make_batch_invariant
 from megatron.core.transformer.compiled import compile_layers

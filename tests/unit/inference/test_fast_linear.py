@@ -24,6 +24,7 @@ from megatron.core.inference.paged_engine.slot_positions import SlotPositions
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, StepPlan
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.linear import linear
 from megatron.core.transformer.batch_invariant import sigmoid
 from tests import tolerances
 from tests.support import selection
@@ -184,7 +185,7 @@ def test_the_sigmoid_is_that_of_torch() -> None:
 def test_many_rows_are_multiplied_in_float32(rows: int, batch_invariant: bool) -> None:
     x = torch.randn(rows, 1, 300) / 300
     weight, bias = torch.randn(70, 300), torch.randn(70)
-    found = FastLinear("fp32", batch_invariant)(x, weight, bias, None, False)
+    found = linear(x, weight, bias, quantizer=FastLinear("fp32", batch_invariant))
     wanted = F.linear(x.double(), weight.double(), bias.double()).float()
     torch.testing.assert_close(found, wanted, **tolerances.of(torch.float32))
     if batch_invariant:
