@@ -31,8 +31,8 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError, LaunchError
 from megatron.core.diagnostics.collective_tracer import note_collectives
 from megatron.core.diagnostics.fault_injection import check_faults
-from megatron.training.fault_tolerance import node_checks, node_verdict
-from megatron.training.fault_tolerance.node_verdict import Finding, RankResult, Thresholds
+from megatron.training.fault_tolerance import node_checks
+from megatron.training.fault_tolerance.node_checks import Finding, RankResult, Thresholds
 from megatron.training.process.rank_print import rank, world_size
 from megatron.training.process.rendezvous import meet
 
@@ -85,7 +85,7 @@ def main() -> None:
 def check(args: argparse.Namespace) -> int:
     """Return the exit status.  Collective over all ranks.  Raises ConfigError or LaunchError."""
     check_faults()
-    expected = {} if args.expect is None else node_verdict.read_expectations(args.expect)
+    expected = {} if args.expect is None else node_checks.read_expectations(args.expect)
     if args.folder is not None and not args.folder.is_dir():
         raise ConfigError(f"--folder {args.folder}: it is not a folder on this host")
     try:
@@ -112,7 +112,7 @@ def check(args: argparse.Namespace) -> int:
         return int(mine.node in unhealthy)
     results = collect(store, mine, nodes, args.limit_s)
     thresholds = Thresholds(slow_below=args.slow_below)
-    found = node_verdict.findings(results, expected, thresholds)
+    found = node_checks.findings(results, expected, thresholds)
     store.set("verdict", json.dumps(sorted({finding.node for finding in found})))
     report(args, results, found)
     deadline_s = time.monotonic() + args.limit_s / 10  # this process may serve the store
@@ -193,15 +193,15 @@ def report(
 ) -> None:
     """Print the table or JSON, and save the expectations."""
     if args.json:
-        print(node_verdict.as_json(results, found))
+        print(node_checks.as_json(results, found))
     else:
-        print("\n".join((*node_verdict.table(results), *map(str, found))))
+        print("\n".join((*node_checks.table(results), *map(str, found))))
         nodes = {result.node for result in results}
         unhealthy = {finding.node for finding in found}
         verdict = f"unhealthy: {', '.join(sorted(unhealthy))}" if unhealthy else "all healthy"
         print(f"{len(nodes)} {'nodes' if len(nodes) > 1 else 'node'}, {verdict}")
     if args.save_expectations is not None:
-        stored = node_verdict.expectations(results)
+        stored = node_checks.expectations(results)
         args.save_expectations.write_text(json.dumps(stored, indent=1))
 
 

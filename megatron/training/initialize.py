@@ -50,20 +50,24 @@ from megatron.training.checkpointing.paths import find, is_same_directory
 from megatron.training.checkpointing.source import continuation
 from megatron.training.compat import global_vars
 from megatron.training.config.run import RunConfig
+from megatron.training.fault_tolerance.failure_watch import notify_launcher
 from megatron.training.models.registry import model_kind
 from megatron.training.process import exit_report
-from megatron.training.process.failure_watch import tell_launcher
-from megatron.training.process.launcher_watch import end_with_launcher
-from megatron.training.process.log_setup import setup_logging
 from megatron.training.process.preflight import (
     folder_problems,
     needs_rendezvous,
     rendezvous_problems,
     set_gpu_defaults,
 )
-from megatron.training.process.rank_print import print_rank_0, rank, survive_lost_output, world_size
+from megatron.training.process.rank_print import (
+    print_rank_0,
+    rank,
+    setup_logging,
+    survive_lost_output,
+    world_size,
+)
 from megatron.training.process.rendezvous import claim_gpu, meet
-from megatron.training.process.signals import catch_stop_signal
+from megatron.training.process.signals import catch_stop_signal, end_with_launcher
 from megatron.training.runtime.groups import create_groups
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.schedule import number_of_train_iters
@@ -403,7 +407,7 @@ def fail(error: Exception) -> None:
     print(text, file=sys.stderr, flush=True)
     first, *more = text.splitlines()
     count = "1 reason" if len(more) == 1 else f"{len(more)} reasons"
-    tell_launcher(f"{first.rstrip(':')} ({count}, printed above)" if more else text)
+    notify_launcher(f"{first.rstrip(':')} ({count}, printed above)" if more else text)
 
 
 def fail_before_start(error: Exception) -> None:

@@ -33,7 +33,8 @@ from megatron.training.config.run import RunConfig
 from megatron.training.data import loaders
 from megatron.training.data.datasets import count_epochs, prepare_datasets
 from megatron.training.fault_tolerance import sections
-from megatron.training.fault_tolerance.simulated_fault import simulate_fault
+from megatron.training.fault_tolerance.failure_watch import FindHang, failure_watch, notify_launcher
+from megatron.training.ft_integration import maybe_setup_simulated_fault
 from megatron.training.initialize import (
     configure,
     connect,
@@ -51,9 +52,7 @@ from megatron.training.memory.report import report_oom
 from megatron.training.memory.warmup import make_optimizer_state, rehearse
 from megatron.training.models.registry import implementation_of
 from megatron.training.process import exit_report
-from megatron.training.process.failure_watch import failure_watch, tell_launcher
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.process.stall_report import FindHang
 from megatron.training.runtime import setup
 from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.schedule import number_of_train_iters, recount_train_iters
@@ -229,14 +228,14 @@ def _report_end(run: Runtime) -> None:
     kind = "rerun" if run.exit_code else "done" if reason is None else "stopped"
     exit_report.write(kind, run.exit_code, reason)
     if run.exit_code:
-        tell_launcher(str(reason))
+        notify_launcher(str(reason))
 
 
 def _watch_sections(config: RunConfig) -> FindHang:
     """Return the function by which the ranks watch each other, with --enable-ft-package."""
     if config.resilience.enable_ft_package:
         sections.monitor.enable(config.checkpoint.save, config.resilience.calc_ft_timeouts)
-        simulate_fault()
+        maybe_setup_simulated_fault()
     return sections.monitor.find_hang()
 
 

@@ -21,8 +21,7 @@ from megatron.core.parallel.run_store import RunStore
 from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
-from megatron.training.process.failure_watch import failure_watch
-from megatron.training.process.stall_report import StallReport
+from megatron.training.fault_tolerance.failure_watch import StallReport, failure_watch
 from tests import ranks
 from tests.ranks import run_ranks
 
@@ -205,9 +204,9 @@ def test_a_long_time_without_collectives_is_reported_once_and_ends_nothing(
 ) -> None:
     store = RunStore(dist.HashStore(), b"secret")
     report = StallReport(0, 1, timeout_s=0)
-    report.look(store)  # the first look sees that something has moved
-    report.look(store)
-    report.look(store)
+    report.poll(store)  # the first poll sees that something has moved
+    report.poll(store)
+    report.poll(store)
     said = capfd.readouterr().err
     assert said.count("rank 0 is in no collective; there was none") == 1
     assert "(nothing has moved for 0 s)" in said

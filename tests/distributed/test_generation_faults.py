@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.training.process.failure_watch import failure_watch
+from megatron.training.fault_tolerance.failure_watch import failure_watch
 from tests import ranks
 from tests.ranks import run_ranks
 from tests.support import selection

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.fault_tolerance import sections
-from megatron.training.fault_tolerance.limits import DEFAULTS_S, Limits
-from megatron.training.process.failure_watch import failure_watch
+from megatron.training.fault_tolerance.failure_watch import failure_watch
+from megatron.training.fault_tolerance.heartbeat import DEFAULTS_S, Limits
 from tests.ranks import run_ranks
 
 

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.fault_tolerance.limits import STATE_FILE
+from megatron.training.fault_tolerance.heartbeat import STATE_FILE
 from tests.functional.supervised import SupervisedRun
 
 RANKS = 2  # of each node

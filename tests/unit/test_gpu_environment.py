@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.core.parallel.run_store import RunStore
+from megatron.training.fault_tolerance.failure_watch import StallReport
 from megatron.training.process.preflight import set_gpu_defaults
-from megatron.training.process.stall_report import StallReport
 
 
 @pytest.fixture

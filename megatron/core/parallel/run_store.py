@@ -21,7 +21,8 @@ from megatron.core import device
 
 SECRET_BYTES = 32
 _CODE_DIGITS = 64  # hexadecimal digits of SHA-256
-# Counter of ranks that ended without reporting; see `megatron.training.process.failure_watch`.
+# Counter of ranks that ended without reporting
+# (`megatron.training.fault_tolerance.failure_watch`).
 LOST_RANKS = "lost_ranks"
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.training.fault_tolerance import sections
-from megatron.training.fault_tolerance.limits import MIN_COUNTS
+from megatron.training.fault_tolerance.heartbeat import MIN_COUNTS
 from megatron.training.runtime.runtime import Callback, PauseReason, Runtime
 from megatron.training.runtime.state import StepResult
 

@@ -37,7 +37,6 @@ from megatron.core.diagnostics import straggler
 from megatron.core.optional import available, require
 from megatron.training.callbacks.nvml import Gpu
 from megatron.training.estimates.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
-from megatron.training.fault_tolerance.nvrx import KernelDetector
 from megatron.training.process import exit_report
 from megatron.training.runtime.runtime import Callback, PauseReason, Runtime
 from megatron.training.runtime.state import StepResult
@@ -54,6 +53,9 @@ _COLUMNS = (
     ("DRtt", "ms", 2),
     ("Etpt", "TF", 4),
 )
+# NVIDIA's detector, and how often it profiles a step: profiling kernels takes time.
+_DETECTOR = "nvidia_resiliency_ext.straggler"
+_PROFILED_STEPS = 10
 _SECTIONS = (straggler.PASSES, straggler.OPTIMIZER, straggler.DATA)
 # A section is slow if it takes this share of a step longer than on like ranks, and this long.
 _OF_A_STEP = 0.05
@@ -302,3 +304,43 @@ def gpu_reader() -> Callable[[], Sequence[float]]:
         getattr(gpu.read("UtilizationRates"), "gpu", math.nan),  # NaN after a failure
         gpu.read("ClockInfo", nvml.NVML_CLOCK_SM),
     ]
+
+
+class KernelDetector:
+    """Find the ranks whose GPU kernels are slower than on other ranks."""
+
+    def __init__(self) -> None:
+        """Begin to profile.  Raises MissingDependency."""
+        self._detector: Any = require(_DETECTOR, "--log-straggler").Detector
+        self._detector.initialize(
+            scores_to_compute=["relative_perf_scores"],
+            gather_on_rank0=True,
+            profiling_interval=_PROFILED_STEPS,
+        )
+
+    @staticmethod
+    def is_offered() -> bool:
+        """Return whether this rank has a GPU, and the package is installed."""
+        return device.is_cuda() and available(_DETECTOR)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context manager that measures the kernels of one step."""
+        section: AbstractContextManager[None] = self._detector.detection_section("step")
+        return section
+
+    def slow_ranks(self) -> list[str]:
+        """Return a line per slow GPU since the last call, on rank 0.  Collective over all ranks."""
+        report = self._detector.generate_report()
+        if report is None or not report.gpu_relative_perf_scores:
+            return []
+        slow = report.identify_stragglers()["straggler_gpus_relative"]
+        scores = report.gpu_relative_perf_scores
+        return [
+            f"slow: the kernels of rank {one.rank} on {one.node} have {scores[one.rank]:.0%} of "
+            "the speed of the fastest rank"
+            for one in sorted(slow, key=lambda one: one.rank)
+        ]
+
+    def close(self) -> None:
+        """End the profiling."""
+        self._detector.shutdown()

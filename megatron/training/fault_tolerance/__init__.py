@@ -1,1 +1,1 @@
-"""Heartbeats of ranks and the limits by which a hang is found; the modules import no torch."""
+"""Find faults of a run and go on: ranks report and watch each other, a supervisor restarts them."""

@@ -30,13 +30,18 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from megatron.training.fault_tolerance.heartbeat import VARIABLE, process_state, read_heartbeats
-from megatron.training.fault_tolerance.limits import HangWatch, Limits, likely_cause
+from megatron.training.fault_tolerance.heartbeat import (
+    VARIABLE,
+    HangWatch,
+    Limits,
+    likely_cause,
+    process_state,
+    read_heartbeats,
+)
 from megatron.training.fault_tolerance.outcome import NodeReport, RankEnd, read_reports
 from megatron.training.fault_tolerance.rendezvous import AttemptCoordination, Rendezvous
 from megatron.training.process import exit_report
-from megatron.training.process.launcher_watch import SUPERVISOR
-from megatron.training.process.signals import ECHO_S
+from megatron.training.process.signals import ECHO_S, SUPERVISOR
 
 _REQUEST_S = 1.0  # between requests to the store
 _TERM_S = 5.0  # between SIGTERM and SIGKILL

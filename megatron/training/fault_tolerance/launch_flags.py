@@ -15,7 +15,7 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def parse(argv: Sequence[str]) -> Launch:
             "keep_alive_interval": interval_s,
             "keep_alive_max_attempt": math.ceil(max(1.0, given["node_timeout"]) / interval_s),
         }
-        config.rdzv_configs = {**signs, **config.rdzv_configs}
+        config = replace(config, rdzv_configs={**signs, **config.rdzv_configs})
         check_parameters(config)
     except (OSError, ValueError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"tools/launch.py: {error}") from None

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, get_origin, get_type_hints
 
 from megatron.training.process.exit_report import RERUN_CODES
 
@@ -172,7 +172,7 @@ def _built(kind: Any, value: Any) -> Any:
         types = get_type_hints(kind)
         return kind(**{name: _built(types[name], item) for name, item in value.items()})
     if get_origin(kind) is tuple:
-        return tuple(_built(get_args(kind)[0], item) for item in value)
+        return tuple(_built(kind.__args__[0], item) for item in value)
     return value
 
 

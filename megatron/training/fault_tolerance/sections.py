@@ -6,7 +6,7 @@ monitor where ``ft_launcher`` has started this process; who enforces the limits 
 
 - the supervisor (`MEGATRON_HEARTBEAT_DIR`), which reads the heartbeats of its host,
 - NVIDIA's rank monitor, which receives the limits,
-- the ranks themselves (`megatron.training.fault_tolerance.peer_monitor`).
+- the ranks themselves (`megatron.training.fault_tolerance.failure_watch`).
 
 The limits are learnt alike in all cases (`Limits`), so NVIDIA's calculation, which has no minimum,
 is not used.  Nothing in this module is collective, except the function that is given to `learn`.
@@ -21,22 +21,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics import collective_tracer
+from megatron.core.optional import require
 from megatron.core.rank_local import each_rank_owns
-from megatron.training.fault_tolerance.heartbeat import VARIABLE, HeartbeatFile
-from megatron.training.fault_tolerance.limits import (
+from megatron.training.fault_tolerance.failure_watch import FindHang, PeerMonitor
+from megatron.training.fault_tolerance.heartbeat import (
     LEARNT,
     OUT_OF_SECTION,
     STATE_FILE,
+    VARIABLE,
     Durations,
+    HeartbeatFile,
     Limits,
 )
-from megatron.training.fault_tolerance.nvrx import RankMonitor
-from megatron.training.fault_tolerance.peer_monitor import PeerMonitor
 from megatron.training.process.rank_print import print_rank_0, rank, world_size
-from megatron.training.process.stall_report import FindHang
 
+# ft_launcher sets it.
+_SOCKET = "FT_RANK_MONITOR_IPC_SOCKET"
+_FLAG = "--enable-ft-package"
 LargestOfRanks = Callable[[Sequence[float]], list[float]]  # element by element
 
 
@@ -56,7 +61,6 @@ class Monitor:
         self._state_path: Path | None = None
         self._open: list[tuple[str, float]] = []  # sections and when they began
         self._closed_at_s = 0.0
-        self._learnt_at: tuple[str, ...] = ()
 
     @property
     def is_on(self) -> bool:
@@ -206,13 +210,62 @@ class Monitor:
         file = self._file
         if file is None or self.is_supervised:
             return lambda store: None
-        return PeerMonitor(rank(), world_size(), file.read, lambda: self.limits).look
+        return PeerMonitor(rank(), world_size(), file.read, lambda: self.limits).poll
 
     def _share(self) -> None:
         """Write the limits for the supervisor of this host."""
         if self._shared_folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
             with suppress(OSError):  # it then keeps the limits that it has
                 self.limits.save(self._shared_folder / STATE_FILE)
+
+
+class RankMonitor:
+    """Connection of this rank to its monitor.  Each call is a round trip to it."""
+
+    def __init__(self) -> None:
+        """Connect.  Raises MissingDependency, or ConfigError if ft_launcher lacks sections."""
+        package: Any = require("nvidia_resiliency_ext.fault_tolerance", _FLAG)
+        self.client = package.RankMonitorClient()
+        self.client.init_workload_monitoring()
+        known = self.client.section_timeouts.section
+        if missing := [name for name in LEARNT if name and name not in known]:
+            raise ConfigError(
+                f"{_FLAG}: ft_launcher knows no section {', '.join(missing)}: start it with "
+                "--ft-rank_section_timeouts=setup:1800,step:900,checkpointing:1800 and "
+                "--ft-rank_out_of_section_timeout=900 (seconds)"
+            )
+
+    @staticmethod
+    def is_offered() -> bool:
+        """Return whether ft_launcher has started this process."""
+        return _SOCKET in os.environ
+
+    def begin(self, section: str) -> None:
+        """Open a section."""
+        self.client.start_section(section)
+
+    def end(self, section: str) -> None:
+        """Close a section."""
+        self.client.end_section(section)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Replace the limits of the monitor by those that were learnt; the others stay.
+
+        Its limit between heartbeats is removed: sections replace heartbeats.
+        """
+        timeouts = self.client.section_timeouts
+        section: dict[str, Any] = {
+            "section": {**timeouts.section, **limits.learnt_s()},
+            "calculated_sections": sorted(limits.learnt - {OUT_OF_SECTION}),
+            "is_out_of_section_calculated": OUT_OF_SECTION in limits.learnt,
+        }
+        section["out_of_section"] = section["section"].pop(OUT_OF_SECTION, timeouts.out_of_section)
+        state = {"heartbeat": {"initial": None, "subsequent": None}, "section": section}
+        self.client.load_state_dict({"current_timeouts": state})
+
+    def close(self) -> None:
+        """Stop the monitoring of this rank."""
+        self.client.shutdown_workload_monitoring()
 
 
 monitor = Monitor()  # read it as ``sections.monitor``: every virtual rank has its own

@@ -34,8 +34,8 @@ from megatron.training.fault_tolerance.agent import (
     StopRequested,
     StopSignals,
 )
+from megatron.training.fault_tolerance.heartbeat import STATE_FILE, Limits
 from megatron.training.fault_tolerance.launch_flags import Launch, value_of
-from megatron.training.fault_tolerance.limits import STATE_FILE, Limits
 from megatron.training.fault_tolerance.outcome import NodeReport, Outcome, outcome_of, to_json
 from megatron.training.fault_tolerance.rendezvous import (
     Connector,

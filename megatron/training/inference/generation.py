@@ -41,13 +41,13 @@ from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint, resolve_folder
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
+from megatron.training.fault_tolerance.failure_watch import FailureWatch, failure_watch
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
 from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.initialize import connect, create_runtime
 from megatron.training.models.mimo import image_embeddings
 from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.models.vlm import embeddings_per_tile, image_settings
-from megatron.training.process.failure_watch import FailureWatch, failure_watch
 from megatron.training.process.rank_print import world_size
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer

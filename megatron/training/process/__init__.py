@@ -1,1 +1,1 @@
-"""Process-level services: printing on ranks, signals, rendezvous, failure detection."""
+"""A single process of a run, from its environment and output to its signals and exit report."""

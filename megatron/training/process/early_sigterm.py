@@ -1,7 +1,7 @@
 """Install the SIGTERM handler on import, if the command line has --exit-signal-handler.
 
 A program imports this module on its first line: its other imports take seconds, and during them the
-launcher may send SIGTERM or exit (`megatron.training.process.launcher_watch`).  If the flag is set
+launcher may send SIGTERM or exit (`megatron.training.process.signals`).  If the flag is set
 in a --yaml-cfg file, start-up installs the handler later.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 
-from megatron.training.process.launcher_watch import end_with_launcher
-from megatron.training.process.signals import catch_stop_signal
+from megatron.training.process.signals import catch_stop_signal, end_with_launcher
 
 end_with_launcher()
 if "--exit-signal-handler" in sys.argv:

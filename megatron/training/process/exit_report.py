@@ -49,16 +49,6 @@ def blame(rank: int, why: str, *, host: str | None = None, device: str | None = 
     _suspects.append({"rank": rank, "host": host, "device": device, "why": why})
 
 
-def noted(name: str) -> Any:
-    """Return a value that `note` has stored, None if there is none."""
-    return _noted.get(name)
-
-
-def suspects() -> list[dict[str, Any]]:
-    """Return the suspects of this process."""
-    return list(_suspects)
-
-
 def write(kind: str, code: int, reason: str | None = None) -> None:
     """Write the report, unless this process has written one.
 

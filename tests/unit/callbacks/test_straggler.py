@@ -20,7 +20,6 @@ from megatron.core.diagnostics import collective_tracer, straggler
 from megatron.core.utils import StragglerDetector
 from megatron.training.callbacks import straggler as straggler_callback
 from megatron.training.callbacks.straggler import Straggler, Switch, report, slow_sections
-from megatron.training.fault_tolerance import nvrx
 from tests.ranks import run_virtual_ranks
 from tests.unit.callbacks.helpers import fake_run, step_result
 
@@ -140,8 +139,10 @@ class FakeDetector:
 def test_nvidias_detector_adds_the_slow_gpus(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nvrx.KernelDetector, "is_offered", staticmethod(lambda: True))
-    monkeypatch.setattr(nvrx, "require", lambda *a: SimpleNamespace(Detector=FakeDetector))
+    monkeypatch.setattr(straggler_callback.KernelDetector, "is_offered", staticmethod(lambda: True))
+    monkeypatch.setattr(
+        straggler_callback, "require", lambda *a: SimpleNamespace(Detector=FakeDetector)
+    )
     run = fake_run("--log-interval 2")
     callback = Straggler(True, (LOOPBACK, 0), 1)
     callback.on_train_start(run)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.fault_tolerance.agent import HangDetector, Process, RankProcesses
-from megatron.training.fault_tolerance.heartbeat import VARIABLE, HeartbeatFile
-from megatron.training.fault_tolerance.limits import Limits
+from megatron.training.fault_tolerance.heartbeat import VARIABLE, HeartbeatFile, Limits
 
 
 def start(code: str) -> Process:

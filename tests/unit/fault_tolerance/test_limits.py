@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.fault_tolerance.heartbeat import Heartbeat
-from megatron.training.fault_tolerance.limits import (
+from megatron.training.fault_tolerance.heartbeat import (
     DEFAULTS_S,
     FLOORS_S,
     OUT_OF_SECTION,
     Durations,
     Hang,
     HangWatch,
+    Heartbeat,
     Limits,
     likely_cause,
 )

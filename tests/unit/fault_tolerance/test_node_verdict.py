@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.fault_tolerance.node_verdict import (
+from megatron.training.fault_tolerance.node_checks import (
     RankResult,
     Thresholds,
     as_json,

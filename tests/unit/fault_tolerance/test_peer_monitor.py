@@ -8,10 +8,8 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from megatron.core.parallel.run_store import RunStore
-from megatron.training.fault_tolerance.heartbeat import Heartbeat
-from megatron.training.fault_tolerance.limits import DEFAULTS_S, Limits
-from megatron.training.fault_tolerance.peer_monitor import PeerMonitor
-from megatron.training.process.stall_report import HungRank
+from megatron.training.fault_tolerance.failure_watch import HungRank, PeerMonitor
+from megatron.training.fault_tolerance.heartbeat import DEFAULTS_S, Heartbeat, Limits
 from tests.unit.fault_tolerance.test_limits import BEAT, ns
 
 LIMITS = Limits({**DEFAULTS_S, "step": 30.0})
@@ -37,7 +35,7 @@ class Ranks:
         found: list[HungRank | None] = []
         for _ in range(times):
             found = [
-                monitor.look(self.store)
+                monitor.poll(self.store)
                 for rank, monitor in enumerate(self.monitors)
                 if rank != but
             ]

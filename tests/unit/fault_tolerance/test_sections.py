@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from argparse import Namespace
 from collections.abc import Iterator
@@ -10,14 +11,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron.core.config.errors import ConfigError
 from megatron.training import ft_integration
 from megatron.training.callbacks.fault_tolerance import Sections
-from megatron.training.fault_tolerance import nvrx, sections, simulated_fault
-from megatron.training.fault_tolerance.heartbeat import VARIABLE, read_heartbeats
-from megatron.training.fault_tolerance.limits import OUT_OF_SECTION, STATE_FILE, Limits
-from megatron.training.fault_tolerance.simulated_fault import simulate_fault
+from megatron.training.fault_tolerance import sections
+from megatron.training.fault_tolerance.heartbeat import (
+    OUT_OF_SECTION,
+    STATE_FILE,
+    VARIABLE,
+    Limits,
+    read_heartbeats,
+)
 from megatron.training.runtime.runtime import CallbackList
 from tests.ranks import run_virtual_ranks
 from tests.unit.callbacks.helpers import fake_run, step_result
@@ -51,7 +57,7 @@ def monitor(monkeypatch: pytest.MonkeyPatch) -> Iterator[sections.Monitor]:
 def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     fake = FakeClient()
     package = SimpleNamespace(RankMonitorClient=lambda: fake)
-    monkeypatch.setattr(nvrx, "require", lambda name, flag: package)
+    monkeypatch.setattr(sections, "require", lambda name, flag: package)
     monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "/nowhere")
     return fake
 
@@ -216,16 +222,26 @@ def test_without_a_monitor_the_functions_do_nothing(monitor: sections.Monitor) -
     assert not monitor.is_on
 
 
-def simulated(rank: int, world_size: int) -> list[int]:
-    """Return the signals that this rank would get."""
-    sent: list[int] = []
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(rank, signal) of the signals that ranks would get."""
+    found: list[tuple[int, int]] = []
 
-    def send_later(delay_s: float, signum: int) -> None:
-        assert 3 <= delay_s <= 3.6
-        sent.append(signum)
+    class Timer:
+        def __init__(self, delay_s: float, function: object, args: tuple[int, int]) -> None:
+            assert function is os.kill
+            assert 3 <= delay_s <= 3.6
+            found.append((dist.get_rank(), args[1]))
 
-    simulate_fault(send_later)
-    return sent
+        def start(self) -> None:
+            pass
+
+    monkeypatch.setattr(ft_integration, "threading", SimpleNamespace(Timer=Timer))
+    return found
+
+
+def simulate(rank: int, world_size: int) -> None:
+    ft_integration.maybe_setup_simulated_fault()
 
 
 @pytest.mark.parametrize(
@@ -233,16 +249,21 @@ def simulated(rank: int, world_size: int) -> list[int]:
     [("rank_hung;1;3", signal.SIGSTOP), (" rank_killed ; 1 ; 3.0", signal.SIGKILL)],
 )
 def test_a_simulated_fault_hits_the_chosen_rank(
-    text: str, signum: int, monkeypatch: pytest.MonkeyPatch
+    text: str, signum: int, monkeypatch: pytest.MonkeyPatch, sent: list[tuple[int, int]]
 ) -> None:
     monkeypatch.setenv("FT_SIM_FAULT_DESC", text)
-    assert run_virtual_ranks(simulated, 2) == [[], [signum]]
+    run_virtual_ranks(simulate, 2)
+    assert sent == [(1, signum)]
 
 
-def test_a_random_simulated_fault_hits_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_simulated_fault_hits_one_rank(
+    monkeypatch: pytest.MonkeyPatch, sent: list[tuple[int, int]]
+) -> None:
     monkeypatch.setenv("FT_SIM_FAULT_DESC", "random;;3")
-    (sent,) = filter(None, run_virtual_ranks(simulated, 3))
-    assert sent in ([signal.SIGSTOP], [signal.SIGKILL])
+    run_virtual_ranks(simulate, 3)
+    ((rank, signum),) = sent
+    assert rank in range(3)
+    assert signum in (signal.SIGSTOP, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("text", ["rank_hung", "spam;0;3", "rank_hung;1;3", "rank_hung;;-1", ";;x"])
@@ -250,6 +271,6 @@ def test_a_wrong_description_of_a_fault_is_refused(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FT_SIM_FAULT_DESC", text)
-    monkeypatch.setattr(simulated_fault.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(ft_integration.dist, "get_world_size", lambda: 1)
     with pytest.raises(ConfigError, match="FT_SIM_FAULT_DESC=.*KIND;RANK;SECONDS"):
-        simulate_fault()
+        ft_integration.maybe_setup_simulated_fault()

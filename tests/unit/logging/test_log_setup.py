@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.utils import divide, log_single_rank
-from megatron.training.process.log_setup import setup_logging
+from megatron.training.process.rank_print import setup_logging
 
 
 @pytest.fixture(autouse=True)
