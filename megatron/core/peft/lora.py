@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -125,11 +125,19 @@ def names_in(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[
     return matched, sorted({name for layer in layers for name in names_of(*layer)})
 
 
-def check_all_targets(models: Sequence[nn.Module], config: LoraConfig) -> None:
-    """Raise ConfigError for a target that selects no layer of ``models``, a model's stages."""
-    found = [names_in(model, config.targets) for model in models]
-    matched = {target for targets, _ in found for target in targets}
-    check_targets(config.targets, matched, {name for _, names in found for name in names})
+def check_targets(
+    targets: Sequence[str], found: Sequence[tuple[Sequence[str], Sequence[str]]]
+) -> None:
+    """Raise ConfigError for targets that match no layer; ``found``: `names_in` of all stages."""
+    matched = {target for each, _ in found for target in each}
+    unknown = [target for target in targets if target not in matched]
+    if unknown:
+        names = {name for _, each in found for name in each}
+        raise ConfigError(
+            f"--lora-target-modules {' '.join(unknown)}: the model has no layer of this name; it "
+            f"has {', '.join(sorted(names))}; {ALL_LINEAR} selects all but "
+            f"{' and '.join(_OUTSIDE)}"
+        )
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
@@ -433,17 +441,6 @@ def names_of(module: str, parts: Sequence[str]) -> set[str]:
     own = module.rsplit(".", 1)[-1]
     theirs = (name for name in _OF_PEFT if targeted_parts(name, module, parts))
     return {own, *theirs}
-
-
-def check_targets(targets: Iterable[str], matched: set[str], names: Iterable[str]) -> None:
-    """Raise ConfigError for targets that match no layer; ``names`` are those that would."""
-    unknown = [target for target in targets if target not in matched]
-    if unknown:
-        raise ConfigError(
-            f"--lora-target-modules {' '.join(unknown)}: the model has no layer of this name; it "
-            f"has {', '.join(sorted(names))}; {ALL_LINEAR} selects all but "
-            f"{' and '.join(_OUTSIDE)}"
-        )
 
 
 def stored_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -25,7 +25,6 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, DataError
+from megatron.core.dist_checkpointing.manifest import fsync_folder
 from megatron.core.dist_checkpointing.safetensors_file import (
     LazyTensor,
     TensorEntry,
@@ -129,20 +129,10 @@ def write_rows(
     }
     path = folder / f"steps_{steps[0]:08d}-{steps[1]:08d}_{rank:05d}.safetensors"
     temporary = path.with_suffix(".tmp")
-    lazy = [
-        LazyTensor(name, x.dtype, tuple(x.shape), partial(_same, x)) for name, x in tensors.items()
-    ]
+    lazy = [LazyTensor(name, x.dtype, tuple(x.shape), x.detach) for name, x in tensors.items()]
     write_file(temporary, lazy, {}, steps[1])
     temporary.replace(path)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+    fsync_folder(folder)
 
 
 class LogitsStore:

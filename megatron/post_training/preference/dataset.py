@@ -57,21 +57,28 @@ def pair_of(row: Mapping[str, Any]) -> Pair:
     prompt = row.get("prompt")
     if prompt is None and row.get("conversations") is not None:
         prompt = list(sharegpt_messages(row))
-    texts = [isinstance(row[name], str) for name in ANSWERS]
-    # A text beside conversations repeats their first message.
-    if prompt is not None and (all(texts) or not isinstance(prompt, str)):
-        row = {**row, **{name: _listed(row[name]) for name in ANSWERS}}
-        return Pair(*(answered_prompt(row, prompt, name) for name in ANSWERS))
-    if all(texts):
+    are_texts = all(isinstance(row[name], str) for name in ANSWERS)
+    if prompt is None and are_texts:
         prompt, *rests = _shared_text(*(row[name] for name in ANSWERS))
         row = dict(zip(ANSWERS, rests, strict=True))
+    elif isinstance(prompt, str) and not are_texts:
+        prompt = None  # a text beside conversations repeats their first message
+    elif prompt is not None:
+        row = {**row, **{name: _listed(row[name]) for name in ANSWERS}}
+    if prompt is not None:
         return Pair(*(answered_prompt(row, prompt, name) for name in ANSWERS))
+    return _pair_of_conversations(row)
+
+
+def _pair_of_conversations(row: Mapping[str, Any]) -> Pair:
+    """Return the pair of complete answers: what both begin with is the prompt."""
     answers = [messages_of(row[name], name) for name in ANSWERS]
     for messages in answers:
         check_turns(messages)
-    chosen, rejected = answers
     same = 0
-    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+    for chosen, rejected in zip(*answers, strict=False):
+        if chosen != rejected:
+            break
         same += 1
     if not same:
         raise DataError("chosen and rejected begin with different messages; give the same prompt")

@@ -130,18 +130,8 @@ def preference_loss(
     losses = dpo_losses(
         pairs, preference.dpo_beta, preference.dpo_loss_type, preference.dpo_label_smoothing
     )
-    exist = pairs.exist
-    number = exist.sum()
-    rewards = preference.dpo_beta * (pairs.scores - pairs.reference).detach()
-    margins = rewards[:, 0] - rewards[:, 1]
-    logged = {
-        "dpo loss": losses.detach(),
-        "reward of chosen": rewards[:, 0],
-        "reward of rejected": rewards[:, 1],
-        "reward margin": margins,
-        "reward accuracy": (margins > 0).float(),
-    }
-    return _summed(losses, logged, exist, number)
+    rewards = preference.dpo_beta * (pairs.scores - pairs.reference)
+    return _sum_pairs("dpo loss", pairs, losses, rewards)
 
 
 def reward_loss(
@@ -154,26 +144,30 @@ def reward_loss(
     """
     del config
     pairs = pairs_of(batch, scores, groups.cp)
-    margins = pairs.scores[:, 0] - pairs.scores[:, 1]
-    losses = -F.logsigmoid(margins)
+    losses = -F.logsigmoid(pairs.scores[:, 0] - pairs.scores[:, 1])
+    return _sum_pairs("reward loss", pairs, losses, pairs.scores)
+
+
+def _sum_pairs(
+    name: str, pairs: Pairs, losses: Tensor, rewards: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the sums over the pairs that exist, as a loss function returns them.
+
+    ``losses`` [pairs], logged as ``name``; ``rewards`` [pairs, 2].
+    """
+    exist = pairs.exist
+    number = exist.sum()
+    chosen, rejected = rewards.detach().unbind(-1)
+    margins = chosen - rejected
     logged = {
-        "reward loss": losses.detach(),
-        "reward of chosen": pairs.scores[:, 0].detach(),
-        "reward of rejected": pairs.scores[:, 1].detach(),
-        "reward margin": margins.detach(),
+        name: losses.detach(),
+        "reward of chosen": chosen,
+        "reward of rejected": rejected,
+        "reward margin": margins,
         "reward accuracy": (margins > 0).float(),
     }
-    exist = pairs.exist
-    return _summed(losses, logged, exist, exist.sum())
-
-
-def _summed(
-    losses: Tensor, logged: dict[str, Tensor], exist: Tensor, number: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sums over the pairs that exist, as a loss function returns them."""
-    count = number.float()
     reported = {
-        key: torch.stack([values.masked_fill(~exist, 0).sum(), count])
+        key: torch.stack([values.masked_fill(~exist, 0).sum(), number.float()])
         for key, values in logged.items()
     }
     return losses.masked_fill(~exist, 0).sum(), number.to(torch.int), reported

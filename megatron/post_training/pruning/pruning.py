@@ -112,8 +112,7 @@ def plan_pruning(run: RunConfig, targets: Targets, scores: Scores) -> PruningPla
     and experts; hidden channels are the same in all layers.
     """
     model = run.model
-    heads = targets.num_attention_heads or model.num_attention_heads
-    groups = _groups(run, targets)
+    heads, groups = _heads_and_groups(run, targets)
     layers = {}
     for index in _kept_layers(run, targets, scores):
         own = {part: scores.get(key(index, part)) for part in (HEADS, FFN, EXPERTS)}
@@ -146,8 +145,7 @@ def plan_pruning(run: RunConfig, targets: Targets, scores: Scores) -> PruningPla
 def check_targets(run: RunConfig, targets: Targets) -> None:
     """Raise ConfigError if a model of ``run`` cannot be pruned to ``targets``."""
     model = run.model
-    heads = targets.num_attention_heads or model.num_attention_heads
-    groups = _groups(run, targets)
+    heads, groups = _heads_and_groups(run, targets)
     of_group = _heads_of_group(run)
     dropped = targets.layers_to_drop
     wrong = [n for n in dropped if not 1 <= n <= model.num_layers]
@@ -217,13 +215,17 @@ def _heads_of_group(run: RunConfig) -> int:
     return run.model.num_attention_heads // (run.model.num_query_groups or 1)
 
 
-def _groups(run: RunConfig, targets: Targets) -> int:
-    """Return the query groups of the pruned model: all, or one for each head if so in ``run``."""
+def _heads_and_groups(run: RunConfig, targets: Targets) -> tuple[int, int]:
+    """Return the heads and query groups of the pruned model.
+
+    All groups are kept unless the targets say another number, or each head of ``run`` has its own.
+    """
+    heads = targets.num_attention_heads or run.model.num_attention_heads
     if targets.num_query_groups is not None:
-        return targets.num_query_groups
-    if _heads_of_group(run) == 1 and targets.num_attention_heads is not None:
-        return targets.num_attention_heads
-    return run.model.num_query_groups or run.model.num_attention_heads
+        return heads, targets.num_query_groups
+    if _heads_of_group(run) == 1:
+        return heads, heads
+    return heads, run.model.num_query_groups or run.model.num_attention_heads
 
 
 def _kept_layers(run: RunConfig, targets: Targets, scores: Scores) -> list[int]:

@@ -36,7 +36,7 @@ from megatron.core.parallel.context_parallel_partition import (
 )
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import local_part
-from megatron.core.peft.lora import check_all_targets, store_base, stored_tensors
+from megatron.core.peft.lora import check_targets, names_in, store_base, stored_tensors
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
 from megatron.core.pipeline_parallel.microbatch import LossRule
 from megatron.core.pipeline_parallel.plan import PassKind, Transfer, Work
@@ -183,7 +183,8 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
     sizes = {"vocab_size": padded_vocab_size, "padded_vocab_size": padded_vocab_size}
     build_model_chunks(run, partial(registry.build_model_stage, config, groups=groups, **sizes))
     if config.adapters.lora is not None and config.model.pipeline_model_parallel_size == 1:
-        check_all_targets(run.model_chunks, config.adapters.lora)
+        targets = config.adapters.lora.targets
+        check_targets(targets, [names_in(chunk, targets) for chunk in run.model_chunks])
     if (format := config.adapters.lora_base_dtype) is not None:
         store_base(run.model_chunks, cast(StoredFormat, format))
     for model in (*run.model_chunks, *frozen_models(run.model_chunks)):

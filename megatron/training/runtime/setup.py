@@ -251,8 +251,7 @@ def check_adapter_targets(run: Runtime) -> None:
         return
     mine = [names_in(chunk, config.targets) for chunk in run.model_chunks]
     every = [pair for of_rank in all_gather_json(mine, run.groups.world) for pair in of_rank]
-    matched = {target for found, _ in every for target in found}
-    check_targets(config.targets, matched, {name for _, names in every for name in names})
+    check_targets(config.targets, every)
 
 
 @in_phase("building the optimizer")
