@@ -13,6 +13,7 @@ import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,7 @@ import pretrain_gpt
 from benchmarks import ours, peers
 from megatron.core import device
 from megatron.core.params.param_info import info_of
-from megatron.training.initialize import configure, start
 from megatron.training.memory.warmup import make_optimizer_state
-from megatron.training.runtime import setup
 from megatron.training.step.train_step import train_step
 
 ACCUMULATION = 8  # micro-batches of a step, for every contender
@@ -157,16 +156,10 @@ class OurTrainer:
     """Our contender: the application's own step, from flags to `train_step`."""
 
     def __init__(self, shape: Shape, kind: str, more: str) -> None:
-        self.run = start(configure(argv=[*flags(shape, kind), *more.split()]))
-        self.run.forward_step_func = pretrain_gpt.forward_step
-        self.run.train_iters = 1_000_000
-        setup.setup_tokenizer(self.run)
-        setup.build_model_chunks(self.run, pretrain_gpt.model_provider)
-        if not shape.experts:
-            _fill_ours(self.run.model_chunks[0], shape)
-        setup.build_optimizer(self.run)
+        fill = None if shape.experts else partial(_fill_ours, shape=shape)
+        self.run = ours.training_run([*flags(shape, kind), *more.split()], pretrain_gpt, fill)
         make_optimizer_state(self.run)
-        self.run.train_data = ours.endless(_tokens(shape))
+        self.run.data.train = ours.endless(_tokens(shape))
 
     def step(self) -> Tensor:
         """Run one step as between two log lines; return the loss without synchronizing."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from megatron.core.rerun_data_iterator import RerunDataIterator
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.initialize import configure, start
 from megatron.training.runtime import setup
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.run import TrainingRun
 from megatron.training.step.train_step import train_step
 
 
@@ -45,16 +47,11 @@ class OurTrainer:
     """`train_step` on the common initial weights and the common tokens."""
 
     def __init__(self, shape: Shape, dtype: str, steps: int, *more: str):
-        config = configure(argv=[*flags(shape, dtype), *more])
-        self.run: Runtime = start(config)
-        self.run.forward_step_func = pretrain_gpt.forward_step
-        self.run.train_iters = 1_000_000
-        setup.setup_tokenizer(self.run)
-        setup.build_model_chunks(self.run, pretrain_gpt.model_provider)
-        if not shape.groups:  # no other contender has such a shape
-            copy_weights(self.run.model_chunks[0], shape)
-        setup.build_optimizer(self.run)
-        self.run.train_data = endless(batches(shape, steps))
+        argv = [*flags(shape, dtype), *more]
+        # No other contender has query groups.
+        fill = None if shape.groups else partial(copy_weights, shape=shape)
+        self.run = training_run(argv, pretrain_gpt, fill)
+        self.run.data.train = endless(batches(shape, steps))
 
     def step(self) -> float:
         result = train_step(self.run)
@@ -65,6 +62,24 @@ class OurTrainer:
             ),
         )
         return float(result.losses["lm loss"])
+
+
+def training_run(
+    argv: Sequence[str], entry: Any, fill: Callable[[nn.Module], object] | None = None
+) -> TrainingRun:
+    """Return the run of ``argv`` with the model of ``entry``, a script; ``fill`` sets weights."""
+    context = start(configure(argv=argv))
+    chunks = setup.build_model_chunks(context, entry.model_provider)
+    if fill is not None:
+        fill(chunks[0])
+    optimizer, scheduler = setup.build_optimizer(context, chunks)
+    return TrainingRun(
+        **vars(context),
+        model_chunks=chunks,
+        forward_step_func=entry.forward_step,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
 
 
 def endless(data: Tensor) -> RerunDataIterator:

@@ -33,9 +33,9 @@ import pretrain_gpt
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel.linear import start_reduction
-from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
 from megatron.training.step import train_step
+from megatron.training.step.run import TrainingRun
 from megatron.training.training import pretrain
 
 _LAYERS, _SEQUENCES, _TOKENS = 4, 4, 512
@@ -86,7 +86,7 @@ class Measured:
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
 
-    def __call__(self, run: Runtime) -> StepResult:
+    def __call__(self, run: TrainingRun) -> StepResult:
         is_profiled = self.pipe.recv()
         profiler = profile(activities=[ProfilerActivity.CPU]) if is_profiled else None
         if profiler is not None:

@@ -17,8 +17,8 @@ from typing import cast
 
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 from megatron.core.tensor_parallel.random import get_rng_tracker, model_parallel_seed
-from megatron.training.runtime.runtime import Runtime
 from megatron.training.step.rerun import StepSnapshot
+from megatron.training.step.run import TrainingRun
 
 _MICROBATCHES = 96
 _STEP_S = 20.0
@@ -37,7 +37,7 @@ def step_us(mode: RerunMode, num_losses: int) -> float:
     """Return the time of a step without work that validates ``num_losses`` losses."""
     config = SimpleNamespace(model=SimpleNamespace(uses_graphs=False))
     run = SimpleNamespace(config=config, model_chunks=[])
-    snapshot = StepSnapshot(cast(Runtime, run))
+    snapshot = StepSnapshot(cast(TrainingRun, run))
     machine = RerunStateMachine(snapshot.save, snapshot.restore, mode)
 
     def step() -> None:

@@ -14,7 +14,7 @@ import os
 import time
 from pathlib import Path
 
-from megatron.training.callbacks import Callback, Runtime, StepResult
+from megatron.training.callbacks import Callback, StepResult, TrainingRun
 
 VARIABLE = "STEP_CLOCK"
 _SCHEDULER = Path("/proc/self/schedstat")  # of the main thread: CPU ns, delay ns, time slices
@@ -26,12 +26,12 @@ class StepClock(Callback):
     def __init__(self) -> None:
         self._ends: list[tuple[int, int, int]] = []
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         """Read the clocks."""
         delay_ns = int(_SCHEDULER.read_text().split()[1])
         self._ends.append((time.process_time_ns(), time.perf_counter_ns(), delay_ns))
 
-    def on_train_end(self, run: Runtime) -> None:
+    def on_train_end(self, run: TrainingRun) -> None:
         """Write the file."""
         name = f"{os.environ[VARIABLE]}.{os.environ.get('RANK', '0')}"
         Path(name).write_text(json.dumps(self._ends))

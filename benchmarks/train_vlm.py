@@ -106,8 +106,7 @@ class OurTrainer:
 
     def __init__(self, dtype: str) -> None:
         import pretrain_vlm
-        from megatron.training.initialize import configure, start
-        from megatron.training.runtime import setup
+        from benchmarks import ours
 
         words = (
             f"--model-kind vlm --device cpu --num-layers {LANGUAGE['num_hidden_layers']} "
@@ -124,17 +123,11 @@ class OurTrainer:
             f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --hidden-dropout 0 "
             "--make-vocab-size-divisible-by 1 --attention-dropout 0 --eval-iters 0 --num-workers 0"
         ).split()
-        config = configure(argv=words + (["--bf16"] if dtype == "bf16" else []))
-        self.run = start(config)
-        self.run.forward_step_func = pretrain_vlm.forward_step
-        self.run.train_iters = 1_000_000
-        setup.setup_tokenizer(self.run)
-        setup.build_model_chunks(self.run, pretrain_vlm.model_provider)
-        copy_weights(self.run.model_chunks[0])
-        setup.build_optimizer(self.run)
+        argv = words + (["--bf16"] if dtype == "bf16" else [])
+        self.run = ours.training_run(argv, pretrain_vlm, copy_weights)
         from megatron.core.rerun_data_iterator import RerunDataIterator
 
-        self.run.train_data = RerunDataIterator(endless())
+        self.run.data.train = RerunDataIterator(endless())
 
     def step(self) -> float:
         from megatron.training.step.train_step import train_step

@@ -88,13 +88,21 @@ ARGV_TO_STEP = _in(
     _in(f"{_TRAINING}/initialize.py", "connect"),
     _in(
         f"{_TRAINING}/initialize.py",
-        "create_runtime",
+        "install_groups",
         _in(
             f"{_TRAINING}/runtime/groups.py",
             "create_groups",
             _in(f"{_CORE}/parallel/process_groups_config.py", "create_process_groups"),
         ),
-        _in(f"{_TRAINING}/runtime/runtime.py", "Runtime"),
+    ),
+    _in(
+        f"{_TRAINING}/initialize.py",
+        "create_context",
+        _in(
+            f"{_TRAINING}/runtime/setup.py",
+            "build_context",
+            _in(f"{_TRAINING}/runtime/context.py", "RunContext"),
+        ),
     ),
     _in(
         f"{_TRAINING}/runtime/setup.py",
@@ -110,7 +118,8 @@ ARGV_TO_STEP = _in(
         "build_optimizer",
         _in(f"{_CORE}/optimizer/__init__.py", "get_megatron_optimizer"),
     ),
-    _in(f"{_TRAINING}/checkpointing/run_checkpoint.py", "load"),
+    _in(f"{_TRAINING}/step/run.py", "TrainingRun"),
+    _in(f"{_TRAINING}/step/run.py", "ModelRun.load"),
     _in(f"{_TRAINING}/data/loaders.py", "build_data"),
     _in(f"{_TRAINING}/callbacks/default.py", "default_callbacks"),
     _in(
@@ -146,7 +155,7 @@ ARGV_TO_STEP = _in(
             ),
         ),
         _in(f"{_TRAINING}/runtime/state.py", "TrainState.advance"),
-        _in(f"{_TRAINING}/runtime/runtime.py", "Callback.on_step_end"),
+        _in(f"{_TRAINING}/step/run.py", "Callback.on_step_end"),
     ),
 )
 _LAYER = _in(
@@ -217,8 +226,8 @@ TOKENS_TO_LOSS = _in(
     _in("pretrain_gpt.py", "loss_func"),
 )
 PARAMETER_TO_CHECKPOINT = _in(
-    f"{_TRAINING}/checkpointing/run_checkpoint.py",
-    "save",
+    f"{_TRAINING}/checkpointing/checkpointer.py",
+    "Checkpointer.save",
     _in(
         f"{_TRAINING}/checkpointing/save.py",
         "contents_of",
@@ -249,8 +258,8 @@ PARAMETER_TO_CHECKPOINT = _in(
     ),
 )
 CHECKPOINT_TO_PARAMETER = _in(
-    f"{_TRAINING}/checkpointing/run_checkpoint.py",
-    "load",
+    f"{_TRAINING}/checkpointing/checkpointer.py",
+    "Checkpointer.load",
     _in(
         f"{_TRAINING}/checkpointing/load.py",
         "load_run",

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import MegatronError
 from megatron.post_training.pruning.pruning import add_flags, prune_checkpoint
-from megatron.training.initialize import configure, fail, fail_before_start, start
+from megatron.training.initialize import configure, connect, fail, fail_before_start
 from megatron.training.shutdown import shut_down
 
 DEFAULTS = {"model_kind": "gpt", "tokenizer_type": "GPT2BPETokenizer"}
@@ -38,16 +38,14 @@ def main() -> None:
     except MegatronError as error:
         fail_before_start(error)
         raise SystemExit(error.exit_code) from None
-    run = None
     try:
-        run = start(config)
-        prune_checkpoint(run)
+        connect(config)
+        prune_checkpoint(config)
     except MegatronError as error:
         fail(error)
         raise SystemExit(error.exit_code) from None
     finally:
-        if run is not None:
-            shut_down(run)
+        shut_down()
 
 
 if __name__ == "__main__":

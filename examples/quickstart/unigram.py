@@ -17,7 +17,6 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.loaders import train_valid_test_num_samples
 from megatron.training.initialize import configure, start
-from megatron.training.runtime import setup
-from megatron.training.runtime.setup import build_stage
 
 
 def main() -> int:
@@ -40,9 +37,6 @@ def main() -> int:
     args, flags = parser.parse_known_args()
     with contextlib.redirect_stdout(io.StringIO()):
         run = start(configure(argv=flags))
-        run.train_iters = run.config.training.train_iters
-        setup.setup_tokenizer(run)
-        setup.build_model_chunks(run, partial(build_stage, run))  # data depends on its stages
         train, valid, _ = build_datasets(run, train_valid_test_num_samples(run))
     unigram = unigram_loss(asked_for(train), asked_for(valid))
     losses = last_validation_losses(args.log.read_text())

@@ -57,7 +57,7 @@ from megatron.training.estimates.pipeline_split import balanced_sizes
 from megatron.training.models.kind import Batch
 from megatron.training.models.registry import build_model_stage, implementation_of
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.run import ModelRun
 from megatron.training.step.train_step import forward_backward
 from megatron.training.step.weight_hash import params_hash
 
@@ -77,7 +77,7 @@ _OF_EXPERTS = frozenset({"expert_model_parallel_size", "expert_tensor_parallel_s
 
 
 def score(
-    run: Runtime, loader: Any, count: int, report: Callable[[Batch, Tensor], dict[str, Tensor]]
+    run: ModelRun, loader: Any, count: int, report: Callable[[Batch, Tensor], dict[str, Tensor]]
 ) -> list[dict[str, Tensor]]:
     """Run ``count`` micro-batches of ``loader`` forward; return ``report(batch, output)`` of each.
 
@@ -108,7 +108,7 @@ def score(
     return found
 
 
-def sum_over_ranks(run: Runtime, values: Tensor) -> Tensor:
+def sum_over_ranks(run: ModelRun, values: Tensor) -> Tensor:
     """Return the sum of ``values`` over all ranks, in host memory.  Collective over all ranks."""
     total = values.to(device.current())
     if run.groups.world.size() > 1:
@@ -124,12 +124,12 @@ class ReferencePolicy:
     all-gathers.
     """
 
-    def __init__(self, run: Runtime) -> None:
+    def __init__(self, run: ModelRun) -> None:
         """Copy the weights of the model, or load others; the model keeps its own.
 
         Raises CheckpointError if the weights are gone or are not those of a run that goes on.
         """
-        state = run.objective_state or {}
+        state = run.objective.saved or {}
         before = state.get("reference")
         given = run.config.checkpoint.pretrained_checkpoint
         self.folder: str | None = None
@@ -137,7 +137,7 @@ class ReferencePolicy:
             self._weights = [torch.zeros_like(values) for values in _copies(run)]
             self.hash = identify(_parts(run), None).hash
         elif given is None and before is None:
-            self.folder = run.loaded_from
+            self.folder = run.checkpoints.loaded_from
             if self.folder is None:
                 raise CheckpointError(
                     f"--load {run.config.checkpoint.load} holds no checkpoint yet, and "
@@ -158,7 +158,7 @@ class ReferencePolicy:
                 "and another --save"
             )
 
-    def _load(self, run: Runtime) -> None:
+    def _load(self, run: ModelRun) -> None:
         """Load the weights in ``self.folder``.  Collective over all ranks."""
         given = run.config.checkpoint.pretrained_checkpoint
         if given is None and (self.folder is None or not Path(self.folder).is_dir()):
@@ -190,7 +190,7 @@ class ReferencePolicy:
         _restore(run, own)
 
     @contextmanager
-    def in_model(self, run: Runtime) -> Iterator[None]:
+    def in_model(self, run: ModelRun) -> Iterator[None]:
         """Give the model these weights until the context ends."""
         own = _copies(run)
         _restore(run, self._weights)
@@ -200,11 +200,11 @@ class ReferencePolicy:
             _restore(run, own)
 
 
-def _parts(run: Runtime) -> RunParts:
+def _parts(run: ModelRun) -> RunParts:
     return RunParts(model_chunks=run.model_chunks, groups=run.groups)
 
 
-def _held(run: Runtime) -> list[Tensor]:
+def _held(run: ModelRun) -> list[Tensor]:
     """Return the tensors that another policy changes: with adapters these alone."""
     model_tensors(_parts(run))  # completes pending all-gathers
     has_adapters = run.config.adapters.lora is not None
@@ -216,12 +216,12 @@ def _held(run: Runtime) -> list[Tensor]:
     ]
 
 
-def _copies(run: Runtime) -> list[Tensor]:
+def _copies(run: ModelRun) -> list[Tensor]:
     return [tensor.to(device.CPU, copy=True) for tensor in _held(run)]
 
 
 @torch.no_grad()
-def _restore(run: Runtime, copies: list[Tensor]) -> None:
+def _restore(run: ModelRun, copies: list[Tensor]) -> None:
     for tensor, copy in zip(_held(run), copies, strict=True):
         tensor.copy_(copy)
 

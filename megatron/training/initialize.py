@@ -28,11 +28,7 @@ from megatron.core.config_logger import has_config_logger_enabled, log_config_to
 from megatron.core.device import cpu_tuning, determinism, nccl_allocator
 from megatron.core.diagnostics.fault_injection import check_faults
 from megatron.core.diagnostics.result_faults import steps_to_skip
-from megatron.core.diagnostics.timers import Timers
-from megatron.core.num_microbatches_calculator import (
-    NumMicroBatchesCalculator,
-    install_num_microbatches_calculator,
-)
+from megatron.core.num_microbatches_calculator import install_num_microbatches_calculator
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.group_threads import end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -68,13 +64,11 @@ from megatron.training.process.rank_print import (
 )
 from megatron.training.process.rendezvous import claim_gpu, meet
 from megatron.training.process.signals import catch_stop_signal, end_with_launcher
+from megatron.training.runtime.context import RunContext
 from megatron.training.runtime.groups import create_groups
-from megatron.training.runtime.runtime import Runtime
-from megatron.training.runtime.schedule import number_of_train_iters
-from megatron.training.runtime.setup import setup_tokenizer
-from megatron.training.runtime.step_graph import StepGraph
+from megatron.training.runtime.setup import build_context
 from megatron.training.shutdown import shut_down
-from megatron.training.step.rerun import install_state_machine
+from megatron.training.step.run import ModelRun
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _PROCESS_STARTED_AT_S = time.time()
@@ -210,10 +204,10 @@ def _skip_rejected(namespace: argparse.Namespace) -> None:
         namespace.iterations_to_skip = sorted(skipped)
 
 
-def start(config: RunConfig) -> Runtime:
-    """Call `connect`, then `create_runtime`.  Collective over all ranks."""
+def start(config: RunConfig) -> RunContext:
+    """Connect the ranks, create the process groups and the context.  Collective over all ranks."""
     connect(config)
-    return create_runtime(config)
+    return create_context(config, install_groups(config))
 
 
 def connect(config: RunConfig, store: dist.Store | None = None) -> None:
@@ -257,34 +251,29 @@ def connect(config: RunConfig, store: dist.Store | None = None) -> None:
             log_config_to_disk(config.model, vars(section), prefix=type(section).__name__)
 
 
-def create_runtime(config: RunConfig) -> Runtime:
-    """Create the process groups of the layout and the Runtime; set the random seeds.
-
-    Collective over all ranks.
-    """
+def install_groups(config: RunConfig) -> ProcessGroupCollection:
+    """Create the process groups of the layout; set the random seeds.  Collective over all ranks."""
     groups = create_groups(config)
     tp, pp = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
     print_rank_0(f"> initialized tensor model parallel with size {tp}")
     print_rank_0(f"> initialized pipeline model parallel with size {pp}")
     parallel_state.install(groups)
-    run = Runtime(
-        config=config,
-        groups=groups,
-        timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option),
-        batches=NumMicroBatchesCalculator.from_config(config.training, config.data_parallel_size),
-        started_at_s=_PROCESS_STARTED_AT_S,
-    )
+    _set_seeds(config, groups)
+    if config.model.disable_bf16_reduced_precision_matmul:
+        device.keep_bf16_sums_in_fp32()
+    return groups
+
+
+def create_context(config: RunConfig, groups: ProcessGroupCollection) -> RunContext:
+    """Build the context of the run of this process, with the tokenizer.
+
+    Collective over all ranks.
+    """
+    run = build_context(config, groups, started_at_s=_PROCESS_STARTED_AT_S)
     global_vars.set_run(run)
     install_num_microbatches_calculator(
         run.batches, consumed_samples=lambda: run.state.consumed_train_samples
     )
-    _set_seeds(config, groups)
-    model = config.model
-    if model.uses_graphs and not model.captures_layers and device.records_graphs():
-        run.step_graph = StepGraph(model.cuda_graph_warmup_steps)
-    install_state_machine(run)
-    if config.model.disable_bf16_reduced_precision_matmul:
-        device.keep_bf16_sums_in_fp32()
     return run
 
 
@@ -325,17 +314,15 @@ def initialize_megatron(
             f"--virtual-ranks {config.distributed.virtual_ranks}: this script has its own train "
             "loop; give its main function to megatron.core.virtual_ranks.run instead"
         )
-    run = start(config)
-    atexit.register(_end, [run])
-    run.train_iters = number_of_train_iters(config, run.batches)
-    setup_tokenizer(run)
+    atexit.register(_end)
+    start(config)
 
 
-def _end(begun: list[Runtime]) -> None:
-    run = begun.pop()  # atexit keeps the list, which must not keep the groups
-    run.callbacks.close()
+def _end() -> None:
+    if isinstance(run := global_vars.current_run(), ModelRun):
+        run.callbacks.close()
     # Python sets this attribute when it prints the exception that ends the program.
-    shut_down(run, has_failed=getattr(sys, "last_value", None) is not None)
+    shut_down(has_failed=getattr(sys, "last_value", None) is not None)
 
 
 def _init_default_group(config: RunConfig, store: dist.Store | None) -> None:

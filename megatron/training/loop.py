@@ -5,12 +5,12 @@ from __future__ import annotations
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.process import exit_report
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.runtime import Runtime
 from megatron.training.step.rerun import StepRejected, run_step
+from megatron.training.step.run import TrainingRun
 from megatron.training.step.train_step import train_step
 
 
-def train(run: Runtime) -> None:
+def train(run: TrainingRun) -> None:
     """Run optimizer steps until all are done, or a signal or a callback requests a stop.
 
     Collective over all ranks.
@@ -27,9 +27,10 @@ def train(run: Runtime) -> None:
             result = run_step(run, train_step)
         except StepRejected as rejected:
             run.state.stop(str(rejected))
-            run.exit_code = rejected.exit_code
+            run.state.exit_code = rejected.exit_code
             if rejected.should_checkpoint:
-                run.saved_at = None  # save again: the checkpoint needs the state of the reruns
+                # Save again: the checkpoint needs the state of the reruns.
+                run.checkpoints.saved_at = None
             break
         flops = num_floating_point_operations(
             run.config_of_work, result.batch_size, run.padded_vocab_size

@@ -10,7 +10,7 @@ from megatron.core.parallel import parallel_state
 from megatron.core.pipeline_parallel.schedules import graphs_of
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.training.compat import global_vars
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.run import ModelRun, TrainingRun
 
 
 def is_set_up() -> bool:
@@ -18,7 +18,7 @@ def is_set_up() -> bool:
     return parallel_state.is_initialized()
 
 
-def shut_down(run: Runtime | None = None, *, has_failed: bool = False) -> None:
+def shut_down(*, has_failed: bool = False) -> None:
     """Clear the global state and destroy the process groups, before the interpreter exits.
 
     ``has_failed``: an exception ends this process, and other ranks may be in collectives that it
@@ -28,14 +28,16 @@ def shut_down(run: Runtime | None = None, *, has_failed: bool = False) -> None:
     of that group.  So are the hooks of parameters: through torch's C++ objects, which the garbage
     collector does not see, they would keep the model and its process groups alive.
     """
-    for chunk in run.model_chunks if run else ():
+    run = global_vars.current_run()
+    chunks = run.model_chunks if isinstance(run, ModelRun) else []
+    for chunk in chunks:
         for param in chunk.parameters():
             for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
                 if hooks:
                     hooks.clear()
-    for graphs in (g for chunk in (run.model_chunks if run else ()) for g in graphs_of(chunk)):
+    for graphs in (g for chunk in chunks for g in graphs_of(chunk)):
         graphs.release()
-    if run and run.step_graph is not None:
+    if isinstance(run, TrainingRun) and run.step_graph is not None:
         run.step_graph.release()
     global_vars.set_run(None)
     destroy_num_microbatches_calculator()

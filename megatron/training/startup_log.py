@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
+from torch import nn
 
 from megatron.core import device
 from megatron.core.distributed.sharding import is_fully_sharded
@@ -18,14 +19,25 @@ from megatron.core.transformer.attention_backends import attention_report, fallb
 from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import unsupported_reason
 from megatron.core.transformer.moe.experts import Experts
+from megatron.training.arguments.flat_values import flat_values
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import layers_of
 from megatron.training.models.attention_request import attention_request, encoder_attention_request
 from megatron.training.models.registry import model_kind_of
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.runtime import Runtime
 
 _NAME_WIDTH = 48
+
+
+def print_settings(config: RunConfig) -> None:
+    """Print layout, arguments, and how the model will be computed."""
+    print_layout(config)
+    print_arguments(flat_values(config))
+    print_attention_backends(config)
+    print_fused_operations(config)
+    print_deepep(config)
+    print_compiled_regions(config)
+    print_low_precision(config)
 
 
 def print_arguments(values: Mapping[str, object]) -> None:
@@ -39,12 +51,12 @@ def print_arguments(values: Mapping[str, object]) -> None:
     print_rank_0("\n".join(lines))
 
 
-def print_layout(run: Runtime) -> None:
+def print_layout(config: RunConfig) -> None:
     """Print the parallel sizes and the dtype of the parameters on rank 0."""
-    model = run.config.model
+    model = config.model
     print_rank_0(
-        f"using world size: {run.config.world_size}, "
-        f"data-parallel size: {run.config.data_parallel_size}, "
+        f"using world size: {config.world_size}, "
+        f"data-parallel size: {config.data_parallel_size}, "
         f"context-parallel size: {model.context_parallel_size}, "
         f"hierarchical context-parallel sizes: {model.hierarchical_context_parallel_sizes}, "
         f"tensor-model-parallel size: {model.tensor_model_parallel_size}, "
@@ -58,13 +70,13 @@ def print_layout(run: Runtime) -> None:
     print_rank_0(f"using {model.params_dtype} for parameters ...")
 
 
-def print_attention_backends(run: Runtime) -> None:
+def print_attention_backends(config: RunConfig) -> None:
     """Print on rank 0 which attention backends may run, and why the others may not."""
-    model = run.config.model
-    if all(layer.attention == NO_OP for layer in layers_of(run.config)):
+    model = config.model
+    if all(layer.attention == NO_OP for layer in layers_of(config)):
         return
     kinds = dict.fromkeys(model.cp_comm_type) if model.context_parallel_size > 1 else ("",)
-    if _engine_computes(run):
+    if _engine_computes(config):
         print_rank_0(
             "attention: Transformer Engine; PyTorch computes calls that it does not support:"
         )
@@ -73,11 +85,9 @@ def print_attention_backends(run: Runtime) -> None:
             "forward pass: matmuls and attention by the kernels of generation "
             "(--batch-invariant-mode); backward passes:"
         )
-    requests = {
-        f" with {kind}" if kind else "": attention_request(run.config, kind) for kind in kinds
-    }
-    if model_kind_of(run.config).reads_images:
-        requests[" of the image encoder"] = encoder_attention_request(run.config)
+    requests = {f" with {kind}" if kind else "": attention_request(config, kind) for kind in kinds}
+    if model_kind_of(config).reads_images:
+        requests[" of the image encoder"] = encoder_attention_request(config)
     for which, request in requests.items():
         print_rank_0(f"attention backends{which}:")
         if warning := fallback_warning(model.attention_backend, request):
@@ -86,20 +96,20 @@ def print_attention_backends(run: Runtime) -> None:
             print_rank_0(f"    {row.name:8} {row.reason}")
 
 
-def _engine_computes(run: Runtime) -> bool:
-    return run.config.model.transformer_impl != "local" and why_no_engine() is None
+def _engine_computes(config: RunConfig) -> bool:
+    return config.model.transformer_impl != "local" and why_no_engine() is None
 
 
-def print_fused_operations(run: Runtime) -> None:
+def print_fused_operations(config: RunConfig) -> None:
     """Print on rank 0 which kernels compute fused operations, and which ones are not fused."""
-    model, is_adam = run.config.model, run.config.optimizer.optimizer == "adam"
+    model, is_adam = config.model, config.optimizer.optimizer == "adam"
     backend = kernel_backend(model.params_dtype)
     print_rank_0(f"fused operations: {backend}")
     if backend.startswith("kernels"):
-        for operation, reason in _unfused_operations(run.config):
+        for operation, reason in _unfused_operations(config):
             print_rank_0(f"    not fused: {operation} ({reason})")
     is_split = backend.startswith("kernels") and model.bf16 and is_adam
-    if is_split and not is_fully_sharded(run.config.ddp):
+    if is_split and not is_fully_sharded(config.ddp):
         print_rank_0("    fp32 main parameters: each bf16 weight and a 16-bit remainder")
 
 
@@ -120,28 +130,28 @@ def _unfused_operations(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "bias-dropout-add", "PyTorch is as fast"
 
 
-def print_gradient_accumulation_fusion(run: Runtime) -> None:
+def print_gradient_accumulation_fusion(config: RunConfig, chunks: Sequence[nn.Module]) -> None:
     """Print on rank 0 whether GEMMs of weight gradients accumulate into the gradient buffers."""
-    if not run.config.model.gradient_accumulation_fusion:
+    if not config.model.gradient_accumulation_fusion:
         return
-    params = [p for chunk in run.model_chunks for p in chunk.parameters()]
+    params = [p for chunk in chunks for p in chunk.parameters()]
     fused = sum(adds_to_main_grad(p) for p in params)
     if fused:
         answer = f"yes, for {fused} parameters"
     elif any(hasattr(p, "main_grad") for p in params):
-        answer = f"no, slower here for {run.config.model.params_dtype} GEMMs and fp32 sums"
+        answer = f"no, slower here for {config.model.params_dtype} GEMMs and fp32 sums"
     else:
         answer = "no, the parameters have no gradient buffer"
     print_rank_0(f"gradient accumulation fused: {answer}")
 
 
-def print_low_precision(run: Runtime) -> None:
+def print_low_precision(config: RunConfig) -> None:
     """Print on rank 0 whether the device computes fp8 or fp4 matmuls."""
-    model = run.config.model
+    model = config.model
     if not model.is_quantized:
         return
     dequantised = f"values are dequantised to {model.params_dtype}, at no gain in speed"
-    if _engine_computes(run) and unsupported_matrices_reason(model) is None:
+    if _engine_computes(config) and unsupported_matrices_reason(model) is None:
         answer = "yes, through Transformer Engine"
     elif model.fp4 is not None or not device.multiplies_fp8(device.current()):
         answer = f"no, {dequantised}"
@@ -152,12 +162,12 @@ def print_low_precision(run: Runtime) -> None:
     print_rank_0(f"the device computes matmuls of --{model.format_flag}: {answer}")
 
 
-def print_expert_waits(run: Runtime) -> None:
+def print_expert_waits(chunks: Sequence[nn.Module]) -> None:
     """Warn on rank 0 if the host waits for the GPU in each MoE layer; call it with the model."""
     where = device.current()
     if not device.is_cuda(where):
         return
-    modules = [module for chunk in run.model_chunks for module in chunk.modules()]
+    modules = [module for chunk in chunks for module in chunk.modules()]
     reasons = {m.wait_reason(where) for m in modules if isinstance(m, Experts)}
     if found := sorted(reason for reason in reasons if reason is not None):
         print_rank_0(
@@ -166,19 +176,19 @@ def print_expert_waits(run: Runtime) -> None:
         )
 
 
-def print_compiled_regions(run: Runtime) -> None:
+def print_compiled_regions(config: RunConfig) -> None:
     """Print on rank 0 which parts of the model --compile compiles."""
-    model, regions = run.config.model, {"layer": "each layer", "model": "all layers of a stage"}
+    model, regions = config.model, {"layer": "each layer", "model": "all layers of a stage"}
     if model.compile != "none":
         apart = ", but for matmuls with --tensor-model-parallel-size > 1"
         beside = apart if model.tensor_model_parallel_size > 1 else ""
         print_rank_0(f"compiled: {regions[model.compile]}{beside}; embedding and loss are not")
 
 
-def print_deepep(run: Runtime) -> None:
+def print_deepep(config: RunConfig) -> None:
     """Print on rank 0 whether DeepEP dispatches tokens to experts (--moe-enable-deepep)."""
-    if run.config.model.moe_enable_deepep:
-        reason = unsupported_reason(run.config.model, device.current())
+    if config.model.moe_enable_deepep:
+        reason = unsupported_reason(config.model, device.current())
         answer = "yes" if reason is None else f"no, PyTorch dispatches them: {reason}"
         print_rank_0(f"DeepEP dispatches tokens to experts: {answer}")
 

@@ -18,17 +18,11 @@ from megatron.core.enums import ModelType
 from megatron.core.lazy import lazy_exports
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc
-from megatron.training.arguments.flat_values import flat_values
+from megatron.training.callbacks.checkpoint import save_last
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.user import require_callbacks
-from megatron.training.checkpointing.run_checkpoint import (
-    abandon_save,
-    convert,
-    finish_at_failure,
-    forget_memory,
-    load,
-    save_last,
-)
+from megatron.training.checkpointing.non_persistent import remove_memory
+from megatron.training.compat import global_vars
 from megatron.training.config.run import RunConfig
 from megatron.training.data import loaders
 from megatron.training.data.datasets import count_epochs, prepare_datasets
@@ -39,9 +33,10 @@ from megatron.training.initialize import (
     configure,
     connect,
     continued,
-    create_runtime,
+    create_context,
     fail,
     fail_before_start,
+    install_groups,
 )
 from megatron.training.inprocess_restart import (
     begin_attempt,
@@ -54,22 +49,19 @@ from megatron.training.models.registry import implementation_of
 from megatron.training.process import exit_report
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime import setup
-from megatron.training.runtime.runtime import Callback, Runtime
-from megatron.training.runtime.schedule import number_of_train_iters, recount_train_iters
+from megatron.training.runtime.schedule import recount_train_iters
+from megatron.training.runtime.state import TrainState
+from megatron.training.runtime.step_graph import StepGraph
 from megatron.training.shutdown import shut_down
 from megatron.training.startup_log import (
-    print_arguments,
-    print_attention_backends,
-    print_compiled_regions,
     print_datetime,
-    print_deepep,
     print_expert_waits,
-    print_fused_operations,
     print_gradient_accumulation_fusion,
-    print_layout,
-    print_low_precision,
+    print_settings,
 )
 from megatron.training.step import evaluate as evaluation
+from megatron.training.step.rerun import install_state_machine
+from megatron.training.step.run import Callback, ModelRun, TrainingRun
 
 # Functions for scripts with their own train loop, which import them from this module.
 _TRAIN_LOOP = (
@@ -184,50 +176,45 @@ def _whole_run(
     """Set up, train and evaluate.  ``restarts``: a failure of this rank restarts all ranks."""
     connect(config, store)
     find_hang = _watch_sections(config)
-    begun: list[Runtime] = []  # empty until create_runtime() returns
     timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
-
-    def finish(store: RunStore) -> None:
-        for run in begun:
-            finish_at_failure(run, store)
-
     try:
         with (
             nullcontext()
             if restarts
-            else failure_watch(timeout_s=timeout_s, before_end=finish, find_hang=find_hang)
+            else failure_watch(
+                timeout_s=timeout_s, before_end=_finish_at_failure, find_hang=find_hang
+            ),
+            report_oom(global_vars.current_run),
         ):
-            run = create_runtime(config)
-            begun.append(run)
-            with report_oom(run):
-                run.forward_step_func = script.forward_step_func
-                run.process_non_loss_data_func = script.process_non_loss_data_func
-                run.non_loss_data_func = script.non_loss_data_func
-                _build(run, script.model_provider)
-                if config.checkpoint.ckpt_convert_format is not None:
-                    convert(run)
-                else:
-                    _prepare_data(run, script.provider)
-                    _add_callbacks(run, script.callbacks)
-                    _train_and_evaluate(run)
-                    if not run.exit_code:
-                        forget_memory(run)
-        _report_end(run)
+            run = set_up(config, script)
+            if config.checkpoint.ckpt_convert_format is not None:
+                run.checkpoints.convert(run, run.parts)
+            else:
+                _train_and_evaluate(run)
+                in_memory = config.checkpoint.non_persistent_ckpt_type == "in_memory"
+                if in_memory and not run.state.exit_code:
+                    remove_memory(config.checkpoint)
+        _report_end(run.state)
     finally:
-        for run in begun:
-            run.callbacks.close()
+        if isinstance(begun := global_vars.current_run(), ModelRun):
+            begun.callbacks.close()
             if restarts:
-                abandon_save(run)
-        shut_down(*begun)
-    if run.exit_code:
-        raise SystemExit(run.exit_code)
+                begun.checkpoints.abandon()
+        shut_down()
+    if run.state.exit_code:
+        raise SystemExit(run.state.exit_code)
 
 
-def _report_end(run: Runtime) -> None:
-    reason = run.state.stop_reason
-    kind = "rerun" if run.exit_code else "done" if reason is None else "stopped"
-    exit_report.write(kind, run.exit_code, reason)
-    if run.exit_code:
+def _finish_at_failure(store: RunStore) -> None:
+    if isinstance(run := global_vars.current_run(), ModelRun):
+        run.checkpoints.finish_at_failure(run.groups, store)
+
+
+def _report_end(state: TrainState) -> None:
+    reason = state.stop_reason
+    kind = "rerun" if state.exit_code else "done" if reason is None else "stopped"
+    exit_report.write(kind, state.exit_code, reason)
+    if state.exit_code:
         notify_launcher(str(reason))
 
 
@@ -239,36 +226,46 @@ def _watch_sections(config: RunConfig) -> FindHang:
     return sections.monitor.find_hang()
 
 
-def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
-    run.train_iters = number_of_train_iters(run.config, run.batches)
-    print_layout(run)
-    print_arguments(flat_values(run.config))
-    print_attention_backends(run)
-    print_fused_operations(run)
-    print_deepep(run)
-    print_compiled_regions(run)
-    print_low_precision(run)
-    setup.setup_tokenizer(run)
-    count_epochs(run)
+def set_up(config: RunConfig, script: _Script) -> ModelRun:
+    """Build everything that the run of ``config`` needs, and load the checkpoint.
+
+    Returns a TrainingRun, or without training (--skip-train, `replace_training`) a ModelRun without
+    an optimizer.  Collective over all ranks.
+    """
+    groups = install_groups(config)
+    print_settings(config)
+    context = create_context(config, groups)
+    count_epochs(context)
     print_datetime("after megatron is initialized")
-    run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
-    setup.build_model_chunks(run, model_provider)
-    setup.check_adapter_targets(run)
-    print_gradient_accumulation_fusion(run)
-    print_expert_waits(run)
-    replaces_training = implementation_of(run.config).replace_training is not None
-    if not (run.config.validation.skip_train or replaces_training):
-        setup.build_optimizer(run)
-    load(run)
+    context.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
+    chunks = setup.build_model_chunks(context, script.model_provider)
+    setup.check_adapter_targets(context, chunks)
+    print_gradient_accumulation_fusion(context.config, chunks)
+    print_expert_waits(chunks)
+    run = ModelRun(
+        **vars(context),
+        model_chunks=chunks,
+        forward_step_func=script.forward_step_func,
+        process_non_loss_data_func=script.process_non_loss_data_func,
+        non_loss_data_func=script.non_loss_data_func,
+    )
+    global_vars.set_run(run)
+    replaces_training = implementation_of(config).replace_training is not None
+    if not (config.validation.skip_train or replaces_training):
+        optimizer, scheduler = setup.build_optimizer(run, chunks)
+        graph = StepGraph.of(config.model)
+        run = TrainingRun(**vars(run), optimizer=optimizer, scheduler=scheduler, step_graph=graph)
+        global_vars.set_run(run)
+    install_state_machine(run)
+    run.load()
     recount_train_iters(run)
     run.timers("model-and-optimizer-setup").stop()
     print_datetime("after model, optimizer, and learning rate scheduler are built")
-
-
-def _prepare_data(run: Runtime, provider: loaders.Provider) -> None:
+    if config.checkpoint.ckpt_convert_format is not None:
+        return run
     run.timers("train/valid/test-data-iterators-setup", log_level=0).start(barrier=True)
     prepare_datasets(run)
-    loaders.build_data(run, provider)
+    run.data = loaders.build_data(run, script.provider)
     run.timers("train/valid/test-data-iterators-setup").stop()
     print_datetime("after dataloaders are built")
     print_rank_0("done with setup ...")
@@ -276,21 +273,18 @@ def _prepare_data(run: Runtime, provider: loaders.Provider) -> None:
         ["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"], barrier=True
     )
     run.callbacks = default_callbacks(run)
-
-
-def _add_callbacks(run: Runtime, callbacks: Sequence[Callback]) -> None:
-    """Append the caller's callbacks; each virtual rank (a thread) gets copies."""
-    is_shared = run.config.distributed.virtual_ranks is not None
-    for callback in copy.deepcopy(callbacks) if is_shared else callbacks:
+    # Virtual ranks are threads: each gets copies of the caller's callbacks.
+    is_shared = config.distributed.virtual_ranks is not None
+    for callback in copy.deepcopy(script.callbacks) if is_shared else script.callbacks:
         run.callbacks.append(callback)
+    return run
 
 
-def _train_and_evaluate(run: Runtime) -> None:
+def _train_and_evaluate(run: ModelRun) -> None:
     if (replacement := implementation_of(run.config).replace_training) is not None:
         replacement(run)
         return
-    skip_train = run.config.validation.skip_train
-    if skip_train:
+    if not isinstance(run, TrainingRun):
         print_rank_0("skipping training (--skip-train is on) ...")
     else:
         make_optimizer_state(run)
@@ -306,7 +300,7 @@ def _train_and_evaluate(run: Runtime) -> None:
         save_last(run)
     for result in evaluation.evaluate_all(run, is_final=True):
         run.callbacks.on_eval_end(run, result)
-    if run.has_test_set:
-        test = evaluation.evaluate(run, run.test_loader, split="test", is_final=True)
+    if run.data.has_test_set:
+        test = evaluation.evaluate(run, run.data.test_loader, split="test", is_final=True)
         if test is not None:
             run.callbacks.on_eval_end(run, test)

@@ -31,7 +31,6 @@ from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training import loop
-from megatron.training.checkpointing import run_checkpoint
 from megatron.training.checkpointing.checkpoint_tensors import model_tensors, optimizer_tensors
 from tests.distributed.draws import without_stand_ins
 from tests.distributed.layouts import TIMEOUT_S, Parts, allowed, assembled, dtype_of
@@ -191,8 +190,8 @@ def watch(rank: int, world_size: int, argv: Sequence[str]) -> Seen:
 
 
 def _state(run: Any) -> Parts:
-    parts = run_checkpoint._parts(run)
-    return [_whole(record) for record in (*model_tensors(parts), *optimizer_tensors(parts))]
+    tensors = (*model_tensors(run.parts), *optimizer_tensors(run.parts))
+    return [_whole(record) for record in tensors]
 
 
 def _whole(record: ShardedTensor) -> tuple[str, Tensor]:

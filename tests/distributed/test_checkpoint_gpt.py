@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-import pretrain_gpt
 from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.training.checkpointing import run_checkpoint
-from megatron.training.initialize import configure, start
-from megatron.training.runtime import setup
-from megatron.training.runtime.schedule import number_of_train_iters
+from megatron.training.callbacks.checkpoint import save
 from tests.distributed.test_fsdp import INSTANCES, SHARD
 from tests.functional.runs import TINY, run_gpt
 from tests.ranks import run_ranks
+from tests.support.training_run import training_run
 
 MODELS = {
     "gpt": ["--vocab-size", "101", "--make-vocab-size-divisible-by", "8"],
@@ -47,14 +43,9 @@ LAYOUTS = [  # ranks, tensor parallel and other flags; one loaded from the other
 
 def load_and_save(rank: int, world_size: int, argv: Sequence[str]) -> None:
     """Set a run up, load, and save what was loaded."""
-    with mock.patch("sys.argv", ["pretrain_gpt.py", *argv]):
-        run = start(configure())
-    run.train_iters = number_of_train_iters(run.config, run.batches)
-    setup.setup_tokenizer(run)
-    setup.build_model_chunks(run, pretrain_gpt.model_provider)
-    setup.build_optimizer(run)
-    run_checkpoint.load(run)
-    run_checkpoint.save(run)
+    run = training_run(argv)
+    run.load()
+    save(run)
 
 
 def content(root: Path) -> dict[str, torch.Tensor]:

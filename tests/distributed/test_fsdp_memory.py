@@ -24,8 +24,7 @@ from megatron.core.params import param_init
 from megatron.core.params.param_info import ParamInfo, info_of, local_part
 from megatron.training.initialize import configure, start
 from megatron.training.runtime import setup
-from megatron.training.runtime.runtime import Runtime
-from megatron.training.runtime.schedule import number_of_train_iters
+from megatron.training.runtime.context import RunContext
 from tests.distributed.test_fsdp import INSTANCES, SHARD
 from tests.functional.runs import TINY, train_gpt
 from tests.ranks import run_ranks
@@ -72,10 +71,10 @@ def bytes_before_training(rank: int, world_size: int, flags: str) -> tuple[int, 
     """Of parameters here, of their optimizer's state, and the most while the model was built."""
     live = LiveBytes()
     with mock.patch.object(param_init, "_draw", drawn_in_no_time):
-        run = build(f"{MODEL} {flags}", live)
-    setup.build_optimizer(run)
-    states = [state for _, _, named in run.optimizer.named_state() for state in named.values()]
-    params = [p for chunk in run.model_chunks for p in chunk.parameters()]
+        context, chunks = build(f"{MODEL} {flags}", live)
+    optimizer, _ = setup.build_optimizer(context, chunks)
+    states = [state for _, _, named in optimizer.named_state() for state in named.values()]
+    params = [p for chunk in chunks for p in chunk.parameters()]
     return sum(local_part(p).nbytes for p in params), sum(s.nbytes for s in states), live.most
 
 
@@ -84,19 +83,19 @@ Parts = dict[str, tuple[ParamInfo, Tensor]]
 
 def first_weights(rank: int, world_size: int, flags: str) -> Parts:
     """What this rank holds of a model before training."""
-    (chunk,) = build(flags, contextlib.nullcontext()).model_chunks
+    _, (chunk,) = build(flags, contextlib.nullcontext())
     return {info_of(p).name: (info_of(p), local_part(p.detach())) for p in chunk.parameters()}
 
 
-def build(flags: str, watched: contextlib.AbstractContextManager[Any]) -> Runtime:
-    """A run whose model is there, built in a context."""
+def build(
+    flags: str, watched: contextlib.AbstractContextManager[Any]
+) -> tuple[RunContext, list[nn.Module]]:
+    """A context of a run, and its model, built while ``watched`` is open."""
     with silence(), mock.patch("sys.argv", ["pretrain_gpt.py", *TINY, *flags.split()]):
         run = start(configure())
-        run.train_iters = number_of_train_iters(run.config, run.batches)
-        setup.setup_tokenizer(run)
         with watched:
-            setup.build_model_chunks(run, pretrain_gpt.model_provider)
-    return run
+            chunks = setup.build_model_chunks(run, pretrain_gpt.model_provider)
+    return run, chunks
 
 
 @contextlib.contextmanager

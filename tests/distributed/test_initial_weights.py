@@ -14,7 +14,7 @@ import pytest
 import pretrain_gpt
 from megatron.core.params import param_init
 from megatron.training.initialize import configure, start
-from megatron.training.runtime.setup import build_model_chunks, setup_tokenizer
+from megatron.training.runtime.setup import build_model_chunks
 from tests.functional.runs import TINY
 from tests.ranks import run_ranks
 
@@ -33,7 +33,6 @@ def fills(rank: int, world_size: int, argv: Sequence[str]) -> Counter[str]:
         mock.patch.object(param_init, "fill_parameter", counting),
     ):
         run = start(configure(argv=argv))
-        setup_tokenizer(run)
         build_model_chunks(run, pretrain_gpt.model_provider)
     return counts
 

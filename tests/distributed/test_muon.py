@@ -11,15 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import pretrain_gpt
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.fsdp import FullyShardedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import ParamInfo, info_of, local_part, set_info
-from megatron.training.initialize import configure, start
-from megatron.training.runtime.setup import build_model_chunks, build_optimizer, setup_tokenizer
 from megatron.training.step.train_step import (
     clear_gradients,
     forward_backward,
@@ -29,6 +26,7 @@ from tests import tolerances
 from tests.distributed.test_planner import _data
 from tests.functional.runs import TINY
 from tests.ranks import run_ranks
+from tests.support.training_run import training_run
 from tests.unit.distributed.alone import ModelConfig
 
 # Whole shape, the dimension that is cut, and what lies in it.
@@ -163,15 +161,11 @@ def test_the_blockwise_mode_takes_each_share_for_a_matrix():
 def _embedding(rank: int, world_size: int, words: str) -> Tensor:
     """The copy of this stage after some steps of a real run."""
     with contextlib.redirect_stdout(io.StringIO()):
-        run = start(configure(argv=[*TINY, *words.split()]))
-        setup_tokenizer(run)
-        build_model_chunks(run, pretrain_gpt.model_provider)
-        build_optimizer(run)
-    run.forward_step_func = pretrain_gpt.forward_step
-    run.train_data = [_data(run.config) for _ in run.model_chunks]
+        run = training_run([*TINY, *words.split()])
+    run.data.train = [_data(run.config) for _ in run.model_chunks]
     for _ in range(3):
         clear_gradients(run)
-        losses = forward_backward(run, run.train_data, run.batches.num_microbatches(0))
+        losses = forward_backward(run, run.data.train, run.batches.num_microbatches(0))
         reduce_gradients(run, losses)
         run.optimizer.step()
     (copy,) = (p for p in run.model_chunks[0].parameters() if info_of(p).is_shared_embedding)

@@ -15,12 +15,11 @@ from megatron.core import rank_local
 from megatron.core.params.param_info import local_part
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.initialize import configure, start
+from megatron.training.initialize import configure
 from megatron.training.models.image_encoder import image_encoder
 from megatron.training.models.registry import implementation_of
 from megatron.training.plan.stages import plan_run
 from megatron.training.plan.tracing import Tracker
-from megatron.training.runtime.setup import build_model_chunks, build_optimizer, setup_tokenizer
 from megatron.training.step.train_step import (
     clear_gradients,
     forward_backward,
@@ -28,6 +27,7 @@ from megatron.training.step.train_step import (
 )
 from tests.functional.runs import TINY, entry_of
 from tests.ranks import run_ranks
+from tests.support.training_run import training_run
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --seq-length 64 --max-position-embeddings 64 "
@@ -159,13 +159,9 @@ def allocated(rank: int, world_size: int, runs: Sequence[Sequence[str]]) -> list
 
 def _allocated(argv: Sequence[str]) -> dict[str, int]:
     with contextlib.redirect_stdout(io.StringIO()):
-        run = start(configure(argv=argv))
-        setup_tokenizer(run)
-        entry = entry_of(run.config.language_model.model_kind)
-        build_model_chunks(run, entry.model_provider)
-        build_optimizer(run)
-    run.forward_step_func = entry.forward_step
-    run.train_data = [_data(run.config) for _ in run.model_chunks]
+        kind = configure(argv=argv).language_model.model_kind
+        run = training_run(argv, entry_of(kind))
+    run.data.train = [_data(run.config) for _ in run.model_chunks]
     for _ in run.optimizer.named_state():
         pass  # the state is made when it is first asked for
     state = run.optimizer.state_tensors(on_host=False)
@@ -177,7 +173,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
         for _ in range(5):
             tracker.peak = tracker.alive
             clear_gradients(run)
-            losses = forward_backward(run, run.train_data, run.batches.num_microbatches(0))
+            losses = forward_backward(run, run.data.train, run.batches.num_microbatches(0))
             reduce_gradients(run, losses)
             own = _bytes(p.grad for p in params if p.grad is not None)
             run.optimizer.step()

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.training.initialize import configure, start
-from megatron.training.runtime.setup import setup_tokenizer
 from tests.functional.runs import TINY
 from tests.ranks import run_ranks
 
@@ -24,9 +23,9 @@ WORDS = (
 
 def chunk_size(rank: int, world_size: int) -> int | None:
     """Where one of them has less memory."""
-    run = start(configure(argv=[*TINY, *WORDS.split(), "--vocab-size", "40000"]))
+    config = configure(argv=[*TINY, *WORDS.split(), "--vocab-size", "40000"])
     with mock.patch.object(device, "total_memory", return_value=3_200_000_000 - rank * 200_000_000):
-        setup_tokenizer(run)
+        run = start(config)
     return run.config.model.loss_chunk_size
 
 

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import Piece
 from megatron.post_training.rl.environment import Environment, Prompt
 from megatron.post_training.rl.trainer import RolloutTraining
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
-from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.step.run import Callback, TrainingRun
 
 
 class Echo(Environment):
@@ -48,7 +48,7 @@ class Dying(Echo):
 class CompareWeights(Callback):
     """At the end, give the engine the weights and compare them with those of training, by bits."""
 
-    def on_train_end(self, run: Runtime) -> None:
+    def on_train_end(self, run: TrainingRun) -> None:
         (trainer,) = (c for c in run.callbacks if isinstance(c, RolloutTraining))
         assert trainer.engine is not None
         trainer.engine.update()

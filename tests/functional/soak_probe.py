@@ -21,9 +21,9 @@ from typing import Any
 from unittest import mock
 
 from megatron.training import training
-from megatron.training.checkpointing.run_checkpoint import poll
-from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.callbacks.checkpoint import poll
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, TrainingRun
 from tests.functional.runs import ROOT
 
 _KIB = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
@@ -38,7 +38,7 @@ class Probe(Callback):
         self._first = first
         self._every = every
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         iteration = run.state.iteration
         if iteration < self._first or (iteration - self._first) % self._every:
             return
@@ -52,9 +52,9 @@ class Probe(Callback):
             file.write(json.dumps(line) + "\n")
 
 
-def finish_save(run: Runtime) -> None:
+def finish_save(run: TrainingRun) -> None:
     """Wait for a save in the background, whose threads and copies are no leak.  Collective."""
-    while run.pending_save is not None:
+    while run.checkpoints.pending is not None:
         poll(run)
     for thread in threading.enumerate():
         if thread.name == "checkpoint":

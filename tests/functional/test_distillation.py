@@ -22,7 +22,7 @@ from megatron.core.transformer.module import frozen_models
 from megatron.post_training.distillation.objective import LayerPair, check_pairs
 from megatron.training.initialize import initialize_megatron
 from megatron.training.plan.rank import cost_of_rank
-from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.step.run import Callback, TrainingRun
 from megatron.training.training import get_model, pretrain
 from tests import tolerances
 from tests.functional.runs import TINY, losses, refusal, run_gpt
@@ -175,10 +175,10 @@ class WatchTeacher(Callback):
     def __init__(self) -> None:
         self.before: list[torch.Tensor] = []
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         self.before = [p.detach().clone() for p in teacher_parameters(run)]
 
-    def on_train_end(self, run: Runtime) -> None:
+    def on_train_end(self, run: TrainingRun) -> None:
         after = teacher_parameters(run)
         assert len(after) == len(self.before) > 0
         assert all(a.equal(b) for a, b in zip(after, self.before, strict=True))
@@ -187,7 +187,7 @@ class WatchTeacher(Callback):
         assert not trained & {id(p) for p in after}
 
 
-def teacher_parameters(run: Runtime) -> list[torch.nn.Parameter]:
+def teacher_parameters(run: TrainingRun) -> list[torch.nn.Parameter]:
     return [p for model in frozen_models(run.model_chunks) for p in model.parameters()]
 
 

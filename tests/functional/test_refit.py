@@ -19,8 +19,8 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.generation import Writer, open_writer
 from megatron.training.inference.refit import TrainingEngine, open_engine
-from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, TrainingRun
 from tests import host_gpu
 from tests.functional.runs import losses, run_gpt
 from tests.ranks import run_ranks
@@ -58,11 +58,11 @@ class Generates(Callback):
 
     engine: TrainingEngine
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         asked: dict[str, Any] = json.loads(os.environ["ENGINE"])
         self.engine = open_engine(run, layout=GenerationLayout(**asked.pop("layout")), **asked)
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         if run.state.iteration % EVERY:
             return
         self.engine.update()
@@ -77,7 +77,7 @@ class Generates(Callback):
 
 
 @torch.no_grad()
-def training_log_probs(run: Runtime, prompt: list[int]) -> list[float]:
+def training_log_probs(run: TrainingRun, prompt: list[int]) -> list[float]:
     """Return the log-probabilities that the forward pass of training gives a prompt's tokens."""
     (model,) = run.model_chunks
     even = [*prompt, 0] if len(prompt) % 2 else prompt  # for sequence parallelism

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.training import training
-from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, TrainingRun
 from tests.functional.runs import TINY, train_gpt
 from tests.functional.soak import grown
 from tests.functional.soak_probe import Probe, finish_save, read_samples
@@ -32,11 +32,11 @@ class Leavings(Callback):
     def __init__(self) -> None:
         self.types: set[str] = set()
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         gc.collect()
         gc.disable()
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         if run.state.iteration < LAST:
             return
         finish_save(run)

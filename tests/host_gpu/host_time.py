@@ -203,9 +203,7 @@ def _model(flags: list[str]) -> tuple[Any, Any, dict[str, object]]:
         os.environ["RANK"] = "0"
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     run = start(configure(argv=flags))
-    setup.setup_tokenizer(run)
-    setup.build_model_chunks(run, pretrain_gpt.model_provider)
-    wrapper: Any = run.model_chunks[0]
+    wrapper: Any = setup.build_model_chunks(run, pretrain_gpt.model_provider)[0]
     wrapper.zero_grad_buffer()
     model = wrapper
     while not hasattr(model, "decoder"):

@@ -119,6 +119,7 @@ COMPATIBILITY_API = {
         "megatron/training/__init__.py",
         "megatron/training/global_vars.py",  # the import path of Megatron-LM
         "megatron/training/initialize.py",  # installs it
+        "megatron/training/training.py",  # installs a run in place of its context
         "megatron/training/shutdown.py",  # clears it
         "megatron/training/compat/train_loop.py",  # get_model(), train_step() and others
         "megatron/training/compat/utils.py",

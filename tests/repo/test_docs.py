@@ -89,5 +89,5 @@ def test_a_walk_that_the_code_does_not_take_is_an_error(calls):
 
 def test_calls_are_found_through_functions_of_a_file_in_their_order():
     calls = architecture.calls_of("megatron/training/training.py", "pretrain")
-    order = [calls.index(n) for n in ("configure", "create_runtime", "build_model_chunks", "train")]
+    order = [calls.index(n) for n in ("configure", "install_groups", "build_model_chunks", "train")]
     assert order == sorted(order)

@@ -9,7 +9,6 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -206,7 +205,6 @@ def test_a_script_that_fails_does_not_wait_for_collectives_of_nccl(
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "destroy_process_group", calls.destroy)
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", calls.abort)
-    run: Any = mock.Mock(model_chunks=[], step_graph=None)
-    initialize._end([run])
+    initialize._end()
     is_aborted = backend == "nccl" and error is not None
     assert calls.mock_calls == [mock.call.abort() if is_aborted else mock.call.destroy()]

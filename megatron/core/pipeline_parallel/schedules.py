@@ -106,7 +106,7 @@ def forward_backward(
     values that the loss function reported, one per micro-batch, on the ranks that compute the loss,
     and an empty list on the others.  ``first_val_step=False``: weights have not changed since the
     last call, so ``hooks.first_microbatch_func`` need not run in an evaluation step.
-    ``adjust_tensor_shapes_fn``: see `messages_of`.
+    ``adjust_tensor_shapes_fn``: see `messages_of`; by default that of the model.
     """
     groups, chunks = groups or parallel_state.current(), _listed(model)
     config = get_model_config(chunks[0]) if config is None else config
@@ -129,7 +129,8 @@ def forward_backward(
         delays_weights=config.delay_wgrad_compute,
     )
     tokens = seq_length, decoder_seq_length or 0, micro_batch_size
-    mailbox = _mailbox(config, groups, placement, hooks, tokens, adjust_tensor_shapes_fn)
+    adjust = adjust_tensor_shapes_fn or shape_adjustment(chunks[0])
+    mailbox = _mailbox(config, groups, placement, hooks, tokens, adjust)
     data = _listed(data_iterator)
     executor = Executor(chunks, data, placement, rank, task, mailbox)
     if hooks.first_microbatch_func is not None and not (forward_only and first_val_step is False):
@@ -210,6 +211,14 @@ def _mailbox(
         dtype=dtype,
         waits_at_once=not config.overlap_p2p_comm,
     )
+
+
+def shape_adjustment(model: nn.Module | None) -> AdjustShapes | None:
+    """Return the method ``adjust_tensor_shapes`` of a model or of a wrapper, None without one."""
+    while model is not None and not hasattr(model, "adjust_tensor_shapes"):
+        model = model._modules.get("module")
+    adjust: AdjustShapes | None = getattr(model, "adjust_tensor_shapes", None)
+    return adjust
 
 
 def messages_of(

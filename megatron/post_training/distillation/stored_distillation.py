@@ -52,9 +52,9 @@ from megatron.post_training.distillation.losses import (
 )
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import Batch, BatchTable, ModelImplementation, TensorSpec
+from megatron.training.process.phase import in_phase
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.phases import in_phase
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.run import ModelRun
 from megatron.training.step.train_step import forward_backward
 
 _IDS = "teacher_ids"
@@ -382,7 +382,7 @@ def _entries(
     return dict(zip((_IDS, _LOG_PROBS), found, strict=True))
 
 
-def _skip_saved_steps(inner: ModelImplementation, run: Runtime, config: Any) -> dict[str, Any]:
+def _skip_saved_steps(inner: ModelImplementation, run: ModelRun, config: Any) -> dict[str, Any]:
     """Create the store, and skip the steps whose samples it has.  Collective over all ranks."""
     world = run.groups.world
     folder = _store_folder(run)
@@ -395,7 +395,7 @@ def _skip_saved_steps(inner: ModelImplementation, run: Runtime, config: Any) -> 
     return {} if inner.prepare_data is None else inner.prepare_data(run, config)
 
 
-def _known_steps(run: Runtime, folder: Path) -> list[int]:
+def _known_steps(run: ModelRun, folder: Path) -> list[int]:
     """Return the number of steps, and of samples, that the store has completely; on rank 0."""
     if run.groups.world.rank():
         return [0, 0]
@@ -412,14 +412,13 @@ def _known_steps(run: Runtime, folder: Path) -> list[int]:
     return [steps, samples]
 
 
-def _store_folder(run: Runtime) -> Path:
+def _store_folder(run: ModelRun) -> Path:
     folder = run.config.distillation.logits_save_dir
     assert folder is not None, "the run saves a store"
     return Path(folder)
 
 
-def _store_settings(run: Runtime) -> StoreSettings:
-    assert run.tokenizer is not None, "setup_tokenizer() builds it"
+def _store_settings(run: ModelRun) -> StoreSettings:
     kd = run.config.distillation
     return StoreSettings(
         vocab_size=run.tokenizer.vocab_size,
@@ -430,7 +429,7 @@ def _store_settings(run: Runtime) -> StoreSettings:
 
 
 @in_phase("saving log-probabilities")
-def save_logits(run: Runtime) -> None:
+def save_logits(run: ModelRun) -> None:
     """Run all training steps forward and write the store.  Collective over all ranks."""
     for chunk in run.model_chunks:
         chunk.eval()
@@ -442,7 +441,7 @@ def save_logits(run: Runtime) -> None:
         with torch.no_grad():
             rows += forward_backward(
                 run,
-                run.train_data,
+                run.data.train,
                 run.batches.num_microbatches(consumed),
                 forward_only=True,
                 collect_non_loss_data=True,
@@ -463,14 +462,14 @@ def save_logits(run: Runtime) -> None:
             )
 
 
-def _bytes_of_step(run: Runtime) -> int:
+def _bytes_of_step(run: ModelRun) -> int:
     """Return the bytes of a step on one rank, at most: the same on all ranks."""
     settings = _store_settings(run)
     samples = run.batches.global_batch_size_wanted // run.groups.dp.size()
     return samples * settings.seq_length * settings.top_k * _ENTRY_BYTES
 
 
-def _write_store(run: Runtime, rows: list[StoredRows], steps: tuple[int, int]) -> None:
+def _write_store(run: ModelRun, rows: list[StoredRows], steps: tuple[int, int]) -> None:
     groups = run.groups
     if run.has_loss and groups.tp.rank() == 0 and groups.cp.rank() == 0:
         write_rows(_store_folder(run), rows, _store_settings(run).dtype, steps, groups.dp.rank())

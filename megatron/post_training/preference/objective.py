@@ -57,7 +57,7 @@ from megatron.training.models.gpt import gpt_layer_spec
 from megatron.training.models.kind import Batch, BatchTable, language_arguments
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.run import ModelRun
 from megatron.training.step.weight_hash import params_hash
 
 _WEIGHTS = "reference_weights"  # in the state that checkpoints of the objective hold
@@ -228,17 +228,17 @@ def _held_sequences(packed: PackedSeqParams, num_held: int, cp_group: ProcessGro
     return found[held_tokens(lengths, cp_group.rank(), cp_group.size(), found.device)]
 
 
-def references_of_data(run: Runtime, config: PreferenceDatasetConfig) -> dict[str, Any]:
+def references_of_data(run: ModelRun, config: PreferenceDatasetConfig) -> dict[str, Any]:
     """Return the setting ``references`` of the dataset config.  Collective over all ranks.
 
     Raises CheckpointError if a run goes on, and the files of its beginning are gone.
     """
     set_loss_share(run, config)
-    state = run.objective_state or {}
+    state = run.objective.saved or {}
     begins = _WEIGHTS not in state
     parts = RunParts(model_chunks=run.model_chunks, groups=run.groups)
     weights = f"{params_hash(parts):016x}" if begins else str(state[_WEIGHTS])
-    run.objective_state = {**state, _WEIGHTS: weights}
+    run.objective.saved = {**state, _WEIGHTS: weights}
     blends = [config.blend] if config.blend is not None else config.blend_per_split or []
     paths = {path for blend in blends if blend is not None for path in blend[0]}
     references = {
@@ -249,7 +249,7 @@ def references_of_data(run: Runtime, config: PreferenceDatasetConfig) -> dict[st
 
 
 def _references(
-    run: Runtime, config: PreferenceDatasetConfig, path: str, weights: str, *, begins: bool
+    run: ModelRun, config: PreferenceDatasetConfig, path: str, weights: str, *, begins: bool
 ) -> np.ndarray:
     """Return the log-probabilities of the answers at ``path``: float64 [2 rows]."""
     pairs = _all_pairs(run, config, path) if reads_data(run) else None
@@ -284,7 +284,7 @@ def _references(
     return references
 
 
-def _all_pairs(run: Runtime, config: PreferenceDatasetConfig, path: str) -> PreferenceDataset:
+def _all_pairs(run: ModelRun, config: PreferenceDatasetConfig, path: str) -> PreferenceDataset:
     cls = implementation_of(run.config).datasets[run.config.data.mock_data]
     pairs = cls.build_low_level_dataset(path or None, config)
     rows = np.arange(cls.numel_low_level_dataset(pairs))
@@ -293,7 +293,7 @@ def _all_pairs(run: Runtime, config: PreferenceDatasetConfig, path: str) -> Pref
     return made
 
 
-def _folders(run: Runtime, config: PreferenceDatasetConfig) -> list[str]:
+def _folders(run: ModelRun, config: PreferenceDatasetConfig) -> list[str]:
     """Return the folders that may have the file."""
     checkpoint = run.config.checkpoint
     named = (config.path_to_cache, checkpoint.save, checkpoint.load)
@@ -316,7 +316,7 @@ def _keep(file: str, references: np.ndarray) -> None:
 
 
 def _log_probs(
-    run: Runtime, pairs: PreferenceDataset | None, num_answers: int, num_rows: int
+    run: ModelRun, pairs: PreferenceDataset | None, num_answers: int, num_rows: int
 ) -> Tensor:
     """Return this rank's part of the log-probabilities, 0 for the others.  Collective."""
     values = torch.zeros(num_answers, dtype=torch.float64)

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.json_collectives import all_or_none, broadcast_json
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.text_files import read_text
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.post_training.pruning.importance import (
@@ -41,7 +42,6 @@ from megatron.post_training.pruning.importance import (
     Scores,
     key,
 )
-from megatron.training.checkpointing.run_checkpoint import load
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion.convert import (
     ConversionRequest,
@@ -52,10 +52,12 @@ from megatron.training.conversion.convert import (
 from megatron.training.data.batch import next_batch
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.loaders import chunk_iterators, make_loader
+from megatron.training.initialize import create_context, install_groups
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.runtime import Runtime
-from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
+from megatron.training.runtime.context import RunContext
+from megatron.training.runtime.setup import build_model_chunks, build_stage
+from megatron.training.step.run import ModelRun
 from megatron.training.step.train_step import forward_backward
 
 _MTP = "mtp."
@@ -432,10 +434,10 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def prune_checkpoint(run: Runtime) -> None:
+def prune_checkpoint(config: RunConfig) -> None:
     """Prune --load to the sizes of the flags, and write --save.  Collective over all ranks."""
-    checkpoint = run.config.checkpoint
-    extra = run.config.extra
+    checkpoint = config.checkpoint
+    extra = config.extra
     for flag in ("load", "save"):
         if getattr(checkpoint, flag) is None:
             raise ConfigError(f"--{flag} is required: the directory of a checkpoint")
@@ -443,29 +445,31 @@ def prune_checkpoint(run: Runtime) -> None:
         **{name: extra[f"target_{name}"] for name in _SIZES},
         layers_to_drop=tuple(extra["layers_to_drop"] or ()),
     )
-    check_targets(run.config, targets)
+    check_targets(config, targets)
+    groups = install_groups(config)
+    is_rank_0 = groups.world.rank() == 0
     path = extra["pruning_scores_path"]
     has_scores = path is not None and Path(path).exists()
     scores: Scores = {}
-    if broadcast_json(has_scores, run.groups.world):
+    if broadcast_json(has_scores, groups.world):
         text = read_text(path, f"--pruning-scores-path {path}", DataError)
         scores = _parsed(text, f"--pruning-scores-path {path}")
     else:
-        scores = measure(run, extra["calib_size"])
-        if path is not None and run.is_rank_0:
+        scores = measure(config, groups, extra["calib_size"])
+        if path is not None and is_rank_0:
             Path(path).write_text(json.dumps(scores), encoding="utf-8")
-    plan = plan_pruning(run.config, targets, scores)
+    plan = plan_pruning(config, targets, scores)
     print_rank_0(f" layers that are kept: {', '.join(str(i + 1) for i in plan.layers)}")
 
     def write() -> None:
-        if run.is_rank_0:
+        if is_rank_0:
             assert checkpoint.load is not None
             assert checkpoint.save is not None
             source = Path(checkpoint.load)
             target = Path(checkpoint.save)
-            prune(source, target, run.config, plan, checkpoint.ckpt_step)
+            prune(source, target, config, plan, checkpoint.ckpt_step)
 
-    all_or_none(write, checkpoint.save, run.groups.world)
+    all_or_none(write, checkpoint.save, groups.world)
 
 
 def _parsed(text: str, what: str) -> Scores:
@@ -476,27 +480,30 @@ def _parsed(text: str, what: str) -> Scores:
         raise DataError(f"{what} has no scores of a pruning run: {error}; remove it") from None
 
 
-def measure(run: Runtime, num_samples: int) -> Scores:
+def measure(config: RunConfig, groups: ProcessGroupCollection, num_samples: int) -> Scores:
     """Load the model and return the scores of its parts on training samples.
 
     Collective over all ranks.
     """
-    step = run.config.training.micro_batch_size * run.groups.dp.size()
+    step = config.training.micro_batch_size * groups.dp.size()
     if num_samples < step:
         raise ConfigError(
             f"--calib-size {num_samples}: a step has {step} samples, --micro-batch-size times the "
             "data-parallel size: use at least so many"
         )
-    setup_tokenizer(run)
-    build_model_chunks(run, partial(build_stage, run), wrap=False)
-    load(run)
+    context = create_context(config, groups)
+    run = ModelRun(
+        **vars(context),
+        model_chunks=build_model_chunks(context, partial(build_stage, context), wrap=False),
+        forward_step_func=partial(_forward_step, context),
+    )
+    run.load()
     train, *_ = build_datasets(run, (num_samples, 0, 0))
     data = chunk_iterators(run, make_loader(run, train, 0))
     models = [_gpt_of(chunk) for chunk in run.model_chunks]
     for model in run.model_chunks:
         model.eval()
     importance = Importance(models, run.groups)
-    run.forward_step_func = partial(_forward_step, run)
     print_rank_0(f" measuring importance on {num_samples // step * step} samples ...")
     with torch.no_grad():
         forward_backward(
@@ -513,7 +520,7 @@ def _gpt_of(chunk: nn.Module) -> GPTModel:
 
 
 def _forward_step(
-    run: Runtime, data: Iterator[dict[str, Tensor]] | None, model: nn.Module
+    run: RunContext, data: Iterator[dict[str, Tensor]] | None, model: nn.Module
 ) -> tuple[Any, Any]:
     batch = next_batch(run, data, model)
     return implementation_of(run.config).apply(model, batch), _nothing

@@ -44,9 +44,9 @@ from megatron.training.data.loaders import chunk_iterators, reads_data
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
 from megatron.training.models.kind import Batch
-from megatron.training.runtime.phases import in_phase
-from megatron.training.runtime.runtime import Callback, EvalResult, Runtime
+from megatron.training.process.phase import in_phase
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, EvalResult, TrainingRun
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
 
 
@@ -65,7 +65,7 @@ class RolloutTraining(Callback):
         self._saved: JsonObject | None = None  # the round, while it is trained on
         self._num_held_out = 0  # environments for evaluations
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         config = run.config
         if config.objective != GRPO:
             return
@@ -73,7 +73,6 @@ class RolloutTraining(Callback):
         if run.is_rank_0:
             path = config.rl.langrl_env_config
             assert path is not None, "a check requires it"
-            assert run.tokenizer is not None, "setup_tokenizer() builds it"
             self._source = PromptSource(
                 open_environments(path, config.training.seed),
                 run.tokenizer,
@@ -82,7 +81,7 @@ class RolloutTraining(Callback):
             check_prompts(config, self._source)
         if config.rl.grpo_kl_beta:
             self._reference = ReferencePolicy(run)
-        state = run.objective_state or {}
+        state = run.objective.saved or {}
         if state.get("round") is not None:  # the checkpoint was saved inside of it
             self._hold(state["number"], from_json(state["round"], config))
         self.engine = open_engine(
@@ -94,9 +93,9 @@ class RolloutTraining(Callback):
         held_out = () if self._source is None else self._source.environments.held_out
         self._num_held_out = broadcast_json(len(held_out), run.groups.world)
         loader = self._forever() if reads_data(run) else None
-        run.train_data = chunk_iterators(run, loader, prefetches=False)
+        run.data.train = chunk_iterators(run, loader, prefetches=False)
 
-    def on_step_start(self, run: Runtime) -> None:
+    def on_step_start(self, run: TrainingRun) -> None:
         if self.engine is None:
             return
         rl = run.config.rl
@@ -118,18 +117,18 @@ class RolloutTraining(Callback):
             self.metrics["rollout tokens/s"] = tokens_per_s
         assert self._rollouts is not None, "a round has begun"
         run.config = trimmed(self._config, self._rollouts)
-        run.loss_share = 1 / run.config.data.seq_length  # the loss is divided by rollouts
+        run.objective.loss_share = 1 / run.config.data.seq_length  # the loss is divided by rollouts
         index = step_index(run.config, run.config.training.seed, number, position, size)
         self._batches = step_batches(run.config, self._rollouts, index, run.groups.dp.rank())
         is_last = position + size == num_rollouts * rl.grpo_iterations
-        run.objective_state = {
+        run.objective.saved = {
             "reference": None if self._reference is None else self._reference.hash,
             "reference_folder": None if self._reference is None else self._reference.folder,
             "number": None if is_last else number,
             "round": None if is_last else self._saved,
         }
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         validation = run.config.validation
         is_due = validation.eval_interval and not run.state.iteration % validation.eval_interval
         if not is_due or not validation.eval_iters or not self._num_held_out:
@@ -143,7 +142,7 @@ class RolloutTraining(Callback):
             )
             run.callbacks.on_eval_end(run, evaluated)
 
-    def _evaluate(self, run: Runtime) -> list[dict[str, float]]:
+    def _evaluate(self, run: TrainingRun) -> list[dict[str, float]]:
         """Return the results of all held-out environments.  Collective over all ranks."""
         assert self.engine is not None, "on_train_start opens it"
         self.engine.update()
@@ -163,7 +162,7 @@ class RolloutTraining(Callback):
 
 @in_phase("rollouts")
 def _new_round(
-    run: Runtime,
+    run: TrainingRun,
     engine: TrainingEngine,
     source: PromptSource | None,
     reference: ReferencePolicy | None,
@@ -186,7 +185,7 @@ def _new_round(
     return rollouts, float(rollouts.lengths.sum()) / max(elapsed_s, 1e-9)
 
 
-def round_log_probs(run: Runtime, rollouts: Rollouts) -> Tensor:
+def round_log_probs(run: TrainingRun, rollouts: Rollouts) -> Tensor:
     """Return the log-probabilities [n, s] of all answers, 0 elsewhere.  Collective over all ranks.
 
     Each data-parallel rank computes its share of the rollouts.
@@ -213,7 +212,7 @@ def round_log_probs(run: Runtime, rollouts: Rollouts) -> Tensor:
     return sum_over_ranks(run, total) * rollouts.is_answer
 
 
-def rollout_metrics(run: Runtime, result: StepResult) -> Mapping[str, float]:
+def rollout_metrics(run: TrainingRun, result: StepResult) -> Mapping[str, float]:
     """Return what is logged of the newest round; a metric for `register_metric`."""
     del result
     for callback in run.callbacks:

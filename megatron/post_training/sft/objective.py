@@ -23,7 +23,7 @@ from megatron.training.models.kind import (
     TensorSpec,
 )
 from megatron.training.models.registry import implementation_of
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
 
 _UNIT = 16  # tokens: rows that are not packed have a multiple of it, as 8-bit GEMMs need
@@ -80,8 +80,8 @@ def token_specs(config: RunConfig) -> tuple[TensorSpec, TensorSpec]:
     return TensorSpec(torch.int64, (-1,), most), TensorSpec(torch.float32, (-1,), most)
 
 
-def set_loss_share(run: Runtime, config: SFTDatasetConfig) -> dict[str, Any]:
-    """Set ``run.loss_share`` to that of the training data, for the auxiliary losses of experts.
+def set_loss_share(run: RunContext, config: SFTDatasetConfig) -> dict[str, Any]:
+    """Set ``loss_share`` of the objective from the training data, for auxiliary losses of experts.
 
     The loss is divided by the number of trained tokens, or of pairs of answers.  Returns no
     settings.  Collective over all ranks.
@@ -99,7 +99,7 @@ def set_loss_share(run: Runtime, config: SFTDatasetConfig) -> dict[str, Any]:
             counts[0] += len(rows.ends) // 2 if is_of_pairs else int(rows.is_trained.sum())
             counts[1] += len(rows.tokens) - len(rows.ends)
     num_losses, num_tokens = broadcast_json(counts, run.groups.world)
-    run.loss_share = num_losses / max(1, num_tokens)
+    run.objective.loss_share = num_losses / max(1, num_tokens)
     return {}
 
 

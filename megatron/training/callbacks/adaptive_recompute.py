@@ -8,8 +8,8 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.transformer.adaptive_recompute import SavedBytes, Search, apply
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, TrainingRun
 
 _GIB = 1 << 30
 
@@ -28,7 +28,7 @@ class AdaptiveRecompute(Callback):
         self._meter = None if device.is_cuda() else SavedBytes()
         self._is_metered = False
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         self._blocks = [
             module
             for chunk in run.model_chunks
@@ -39,7 +39,7 @@ class AdaptiveRecompute(Callback):
         self._search = Search(int(_largest(layers)), self._limit)
         apply(self._blocks, self._search.kept)
 
-    def on_step_start(self, run: Runtime) -> None:
+    def on_step_start(self, run: TrainingRun) -> None:
         following = run.state.iteration + 1
         self._is_metered = not self._search.is_settled or following % self._interval == 0
         if not self._is_metered:
@@ -48,7 +48,7 @@ class AdaptiveRecompute(Callback):
         if self._meter is not None:
             self._meter.start()
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         if not self._is_metered:
             return
         on_device = device.memory_stats()["max_allocated"]

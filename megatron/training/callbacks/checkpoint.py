@@ -1,16 +1,21 @@
-"""Save checkpoints at the intervals and before the batch size changes; poll a background save."""
+"""Save checkpoints at the intervals, before the batch size changes, and at the end of a run."""
 
 from __future__ import annotations
 
-from megatron.training.checkpointing.run_checkpoint import poll, save_unless_saved
-from megatron.training.runtime.runtime import Callback, Runtime
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.core.dist_checkpointing.serialization import SaveFailed
+from megatron.training.checkpointing.loader_state import save_loader_state
+from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, TrainingRun
 
 
 class CheckpointCallback(Callback):
     """Save checkpoints.  Collective over all ranks, which all take the same decision."""
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         poll(run)
         config, iteration = run.config.checkpoint, run.state.iteration
         before = run.state.consumed_train_samples - result.batch_size
@@ -20,7 +25,59 @@ class CheckpointCallback(Callback):
             save_unless_saved(run, is_transient=True)
 
 
-def _changes_batch_size(run: Runtime, consumed: int) -> bool:
+def poll(run: TrainingRun) -> None:
+    """Process a background save that has finished.  Collective while a save is pending."""
+    with _reports(run):
+        run.checkpoints.poll(run)
+
+
+def save(run: TrainingRun, *, is_last: bool = False, is_transient: bool = False) -> None:
+    """Save a checkpoint of this step; see `Checkpointer.save`.  Collective over all ranks."""
+    with _reports(run), run.callbacks.paused(run, "checkpoint"):
+        save_loader_state(run, run.data.train_loader)
+        run.checkpoints.save(run, run.parts, is_last=is_last, is_transient=is_transient)
+
+
+def save_unless_saved(run: TrainingRun, *, is_transient: bool = False) -> None:
+    """Call `save` if the run saves checkpoints and none of them has this step yet."""
+    config, saves = run.config.checkpoint, run.checkpoints
+    if not (is_transient or config.save is not None) or saves.saved_at == run.state.iteration:
+        return
+    if saves.pending is None or config.async_save_when_busy == "wait":
+        save(run, is_transient=is_transient)
+    else:
+        print_rank_0(
+            f"NOTE: iteration {run.state.iteration} is not saved: the checkpoint of iteration "
+            f"{saves.pending.iteration} is still being written (--async-save-when-busy skip)"
+        )
+
+
+def save_last(run: TrainingRun) -> None:
+    """Wait for the pending save; then save this step if no checkpoint has it.  Collective."""
+    if run.checkpoints.pending is not None:
+        with _reports(run), run.callbacks.paused(run, "checkpoint"):
+            run.checkpoints.wait(run)
+    if run.config.checkpoint.save is not None and run.checkpoints.saved_at != run.state.iteration:
+        save(run, is_last=True)
+
+
+@contextmanager
+def _reports(run: TrainingRun) -> Iterator[None]:
+    """Tell the callbacks, at the end of the context, what has happened to checkpoints."""
+    failure: SaveFailed | None = None
+    try:
+        yield
+    except SaveFailed as error:  # on all ranks alike
+        failure = error
+    events = run.checkpoints.events
+    run.checkpoints.events = []
+    for event in events:
+        run.callbacks.on_checkpoint(run, event)
+    if failure is not None:
+        raise failure
+
+
+def _changes_batch_size(run: TrainingRun, consumed: int) -> bool:
     """Return whether the batch size after a step that follows ``consumed`` samples is another."""
     size = run.batches.global_batch_size(consumed)
     return run.batches.global_batch_size(consumed + size) != size

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
-from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, TrainingRun
 
 # Label -> format.  Labels without an entry are losses.
 FORMATS: dict[str, str] = {
@@ -120,11 +120,11 @@ class ProgressBar(Callback):
         self._started_at_s = 0.0
         self._first_iteration = 0
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         self._started_at_s = time.monotonic()
         self._first_iteration = run.state.iteration
 
-    def on_step_start(self, run: Runtime) -> None:
+    def on_step_start(self, run: TrainingRun) -> None:
         done, total = run.state.iteration, run.train_iters
         filled = _BAR_WIDTH * done // total
         bar = "#" * filled + "." * (_BAR_WIDTH - filled)
@@ -133,7 +133,7 @@ class ProgressBar(Callback):
         self._stream.write(f"\r[{bar}] {done}/{total}{left}\x1b[K")
         self._stream.flush()
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         self._stream.write("\r\x1b[K")
         self._stream.flush()
 

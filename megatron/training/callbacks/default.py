@@ -31,15 +31,15 @@ from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.fault_tolerance import sections
 from megatron.training.process.rank_print import ranks_here
 from megatron.training.process.signals import catch_stop_signal
-from megatron.training.runtime.runtime import Callback, CallbackList, Runtime
+from megatron.training.step.run import Callback, CallbackList, ModelRun
 
 
-def default_callbacks(run: Runtime) -> CallbackList:
+def default_callbacks(run: ModelRun) -> CallbackList:
     """Return all callbacks that the configuration requests; call after loading."""
     return CallbackList(_in_order(run))
 
 
-def _in_order(run: Runtime) -> Iterator[Callback]:
+def _in_order(run: ModelRun) -> Iterator[Callback]:
     config = run.config
     if sections.monitor.is_on:
         yield Sections(agrees=sections.monitor.saves)  # first: a step ends before what follows it
@@ -68,7 +68,7 @@ def _in_order(run: Runtime) -> Iterator[Callback]:
     yield from user_callbacks(config.extensions.callback)
 
 
-def _profilers(run: Runtime) -> Iterator[Callback]:
+def _profilers(run: ModelRun) -> Iterator[Callback]:
     profiling = run.config.profiling
     rank = dist.get_rank()
     if profiling.profile and rank in profiling.profile_ranks:
@@ -85,7 +85,7 @@ def _straggler(asked: ResilienceConfig) -> Straggler:
     )
 
 
-def _sinks(run: Runtime) -> SinkList:
+def _sinks(run: ModelRun) -> SinkList:
     """Return the sinks of this rank: all that are configured on the last rank, none on others."""
     sinks = SinkList()
     if not run.is_last_loss_rank:

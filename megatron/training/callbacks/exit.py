@@ -10,11 +10,11 @@ elapsed time (one all-reduce, with --exit-duration-in-mins).
 
 from __future__ import annotations
 
-from megatron.training.checkpointing.run_checkpoint import save_last
+from megatron.training.callbacks.checkpoint import save_last
 from megatron.training.process.signals import StopSignal
-from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.state import StepResult
 from megatron.training.runtime.stop_requests import minutes_over_limit, received_anywhere
+from megatron.training.step.run import Callback, TrainingRun
 
 
 class ExitConditions(Callback):
@@ -26,7 +26,7 @@ class ExitConditions(Callback):
     def __init__(self, stop_signal: StopSignal | None) -> None:
         self._stop_signal = stop_signal
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         if self._stop_signal is not None and received_anywhere(self._stop_signal):
             run.state.stop(f"exiting program after receiving {self._stop_signal.name}.")
         minutes = minutes_over_limit(run)
@@ -36,6 +36,6 @@ class ExitConditions(Callback):
         if interval and run.state.iteration % interval == 0:
             run.state.stop(f"exiting program at iteration {run.state.iteration}")
 
-    def on_train_end(self, run: Runtime) -> None:
+    def on_train_end(self, run: TrainingRun) -> None:
         if run.state.stop_reason is not None:
             save_last(run)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.training.fault_tolerance import sections
 from megatron.training.fault_tolerance.heartbeat import MIN_COUNTS
-from megatron.training.runtime.runtime import Callback, PauseReason, Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, ModelRun, PauseReason, TrainingRun
 
 
 class Sections(Callback):
@@ -27,31 +27,31 @@ class Sections(Callback):
         self._largest = largest_of_ranks if agrees else None
         self._steps = 0
 
-    def on_step_start(self, run: Runtime) -> None:
+    def on_step_start(self, run: TrainingRun) -> None:
         sections.monitor.begin_step(run.state.iteration + 1)
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         sections.monitor.end_step()
         self._steps += 1
         if self._steps == MIN_COUNTS["step"] + 2:  # the first step is part of the setup
             sections.monitor.learn(self._largest)
 
-    def on_eval_step_start(self, run: Runtime) -> None:
+    def on_eval_step_start(self, run: ModelRun) -> None:
         sections.monitor.begin("step")
 
-    def on_eval_step_end(self, run: Runtime) -> None:
+    def on_eval_step_end(self, run: ModelRun) -> None:
         sections.monitor.end("step")
 
-    def on_pause(self, run: Runtime, reason: PauseReason) -> None:
+    def on_pause(self, run: TrainingRun, reason: PauseReason) -> None:
         if reason == "checkpoint":
             sections.monitor.begin("checkpointing")
 
-    def on_resume(self, run: Runtime, reason: PauseReason) -> None:
+    def on_resume(self, run: TrainingRun, reason: PauseReason) -> None:
         if reason == "checkpoint":
             sections.monitor.end("checkpointing")
             sections.monitor.learn(self._largest)
 
-    def on_train_end(self, run: Runtime) -> None:
+    def on_train_end(self, run: TrainingRun) -> None:
         sections.monitor.learn(self._largest)
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron.training.estimates.flops import causal_model_flops, num_floating_point_operations
 from megatron.training.estimates.peak_flops import Peak
-from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import TrainingRun
 
 
 class Interval:
@@ -26,7 +26,7 @@ class Interval:
         self._losses = _Sums()  # of steps with an update
         self._losses_of_skipped = _Sums()
 
-    def add(self, run: Runtime, result: StepResult) -> None:
+    def add(self, run: TrainingRun, result: StepResult) -> None:
         """Add one step."""
         self._last = result
         self._num_skipped += int(result.skipped)
@@ -40,7 +40,7 @@ class Interval:
             self._causal_flops += causal_model_flops(*sizes).total
 
     def fields(
-        self, run: Runtime, elapsed_s: float, joules: float | None, peak: Peak | None
+        self, run: TrainingRun, elapsed_s: float, joules: float | None, peak: Peak | None
     ) -> dict[str, float]:
         """Return label -> value, in the order of the console line.
 

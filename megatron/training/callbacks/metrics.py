@@ -22,16 +22,17 @@ from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.interval import Interval
 from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
 from megatron.training.callbacks.user_metrics import user_values
+from megatron.training.checkpointing.checkpointer import CheckpointEvent
 from megatron.training.estimates.peak_flops import Peak, device_peak
 from megatron.training.estimates.theoretical_memory import print_memory
-from megatron.training.runtime.runtime import (
-    Callback,
-    CheckpointEvent,
-    EvalResult,
-    PauseReason,
-    Runtime,
-)
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import (
+    Callback,
+    EvalResult,
+    ModelRun,
+    PauseReason,
+    TrainingRun,
+)
 
 # In the order in which they are printed.
 TIMERS_TO_LOG = (
@@ -61,7 +62,7 @@ class Metrics(Callback):
         self._pending: _PendingRecord | None = None
         self._evaluated_at: dict[tuple[str, str], int] = {}  # split and suffix -> iteration
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         if run.config.logging.log_throughput and run.is_last_loss_rank:
             self._peak = device_peak(run.config.model.params_dtype)
             self._peak = _announced(self._peak)
@@ -70,7 +71,7 @@ class Metrics(Callback):
         run.timers(_INTERVAL_TIMER, log_level=0).start(barrier=True)
         self._in_loop = True
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         self._interval.add(run, result)
         self._steps_since_write += 1
         iteration = run.state.iteration
@@ -111,20 +112,20 @@ class Metrics(Callback):
             run.timers.log(TIMERS_TO_LOG, normalizer=run.config.logging.log_interval)
             self._report_memory_once(run)
 
-    def on_pause(self, run: Runtime, reason: PauseReason) -> None:
+    def on_pause(self, run: TrainingRun, reason: PauseReason) -> None:
         self._write_pending()
         if self._in_loop:
             run.timers(_INTERVAL_TIMER).stop()
             if self._energy is not None:
                 self._energy.pause()
 
-    def on_resume(self, run: Runtime, reason: PauseReason) -> None:
+    def on_resume(self, run: TrainingRun, reason: PauseReason) -> None:
         if self._in_loop:
             run.timers(_INTERVAL_TIMER).start(barrier=True)
             if self._energy is not None:
                 self._energy.resume()
 
-    def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
+    def on_eval_end(self, run: ModelRun, result: EvalResult) -> None:
         self._write_pending()
         if not run.is_last_loss_rank:
             return
@@ -144,10 +145,10 @@ class Metrics(Callback):
             )
         )
 
-    def on_checkpoint(self, run: Runtime, event: CheckpointEvent) -> None:
+    def on_checkpoint(self, run: TrainingRun, event: CheckpointEvent) -> None:
         self._stall_s += event.stall_s
 
-    def on_train_end(self, run: Runtime) -> None:
+    def on_train_end(self, run: TrainingRun) -> None:
         self._write_pending()
         if self._in_loop:
             run.timers(_INTERVAL_TIMER).stop()
@@ -175,7 +176,7 @@ class Metrics(Callback):
         values = {**record.values, **_read(others)}
         self._sinks.write_step(replace(record, losses=_read(losses), values=values))
 
-    def _timer_values(self, run: Runtime) -> dict[str, float]:
+    def _timer_values(self, run: TrainingRun) -> dict[str, float]:
         """Return seconds per step since the last write.
 
         Collective over all ranks if --log-timers-to-tensorboard is set.
@@ -191,14 +192,14 @@ class Metrics(Callback):
         stall_s, self._stall_s = self._stall_s, 0.0
         return {"save-checkpoint-time": stall_s} if stall_s else {}
 
-    def _end_interval(self, run: Runtime) -> dict[str, float] | None:
+    def _end_interval(self, run: TrainingRun) -> dict[str, float] | None:
         """Return the fields of the console line on the last rank.  Collective over all ranks."""
         elapsed_s = run.timers(_INTERVAL_TIMER).elapsed(barrier=True)
         joules = None if self._energy is None else self._energy.lap_joules()
         ended, self._interval = self._interval, Interval()
         return ended.fields(run, elapsed_s, joules, self._peak) if run.is_last_loss_rank else None
 
-    def _report_memory_once(self, run: Runtime) -> None:
+    def _report_memory_once(self, run: TrainingRun) -> None:
         if self._memory_is_reported:
             return
         self._memory_is_reported = True
@@ -222,7 +223,7 @@ def _announced(peak: Peak) -> Peak | None:
     return peak
 
 
-def interval_tags(run: Runtime, shown: Mapping[str, float]) -> dict[str, float]:
+def interval_tags(run: TrainingRun, shown: Mapping[str, float]) -> dict[str, float]:
     """Return tag -> value of the console fields that TensorBoard also receives."""
     tags = {
         "energy per GPU (J/iter/GPU)": "iter-energy/gpu",
@@ -285,7 +286,7 @@ def step_values(result: StepResult) -> dict[str, float]:
     return {tag: value for tag, value in values.items() if value is not None}
 
 
-def run_values(run: Runtime, result: StepResult) -> dict[str, float]:
+def run_values(run: TrainingRun, result: StepResult) -> dict[str, float]:
     """Return by TensorBoard tag the values of the run at the end of a step."""
     logging = run.config.logging
     values: dict[str, float | None] = {

@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 
 from megatron.core import device
 from megatron.training.config.run import RunConfig
-from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class TorchProfiler(Callback):
         self._rank = rank
         self._profiler: profile | None = None
 
-    def on_step_start(self, run: Runtime) -> None:
+    def on_step_start(self, run: TrainingRun) -> None:
         first, last = window(run.config)
         done = run.state.iteration
         if self._profiler is None and first - 1 <= done <= first < last:
@@ -47,7 +47,7 @@ class TorchProfiler(Callback):
             )
             self._profiler.start()
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         if self._profiler is not None:
             self._profiler.step()
             if run.state.iteration >= window(run.config)[1]:
@@ -73,7 +73,7 @@ class NsysRange(Callback):
     def __init__(self) -> None:
         self._ranges: contextlib.ExitStack | None = None
 
-    def on_step_start(self, run: Runtime) -> None:
+    def on_step_start(self, run: TrainingRun) -> None:
         first, last = window(run.config)
         if self._ranges is None and run.state.iteration == first < last:
             device.profiler_start()
@@ -81,7 +81,7 @@ class NsysRange(Callback):
             if device.is_cuda():
                 self._ranges.enter_context(emit_nvtx(record_shapes=True))
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         if run.state.iteration >= window(run.config)[1]:
             self.close()
 
@@ -95,10 +95,10 @@ class NsysRange(Callback):
 class MemoryHistory(Callback):
     """Write a snapshot of all allocations at every --log-interval, on the last rank."""
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         self.log_name = f"memory history {run.config.profiling.memory_snapshot_path}"
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         if run.is_last_loss_rank and run.state.iteration % run.config.logging.log_interval == 0:
             device.dump_memory_history(run.config.profiling.memory_snapshot_path)
 

@@ -12,8 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.runtime.runtime import Callback, CheckpointEvent, Runtime
+from megatron.training.checkpointing.checkpointer import CheckpointEvent
 from megatron.training.runtime.sink_failure import SinkFailed
+from megatron.training.step.run import Callback, TrainingRun
 
 _DATE = "%Y-%m-%d %H:%M:%S"
 _EVENTS = {
@@ -44,17 +45,17 @@ class ProgressLog(Callback):
         self._flops_at_start = 0.0
         self.log_name = f"progress log {self._path}"
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         self._flops_at_start = run.state.num_floating_point_operations_so_far
         self._append("Starting job")
 
-    def on_checkpoint(self, run: Runtime, event: CheckpointEvent) -> None:
+    def on_checkpoint(self, run: TrainingRun, event: CheckpointEvent) -> None:
         fields = [_EVENTS[event.kind], f"Iteration: {event.iteration}"]
         if event.kind in ("saved", "scheduled"):
             fields += self._totals(run)
         self._append(*fields)
 
-    def _totals(self, run: Runtime) -> list[str]:
+    def _totals(self, run: TrainingRun) -> list[str]:
         flops = run.state.num_floating_point_operations_so_far
         # Like Megatron-LM; for T5 this counts encoder tokens only.
         tokens = run.state.consumed_train_samples * run.config.data.seq_length

@@ -38,8 +38,8 @@ from megatron.core.optional import available, require
 from megatron.training.callbacks.nvml import Gpu
 from megatron.training.estimates.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
 from megatron.training.process import exit_report
-from megatron.training.runtime.runtime import Callback, PauseReason, Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, PauseReason, TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -83,19 +83,19 @@ class Straggler(Callback):
         self._kernels: KernelDetector | None = None
         self._step: AbstractContextManager[None] | None = None
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         if KernelDetector.is_offered():
             self._kernels = KernelDetector()
         if run.is_rank_0:
             self._switch = Switch(self._is_on, self._address)
         straggler.stopwatch.is_on = self._is_on
 
-    def on_step_start(self, run: Runtime) -> None:
+    def on_step_start(self, run: TrainingRun) -> None:
         if self._kernels is not None and self._is_on:
             self._step = self._kernels.step()
             self._step.__enter__()
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
@@ -107,13 +107,13 @@ class Straggler(Callback):
         if run.state.iteration % run.config.logging.log_interval == 0:
             self._compare(run)
 
-    def on_pause(self, run: Runtime, reason: PauseReason) -> None:
+    def on_pause(self, run: TrainingRun, reason: PauseReason) -> None:
         straggler.stopwatch.is_on = False
 
-    def on_resume(self, run: Runtime, reason: PauseReason) -> None:
+    def on_resume(self, run: TrainingRun, reason: PauseReason) -> None:
         straggler.stopwatch.is_on = self._is_on
 
-    def on_train_end(self, run: Runtime) -> None:
+    def on_train_end(self, run: TrainingRun) -> None:
         straggler.stopwatch.is_on = False
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Straggler(Callback):
         if self._switch is not None:
             self._switch.close()
 
-    def _compare(self, run: Runtime) -> None:
+    def _compare(self, run: TrainingRun) -> None:
         """Gather the values of all ranks, log them on rank 0 and apply the state of its switch.
 
         Collective over all ranks.

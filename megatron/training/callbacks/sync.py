@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.core import device
-from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, TrainingRun
 
 
 class TrainSync(Callback):
@@ -13,6 +13,6 @@ class TrainSync(Callback):
     def __init__(self, interval: int) -> None:
         self._interval = interval
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         if run.state.iteration % self._interval == 0:
             device.synchronize()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.process.user_code import find_user_object
-from megatron.training.runtime.runtime import Callback
+from megatron.training.step.run import Callback
 
 _FLAG = "--callback"
 

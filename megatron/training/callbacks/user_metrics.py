@@ -8,10 +8,10 @@ from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.registry import Registry
-from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import TrainingRun
 
-Metric = Callable[[Runtime, StepResult], Mapping[str, Tensor | float]]
+Metric = Callable[[TrainingRun, StepResult], Mapping[str, Tensor | float]]
 _METRICS = Registry[Metric]("the metric", {})
 
 
@@ -25,7 +25,7 @@ def register_metric(name: str, metric: Metric) -> None:
 
 
 def user_values(
-    run: Runtime, result: StepResult, taken: Collection[str]
+    run: TrainingRun, result: StepResult, taken: Collection[str]
 ) -> dict[str, Tensor | float]:
     """Return the values of all metrics.
 

@@ -47,7 +47,7 @@ class RunParts:
     kind: str | None = None  # --model-kind
     asked: Arguments | None = None  # this run's command line; None: not compared
     rerun: RerunStateMachine | None = None  # whose state is saved and restored
-    objective_state: JsonObject | None = None  # see Runtime
+    objective_state: JsonObject | None = None  # see ObjectiveState
     unused: tuple[str, ...] = ()  # prefixes of tensors that only the checkpoint needs to have
     base: Arguments | None = None  # what names the frozen model: only adapters are saved
     started_from: str | None = None  # folder of the weights that the run started from

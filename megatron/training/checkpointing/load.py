@@ -97,7 +97,7 @@ class Loaded:
     folder: str  # of the checkpoint
     base: BaseModel | None = None  # of adapters
     started_from: str | None = None  # folder of the weights that the run started from
-    objective_state: JsonObject | None = None  # see Runtime
+    objective_state: JsonObject | None = None  # see ObjectiveState
 
 
 T = TypeVar("T")

@@ -8,20 +8,21 @@ because only its package knows the types of the state.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron.core.datasets.loader_state import write_loader_state
 from megatron.training.checkpointing.paths import checkpoint_folder
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
 
 
-def save_loader_state(run: Runtime) -> None:
+def save_loader_state(run: RunContext, loader: Any) -> None:
     """Write the loader's state after the micro-batches of this step, if --dataloader-save is set.
 
+    ``loader``: of the program, or None.
     One rank of each data-parallel replica writes: the one that reads for the first stage.  Called
     before the checkpoint is published, so that a published checkpoint has its state.
     """
     folder = run.config.data.dataloader_save
-    loader = run.train_loader
     groups = run.groups
     is_reader = groups.tp.rank() == 0 and groups.pp.rank() == 0 and groups.cp.rank() == 0
     if folder is None or loader is None or not is_reader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -12,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
+from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import keeps_parts, transient
 from megatron.training.checkpointing.paths import checkpoint_folder
@@ -22,6 +24,7 @@ from megatron.training.checkpointing.save import save_run
 from megatron.training.compat import global_vars
 from megatron.training.compat.utils import Model, chunks_of
 from megatron.training.estimates.model_layers import layers_of_stages
+from megatron.training.step.run import ModelRun
 
 
 def save_checkpoint(
@@ -90,8 +93,9 @@ def load_checkpoint(
     loaded = load_run(config, _parts(ddp_model, optimizer, opt_param_scheduler))
     if loaded is None:
         return 0, 0
-    run.adapter_base = None if loaded.base is None else loaded.base.arguments
-    run.started_from = loaded.started_from
+    run = model_run(ddp_model)
+    run.checkpoints.adapter_base = None if loaded.base is None else loaded.base.arguments
+    run.checkpoints.started_from = loaded.started_from
     run.state.load(dict(loaded.counters))
     return loaded.iteration, run.state.num_floating_point_operations_so_far
 
@@ -134,10 +138,27 @@ def get_checkpoint_name(
     return str(Path(folder) / name / basename)
 
 
+def model_run(model: Model) -> ModelRun:
+    """Return the current run; if it has no model yet, first extend it to a run of ``model``."""
+    run = global_vars.get_run()
+    if isinstance(run, ModelRun):
+        return run
+    run = ModelRun(
+        **vars(run), model_chunks=chunks_of(model), forward_step_func=_unknown_forward_step
+    )
+    global_vars.set_run(run)
+    return run
+
+
+def _unknown_forward_step(*_: object) -> NoReturn:
+    raise AssertionError("train_step() and evaluate_and_print_results() get the forward step")
+
+
 def _parts(
     model: Model, optimizer: MegatronOptimizer | None, scheduler: OptimizerParamScheduler | None
 ) -> RunParts:
     run = global_vars.get_run()
+    saves = run.checkpoints if isinstance(run, ModelRun) else Checkpointer()
     is_per_rank = run.config.checkpoint.ckpt_format == "torch"
     return RunParts(
         model_chunks=chunks_of(model),
@@ -146,6 +167,6 @@ def _parts(
         scheduler=scheduler,
         stages=layers_of_stages(run.config) if is_per_rank else (),
         asked=run.config.asked,
-        base=run.adapter_base,
-        started_from=run.started_from,
+        base=saves.adapter_base,
+        started_from=saves.started_from,
     )

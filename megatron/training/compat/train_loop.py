@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from torch import Tensor, nn
@@ -25,9 +25,8 @@ from megatron.core.rerun_data_iterator import RerunDataIterator
 from megatron.training.arguments.resolve import require_training
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.metrics import Metrics
-from megatron.training.checkpointing.run_checkpoint import load
-from megatron.training.compat.checkpointing import save_checkpoint
-from megatron.training.compat.global_vars import get_run
+from megatron.training.compat.checkpointing import model_run, save_checkpoint
+from megatron.training.compat.global_vars import get_run, set_run
 from megatron.training.compat.utils import Model, chunks_of
 from megatron.training.data import loaders
 from megatron.training.data.datasets import prepare_datasets
@@ -35,9 +34,12 @@ from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.process.rank_print import print_rank_0, print_rank_last
 from megatron.training.runtime import setup
 from megatron.training.runtime.schedule import build_scheduler
+from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.step_graph import StepGraph
 from megatron.training.step import evaluate
 from megatron.training.step import train_step as optimizer_step
-from megatron.training.step.rerun import StepRejected, run_step
+from megatron.training.step.rerun import StepRejected, install_state_machine, run_step
+from megatron.training.step.run import ModelRun, TrainingRun
 
 T = TypeVar("T")
 ThreeSets = tuple[object, object, object]  # training, validation, test
@@ -48,18 +50,14 @@ def get_model(
 ) -> list[nn.Module]:
     """Build and return the model chunks of this rank.  Collective over all ranks."""
     del model_type
-    run = get_run()
-    setup.build_model_chunks(run, model_provider_func, wrap=wrap_with_ddp)
-    return run.model_chunks
+    return setup.build_model_chunks(get_run(), model_provider_func, wrap=wrap_with_ddp)
 
 
 def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build the scheduler of ``optimizer``'s parameter groups that the flags request."""
     run = get_run()
     run.config = require_training(run.config)
-    run.optimizer = optimizer
-    scheduler = run.scheduler = build_scheduler(run)
-    return scheduler
+    return build_scheduler(run, optimizer)
 
 
 def setup_model_and_optimizer(
@@ -76,18 +74,44 @@ def setup_model_and_optimizer(
     param)`` those whose learning rate is multiplied by ``lr_mult``.
     """
     del model_type, checkpointing_context
-    run = get_run()
-    run.config = require_training(run.config)
-    setup.build_model_chunks(run, model_provider_func)
-    setup.check_adapter_targets(run)
-    setup.build_optimizer(
-        run, no_weight_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
+    context = get_run()
+    context.config = require_training(context.config)
+    chunks = setup.build_model_chunks(context, model_provider_func)
+    setup.check_adapter_targets(context, chunks)
+    optimizer, scheduler = setup.build_optimizer(
+        context,
+        chunks,
+        no_weight_decay_cond=no_wd_decay_cond,
+        scale_lr_cond=scale_lr_cond,
+        lr_mult=lr_mult,
     )
-    assert run.optimizer is not None, "build_optimizer() has made it"
-    assert run.scheduler is not None, "build_optimizer() has made it"
-    load(run)
+    run = _training_run(chunks, optimizer, scheduler)
+    run.load()
     run.callbacks = default_callbacks(run)
-    return run.model_chunks, run.optimizer, run.scheduler
+    return chunks, optimizer, scheduler
+
+
+@dataclass(kw_only=True)
+class _ScriptRun(TrainingRun):
+    """The run of a script; ``last_step`` is the result that `training_log` logs."""
+
+    last_step: StepResult | None = None
+
+
+def _training_run(
+    model: Model, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+) -> _ScriptRun:
+    """Make the current run one that trains these objects; return it."""
+    run = model_run(model)
+    if not isinstance(run, _ScriptRun):
+        graph = StepGraph.of(run.config.model)
+        run = _ScriptRun(**vars(run), optimizer=optimizer, scheduler=scheduler, step_graph=graph)
+        set_run(run)
+        install_state_machine(run)
+    run.model_chunks = chunks_of(model)
+    run.optimizer = optimizer
+    run.scheduler = scheduler
+    return run
 
 
 class DataIterator(Generic[T]):
@@ -136,10 +160,12 @@ def build_train_valid_test_data_iterators(
     """
     run = get_run()
     prepare_datasets(run)
-    loaders.build_data(run, build_train_valid_test_datasets_provider)
-    valid = [_endless(loader) for loader in run.valid_loaders]
+    data = loaders.build_data(run, build_train_valid_test_datasets_provider)
+    if isinstance(run, ModelRun):
+        run.data = data
+    valid = [_endless(loader) for loader in data.valid_loaders]
     several = run.config.validation.multiple_validation_sets
-    return run.train_data, valid if several else valid[0], _endless(run.test_loader)
+    return data.train, valid if several else valid[0], _endless(data.test_loader)
 
 
 def _endless(loader: object) -> object:
@@ -167,16 +193,14 @@ def train_step(
             "train_step(forward_backward_func=...): the layout has one schedule, that of "
             "get_forward_backward_func(); leave the argument out"
         )
-    run = get_run()
+    run = _training_run(model, optimizer, opt_param_scheduler)
     run.forward_step_func = forward_step_func
-    run.train_data = _rewindable(data_iterator)
-    run.model_chunks = chunks_of(model)
-    run.optimizer, run.scheduler = optimizer, opt_param_scheduler
+    run.data.train = _rewindable(data_iterator)
     try:
         result = run.last_step = run_step(run, optimizer_step.train_step)
     except StepRejected as rejected:
         print_rank_0(rejected)
-        run.saved_at = None
+        run.checkpoints.saved_at = None
         return {}, 1, rejected.should_checkpoint, True, rejected.exit_code, None, None
     flops = num_floating_point_operations(run.config, result.batch_size, run.padded_vocab_size)
     run.state.advance(result, flops)
@@ -209,8 +233,9 @@ def evaluate_and_print_results(
     Collective over all ranks.
     """
     del iteration, config, verbose  # the run and the model have them
-    run = get_run()
-    run.forward_step_func, run.model_chunks = forward_step_func, chunks_of(model)
+    run = model_run(model)
+    run.forward_step_func = forward_step_func
+    run.model_chunks = chunks_of(model)
     run.process_non_loss_data_func = process_non_loss_data_func
     run.non_loss_data_func = non_loss_data_func
     result = evaluate.evaluate(run, data_iterator)
@@ -243,9 +268,11 @@ def training_log(
     """
     del total_loss_dict, iteration, report_memory_flag
     run = get_run()
-    assert run.last_step is not None, "train_step() comes before training_log()"
+    last_step = run.last_step if isinstance(run, _ScriptRun) else None
+    if not isinstance(run, _ScriptRun) or last_step is None:
+        raise AssertionError("train_step() comes before training_log()")
     result = replace(
-        run.last_step,
+        last_step,
         losses=loss_dict,
         grad_norm=grad_norm,
         num_zeros=num_zeros_in_grad,

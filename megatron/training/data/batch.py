@@ -22,7 +22,7 @@ from megatron.core.rank_local import each_rank_owns
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training.models.kind import BatchTable, DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
 
 _stimer = StragglerDetector()
 # Group of devices -> group of the same ranks' hosts, made by the first micro-batch with bounds of
@@ -32,7 +32,7 @@ each_rank_owns(__name__, "_host_groups")
 
 
 def next_batch(
-    run: Runtime, data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module
+    run: RunContext, data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module
 ) -> dict[str, Any]:
     """Return this rank's context-parallel part of the next micro-batch of ``model``.
 

@@ -22,11 +22,11 @@ from megatron.training.data.user_datasets import build_user_datasets
 from megatron.training.models.kind import ModelImplementation
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
 from megatron.training.tokenizer.checks import check_data
 
 
-def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
+def build_datasets(run: RunContext, num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
     """Build the train, validation and test set with at least ``num_samples`` samples each.
 
     None stands for one pass over the data.  Ranks that read no data receive None in place of
@@ -53,13 +53,12 @@ def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any
         given = f"--split {config.split}" if config.split else "the data of each split"
         raise DataError(f"{given} leaves nothing to train on: give training data, or --skip-train")
     if data.sft_show_sample and run.is_rank_0 and train is not None:
-        assert run.tokenizer is not None, "setup_tokenizer() builds it"
         row: Any = train[0]
         print(sample_as_text(row, run.tokenizer, in_color=sys.stdout.isatty()), flush=True)
     return train, valid, test
 
 
-def count_epochs(run: Runtime) -> None:
+def count_epochs(run: RunContext) -> None:
     """Set the number of steps of --epochs, from the rows of the training data after packing.
 
     Collective over the model-parallel ranks.  Raises ConfigError if the schedule of the learning
@@ -99,22 +98,22 @@ def _without_weights(blend: Blend | None) -> Blend | None:
     return None if blend is None else (blend[0], None)
 
 
-def prepare_datasets(run: Runtime) -> None:
+def prepare_datasets(run: RunContext) -> None:
     """Compute what the objective adds to its data sets.  Collective over all ranks.
 
     Must precede the call of a datasets provider, which not every rank calls.
     """
     kind = implementation_of(run.config)
     if kind.prepare_data is not None:
-        run.dataset_settings = kind.prepare_data(run, _dataset_config(run))
+        run.objective.dataset_settings = kind.prepare_data(run, _dataset_config(run))
 
 
-def _dataset_config(run: Runtime) -> BlendedMegatronDatasetConfig:
-    settings = _common(run) | run.dataset_settings
+def _dataset_config(run: RunContext) -> BlendedMegatronDatasetConfig:
+    settings = _common(run) | run.objective.dataset_settings
     return implementation_of(run.config).dataset_config(run.config, **settings)
 
 
-def _common(run: Runtime) -> dict[str, Any]:
+def _common(run: RunContext) -> dict[str, Any]:
     """Return the dataset arguments that all model kinds share."""
     data, validation = run.config.data, run.config.validation
     blend, blend_per_split = get_blend_and_blend_per_split(data)
@@ -137,10 +136,9 @@ def _common(run: Runtime) -> dict[str, Any]:
 
 
 def _check_data(
-    run: Runtime, kind: ModelImplementation, config: BlendedMegatronDatasetConfig
+    run: RunContext, kind: ModelImplementation, config: BlendedMegatronDatasetConfig
 ) -> None:
     """Check on one rank that the data fits tokenizer, vocabulary and the flags that act on EOD."""
-    assert run.tokenizer is not None, "setup_tokenizer() builds it"
     data = run.config.data
     given = {
         "--reset-position-ids": data.reset_position_ids,

@@ -10,6 +10,7 @@ import itertools
 import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,11 +29,24 @@ from megatron.training.config.data import DataConfig
 from megatron.training.data.prefetch import ReadAhead
 from megatron.training.models.kind import DocumentSpec, TensorSpec
 from megatron.training.models.registry import implementation_of
+from megatron.training.process.phase import in_phase
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.phases import in_phase
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
 
 Provider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
+
+
+@dataclass
+class TrainingData:
+    """The data of a run on this rank; a loader is None on ranks that receive micro-batches."""
+
+    train: Any = None  # iterator; with several model chunks a list of one per chunk
+    train_loader: Any = None  # of the program, with --dataloader-type external
+    # One loader per validation set; every pass makes a new iterator.
+    valid_loaders: Sequence[Any] = ()
+    test_loader: Any = None
+    has_test_set: bool = False  # the same on all ranks
+    mean_row_tokens: int = 0  # of training data; 0: all rows have --seq-length tokens
 
 
 def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, Any]:
@@ -52,7 +66,7 @@ def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, An
     return None, None
 
 
-def train_valid_test_num_samples(run: Runtime) -> tuple[int | None, int | None, int | None]:
+def train_valid_test_num_samples(run: RunContext) -> tuple[int | None, int | None, int | None]:
     """Return the number of samples each set must offer; None is one complete pass.
 
     These numbers decide the order of samples, so the count uses --global-batch-size even where
@@ -70,8 +84,8 @@ def train_valid_test_num_samples(run: Runtime) -> tuple[int | None, int | None, 
 
 
 @in_phase("building the data")
-def build_data(run: Runtime, provider: Provider) -> None:
-    """Build the data iterators of ``run``.
+def build_data(run: RunContext, provider: Provider) -> TrainingData:
+    """Build the data iterators of ``run``.  Collective over all ranks.
 
     Index building may take long on the first rank.  The other ranks poll for the index files
     meanwhile, so that no collective is pending (it could run into its timeout).
@@ -88,25 +102,29 @@ def build_data(run: Runtime, provider: Provider) -> None:
             _map_sets(partial(wrap, run.config, num_trained=0), s) for s in (valid, test)
         )
     if run.config.data.dataloader_type == "external":
-        _take_external(run, train, valid, test)
-        return
+        return _external(run, train, valid, test)
+    train_data: Any = None
     if not run.config.validation.skip_train and not run.finished():
         balances = run.config.vision.balance_image_tiles
         loader = make_loader(run, train, run.state.consumed_train_samples, balances=balances)
-        run.train_data = chunk_iterators(run, loader)
+        train_data = chunk_iterators(run, loader)
     sets = list(valid) if isinstance(valid, list | tuple) else [valid]
     evaluates = run.config.validation.eval_iters > 0 or run.config.validation.full_validation
     found = [s for s in sets if s is not None and evaluates]
-    num_valid, num_test, run.mean_row_tokens = agree_on(
+    num_valid, num_test, mean = agree_on(
         run.groups.mp,
         len(found),
         int(test is not None and evaluates),
         mean_row_tokens(train),
     )
     whole = run.config.validation.full_validation
-    run.valid_loaders = [make_loader(run, s, 0, whole=whole) for s in found] or [None] * num_valid
-    run.test_loader = make_loader(run, test, 0)
-    run.has_test_set = bool(num_test)
+    return TrainingData(
+        train=train_data,
+        valid_loaders=[make_loader(run, s, 0, whole=whole) for s in found] or [None] * num_valid,
+        test_loader=make_loader(run, test, 0),
+        has_test_set=bool(num_test),
+        mean_row_tokens=mean,
+    )
 
 
 def mean_row_tokens(dataset: Any) -> int:
@@ -125,7 +143,7 @@ def _map_sets(function: Callable[[Any], Any], sets: Any) -> Any:
     return None if sets is None else function(sets)
 
 
-def _provided(run: Runtime, provider: Provider, sizes: Sequence[int | None]) -> Any:
+def _provided(run: RunContext, provider: Provider, sizes: Sequence[int | None]) -> Any:
     """Call the datasets provider.
 
     A provider without ``is_distributed = True`` is called only on tensor-parallel rank 0.
@@ -147,12 +165,12 @@ def agree_on(mp_group: dist.ProcessGroup, *counts: int) -> list[int]:
     return [int(n) for n in agreed]
 
 
-def reads_data(run: Runtime) -> bool:
+def reads_data(run: RunContext) -> bool:
     """Return whether this rank reads micro-batches; other ranks receive them by broadcast."""
     return run.groups.tp.rank() == 0 and any(_chunks_that_read(run))
 
 
-def chunk_iterators(run: Runtime, loader: Any, *, prefetches: bool = True) -> Any:
+def chunk_iterators(run: RunContext, loader: Any, *, prefetches: bool = True) -> Any:
     """Return an iterator over ``loader``; with several model chunks a list of one per chunk.
 
     An entry is None for a chunk that reads nothing.  ``prefetches``: read micro-batches of the next
@@ -168,14 +186,14 @@ def chunk_iterators(run: Runtime, loader: Any, *, prefetches: bool = True) -> An
     return [ReadAhead(next(copies), prefetches) if reads else None for reads in readers]
 
 
-def _chunks_that_read(run: Runtime) -> list[bool]:
+def _chunks_that_read(run: RunContext) -> list[bool]:
     """Return for each model chunk whether its stage needs any tensor of a micro-batch."""
     table, num_stages = implementation_of(run.config).batch, run.placement.num_stages
     return [any(table(run.config, stage, num_stages).values()) for stage in run.stages]
 
 
 def make_loader(
-    run: Runtime,
+    run: RunContext,
     dataset: Dataset[Any] | None,
     consumed: int,
     *,
@@ -210,7 +228,7 @@ def make_loader(
     )
 
 
-def joined_tensors(run: Runtime) -> tuple[str, ...]:
+def joined_tensors(run: RunContext) -> tuple[str, ...]:
     """Return the tensors of a batch that concatenate those of its samples."""
     table = implementation_of(run.config).batch(run.config, 0, run.placement.num_stages)
     bounds = table.get("packed_seq_params")
@@ -221,7 +239,7 @@ def joined_tensors(run: Runtime) -> tuple[str, ...]:
     )
 
 
-def _take_external(run: Runtime, train: Any, valid: Any, test: Any) -> None:
+def _external(run: RunContext, train: Any, valid: Any, test: Any) -> TrainingData:
     saves_state = run.config.data.dataloader_save is not None
     if saves_state and train is not None and not hasattr(train, "save_state"):
         raise ConfigError(
@@ -230,12 +248,14 @@ def _take_external(run: Runtime, train: Any, valid: Any, test: Any) -> None:
             "flag out"
         )
     found = agree_on(run.groups.mp, int(valid is not None), int(test is not None))
-    run.train_loader = train
-    # The state must not be that after micro-batches of a later step.
-    run.train_data = chunk_iterators(run, train, prefetches=not saves_state)
-    run.valid_loaders = [valid] * found[0]
-    run.test_loader = test
-    run.has_test_set = bool(found[1])
+    return TrainingData(
+        # The state must not be that after micro-batches of a later step.
+        train=chunk_iterators(run, train, prefetches=not saves_state),
+        train_loader=train,
+        valid_loaders=[valid] * found[0],
+        test_loader=test,
+        has_test_set=bool(found[1]),
+    )
 
 
 def _lists_per_split(path: str) -> list[list[str] | None]:

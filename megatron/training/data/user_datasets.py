@@ -10,12 +10,12 @@ from torch.utils.data import Dataset
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.config.data import DATASETS
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
 
 Split = Literal["train", "valid", "test"]
 Samples = Dataset[Mapping[str, Tensor]]  # with a length
 # (run, split, samples to be read or None for one pass) -> dataset, or None without such a split
-BuildDataset = Callable[[Runtime, Split, int | None], Samples | None]
+BuildDataset = Callable[[RunContext, Split, int | None], Samples | None]
 _SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
@@ -30,7 +30,7 @@ def register_dataset(name: str, build: BuildDataset) -> None:
 
 
 def build_user_datasets(
-    run: Runtime, name: str, num_samples: Sequence[int | None], *, reads: bool
+    run: RunContext, name: str, num_samples: Sequence[int | None], *, reads: bool
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
     """Build the train, validation and test set of dataset ``name``.
 
@@ -49,7 +49,7 @@ def build_user_datasets(
 
 
 def _check(
-    run: Runtime, name: str, split: Split, samples: Samples | None, wanted: int | None
+    run: RunContext, name: str, split: Split, samples: Samples | None, wanted: int | None
 ) -> None:
     if samples is None:
         if split == "train" and not run.config.validation.skip_train:

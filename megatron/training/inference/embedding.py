@@ -27,7 +27,12 @@ from megatron.core.optional import require
 from megatron.training.checkpointing.checkpoint_args import without_code_and_paths
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.hf_folder import has_tokenizer
-from megatron.training.inference.generation import DeviceKind, generation_config, load_model
+from megatron.training.inference.generation import (
+    DeviceKind,
+    generation_config,
+    load_model,
+    longest_sequence,
+)
 from megatron.training.initialize import connect
 from megatron.training.models.registry import model_kind
 from megatron.training.preprocess.documents import RecordFormat, read_documents
@@ -60,9 +65,8 @@ def megatron_embedder(
     if not model_kind(lm.model_kind).has_masked_lm_head:
         raise ConfigError(f"--load {load} holds a {lm.model_kind}: give one of BERT")
     connect(config)
-    run, longest = load_model(config, return_embeddings=True)
-    model, tokenizer = run.model_chunks[0], run.tokenizer
-    assert tokenizer is not None, "setup_tokenizer() builds it"
+    run, model = load_model(config, return_embeddings=True)
+    tokenizer = run.tokenizer
 
     def vectors(ids: Tensor, mask: Tensor) -> Tensor:
         kinds = torch.zeros_like(ids) if lm.bert_binary_head else None
@@ -81,7 +85,7 @@ def megatron_embedder(
         tokenizer.cls,
         tokenizer.sep,
         tokenizer.pad,
-        longest,
+        longest_sequence(run),
         config.model.hidden_size,
     )
 

@@ -19,8 +19,8 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
-from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import Callback, TrainingRun
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
@@ -44,27 +44,25 @@ class EvalGenerate(Callback):
         self._engine: TrainingEngine | None = None
         self._generated_at = -1
 
-    def on_train_start(self, run: Runtime) -> None:
+    def on_train_start(self, run: TrainingRun) -> None:
         """Read the prompts, so that a wrong file ends the run before the first step."""
-        assert run.tokenizer is not None, "setup_tokenizer() builds it"
         path = run.config.validation.eval_generate
         assert path is not None, "default_callbacks() adds this callback with a file"
         chat = chat_template_of(run.tokenizer, run.config.tokenizer)
         self._prompts = read_prompts(path, run.tokenizer, chat, _longest_prompt(run.config))
         self._stop_ids = () if chat is None else chat.stop_ids()
 
-    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
         if run.state.iteration % run.config.validation.eval_interval == 0:
             self._generate(run)
 
-    def on_train_end(self, run: Runtime) -> None:
+    def on_train_end(self, run: TrainingRun) -> None:
         self._generate(run)
 
-    def _generate(self, run: Runtime) -> None:
+    def _generate(self, run: TrainingRun) -> None:
         if self._generated_at == run.state.iteration:
             return
         self._generated_at = run.state.iteration
-        assert run.tokenizer is not None, "setup_tokenizer() builds it"
         with run.callbacks.paused(run, "evaluation"):
             if self._engine is None:
                 self._engine = _engine_of(run, len(self._prompts))
@@ -136,7 +134,7 @@ def _longest_prompt(config: RunConfig) -> int:
     return config.data.seq_length - config.validation.eval_generate_tokens
 
 
-def _engine_of(run: Runtime, num_prompts: int) -> TrainingEngine:
+def _engine_of(run: TrainingRun, num_prompts: int) -> TrainingEngine:
     m = run.config.model
     layout = GenerationLayout(
         tensor=m.tensor_model_parallel_size,

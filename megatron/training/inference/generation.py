@@ -13,6 +13,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from torch import nn
+
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, LaunchError
 from megatron.core.config.option import dest_of, options_of
@@ -44,13 +46,13 @@ from megatron.training.config.run import RunConfig
 from megatron.training.fault_tolerance.failure_watch import FailureWatch, failure_watch
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
 from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
-from megatron.training.initialize import connect, create_runtime
+from megatron.training.initialize import connect, create_context, install_groups
 from megatron.training.models.mimo import image_embeddings
 from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.models.vlm import embeddings_per_tile, image_settings
 from megatron.training.process.rank_print import world_size
-from megatron.training.runtime.runtime import Runtime
-from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
+from megatron.training.runtime.context import RunContext
+from megatron.training.runtime.setup import build_model_chunks, build_stage
 from megatron.training.shutdown import is_set_up
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec
 
@@ -164,10 +166,9 @@ def open_writer(
         failures = failure_watch(timeout_s=options.timeout_s, patience_s=_PATIENCE_S)
         watching = watch.enter_context(failures)
         watch.enter_context(waiting_for_work(True))  # except in steps
-    run, _ = load_model(config, parallel_output=False)
-    assert run.tokenizer is not None, "setup_tokenizer() builds it"
-    load_weights = partial(_replace_weights, config.checkpoint, model_parts(run))
-    model = generation_model(run, options, load_weights)
+    run, module = load_model(config, parallel_output=False)
+    load_weights = partial(_replace_weights, config.checkpoint, model_parts(run, module))
+    model = generation_model(run, module, options, load_weights)
     return Writer(
         Engine(model, options),
         run.tokenizer,
@@ -177,24 +178,22 @@ def open_writer(
     )
 
 
-def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:
-    """Return a run with the checkpoint's model and tokenizer, and its maximum sequence length.
+def load_model(config: RunConfig, **of_stage: bool) -> tuple[RunContext, nn.Module]:
+    """Return the context and the model of a checkpoint.  Collective over all ranks.
 
-    ``of_stage`` are arguments of `build_model_stage`.  Collective over all ranks, after `connect`.
+    ``of_stage`` are arguments of `build_model_stage`.  Call `connect` before.
     """
-    run = create_runtime(config)
-    setup_tokenizer(run)
-    build_model_chunks(run, partial(build_stage, run, **of_stage), wrap=False)
-    use_huge_pages(run.model_chunks[0].parameters())
-    load_run(config.checkpoint, model_parts(run))
-    run.model_chunks[0].eval()
-    return run, _longest(run)
+    run = create_context(config, install_groups(config))
+    (module,) = build_model_chunks(run, partial(build_stage, run, **of_stage), wrap=False)
+    use_huge_pages(module.parameters())
+    load_run(config.checkpoint, model_parts(run, module))
+    return run, module.eval()
 
 
-def model_parts(run: Runtime) -> RunParts:
+def model_parts(run: RunContext, module: nn.Module) -> RunParts:
     """Return what a checkpoint is loaded into: the model without an optimizer."""
     return RunParts(
-        model_chunks=run.model_chunks,
+        model_chunks=[module],
         groups=run.groups,
         asked=run.config.asked,
         unused=_MTP_LAYERS if run.config.model.mtp_num_layers is None else (),
@@ -202,15 +201,16 @@ def model_parts(run: Runtime) -> RunParts:
 
 
 def generation_model(
-    run: Runtime, options: EngineOptions, load_weights: Callable[[str], object] | None = None
+    run: RunContext,
+    module: nn.Module,
+    options: EngineOptions,
+    load_weights: Callable[[str], object] | None = None,
 ) -> GenerationModel:
-    """Describe the model of ``run``, which has a tokenizer, for an engine; bind fast matmuls."""
+    """Describe the model of a run for an engine; bind fast matmuls."""
     if not device.is_cuda() or options.batch_invariant or options.weights != "saved":
         weights = "fp32" if options.weights == "saved" else options.weights
-        use_fast_linears(run.model_chunks[0], weights, batch_invariant=options.batch_invariant)
+        use_fast_linears(module, weights, batch_invariant=options.batch_invariant)
     kind = model_kind_of(run.config)
-    assert run.tokenizer is not None, "setup_tokenizer() builds it"
-    module = run.model_chunks[0]
     encode_images = None
     whole = None
     if kind.reads_images:
@@ -227,7 +227,7 @@ def generation_model(
         groups=run.groups,
         device=device.current(),
         vocab_size=run.tokenizer.vocab_size,
-        max_sequence_length=_longest(run),
+        max_sequence_length=longest_sequence(run),
         eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
         decoder_start=_start_of_decoder(run.tokenizer) if kind.has_encoder else None,
         load_weights=load_weights,
@@ -238,8 +238,7 @@ def generation_model(
     )
 
 
-def _image_prompts(run: Runtime) -> ImagePrompts:
-    assert run.tokenizer is not None, "setup_tokenizer() builds it"
+def _image_prompts(run: RunContext) -> ImagePrompts:
     vision = run.config.vision
     images = ImageInput(
         image_settings(vision), embeddings_per_tile(vision), has_tile_tags=vision.use_tile_tags
@@ -247,7 +246,8 @@ def _image_prompts(run: Runtime) -> ImagePrompts:
     return ImagePrompts(images, run.tokenizer)
 
 
-def _longest(run: Runtime) -> int:
+def longest_sequence(run: RunContext) -> int:
+    """Return the largest number of tokens that the model takes."""
     longest = run.config.language_model.max_position_embeddings
     assert longest is not None, "resolve() has checked it"
     return longest

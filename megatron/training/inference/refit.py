@@ -38,8 +38,8 @@ from megatron.training.inference.generation import (
     model_parts,
 )
 from megatron.training.runtime.groups import create_groups
-from megatron.training.runtime.runtime import Runtime
-from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
+from megatron.training.runtime.setup import build_context, build_model_chunks, build_stage
+from megatron.training.step.run import TrainingRun
 from megatron.training.tokenizer import TokenizerSpec
 
 
@@ -56,7 +56,7 @@ class TrainingEngine:
 
 
 def open_engine(
-    run: Runtime,
+    run: TrainingRun,
     *,
     layout: GenerationLayout = ONE_REPLICA,
     options: EngineOptions = DEFAULT_OPTIONS,
@@ -84,25 +84,19 @@ def open_engine(
         drafts_ahead=options.draft_model == "mtp",
     )
     groups = create_groups(config)
-    own = Runtime(
-        config=config,
-        groups=groups,
-        timers=run.timers,
-        batches=run.batches,
-        started_at_s=run.started_at_s,
+    own = build_context(config, groups, started_at_s=run.started_at_s)
+    (module,) = build_model_chunks(
+        own, partial(build_stage, own, parallel_output=False), wrap=False
     )
-    setup_tokenizer(own)
-    assert own.tokenizer is not None, "setup_tokenizer() builds it"
-    build_model_chunks(own, partial(build_stage, own, parallel_output=False), wrap=False)
-    module = own.model_chunks[0].eval()
+    module.eval()
     if share_memory:
         share_parameters(run.model_chunks, module)
     parts = RunParts(model_chunks=run.model_chunks, groups=run.groups, optimizer=run.optimizer)
     is_wider = config.model.params_dtype.itemsize > run.config.model.params_dtype.itemsize
     sources = partial(_sources, parts, with_main_params=is_wider)
-    weights = Refit(sources, model_tensors(model_parts(own)), groups.world)
+    weights = Refit(sources, model_tensors(model_parts(own, module)), groups.world)
     weights.copy()
-    engine = Engine(generation_model(own, options), options)
+    engine = Engine(generation_model(own, module, options), options)
     spec = TokenizerSpec.of(own.config.tokenizer)
     return TrainingEngine(Writer(engine, own.tokenizer, spec), weights)
 

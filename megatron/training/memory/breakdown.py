@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from torch.autograd.graph import Node
 from megatron.core import device
 from megatron.core.params.param_info import local_part
 from megatron.core.peft.lora import stored_tensors
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
+from megatron.training.step.run import ModelRun, TrainingRun
 
 ACTIVATIONS, GRADIENTS, OPTIMIZER = "activations", "gradients", "optimizer"
 LOGITS = "logits of the loss"
@@ -35,26 +36,27 @@ class Owner(NamedTuple):
     num_tensors: int
 
 
-def owners(run: Runtime) -> list[Owner]:
+def owners(run: RunContext) -> list[Owner]:
     """Return the owners of device memory on this rank, the largest first."""
     ledger = _Ledger()
-    for name, param in _named_parameters(run):
+    chunks = run.model_chunks if isinstance(run, ModelRun) else []
+    for name, param in _named_parameters(chunks):
         ledger.add("parameters", _pattern(name), param)
         if (stored := getattr(param, "gathered_codes", None)) is not None:
             ledger.add("parameters", "weights stored in 8 bits", stored.scaled.codes)
-    for chunk in run.model_chunks:
+    for chunk in chunks:
         for tensor in stored_tensors(chunk):
             ledger.add("parameters", f"frozen weights in {tensor.dtype}", tensor)
         for buffer in getattr(chunk, "grad_buffers", {}).values():
             ledger.add(GRADIENTS, f"buffers in {buffer.data.dtype}", buffer.data)
-    for name, param in _named_parameters(run):
+    for name, param in _named_parameters(chunks):
         if param.grad is not None:
             ledger.add(GRADIENTS, _pattern(name), param.grad)
-    if run.optimizer is not None:
+    if isinstance(run, TrainingRun):
         for kind, tensor in run.optimizer.tensors_by_kind():
             ledger.add(OPTIMIZER, kind, tensor)
     tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
-    for kind, name, tensor in _saved_for_backward(run, tensors):
+    for kind, name, tensor in _saved_for_backward(chunks, tensors):
         ledger.add(kind, name, tensor)
     for tensor in tensors:
         ledger.add("other tensors", "", tensor)
@@ -82,8 +84,8 @@ class _Ledger:
         return [Owner(*key, size, self._count[key]) for key, size in self._bytes.most_common()]
 
 
-def _named_parameters(run: Runtime) -> Iterator[tuple[str, nn.Parameter]]:
-    for chunk in run.model_chunks:
+def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for chunk in chunks:
         for name, param in chunk.named_parameters():
             yield name.removeprefix("module.").removeprefix("module."), param
 
@@ -93,13 +95,15 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _saved_for_backward(run: Runtime, tensors: list[Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+def _saved_for_backward(
+    chunks: Sequence[nn.Module], tensors: list[Tensor]
+) -> Iterator[tuple[str, str, Tensor]]:
     """Yield what the autograd graphs of ``tensors`` have saved: kind, name, tensor.
 
     The name consists of module and operation.  An operation without parameters counts for the
     module that reads its result.
     """
-    names = {id(p): _pattern(name).rpartition(".")[0] for name, p in _named_parameters(run)}
+    names = {id(p): _pattern(name).rpartition(".")[0] for name, p in _named_parameters(chunks)}
     todo = [(node, "") for node in _last_nodes([t.grad_fn for t in tensors if t.grad_fn])]
     seen: dict[int, Node] = {}  # holds the nodes, so that no id is reused
     while todo:

@@ -12,7 +12,7 @@ import re
 import traceback
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from megatron.core import device, virtual_ranks
@@ -21,8 +21,9 @@ from megatron.training import plan
 from megatron.training.arguments.resolve import resolve
 from megatron.training.estimates.loss_chunks import logits_bytes
 from megatron.training.memory.breakdown import ACTIVATIONS, LOGITS, OPTIMIZER, Owner, owners
+from megatron.training.process.phase import current_phase
 from megatron.training.process.rank_print import rank, ranks_here
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
 
 _GIB = 2**30
 _SHOWN = 10
@@ -32,12 +33,16 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB, "TiB": 2**40}
 
 
 @contextlib.contextmanager
-def report_oom(run: Runtime) -> Iterator[None]:
-    """Turn an allocation that fails in this context into OutOfMemory; its message is the report."""
+def report_oom(current_run: Callable[[], RunContext | None]) -> Iterator[None]:
+    """Turn an allocation that fails in this context into OutOfMemory; its message is the report.
+
+    ``current_run`` returns the run that fails, None before its start.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, OutOfMemory) or not is_lack_of_memory(error):
+        run = current_run()
+        if isinstance(error, OutOfMemory) or not is_lack_of_memory(error) or run is None:
             raise
         trace = error.__traceback__
         head = list(_circumstances(run, error))
@@ -61,12 +66,12 @@ def asked_bytes(error: BaseException) -> int | None:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def _circumstances(run: Runtime, error: BaseException) -> Iterator[str]:
+def _circumstances(run: RunContext, error: BaseException) -> Iterator[str]:
     asked = asked_bytes(error)
     size = "an allocation" if asked is None else f"an allocation of {asked / _GIB:.3f} GiB"
     yield (
-        f"rank {rank()} is out of memory in step {run.state.iteration + 1}, {run.phase}: {size} "
-        "failed"
+        f"rank {rank()} is out of memory in step {run.state.iteration + 1}, {current_phase()}: "
+        f"{size} failed"
     )
     own = [place for place in _places(error.__traceback__) if "megatron" in place]
     if own:
@@ -96,7 +101,7 @@ def _largest(held: list[Owner]) -> Iterator[str]:
     yield f"  {rest / _GIB:9.3f}  everything else"
 
 
-def _planned(run: Runtime) -> Iterator[str]:
+def _planned(run: RunContext) -> Iterator[str]:
     """Yield the planner's estimate for this rank's stage."""
     yield "what was planned, GiB of tensors (as --check-only):"
     asked = Namespace(**run.config.asked, yaml_cfg=None)
@@ -124,7 +129,7 @@ def _memory() -> int:
     return device.total_memory(ranks_here())
 
 
-def _cures(run: Runtime, held: list[Owner]) -> Iterator[str]:
+def _cures(run: RunContext, held: list[Owner]) -> Iterator[str]:
     """Yield flags that are not set yet and about how much they save, the cheapest in time first."""
     sizes: Counter[str] = Counter()
     for owner in held:
@@ -135,7 +140,7 @@ def _cures(run: Runtime, held: list[Owner]) -> Iterator[str]:
         yield f"  {saving / _GIB:9.3f}  {flags}" if saving else f"             {flags}"
 
 
-def _savings(run: Runtime, sizes: Counter[str]) -> Iterator[tuple[str, float]]:
+def _savings(run: RunContext, sizes: Counter[str]) -> Iterator[tuple[str, float]]:
     """Yield flags and the bytes they save, 0 if not known; ``sizes`` has the bytes per kind.
 
     Formulas of docs/recompute.md: of a layer with fused attention that keeps all activations,

@@ -20,9 +20,9 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.training.checkpointing.checkpoint_tensors import rng_state, set_rng_state
 from megatron.training.data.prefetch import ReadAhead
+from megatron.training.process.phase import in_phase
 from megatron.training.process.rank_print import print_rank_0, ranks_here
-from megatron.training.runtime.phases import in_phase
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.run import TrainingRun
 from megatron.training.step.train_step import forward_backward
 
 _GIB = 2**30
@@ -30,7 +30,7 @@ _ROUNDS = 4  # of micro-batches through a pipeline; more do not raise the peak
 
 
 @in_phase("allocating the optimizer state")
-def make_optimizer_state(run: Runtime) -> None:
+def make_optimizer_state(run: TrainingRun) -> None:
     """Allocate the optimizer state as zeros, so that memory reports include it.
 
     Otherwise the first update would allocate it.
@@ -40,7 +40,7 @@ def make_optimizer_state(run: Runtime) -> None:
 
 
 @in_phase("rehearsal")
-def rehearse(run: Runtime) -> None:
+def rehearse(run: TrainingRun) -> None:
     """Run the micro-batches of the largest step and of an evaluation, without an update.
 
     Collective over all ranks, like a step.
@@ -48,7 +48,7 @@ def rehearse(run: Runtime) -> None:
     count = _num_microbatches(run)
     random_state = rng_state()
     buffers = [(b, b.clone()) for chunk in run.model_chunks for b in chunk.buffers()]
-    run.train_data, data = _first_microbatch_again(run.train_data)
+    run.data.train, data = _first_microbatch_again(run.data.train)
     for chunk in run.model_chunks:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
@@ -57,7 +57,7 @@ def rehearse(run: Runtime) -> None:
         finalize_model_grads_func=partial(finalize_model_grads, pg_collection=run.groups),
     )
     forward_backward(run, data, count, forward_only=False, hooks=hooks)
-    if run.valid_loaders:
+    if run.data.valid_loaders:
         _evaluate(run, data, count)
     run.optimizer.zero_grad()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def rehearse(run: Runtime) -> None:
     )
 
 
-def _num_microbatches(run: Runtime) -> int:
+def _num_microbatches(run: TrainingRun) -> int:
     """Return as many micro-batches as the pipeline needs to reach its peak memory."""
     model = run.config.model
     stages = model.pipeline_model_parallel_size
@@ -96,7 +96,7 @@ def _first_microbatch_again(data: Any) -> tuple[object, object]:
     return itertools.chain([first], data), itertools.repeat(first)
 
 
-def _evaluate(run: Runtime, data: object, count: int) -> None:
+def _evaluate(run: TrainingRun, data: object, count: int) -> None:
     for chunk in run.model_chunks:
         chunk.eval()
     with torch.no_grad():

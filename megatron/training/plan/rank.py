@@ -11,7 +11,7 @@ import contextlib
 import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, cast
@@ -40,7 +40,7 @@ from megatron.core.peft.lora import check_targets, names_in, store_base, stored_
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
 from megatron.core.pipeline_parallel.microbatch import LossRule
 from megatron.core.pipeline_parallel.plan import PassKind, Transfer, Work
-from megatron.core.pipeline_parallel.schedules import messages_of
+from megatron.core.pipeline_parallel.schedules import messages_of, shape_adjustment
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.tensor_parallel.frozen_weight import StoredFormat
@@ -58,9 +58,10 @@ from megatron.training.plan.cost import PassCost, RankCost, State
 from megatron.training.plan.repeats import Repeats
 from megatron.training.plan.shapes import KnownShapes
 from megatron.training.plan.tracing import Tracker, attention_without_memory, storage_bytes
+from megatron.training.runtime.context import RunContext
 from megatron.training.runtime.groups import create_groups
-from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks
+from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
 
 
 def cost_of_rank(
@@ -163,7 +164,15 @@ class _Neighbours(Mailbox):
         return message
 
 
-def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
+@dataclass(kw_only=True)
+class _PlannedRank(RunContext):
+    """A rank whose model and optimizer have no memory."""
+
+    model_chunks: list[nn.Module]
+    optimizer: MegatronOptimizer
+
+
+def _build(config: RunConfig, padded_vocab_size: int) -> _PlannedRank:
     """Build the model chunks and the optimizer of this rank."""
     groups = create_groups(config, only_mine=True)
     for name in _OF_TOKENS:  # separate groups, so that their collectives are counted apart
@@ -172,34 +181,38 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
             vars(groups)[name] = dist.new_group(ranks, group_desc=f"of {name}")
     cp_rank = groups.cp.rank() if groups.cp.size() > 1 else None
     model_parallel_seed(config.training.seed, tp_rank=groups.tp.rank(), cp_rank=cp_rank)
-    run = Runtime(
+    no_text = TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=padded_vocab_size)
+    context = RunContext(
         config=config,
         groups=groups,
         timers=Timers(0, "minmax"),
         batches=NumMicroBatchesCalculator.from_config(config.training, config.data_parallel_size),
         started_at_s=time.time(),
+        tokenizer=create_tokenizer(no_text),
         padded_vocab_size=padded_vocab_size,
     )
     sizes = {"vocab_size": padded_vocab_size, "padded_vocab_size": padded_vocab_size}
-    build_model_chunks(run, partial(registry.build_model_stage, config, groups=groups, **sizes))
+    chunks = build_model_chunks(
+        context, partial(registry.build_model_stage, config, groups=groups, **sizes)
+    )
     if config.adapters.lora is not None and config.model.pipeline_model_parallel_size == 1:
         targets = config.adapters.lora.targets
-        check_targets(targets, [names_in(chunk, targets) for chunk in run.model_chunks])
+        check_targets(targets, [names_in(chunk, targets) for chunk in chunks])
     if (format := config.adapters.lora_base_dtype) is not None:
-        store_base(run.model_chunks, cast(StoredFormat, format))
-    for model in (*run.model_chunks, *frozen_models(run.model_chunks)):
+        store_base(chunks, cast(StoredFormat, format))
+    for model in (*chunks, *frozen_models(chunks)):
         _run_without_values(config.model, model)
-    for chunk in run.model_chunks:
+    for chunk in chunks:
         for root in getattr(chunk, "units", ())[-1:]:
             # The first pass would do it: the optimizer must see the shards that FSDP2 pads then.
             root._get_fsdp_state()._lazy_init()
-    run.optimizer = get_megatron_optimizer(config.optimizer, run.model_chunks, pg_collection=groups)
-    for _ in run.optimizer.named_state():
+    optimizer = get_megatron_optimizer(config.optimizer, chunks, pg_collection=groups)
+    for _ in optimizer.named_state():
         pass  # iterating allocates the state
-    return run
+    return _PlannedRank(**vars(context), model_chunks=chunks, optimizer=optimizer)
 
 
-def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
+def _cost(run: _PlannedRank, shapes: KnownShapes | None) -> RankCost:
     """Measure every pass, then the optimizer step."""
     tracker = Tracker(
         [*_parameters(run), *_frozen(run), *_buffers(run), *_optimizer_tensors(run)],
@@ -210,7 +223,7 @@ def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
     seq_length, num_rows = registry.shape_of_microbatch(run.config)
     tokens = seq_length, data.decoder_seq_length or 0, num_rows
     messages, dtype = messages_of(
-        run.config.model, run.groups, tokens, num_stages, run.adjust_tensor_shapes
+        run.config.model, run.groups, tokens, num_stages, shape_adjustment(run.model_chunks[0])
     )
     repeats = Repeats(tracker, run.model_chunks if _may_skip(run) else ())
     trial = _Trial(run, tracker, repeats, messages, dtype)
@@ -234,7 +247,7 @@ def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
             parameters=storage_bytes([*_parameters(run), *_frozen(run)]),
             gradients=gradients,
             optimizer=_bytes_besides(_parameters(run), _optimizer_tensors(run)),
-            host=storage_bytes(_optimizer_of(run).state_tensors(on_host=True)),
+            host=storage_bytes(run.optimizer.state_tensors(on_host=True)),
         ),
         num_parameters=sum(local_part(p).numel() for p in _parameters(run)),
         passes=passes,
@@ -251,7 +264,7 @@ class _Trial:
 
     def __init__(
         self,
-        run: Runtime,
+        run: _PlannedRank,
         tracker: Tracker,
         repeats: Repeats,
         shapes: list[tuple[int, int, int]],
@@ -287,7 +300,7 @@ class _Trial:
                     per_token=model.calculate_per_token_loss,
                     cp_group=run.groups.cp,
                 ),
-                hooks=StepHooks(grad_scale_func=_optimizer_of(run).scale_loss),
+                hooks=StepHooks(grad_scale_func=run.optimizer.scale_loss),
                 num_deferred=3 if is_deferred else 0,
             ),
             neighbours,
@@ -318,7 +331,7 @@ class _Trial:
         )
 
 
-def _gathered(run: Runtime, chunk: int) -> int:
+def _gathered(run: _PlannedRank, chunk: int) -> int:
     """Return the bytes of weights that forward leaves gathered for backward, which frees them."""
     if not (is_fully_sharded(run.config.ddp) and reshards_after_forward(run.config.ddp)):
         return 0
@@ -330,14 +343,14 @@ def _without(cost: PassCost, gathered: int) -> PassCost:
     return replace(cost, kept=cost.kept - gathered, gathered=abs(gathered))
 
 
-def _may_skip(run: Runtime) -> bool:
+def _may_skip(run: _PlannedRank) -> bool:
     """Return whether everything that a pass does for a layer happens while the layer runs."""
     schedule = run.config.model.pipeline_schedule or ""
     return not is_fully_sharded(run.config.ddp) and not schedule.startswith("zb")
 
 
 def _forward_step(
-    run: Runtime, data: Iterator[dict[str, Tensor]], model: nn.Module
+    run: _PlannedRank, data: Iterator[dict[str, Tensor]], model: nn.Module
 ) -> tuple[Any, _LossFunction]:
     batch = next_batch(run, data, model)
     output = registry.implementation_of(run.config).apply(model, batch)
@@ -367,24 +380,24 @@ def _micro_batches(config: RunConfig, num_stages: int) -> Iterator[dict[str, Any
         yield {name: expected.largest(device.current()) for name, expected in needed.items()}
 
 
-def _finish_step(run: Runtime) -> None:
+def _finish_step(run: _PlannedRank) -> None:
     """Run everything between the last backward pass and the next forward pass."""
     tokens = None
     if run.config.model.calculate_per_token_loss:
         tokens = torch.ones((), dtype=torch.float64, device=device.current())
     chunks = [chunk for chunk in run.model_chunks if isinstance(chunk, DataParallelBase)]
     finalize_model_grads(chunks, tokens)
-    _optimizer_of(run).step()
+    run.optimizer.step()
     for chunk in chunks:
         chunk.finish_param_sync(values=False)
 
 
-def _parameters(run: Runtime) -> Iterator[Tensor]:
+def _parameters(run: _PlannedRank) -> Iterator[Tensor]:
     for chunk in run.model_chunks:
         yield from chunk.parameters()
 
 
-def _frozen(run: Runtime) -> Iterator[Tensor]:
+def _frozen(run: _PlannedRank) -> Iterator[Tensor]:
     """Yield the weights of models that are not trained, and those that are stored in few bits."""
     for chunk in run.model_chunks:
         yield from stored_tensors(chunk)
@@ -392,7 +405,7 @@ def _frozen(run: Runtime) -> Iterator[Tensor]:
         yield from model.parameters()
 
 
-def _buffers(run: Runtime) -> list[Tensor]:
+def _buffers(run: _PlannedRank) -> list[Tensor]:
     """Return the gradient buffers."""
     return [
         buffer.data
@@ -401,18 +414,13 @@ def _buffers(run: Runtime) -> list[Tensor]:
     ]
 
 
-def _own_gradients(run: Runtime) -> list[Tensor]:
+def _own_gradients(run: _PlannedRank) -> list[Tensor]:
     """Return the gradients that are not in a buffer."""
     return [p.grad for p in _parameters(run) if p.grad is not None]
 
 
-def _optimizer_of(run: Runtime) -> MegatronOptimizer:
-    assert run.optimizer is not None, "a planned run trains"
-    return run.optimizer
-
-
-def _optimizer_tensors(run: Runtime) -> list[Tensor]:
-    return _optimizer_of(run).state_tensors(on_host=False)
+def _optimizer_tensors(run: _PlannedRank) -> list[Tensor]:
+    return run.optimizer.state_tensors(on_host=False)
 
 
 def _bytes_besides(known: Iterable[Tensor], tensors: Iterable[Tensor]) -> int:

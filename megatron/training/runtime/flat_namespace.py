@@ -16,7 +16,7 @@ from megatron.core.utils import PaddedSize
 from megatron.training.arguments.flat_values import COUNTERS, flat_values
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.process.rank_print import rank
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
 
 _SETTABLE = "exit_on_missing_checkpoint"
 
@@ -29,18 +29,22 @@ class ReadOnlyNamespace(Namespace):
     A copy (copy.copy, pickle) is a plain, writable Namespace.
     """
 
-    __slots__ = ("_runtime",)  # not among the values
+    __slots__ = ("_run",)  # not among the values
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, run: RunContext) -> None:
         super().__init__()
-        object.__setattr__(self, "_runtime", runtime)
+        self.bind(run)
+
+    def bind(self, run: RunContext) -> None:
+        """Take the values from ``run`` from now on."""
+        object.__setattr__(self, "_run", run)
 
     def __setattr__(self, name: str, value: Any) -> None:
         values = vars(self)
         if name in values and type(values[name]) is type(value) and values[name] == value:
             return
         if name == _SETTABLE and isinstance(value, bool):
-            run: Runtime = self._runtime
+            run: RunContext = self._run
             checkpoint = replace(run.config.checkpoint, exit_on_missing_checkpoint=value)
             run.config = replace(run.config, checkpoint=checkpoint)
             values[name] = value
@@ -60,37 +64,39 @@ class ReadOnlyNamespace(Namespace):
         return Namespace, (), dict(vars(self))
 
 
-def legacy_namespace(runtime: Runtime) -> ReadOnlyNamespace:
+def legacy_namespace(run: RunContext) -> ReadOnlyNamespace:
     """Return configuration and counters of a run as a flat namespace, like Megatron-LM's args."""
-    namespace = ReadOnlyNamespace(runtime)
-    values = flat_values(runtime.config)
-    vars(namespace).update(values, rank=rank(), local_rank=_local_rank(runtime))
-    refresh(namespace, runtime)
+    namespace = ReadOnlyNamespace(run)
+    values = flat_values(run.config)
+    vars(namespace).update(
+        values,
+        rank=rank(),
+        local_rank=_local_rank(run),
+        padded_vocab_size=_padded_vocab_size(run),
+    )
+    refresh(namespace, run)
     return namespace
 
 
-def refresh(namespace: ReadOnlyNamespace, runtime: Runtime) -> None:
+def refresh(namespace: ReadOnlyNamespace, run: RunContext) -> None:
     """Update the values of ``namespace`` that change during the run, such as the counters.
 
     Called by every get_args(), so it must stay cheap.
     """
-    values, state = vars(namespace), vars(runtime.state)
+    values, state = vars(namespace), vars(run.state)
     for name in COUNTERS:
         values[name] = state[name]
     values["curr_iteration"] = state["iteration"]
-    if runtime.train_iters:
-        values["train_iters"] = runtime.train_iters
-    if runtime.padded_vocab_size and not isinstance(values["padded_vocab_size"], PaddedSize):
-        values["padded_vocab_size"] = _padded_vocab_size(runtime)
+    if run.train_iters:
+        values["train_iters"] = run.train_iters
 
 
-def _padded_vocab_size(runtime: Runtime) -> int:
+def _padded_vocab_size(run: RunContext) -> int:
     """Return the padded size, as a PaddedSize with the true size if the loss excludes padding."""
-    if runtime.config.language_model.pad_vocab_in_loss:
-        return runtime.padded_vocab_size
-    assert runtime.tokenizer is not None, "setup_tokenizer() builds it"
-    return PaddedSize(runtime.padded_vocab_size, runtime.tokenizer.vocab_size)
+    if run.config.language_model.pad_vocab_in_loss:
+        return run.padded_vocab_size
+    return PaddedSize(run.padded_vocab_size, run.tokenizer.vocab_size)
 
 
-def _local_rank(runtime: Runtime) -> int:
-    return int(os.environ.get("LOCAL_RANK", runtime.config.distributed.local_rank))
+def _local_rank(run: RunContext) -> int:
+    return int(os.environ.get("LOCAL_RANK", run.config.distributed.local_rank))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, schedule_lengths
 from megatron.training.config.run import RunConfig
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
 
 
 def number_of_train_iters(config: RunConfig, batches: NumMicroBatchesCalculator) -> int:
@@ -21,7 +22,7 @@ def number_of_train_iters(config: RunConfig, batches: NumMicroBatchesCalculator)
     return iters
 
 
-def recount_train_iters(run: Runtime) -> None:
+def recount_train_iters(run: RunContext) -> None:
     """Recompute ``run.train_iters`` after loading, so that a resumed run reads all its samples.
 
     The number of remaining steps differs if the batch size has changed since the checkpoint.
@@ -35,14 +36,14 @@ def recount_train_iters(run: Runtime) -> None:
         run.train_iters = state.iteration + -(-unread // run.batches.full_global_batch_size)
 
 
-def build_scheduler(run: Runtime) -> OptimizerParamScheduler:
-    """Return the learning rate and weight decay scheduler of ``run.optimizer``.
+def build_scheduler(run: RunContext, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Return the learning rate and weight decay scheduler of ``optimizer``.
 
     Raise ConfigError without --lr.
     """
-    optimizer, scheduler = run.config.optimizer, run.config.scheduler
-    assert run.optimizer is not None, "build_optimizer() has made it"
-    if optimizer.lr is None:
+    asked = run.config.optimizer
+    scheduler = run.config.scheduler
+    if asked.lr is None:
         raise ConfigError("--lr is missing: give the peak learning rate")
     lengths = schedule_lengths(
         scheduler,
@@ -52,15 +53,15 @@ def build_scheduler(run: Runtime) -> OptimizerParamScheduler:
     )
     start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
     return OptimizerParamScheduler(
-        run.optimizer,
+        optimizer,
         init_lr=scheduler.lr_warmup_init,
-        max_lr=optimizer.lr,
-        min_lr=optimizer.min_lr or 0.0,
+        max_lr=asked.lr,
+        min_lr=asked.min_lr or 0.0,
         lr_warmup_steps=lengths.warmup,
         lr_decay_steps=lengths.decay,
         lr_decay_style=scheduler.lr_decay_style,
-        start_wd=optimizer.weight_decay if start is None else start,
-        end_wd=optimizer.weight_decay if end is None else end,
+        start_wd=asked.weight_decay if start is None else start,
+        end_wd=asked.weight_decay if end is None else end,
         wd_incr_steps=lengths.weight_decay_increase,
         wd_incr_style=scheduler.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=scheduler.use_checkpoint_opt_param_scheduler,

@@ -1,4 +1,4 @@
-"""Build tokenizer, model, optimizer and scheduler, between start-up and the training loop."""
+"""Build the parts of a run: context with tokenizer, model, optimizer, scheduler."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from torch import nn
 
 from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
+from megatron.core.diagnostics.timers import Timers
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.extensions.transformer_engine import use_user_buffers
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.param_groups import (
     ParamCondition,
     is_of_head,
     no_weight_decay_on_embeddings,
 )
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.json_collectives import all_gather_json
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.peft.lora import attach_adapters, check_targets, names_in
 from megatron.core.tensor_parallel.overlap import overlap_layers
@@ -32,13 +36,14 @@ from megatron.core.tensor_parallel.quantized_linear import quantizers_of
 from megatron.core.transformer.batch_invariant import TRAINING, make_batch_invariant
 from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
+from megatron.training.config.run import RunConfig
 from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
 from megatron.training.estimates.pipeline_split import resolve_pipeline_split
 from megatron.training.models.registry import build_model_stage, model_kind_of
+from megatron.training.process.phase import in_phase
 from megatron.training.process.rank_print import print_rank_0, ranks_here
-from megatron.training.runtime.phases import in_phase
-from megatron.training.runtime.runtime import Runtime
-from megatron.training.runtime.schedule import build_scheduler
+from megatron.training.runtime.context import RunContext
+from megatron.training.runtime.schedule import build_scheduler, number_of_train_iters
 from megatron.training.tokenizer import (
     TokenizerSpec,
     create_tokenizer,
@@ -50,33 +55,43 @@ from megatron.training.tokenizer.checks import check_vocab
 ModelProvider = Callable[..., nn.Module]
 
 
-def setup_tokenizer(run: Runtime) -> None:
-    """Build the tokenizer, then resolve the padded vocabulary size and the settings that need it.
+def build_context(
+    config: RunConfig, groups: ProcessGroupCollection, *, started_at_s: float
+) -> RunContext:
+    """Build the tokenizer; resolve the padded vocabulary size and the settings that need it.
 
     Collective over all ranks.
     """
-    print_rank_0(f"> building {run.config.tokenizer.tokenizer_type} tokenizer ...")
-    run.tokenizer = create_tokenizer(TokenizerSpec.of(run.config.tokenizer))
-    asked = run.config.tokenizer.padded_vocab_size
-    if asked is not None:
-        run.padded_vocab_size = asked
-        check_vocab(run.tokenizer, asked, run.config.model.tensor_model_parallel_size)
+    batches = NumMicroBatchesCalculator.from_config(config.training, config.data_parallel_size)
+    train_iters = number_of_train_iters(config, batches)
+    print_rank_0(f"> building {config.tokenizer.tokenizer_type} tokenizer ...")
+    tokenizer = create_tokenizer(TokenizerSpec.of(config.tokenizer))
+    padded_vocab_size = config.tokenizer.padded_vocab_size
+    tensor_size = config.model.tensor_model_parallel_size
+    if padded_vocab_size is not None:
+        check_vocab(tokenizer, padded_vocab_size, tensor_size)
     else:
-        vocab_size = run.tokenizer.vocab_size
-        run.padded_vocab_size = pad_vocab_size(
-            vocab_size,
-            run.config.language_model.make_vocab_size_divisible_by,
-            run.config.model.tensor_model_parallel_size,
-        )
-        print_rank_0(padding_message(vocab_size, run.padded_vocab_size))
-    if run.config.model.pipeline_split == "auto":
-        run.config = resolve_pipeline_split(run.config, run.padded_vocab_size)
-        layout = run.config.model.pipeline_model_parallel_layout
+        divisor = config.language_model.make_vocab_size_divisible_by
+        padded_vocab_size = pad_vocab_size(tokenizer.vocab_size, divisor, tensor_size)
+        print_rank_0(padding_message(tokenizer.vocab_size, padded_vocab_size))
+    if config.model.pipeline_split == "auto":
+        config = resolve_pipeline_split(config, padded_vocab_size)
+        layout = config.model.pipeline_model_parallel_layout
         print_rank_0(f" > --pipeline-split auto: --pipeline-model-parallel-layout '{layout}'")
     memory = _least_of_all(device.total_memory(ranks_here()))
-    run.config = resolve_loss_chunks(run.config, run.padded_vocab_size, memory)
-    if (line := chunk_line(run.config, run.padded_vocab_size)) is not None:
+    config = resolve_loss_chunks(config, padded_vocab_size, memory)
+    if (line := chunk_line(config, padded_vocab_size)) is not None:
         print_rank_0(line)
+    return RunContext(
+        config=config,
+        groups=groups,
+        timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option),
+        batches=batches,
+        started_at_s=started_at_s,
+        tokenizer=tokenizer,
+        padded_vocab_size=padded_vocab_size,
+        train_iters=train_iters,
+    )
 
 
 def _least_of_all(number: int) -> int:
@@ -91,8 +106,10 @@ def _least_of_all(number: int) -> int:
 
 @in_phase("building the model")
 @torch.inference_mode(False)  # a script may be inside: it would make parameters without a version
-def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:
-    """Build ``run.model_chunks``: on the device, initialised, in the run's precision.
+def build_model_chunks(
+    run: RunContext, model_provider: ModelProvider, *, wrap: bool = True
+) -> list[nn.Module]:
+    """Return the model chunks of this rank: on the device, initialized, in the run's precision.
 
     ``wrap`` adds the data-parallel wrapper and compilation.  With --init-model-with-meta-device
     each rank allocates only its shard of a fully sharded model.  Every rank must call this: the
@@ -107,36 +124,35 @@ def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: boo
         with torch.device("meta") if on_meta else contextlib.nullcontext():
             for chunk in chunks:
                 attach_adapters(chunk, run.config.adapters.lora)
-    run.adjust_tensor_shapes = getattr(chunks[0], "adjust_tensor_shapes", None)
     for chunk in chunks:
         _initialize(run, chunk)
     _print_number_of_parameters(run, chunks)
-    run.model_chunks = [_wrapped(run, chunk, wrap) for chunk in chunks]
+    chunks = [_wrapped(run, chunk, wrap) for chunk in chunks]
     if run.config.model.batch_invariant_mode:
-        for model in run.model_chunks:
+        for model in chunks:
             make_batch_invariant(model, TRAINING)
     if run.config.model.tp_comm_overlap and device.is_cuda():  # a CPU has announced it
-        _overlap(run)
+        _overlap(run, chunks)
     if wrap:
-        for model in run.model_chunks:
+        for model in chunks:
             compile_layers(model, run.config.model.compile)
             if run.config.model.uses_graphs:
                 assert isinstance(model, DataParallelBase), "_wrapped() made it"
                 model.keep_values()
-        for quantizer in quantizers_of(run.model_chunks):
+        for quantizer in quantizers_of(chunks):
             quantizer.keeps_transposed = ddp.keep_fp8_transpose_cache
     if on_meta:
-        for model in run.model_chunks:
+        for model in chunks:
             _initialize(run, model)
+    return chunks
 
 
-def build_stage(run: Runtime, *, vp_stage: int | None = None, **arguments: Any) -> Any:
+def build_stage(run: RunContext, *, vp_stage: int | None = None, **arguments: Any) -> Any:
     """Build one pipeline stage for this rank.
 
     ``pre_process`` makes it the first stage (with embedding), ``post_process`` the last (with
     output layer); see `ModelImplementation`.
     """
-    assert run.tokenizer is not None, "setup_tokenizer() builds it"
     return build_model_stage(
         run.config,
         vocab_size=run.tokenizer.vocab_size,
@@ -147,7 +163,7 @@ def build_stage(run: Runtime, *, vp_stage: int | None = None, **arguments: Any) 
     )
 
 
-def _overlap(run: Runtime) -> None:
+def _overlap(run: RunContext, chunks: list[nn.Module]) -> None:
     """Let GEMMs overlap with tensor-parallel collectives.  Collective over all ranks."""
     model = run.config.model
     training = run.config.training
@@ -155,8 +171,8 @@ def _overlap(run: Runtime) -> None:
     if not model_kind_of(run.config).has_encoder:
         tokens = run.config.data.seq_length * training.micro_batch_size
         tokens //= model.context_parallel_size
-        of_engine = use_user_buffers(run.model_chunks, model, run.groups.tp, num_tokens=tokens)
-    found = [overlap_layers(x, run.groups.tp, model) for x in run.model_chunks]
+        of_engine = use_user_buffers(chunks, model, run.groups.tp, num_tokens=tokens)
+    found = [overlap_layers(x, run.groups.tp, model) for x in chunks]
     reasons = [reason for overlapped in found for reason in overlapped.reasons]
     if of_engine is not None and not any(overlapped.num_layers for overlapped in found):
         why = "; ".join(dict.fromkeys([of_engine, *reasons]))
@@ -169,14 +185,14 @@ def _overlap(run: Runtime) -> None:
         print_rank_0(f"WARNING: --tp-comm-overlap-cfg is without effect: {of_engine}")
 
 
-def _initialize(run: Runtime, model: nn.Module) -> None:
+def _initialize(run: RunContext, model: nn.Module) -> None:
     """Initialise the parameters that are allocated; those on the meta device are skipped."""
     config = run.config
     initialize_parameters(model, config.training.seed, random=config.model.perform_initialization)
 
 
 def _build_chunk(
-    run: Runtime, model_provider: ModelProvider, chunk: int, *, on_meta: bool
+    run: RunContext, model_provider: ModelProvider, chunk: int, *, on_meta: bool
 ) -> nn.Module:
     stage = run.stages[chunk]
     arguments: dict[str, Any] = {
@@ -201,7 +217,7 @@ def _is_on(model: nn.Module, where: torch.device) -> bool:
     return all(tensor.device == where for tensor in tensors)
 
 
-def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.Module:
+def _wrapped(run: RunContext, model: nn.Module, with_data_parallelism: bool) -> nn.Module:
     """Return ``model`` in the run's precision, optionally in the data-parallel wrapper."""
     config = run.config
     model_config = vars(model).get("config", config.model)  # a user's provider may have changed it
@@ -225,7 +241,7 @@ def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.
     return model
 
 
-def _sums_gradients(run: Runtime) -> bool:
+def _sums_gradients(run: RunContext) -> bool:
     """Return whether fp32 gradients can differ from the 16-bit gradients of one backward pass.
 
     Without accumulation, reduction or scaling they cannot: fp32 would store the same 16-bit values.
@@ -241,7 +257,7 @@ def _sums_gradients(run: Runtime) -> bool:
     )
 
 
-def check_adapter_targets(run: Runtime) -> None:
+def check_adapter_targets(run: RunContext, chunks: Sequence[nn.Module]) -> None:
     """Raise ConfigError if one of --lora-target-modules is no layer of the model.
 
     Collective over all ranks, which have other layers.
@@ -249,20 +265,21 @@ def check_adapter_targets(run: Runtime) -> None:
     config = run.config.adapters.lora
     if config is None:
         return
-    mine = [names_in(chunk, config.targets) for chunk in run.model_chunks]
+    mine = [names_in(chunk, config.targets) for chunk in chunks]
     every = [pair for of_rank in all_gather_json(mine, run.groups.world) for pair in of_rank]
     check_targets(config.targets, every)
 
 
 @in_phase("building the optimizer")
 def build_optimizer(
-    run: Runtime,
+    run: RunContext,
+    chunks: Sequence[nn.Module],
     *,
     no_weight_decay_cond: ParamCondition | None = None,
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
-) -> None:
-    """Build ``run.optimizer`` and ``run.scheduler``.
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Return the optimizer of ``chunks`` and its scheduler.
 
     `make_param_groups` defines the two conditions and ``lr_mult``.
     """
@@ -272,19 +289,19 @@ def build_optimizer(
     head_lr_mult = run.config.scheduler.head_lr_mult
     if lr_mult == 1.0 and head_lr_mult != 1.0:
         lr_mult, scale_lr_cond = head_lr_mult, scale_lr_cond or is_of_head
-    run.optimizer = get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         run.config.optimizer,
-        run.model_chunks,
+        chunks,
         no_weight_decay_cond=no_weight_decay_cond,
         scale_lr_cond=scale_lr_cond,
         lr_mult=lr_mult,
         pg_collection=run.groups,
     )
-    run.optimizer.timers = run.timers
-    run.scheduler = build_scheduler(run)
+    optimizer.timers = run.timers
+    return optimizer, build_scheduler(run, optimizer)
 
 
-def _print_number_of_parameters(run: Runtime, chunks: Sequence[nn.Module]) -> None:
+def _print_number_of_parameters(run: RunContext, chunks: Sequence[nn.Module]) -> None:
     if run.groups.dp.rank() == 0 and run.groups.cp.rank() == 0:
         number = sum(p.numel() for chunk in chunks for p in chunk.parameters())
         tp, pp = run.groups.tp.rank(), run.groups.pp.rank()

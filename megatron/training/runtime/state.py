@@ -33,7 +33,7 @@ class StepResult:
 
 @dataclass
 class TrainState:
-    """Counters of a run.  A sample is a sequence; all fields but ``stop_reason`` are saved."""
+    """Counters of a run.  A sample is a sequence; all fields but the last two are saved."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -42,6 +42,8 @@ class TrainState:
     num_tokens: int = 0
     num_floating_point_operations_so_far: float = 0.0
     stop_reason: str | None = field(default=None, metadata={"saved": False})
+    # Of the program, where a step was rejected.
+    exit_code: int = field(default=0, metadata={"saved": False})
 
     def advance(self, result: StepResult, num_floating_point_operations: float) -> None:
         """Count a finished step."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron.core import device
 from megatron.core.pipeline_parallel.microbatch import StepLosses
 from megatron.core.tensor_parallel.random import get_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 Batch = dict[str, Tensor]
 Passes = Callable[[Iterator[Batch] | None], StepLosses]
@@ -35,6 +36,16 @@ class StepGraph:
         self._batches: list[Batch] = []  # static inputs of the graph
         self._losses = StepLosses()  # static outputs of the graph
         self._grads: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> StepGraph | None:
+        """Return the graph that the flags of a run request, None if they request none."""
+        is_one_graph = config.uses_graphs and not config.captures_layers
+        return (
+            cls(config.cuda_graph_warmup_steps)
+            if is_one_graph and device.records_graphs()
+            else None
+        )
 
     def run(
         self,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.training.process.signals import StopSignal, catch_stop_signal
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.context import RunContext
 
 
 def received_anywhere(stop_signal: StopSignal) -> bool:
@@ -26,7 +26,7 @@ def on_any_rank(flag: bool) -> bool:
     return bool(largest.item())
 
 
-def reason_to_hurry(run: Runtime) -> str | None:
+def reason_to_hurry(run: RunContext) -> str | None:
     """Return why an evaluation must end early, or None; the loop then stops for the same reason.
 
     Collective over all ranks if --exit-duration-in-mins or --exit-signal-handler is given.
@@ -40,7 +40,7 @@ def reason_to_hurry(run: Runtime) -> str | None:
     return None
 
 
-def minutes_over_limit(run: Runtime) -> float | None:
+def minutes_over_limit(run: RunContext) -> float | None:
     """Return the run time in minutes once it exceeds --exit-duration-in-mins, otherwise None.
 
     The result is the same on all ranks: the time of the rank that started first.  Collective over

@@ -13,10 +13,10 @@ import torch
 
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.training.data.loaders import agree_on, chunk_iterators
+from megatron.training.process.phase import in_phase
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.phases import in_phase
-from megatron.training.runtime.runtime import EvalResult, Runtime
 from megatron.training.runtime.stop_requests import reason_to_hurry
+from megatron.training.step.run import EvalResult, ModelRun
 from megatron.training.step.step_result import reduce_losses, sum_losses
 from megatron.training.step.train_step import forward_backward
 
@@ -29,19 +29,19 @@ class Loader(Protocol):
     def __iter__(self) -> Iterator[object]: ...
 
 
-def evaluate_all(run: Runtime, *, is_final: bool = False) -> list[EvalResult]:
+def evaluate_all(run: ModelRun, *, is_final: bool = False) -> list[EvalResult]:
     """Evaluate every validation set from its first sample on.  Collective over all ranks."""
-    several = len(run.valid_loaders) > 1
+    several = len(run.data.valid_loaders) > 1
     results = (
         evaluate(run, loader, set_index=i if several else None, is_final=is_final)
-        for i, loader in enumerate(run.valid_loaders)
+        for i, loader in enumerate(run.data.valid_loaders)
     )
     return [result for result in results if result is not None]
 
 
 @in_phase("evaluation")
 def evaluate(
-    run: Runtime,
+    run: ModelRun,
     loader: Loader | None,
     *,
     split: Literal["validation", "test"] = "validation",
@@ -94,7 +94,7 @@ def evaluate(
     )
 
 
-def _report_non_loss_data(run: Runtime, loader: Loader | None) -> None:
+def _report_non_loss_data(run: ModelRun, loader: Loader | None) -> None:
     """Call the program's ``process_non_loss_data_func`` on the rank with the TensorBoard writer.
 
     Its data comes from the program's ``non_loss_data_func``, or else from one more forward pass
@@ -116,7 +116,7 @@ def _report_non_loss_data(run: Runtime, loader: Loader | None) -> None:
         process(collected, run.state.iteration, writer)
 
 
-def whole_pass_iters(run: Runtime, loader: Loader | None) -> int:
+def whole_pass_iters(run: ModelRun, loader: Loader | None) -> int:
     """Return the number of global batches in a complete pass, an incomplete last one included.
 
     Collective over mp: ranks that do not read data have no loader.

@@ -31,8 +31,8 @@ from megatron.core.rerun_state_machine import (
 )
 from megatron.core.tensor_parallel.random import get_rng_tracker
 from megatron.training.process import exit_report
-from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import ModelRun, TrainingRun
 
 _MODES = {
     "disabled": RerunMode.DISABLED,
@@ -50,7 +50,7 @@ class StepRejected(Exception):
         self.should_checkpoint = should_checkpoint
 
 
-def install_state_machine(run: Runtime) -> None:
+def install_state_machine(run: ModelRun) -> None:
     """Create the state machine of this rank, as the flags request."""
     asked = run.config.resilience
     snapshot = StepSnapshot(run)
@@ -66,7 +66,7 @@ def install_state_machine(run: Runtime) -> None:
     run.rerun = get_rerun_state_machine()
 
 
-def run_step(run: Runtime, step: Callable[[Runtime], StepResult]) -> StepResult:
+def run_step(run: TrainingRun, step: Callable[[TrainingRun], StepResult]) -> StepResult:
     """Return the result of ``step(run)``, which is repeated as the rerun state machine decides.
 
     Collective over all ranks.  Raises StepRejected if the result must not be used.
@@ -76,7 +76,7 @@ def run_step(run: Runtime, step: Callable[[Runtime], StepResult]) -> StepResult:
     run.rerun.current_iteration = run.state.iteration
     result: StepResult | None = None
     with naming_step(number):
-        while run.rerun.should_run_forward_backward(run.train_data):
+        while run.rerun.should_run_forward_backward(run.data.train):
             with suppress(PassRejected):
                 result = step(run)
         end_if_rejected(run)
@@ -84,7 +84,7 @@ def run_step(run: Runtime, step: Callable[[Runtime], StepResult]) -> StepResult:
     return result
 
 
-def end_if_rejected(run: Runtime) -> None:
+def end_if_rejected(run: TrainingRun) -> None:
     """Raise StepRejected if the results of the step must not be used.  Collective over all ranks.
 
     Without --save, which the next start needs, a result that the rerun reproduced raises
@@ -147,7 +147,7 @@ class StepSnapshot:
     Random states, buffers (amax histories, biases and counts of MoE routers), auxiliary losses.
     """
 
-    def __init__(self, run: Runtime) -> None:
+    def __init__(self, run: ModelRun) -> None:
         self._run = run
         self._places: list[tuple[dict[str, Tensor | None], str]] | None = None
         self._buffers: dict[int, _Buffer] = {}  # of the last `save`
@@ -188,8 +188,8 @@ class StepSnapshot:
         _copy([(buffer, states[5][i]) for i, buffer in self._live_buffers()])
         for losses in aux_losses_of(self._run.model_chunks):
             losses.take()
-        assert self._run.optimizer is not None, "a run that trains has one"
-        self._run.optimizer.drop_gradients()
+        if isinstance(self._run, TrainingRun):
+            self._run.optimizer.drop_gradients()
 
     def _live_buffers(self) -> Iterator[tuple[int, Tensor]]:
         if self._places is None:

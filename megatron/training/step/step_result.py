@@ -16,8 +16,8 @@ from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.moe.router import balance_terms, loss_name
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.estimates.flops import tokens_of_a_sample
-from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import TrainingRun
 from megatron.training.step.weight_hash import check_replicas, params_hash
 
 # Result of `MegatronOptimizer.step`: whether updated, gradient norm, number of zeros.
@@ -35,7 +35,7 @@ class GlobalBatch(NamedTuple):
 
 
 def complete_result(
-    run: Runtime, batch: GlobalBatch, reported: list[dict[str, Tensor]], update: Update
+    run: TrainingRun, batch: GlobalBatch, reported: list[dict[str, Tensor]], update: Update
 ) -> StepResult:
     """Return the result of the step.  Collective over all ranks."""
     config = run.config
@@ -51,8 +51,6 @@ def complete_result(
     logs_norm = config.logging.log_params_norm
     interval = config.logging.log_params_hash_interval
     logs_hash = interval is not None and iteration % interval == 0
-    assert run.optimizer is not None, "a run that trains has one"
-    assert run.scheduler is not None, "a run that trains has one"
     learning_rate, decoupled_learning_rate = run.scheduler.current_learning_rates()
     return StepResult(
         losses=losses,
@@ -74,7 +72,7 @@ def complete_result(
 
 
 def _all_losses(
-    run: Runtime, reported: list[dict[str, Tensor]], num_microbatches: int
+    run: TrainingRun, reported: list[dict[str, Tensor]], num_microbatches: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return all losses of the step by key, and the losses of single expert layers.
 
@@ -124,7 +122,7 @@ def _finish(total: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def added_losses(
-    run: Runtime, num_microbatches: int
+    run: TrainingRun, num_microbatches: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return the auxiliary losses of a step by name.  Collective over all ranks.
 
@@ -141,7 +139,7 @@ def added_losses(
 
 
 def _expert_losses(
-    run: Runtime, taken: Taken, num_microbatches: int
+    run: TrainingRun, taken: Taken, num_microbatches: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the mean of each loss over micro-batches, data-parallel ranks and layers.
 

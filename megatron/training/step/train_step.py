@@ -31,13 +31,13 @@ from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
 from megatron.core.transformer.moe.expert_bias import update_expert_biases
 from megatron.training.data.prefetch import read_ahead
 from megatron.training.models.registry import shape_of_microbatch
-from megatron.training.runtime.phases import in_phase
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.process.phase import enter_phase, in_phase
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import ModelRun, TrainingRun
 from megatron.training.step.step_result import GlobalBatch, Update, complete_result
 
 
-def train_step(run: Runtime) -> StepResult:
+def train_step(run: TrainingRun) -> StepResult:
     """Run forward, backward and the parameter update on one global batch.
 
     Collective over all ranks.  The caller is `run_step`, which repeats a step that is rejected; it
@@ -46,7 +46,7 @@ def train_step(run: Runtime) -> StepResult:
     PassRejected, without reruns NonFiniteError; weights that differ between data-parallel ranks
     raise ReplicasDiffer.
     """
-    run.phase = "training"
+    enter_phase("training")
     batch = next_batch(run)
     if batch.is_skipped:
         return complete_result(run, batch, [], (False, None, None))
@@ -58,23 +58,23 @@ def train_step(run: Runtime) -> StepResult:
 
     with _around_passes(run, batch):
         if run.step_graph is None:
-            losses = compute_gradients(run.train_data)
+            losses = compute_gradients(run.data.train)
         else:
             losses = run.step_graph.run(
-                compute_gradients, run.train_data, batch.num_microbatches, run.model_chunks
+                compute_gradients, run.data.train, batch.num_microbatches, run.model_chunks
             )
     update = update_parameters(run, batch)
     return complete_result(run, batch, losses, update)
 
 
-def next_batch(run: Runtime) -> GlobalBatch:
+def next_batch(run: TrainingRun) -> GlobalBatch:
     """Return the sizes of the next global batch; read and drop one that is skipped."""
     consumed = run.state.consumed_train_samples
     size = run.batches.global_batch_size(consumed)
     num_microbatches = run.batches.num_microbatches(consumed)
     is_skipped = run.state.iteration + 1 in run.config.training.iterations_to_skip
     if is_skipped:
-        for data in run.train_data if isinstance(run.train_data, list) else [run.train_data]:
+        for data in run.data.train if isinstance(run.data.train, list) else [run.data.train]:
             if data is not None:  # this rank reads data
                 for _ in range(num_microbatches):
                     next(data)
@@ -88,7 +88,7 @@ def next_batch(run: Runtime) -> GlobalBatch:
 
 
 @contextmanager
-def _around_passes(run: Runtime, batch: GlobalBatch) -> Iterator[None]:
+def _around_passes(run: TrainingRun, batch: GlobalBatch) -> Iterator[None]:
     """Clear the gradients before the passes of a step; prefetch the next micro-batches after them.
 
     The host may then wait for the gradient norm.
@@ -98,22 +98,21 @@ def _around_passes(run: Runtime, batch: GlobalBatch) -> Iterator[None]:
     timer = timed(run.timers, "forward-backward", log_level=1, barrier=barrier)
     with timer, straggler.stopwatch.section(straggler.PASSES):
         yield
-        read_ahead(run.train_data, batch.num_microbatches if run.step_graph is not None else 1)
+        read_ahead(run.data.train, batch.num_microbatches if run.step_graph is not None else 1)
     if run.config.training.empty_unused_memory_level >= 1:
         device.empty_cache()
 
 
-def clear_gradients(run: Runtime) -> None:
+def clear_gradients(run: TrainingRun) -> None:
     """Clear all gradients of the step before."""
     for chunk in _wrapped(run.model_chunks):
         chunk.zero_grad_buffer()
-    assert run.optimizer is not None, "a run that trains has one"
     run.optimizer.zero_grad()
 
 
 @in_phase("forward and backward passes")
 def forward_backward(
-    run: Runtime,
+    run: ModelRun,
     data_iterator: object,
     num_microbatches: int,
     *,
@@ -128,10 +127,10 @@ def forward_backward(
     """
     check = _loss_check(run)
     hooks = hooks or StepHooks(
-        grad_scale_func=partial(_scaled_loss, run) if run.optimizer is not None else None,
+        grad_scale_func=partial(_scaled_loss, run) if isinstance(run, TrainingRun) else None,
         loss_check_func=check,
-        pass_func=partial(_begin_pass, run),
-        loss_share=run.loss_share,
+        pass_func=_begin_pass,
+        loss_share=run.objective.loss_share,
         timers=None if forward_only else run.timers,  # evaluation is not training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )
@@ -146,7 +145,6 @@ def forward_backward(
         decoder_seq_length=run.config.data.decoder_seq_length,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
-        adjust_tensor_shapes_fn=run.adjust_tensor_shapes,
         config=run.config.model,
         groups=run.groups,
         hooks=hooks,
@@ -157,7 +155,7 @@ def forward_backward(
 
 
 @in_phase("gradient reduction")
-def reduce_gradients(run: Runtime, losses: StepLosses) -> None:
+def reduce_gradients(run: TrainingRun, losses: StepLosses) -> None:
     """Reduce the gradients to those of the global batch.  Collective over all ranks.
 
     Also updates the biases of MoE routers and the amax histories.
@@ -172,18 +170,16 @@ def reduce_gradients(run: Runtime, losses: StepLosses) -> None:
 
 
 @in_phase("parameter update")
-def update_parameters(run: Runtime, batch: GlobalBatch) -> Update:
+def update_parameters(run: TrainingRun, batch: GlobalBatch) -> Update:
     """Update the parameters and advance the learning rate.  Collective over all ranks.
 
     Returns and raises as `MegatronOptimizer.step`.
     """
-    assert run.optimizer is not None, "a run that trains has one"
-    assert run.scheduler is not None, "a run that trains has one"
     barrier = run.config.optimizer.barrier_with_L1_time
     timer = timed(run.timers, "optimizer", log_level=1, barrier=barrier)
     with timer, straggler.stopwatch.section(straggler.OPTIMIZER):
-        if run.pending_save is not None:
-            run.pending_save.wait_for_copies()  # of the values that the update changes
+        if run.checkpoints.pending is not None:
+            run.checkpoints.pending.wait_for_copies()  # of the values that the update changes
         update = run.optimizer.step()
     is_updated, _, _ = update
     if is_updated:
@@ -202,15 +198,14 @@ def _wrapped(chunks: Iterable[nn.Module]) -> Iterator[DataParallelBase]:
         yield chunk
 
 
-def _scaled_loss(run: Runtime, loss: Tensor) -> Tensor:
+def _scaled_loss(run: TrainingRun, loss: Tensor) -> Tensor:
     """Return ``loss`` times the loss scale, to call backward on."""
     if fault_point("step.gradient", step=run.state.iteration + 1) == "nan":
         loss = loss * float("nan")
-    assert run.optimizer is not None, "a run that trains has one"
     return run.optimizer.scale_loss(loss)
 
 
-def _loss_check(run: Runtime) -> LossCheck | None:
+def _loss_check(run: ModelRun) -> LossCheck | None:
     for_nan = run.config.ddp.check_for_nan_in_grad
     for_spikes = run.config.resilience.check_for_spiky_loss
     if not (for_nan or for_spikes):
@@ -218,5 +213,5 @@ def _loss_check(run: Runtime) -> LossCheck | None:
     return LossCheck(run.rerun, for_nan=for_nan, for_spikes=for_spikes)
 
 
-def _begin_pass(run: Runtime, kind: PassKind) -> None:
-    run.phase = f"{kind} pass"
+def _begin_pass(kind: PassKind) -> None:
+    enter_phase(f"{kind} pass")

@@ -6,6 +6,7 @@ import argparse
 import copy
 import pickle
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +21,13 @@ from megatron.training.arguments.validated import resolve_args
 from megatron.training.compat import global_vars
 from megatron.training.config.run import RunConfig
 from megatron.training.runtime.flat_namespace import legacy_namespace
-from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import TrainState
+from megatron.training.step.run import TrainingRun
 from tests.unit.arguments.commands import argv, run_of
 from tests.unit.small_run import small_run
 
 
-def run_with_tokenizer(config: RunConfig, **settings: Any) -> Runtime:
+def run_with_tokenizer(config: RunConfig, **settings: Any) -> TrainingRun:
     """A run of 10 iterations whose tokenizer has 100 tokens, padded to 128."""
     tokenizer = SimpleNamespace(vocab_size=100)
     return small_run(config, **{"padded_vocab_size": 128, "tokenizer": tokenizer, **settings})
@@ -108,15 +109,19 @@ def test_a_copy_may_be_written(make: Any) -> None:
 
 
 def test_get_args_is_one_object_whose_counters_are_current() -> None:
-    run = run_with_tokenizer(run_of(""), train_iters=0, padded_vocab_size=0)
+    run = run_with_tokenizer(run_of(""), train_iters=0)
     global_vars.set_run(run)
     try:
         args = global_vars.get_args()
-        assert (args.iteration, args.padded_vocab_size, args.train_iters) == (0, None, 10)
-        run.state.iteration, run.train_iters, run.padded_vocab_size = 5, 12, 128
+        assert (args.iteration, args.padded_vocab_size, args.train_iters) == (0, 128, 10)
+        run.state.iteration, run.train_iters = 5, 12
         assert global_vars.get_args() is args
         assert (args.iteration, args.curr_iteration) == (5, 5)
-        assert (args.padded_vocab_size, args.train_iters) == (128, 12)
+        assert args.train_iters == 12
+        extended = replace(run, train_iters=13)
+        global_vars.set_run(extended)
+        assert global_vars.get_args() is args
+        assert args.train_iters == 13
         other = run_with_tokenizer(run_of("--seed 5"))
         global_vars.set_run(other)
         assert global_vars.get_args().seed == 5

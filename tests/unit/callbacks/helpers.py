@@ -7,8 +7,8 @@ from typing import Any
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
-from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
+from megatron.training.step.run import TrainingRun
 from tests.unit.small_run import small_run
 
 TINY_GPT = (
@@ -23,20 +23,20 @@ def run_config(flags: str = "", world_size: int = 1) -> RunConfig:
     return resolve(parse_args(argv=f"{TINY_GPT} {flags}".split()), world_size)
 
 
-class OneRank(Runtime):
-    """A Runtime of one rank, without process groups: it is rank 0 and computes the loss."""
+class OneRank(TrainingRun):
+    """A TrainingRun of one rank, without process groups: it is rank 0 and computes the loss."""
 
     is_rank_0 = True
     is_last_loss_rank = True
 
 
 def fake_run(flags: str = "", **changes: Any) -> Any:
-    """Return a Runtime of one rank without torch.distributed, models or data.
+    """Return a TrainingRun of one rank without torch.distributed, models or data.
 
     ``changes``: attributes to set.
     """
     config = run_config(flags)
-    run = OneRank(**(vars(small_run(config)) | {"padded_vocab_size": 512}))
+    run = OneRank(**vars(small_run(config, padded_vocab_size=512)))
     for name, value in changes.items():
         setattr(run, name, value)
     return run

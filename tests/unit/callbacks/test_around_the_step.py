@@ -28,8 +28,8 @@ from megatron.training.callbacks.progress_log import ProgressLog, SeriesStart, s
 from megatron.training.callbacks.sync import TrainSync
 from megatron.training.process.signals import StopSignal
 from megatron.training.runtime import stop_requests
-from megatron.training.runtime.runtime import CallbackList, CheckpointEvent
 from megatron.training.runtime.stop_requests import minutes_over_limit
+from megatron.training.step.run import CallbackList, CheckpointEvent
 from tests.unit.callbacks.helpers import fake_run, step_result
 
 

@@ -25,7 +25,7 @@ from megatron.training.callbacks.records import EvalRecord, Sink, SinkList, Step
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink
 from megatron.training.estimates.peak_flops import Peak
-from megatron.training.runtime.runtime import CallbackList, EvalResult
+from megatron.training.step.run import CallbackList, EvalResult
 from tests.log_parser import TrainingLine, ValidationLine, parse_log
 from tests.unit.callbacks.helpers import fake_run, run_config, step_result
 

@@ -23,7 +23,7 @@ from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.profiler import MemoryHistory
 from megatron.training.callbacks.straggler import gpu_reader, report
-from megatron.training.runtime.runtime import Callback, CallbackList, CheckpointEvent
+from megatron.training.step.run import Callback, CallbackList, CheckpointEvent
 from tests.unit.callbacks.helpers import fake_run, step_result
 from tests.unit.callbacks.test_tensorboard import log_steps
 

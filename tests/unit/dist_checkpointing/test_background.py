@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.params.param_info import ParamInfo
+from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.step import train_step
 from tests.unit.arguments.commands import run_of
 from tests.unit.dist_checkpointing.tiny import global_tensors, names_in, records, shares
@@ -127,7 +128,8 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
         wait()
 
     saving.wait_for_copies = open_and_wait
-    run = small_run(run_of(), pending_save=saving, optimizer=optimizer, scheduler=object())
+    saves = Checkpointer(pending=saving)
+    run = small_run(run_of(), checkpoints=saves, optimizer=optimizer, scheduler=object())
     train_step.update_parameters(run, train_step.next_batch(run))
     assert steps == [True]
     weight.zero_()

@@ -24,7 +24,7 @@ from megatron.training.fault_tolerance.heartbeat import (
     Limits,
     read_heartbeats,
 )
-from megatron.training.runtime.runtime import CallbackList
+from megatron.training.step.run import CallbackList
 from tests.ranks import run_virtual_ranks
 from tests.unit.callbacks.helpers import fake_run, step_result
 

@@ -18,8 +18,7 @@ from megatron.training.startup_log import (
     print_layout,
 )
 from tests.unit.arguments.commands import run_of
-from tests.unit.callbacks.helpers import fake_run, run_config
-from tests.unit.small_run import small_run
+from tests.unit.callbacks.helpers import run_config
 
 
 def test_arguments_stand_in_alphabetical_order_with_dots_to_column_48(
@@ -55,7 +54,7 @@ def test_a_moment_is_printed_with_its_label(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_layout_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    print_layout(fake_run())
+    print_layout(run_config())
     assert capsys.readouterr().out == (
         "using world size: 1, data-parallel size: 1, context-parallel size: 1, "
         "hierarchical context-parallel sizes: None, tensor-model-parallel size: 1, "
@@ -69,7 +68,7 @@ def test_each_exchange_of_a_divided_sequence_names_what_computes_it(
 ) -> None:
     words = "--context-parallel-size 2 --cp-comm-type p2p a2a allgather p2p --attention-dropout 0"
     config = run_of(words + " --seq-length 128", world_size=2)
-    print_attention_backends(small_run(config))
+    print_attention_backends(config)
     tables = capsys.readouterr().out.split("attention backends with ")[1:]
     chosen = {
         table.split(":")[0]: [line.split()[0] for line in table.splitlines() if "chosen" in line]
@@ -112,7 +111,7 @@ def test_the_table_of_a_gpu_names_the_kernel_of_windows_and_masks(
     words = f"{flags} --bf16 --attention-dropout 0 --kv-channels 64 --transformer-impl local"
     config = run_of(words, 2 if "context" in flags else 1)
     with device.simulate_device("cuda"):
-        print_attention_backends(small_run(config))
+        print_attention_backends(config)
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
     assert rows[name] == reason
 
@@ -121,7 +120,7 @@ def test_the_kernels_of_a_batch_invariant_forward_pass_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = "--batch-invariant-mode --attention-dropout 0 --hidden-dropout 0"
-    print_attention_backends(small_run(run_of(words)))
+    print_attention_backends(run_of(words))
     forward, backward = capsys.readouterr().out.splitlines()[:2]
     assert forward.endswith("kernels of generation (--batch-invariant-mode); backward passes:")
     assert backward == "attention backends:"
@@ -138,12 +137,11 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
     flags = "--no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion"
     flags += " --no-bias-dropout-fusion --bf16"
     config = run_of(f"--swiglu --position-embedding-type rope {flags}")
-    run = small_run(config)
-    print_fused_operations(run)
-    print_fused_operations(run)
+    print_fused_operations(config)
+    print_fused_operations(config)
     monkeypatch.setattr(device, "launches_kernels", lambda where: True)
-    print_fused_operations(run)
-    print_fused_operations(run)
+    print_fused_operations(config)
+    print_fused_operations(config)
     assert capsys.readouterr().out.splitlines() == [
         "fused operations: kernels in C++",
         "    not fused: gated activation (--no-bias-swiglu-fusion)",
@@ -170,7 +168,7 @@ def test_a_format_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_attention_of_an_image_encoder_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--model-kind vlm --vision-hidden-size 48 --vision-num-attention-heads 6"
-    print_attention_backends(small_run(run_config(flags)))
+    print_attention_backends(run_config(flags))
     lines = capsys.readouterr().out.splitlines()
     own = lines.index("attention backends:")
     encoder = "attention backends of the image encoder:"

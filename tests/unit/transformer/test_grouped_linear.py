@@ -32,9 +32,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.training.startup_log import print_expert_waits
 from tests import tolerances
-from tests.unit.callbacks.helpers import run_config
 from tests.unit.one_process import one_process_groups, one_rank, tiny_config
-from tests.unit.small_run import small_run
 
 OUT, IN = 24, 16
 COUNTS = {"uneven": (3, 0, 7, 2), "first empty": (0, 5, 1, 1), "no rows": (0, 0, 0, 0)}
@@ -262,7 +260,7 @@ def test_the_reason_for_waits_is_reported(monkeypatch, capsys, changes, has_kern
     monkeypatch.setattr(device, "multiplies_fp8", lambda where: True)
     found = object() if has_kernels else None
     monkeypatch.setattr(kernels, "find", lambda name, *tensors: found)
-    print_expert_waits(small_run(run_config(""), model_chunks=[layer]))
+    print_expert_waits([layer])
     said = capsys.readouterr().out
     start = "WARNING: the host waits in each MoE layer for the number of tokens of each expert: "
     assert said == ("" if reason is None else f"{start}{reason}\n")

@@ -1,0 +1,301 @@
+"""Save and load a run: model, optimizer, scheduler, random states, counters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, cast
+
+from megatron.core.config.value_types import Arguments
+from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.core.dist_checkpointing.background import (
+    BackgroundSave,
+    HostBuffer,
+    Worker,
+    finish_apart,
+    start_in_thread,
+)
+from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
+from megatron.core.dist_checkpointing.mapping import SavePlan
+from megatron.core.dist_checkpointing.serialization import SaveFailed, SaveResult
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.run_store import RunStore
+from megatron.core.peft.lora import store_base
+from megatron.core.tensor_parallel.frozen_weight import StoredFormat
+from megatron.training.arguments.config_file import write_config
+from megatron.training.checkpointing.base_model import identify
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
+from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.non_persistent import keeps_parts, transient
+from megatron.training.checkpointing.save import (
+    announce_memory,
+    begin_save,
+    contents_of,
+    finish_save,
+    log_saved,
+    save_local_run,
+    save_run,
+)
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.process import exit_report
+from megatron.training.process.phase import in_phase
+from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime.context import RunContext
+from megatron.training.runtime.flat_namespace import legacy_namespace
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent:
+    """Event in the life of a checkpoint.  --async-save uses ``scheduled`` and ``finalized``.
+
+    ``stall_s`` is the time in seconds for which training stopped.
+    """
+
+    kind: Literal["saved", "scheduled", "finalized", "deleted"]
+    iteration: int
+    stall_s: float = 0.0
+
+
+@dataclass
+class Checkpointer:
+    """Saves and loads the checkpoints of a run; holds what outlives one save.
+
+    All methods but `finish_at_failure` and `abandon` are collective over all ranks.  ``parts`` are
+    the objects that are saved or loaded.  What happens to checkpoints is appended to ``events``,
+    for the callbacks of the run.
+    """
+
+    loaded_from: str | None = None  # folder of the checkpoint that the run began with
+    started_from: str | None = None  # folder of the weights that the run started from
+    adapter_base: Arguments | None = None  # what checkpoints of adapters say about their base
+    saved_at: int | None = None  # iteration of the newest checkpoint of this run
+    pending: BackgroundSave | None = None  # with --async-save
+    failed_saves: int = 0  # consecutive
+    events: list[CheckpointEvent] = field(default_factory=list)
+    _snapshot_memory: HostBuffer = field(default_factory=HostBuffer)
+    _worker: Worker | None = None  # with --use-persistent-ckpt-worker
+    _plan: SavePlan | None = None  # with --ckpt-assume-constant-structure
+
+    @in_phase("loading a checkpoint")
+    def load(self, run: RunContext, parts: RunParts) -> None:
+        """Load ``parts`` and the counters of ``run``.
+
+        Without --load and --pretrained-checkpoint nothing is loaded.
+        """
+        run.timers("load-checkpoint", log_level=0).start(barrier=True)
+        loaded = load_run(run.config.checkpoint, parts)
+        if run.config.checkpoint.non_persistent_ckpt_type == "in_memory":
+            announce_memory(run.config.checkpoint, parts)
+        run.timers("load-checkpoint").stop(barrier=True)
+        if run.config.adapters.lora is not None:
+            base = loaded.base if loaded is not None else identify(parts, None)
+            self.adapter_base = None if base is None else base.arguments
+            if (base_dtype := run.config.adapters.lora_base_dtype) is not None:
+                store_base(parts.model_chunks, cast(StoredFormat, base_dtype))
+        if loaded is None:
+            return
+        self.started_from = loaded.started_from
+        run.timers.log(["load-checkpoint"])
+        run.state.load(dict(loaded.counters))
+        run.objective.saved = loaded.objective_state
+        self.loaded_from = loaded.folder
+        exit_report.note(loaded_iteration=loaded.iteration, iteration=loaded.iteration)
+        if loaded.iteration > 0 or not run.config.checkpoint.moe_use_upcycling:
+            self.saved_at = run.state.iteration
+        # The learning rate follows the consumed samples even if no scheduler state was loaded.
+        if parts.scheduler is not None and not loaded.has_schedule and run.state.iteration > 0:
+            parts.scheduler.step(run.state.consumed_train_samples)
+
+    def save(
+        self,
+        run: RunContext,
+        parts: RunParts,
+        *,
+        is_last: bool = False,
+        is_transient: bool = False,
+    ) -> None:
+        """Save a checkpoint of this step; with --async-save, start to save it in the background.
+
+        After a failed save training continues with a warning, unless more than
+        --ckpt-max-failed-saves failed in a row.  ``is_last``: wait for the save, and raise
+        SaveFailed if it fails.  ``is_transient``: a non-persistent checkpoint
+        (--non-persistent-save-interval), which has its own directory.
+        """
+        config = run.config.checkpoint
+        is_local = is_transient and keeps_parts(config)
+        in_background = bool(config.async_save) and not is_last and not is_local
+        if is_transient:
+            config = transient(config)
+        iteration = run.state.iteration
+        failure: SaveFailed | None = None
+        began_s = time.perf_counter()
+        run.timers("save-checkpoint", log_level=0).start(barrier=True)
+        self.wait(run)
+        fault_point("save.before", step=iteration)
+        try:
+            saved = self._save(run, parts, config, in_background, is_local)
+        except SaveFailed as error:
+            failure = error
+        run.timers("save-checkpoint").stop(barrier=True)
+        run.timers.log(["save-checkpoint"])
+        stall_s = time.perf_counter() - began_s
+        if failure is not None:
+            if is_last:
+                raise failure
+            self._go_on_after(failure, run)
+            return
+        if not is_transient:
+            self.saved_at = iteration
+        if saved is None:
+            event = CheckpointEvent(kind="scheduled", iteration=iteration, stall_s=stall_s)
+            self.events.append(event)
+        else:
+            self._note(saved, CheckpointEvent(kind="saved", iteration=iteration, stall_s=stall_s))
+
+    @in_phase("saving a checkpoint")
+    def _save(
+        self,
+        run: RunContext,
+        parts: RunParts,
+        config: CheckpointConfig,
+        in_background: bool,
+        is_local: bool,
+    ) -> SaveResult | None:
+        """Save and return the result; None if the save continues in the background."""
+        contents = contents_of(
+            config,
+            self._with_origin(run, parts),
+            run.state.to_dict(),
+            asked=_asked(run, config),
+            write_config=lambda path: write_config(run.config, path),
+        )
+        if is_local:
+            return save_local_run(config, contents, run.groups)
+        if config.ckpt_assume_constant_structure:
+            self._plan = self._plan or SavePlan()
+        begun = begin_save(config, contents, run.groups, self._plan)
+        if not in_background:
+            return finish_save(begun, run.groups)
+        start = start_in_thread
+        if config.use_persistent_ckpt_worker:
+            self._worker = self._worker or Worker()
+            start = self._worker.start
+        self.pending = BackgroundSave(begun, self._snapshot_memory, run.groups.world, start)
+        print_rank_0(
+            f"  scheduled an async checkpoint save at iteration {begun.iteration:7d} "
+            f"to {config.save}"
+        )
+        return None
+
+    def convert(self, run: RunContext, parts: RunParts) -> None:
+        """Save the loaded run in the format of --ckpt-convert-format."""
+        options = run.config.checkpoint
+        assert options.ckpt_convert_format is not None
+        assert options.ckpt_convert_save is not None
+        target = replace(
+            options,
+            save=str(Path(options.ckpt_convert_save) / options.ckpt_convert_format),
+            ckpt_format=options.ckpt_convert_format,
+        )
+        parts = self._with_origin(run, parts)
+        save_run(target, parts, run.state.to_dict(), asked=_asked(run, target))
+        print_rank_0(f"> converted checkpoint: {options.load} -> {target.save}")
+
+    def poll(self, run: RunContext) -> None:
+        """Process a background save that has finished."""
+        self._ask(run, BackgroundSave.poll)
+
+    def wait(self, run: RunContext) -> None:
+        """Wait for the background save, if there is one."""
+        self._ask(run, BackgroundSave.wait)
+
+    def finish_at_failure(self, groups: ProcessGroupCollection, store: RunStore) -> None:
+        """Finish the pending save after an exception has ended the run, and log the result.
+
+        Not collective: every rank calls it, at whatever point it has stopped.
+        """
+        world = groups.world
+        try:
+            saved = finish_apart(self.pending, store, world.rank(), world.size())
+        except (SaveFailed, RuntimeError, AssertionError) as error:  # AssertionError: thread failed
+            if self.pending is not None:
+                print_rank_0(
+                    f"WARNING: the pending checkpoint of iteration {self.pending.iteration} is "
+                    f"lost: {error}"
+                )
+            return
+        if saved is not None:
+            exit_report.note(saved_iteration=saved.iteration)
+            log_saved(groups, saved)
+
+    def abandon(self) -> None:
+        """Wait until this rank's threads no longer write a pending save, which is lost.
+
+        For a run that continues in the same process.  Not collective.
+        """
+        if self.pending is not None:
+            self.pending.abandon()
+        if self._worker is not None:
+            self._worker.close()
+
+    def _ask(self, run: RunContext, how: Callable[[BackgroundSave], SaveResult | None]) -> None:
+        pending = self.pending
+        if pending is None:
+            return
+        try:
+            saved = how(pending)
+        except SaveFailed as error:
+            self.pending = self.saved_at = None
+            self._go_on_after(error, run)
+            return
+        if saved is not None:
+            self.pending = None
+            log_saved(run.groups, saved)
+            waited_s = pending.waited_s
+            event = CheckpointEvent(kind="finalized", iteration=pending.iteration, stall_s=waited_s)
+            self._note(saved, event)
+
+    def _note(self, saved: SaveResult, event: CheckpointEvent) -> None:
+        self.failed_saves = 0
+        exit_report.note(saved_iteration=event.iteration)
+        self.events.append(event)
+        self.events += [CheckpointEvent(kind="deleted", iteration=i) for i in saved.deleted]
+
+    def _go_on_after(self, error: SaveFailed, run: RunContext) -> None:
+        """Warn of a failed save; all ranks call this alike.
+
+        Raises SaveFailed if more than --ckpt-max-failed-saves failed in a row.
+        """
+        self.failed_saves += 1
+        limit = run.config.checkpoint.ckpt_max_failed_saves
+        if self.failed_saves > limit:
+            raise SaveFailed(
+                f"{error}; it is failed save {self.failed_saves} in a row and "
+                f"--ckpt-max-failed-saves is {limit}"
+            )
+        print_rank_0(
+            f"WARNING: {error}; training goes on: it is failed save {self.failed_saves} in a row, "
+            f"--ckpt-max-failed-saves is {limit}"
+        )
+
+    def _with_origin(self, run: RunContext, parts: RunParts) -> RunParts:
+        """Return ``parts`` with the weights that the run began with, and the objective's state."""
+        return replace(
+            parts,
+            base=self.adapter_base,
+            started_from=self.started_from,
+            objective_state=run.objective.saved,
+        )
+
+
+def _asked(run: RunContext, options: CheckpointConfig) -> Arguments:
+    """Return the parsed command line; for Megatron-LM's formats with its derived arguments."""
+    if not FORMATS[options.ckpt_format].is_foreign:
+        return run.config.asked
+    # Functions are omitted: their text would contain an address of this process.
+    values = vars(legacy_namespace(run))
+    asked = {name: value for name, value in values.items() if not callable(value)}
+    return asked | {TRUE_VOCAB_SIZE: run.tokenizer.vocab_size}
