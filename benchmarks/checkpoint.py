@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.background import BackgroundSave, HostBuffer
+from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.local import Replication, save_local
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.reader import CheckpointReader, StoredPiece
@@ -149,8 +150,8 @@ class Contest:
         options = {"checkpoint_id": self.folder / "dcp"}
         return options if self.ranks > 1 else {**options, "no_dist": True}
 
-    def contents(self) -> serialization.Contents:
-        return serialization.Contents(tensors=self.tensors(self.values))
+    def contents(self) -> Contents:
+        return Contents(tensors=self.tensors(self.values))
 
     def save_ours(self) -> None:
         serialization.save(self.folder / "ours", 1, self.contents(), self.group)

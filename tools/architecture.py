@@ -251,7 +251,7 @@ PARAMETER_TO_CHECKPOINT = _in(
             _in(f"{_CORE}/dist_checkpointing/serialization.py", "write"),
             _in(
                 f"{_CORE}/dist_checkpointing/serialization.py",
-                "publish",
+                "complete",
                 _in(f"{_CORE}/dist_checkpointing/commit.py", "publish"),
             ),
         ),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
-from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
+from megatron.core.dist_checkpointing.formats import FORMATS, Contents, open_reader
 from megatron.core.dist_checkpointing.local import find_local, load_local, part_root
 from megatron.core.dist_checkpointing.manifest import (
     INDEX,
@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.manifest import (
     write_manifest,
 )
 from megatron.core.dist_checkpointing.mapping import ParamInfo, ShardedTensor, from_param
-from megatron.core.dist_checkpointing.serialization import Contents, load, save
+from megatron.core.dist_checkpointing.serialization import load, save
 from megatron.training.checkpointing.checkpoint_tensors import rng_state
 from megatron.training.checkpointing.paths import check_common, check_rank_state
 from tests.file_fuzz.mutations import (

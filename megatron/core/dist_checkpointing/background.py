@@ -43,9 +43,9 @@ from megatron.core.dist_checkpointing.serialization import (
     PendingSave,
     SaveResult,
     Verdict,
+    complete,
     conclude,
     not_written,
-    publish,
     write,
 )
 from megatron.core.parallel.json_collectives import gather_json, is_so_everywhere
@@ -148,7 +148,7 @@ class BackgroundSave:
         self._group = group
         self._copied = threading.Event()
         self._writing = _begin(partial(self._copy_and_write, buffer, device.side_stream()), start)
-        self._publishing: Future[Verdict | None] | None = None
+        self._completing: Future[Verdict | None] | None = None
 
     def wait_for_copies(self) -> None:
         """Wait until the tensors are copied and the optimizer may change them.  Not collective."""
@@ -161,13 +161,13 @@ class BackgroundSave:
 
         Raises SaveFailed on every rank if any rank failed: then nothing was published.
         """
-        if not is_so_everywhere((self._publishing or self._writing).done(), self._group):
+        if not is_so_everywhere((self._completing or self._writing).done(), self._group):
             return None
-        if self._publishing is not None:
-            return conclude(self._begun, _result(self._publishing), self._group)
+        if self._completing is not None:
+            return conclude(self._begun, _result(self._completing), self._group)
         reports = gather_json(_result(self._writing), self._group)
-        self._publishing = _begin(
-            lambda: None if reports is None else publish(self._begun, reports), self._start
+        self._completing = _begin(
+            lambda: None if reports is None else complete(self._begun, reports), self._start
         )
         return None
 
@@ -175,40 +175,37 @@ class BackgroundSave:
         """Wait for the checkpoint to be published.  Collective.  Raises as `poll` does."""
         while True:
             futures.wait([self._writing])
-            if self._publishing is not None:
-                futures.wait([self._publishing])
+            if self._completing is not None:
+                futures.wait([self._completing])
             saved = self.poll()
             if saved is not None:
                 return saved
 
-    @property
-    def is_written(self) -> bool:
-        """Whether all ranks have written their files, so that only rank 0 has work left."""
-        return self._publishing is not None
-
-    def written(self, beat: Callable[[], object]) -> JsonObject:
-        """Wait for this rank's `write` and return its report.  Not collective."""
-        return _result(self._writing, beat)
-
-    def publish_apart(
-        self, reports: Callable[[], list[JsonObject | None]], beat: Callable[[], object]
-    ) -> Verdict | None:
-        """Publish on rank 0 and return its verdict; ``reports()`` returns each rank's `written`."""
-        if self._publishing is None:
-            absent = not_written(RuntimeError("it had no pending save"))
-            all_reports = [report or absent for report in reports()]
-            self._publishing = _begin(partial(publish, self._begun, all_reports), self._start)
-        return _result(self._publishing, beat)
-
-    def conclude_apart(self, verdict: Verdict) -> SaveResult:
-        """Return the result of a verdict, or raise SaveFailed.  Not collective."""
-        return conclude(self._begun, verdict, None)
+    def finish_apart(self, store: RunStore, rank: int, world_size: int) -> SaveResult | None:
+        """Complete the save through ``store``; see `finish_apart`."""
+        if self._completing is None and store.add(LOST_RANKS, 0):
+            raise RuntimeError("a rank has ended before it has written its part")
+        beat = partial(store.add, f"{_APART}/beats", 1)
+        _put(store, str(rank), _result(self._writing, beat))
+        if rank == 0:
+            verdict = None
+            try:
+                if self._completing is None:
+                    absent = not_written(RuntimeError("it had no pending save"))
+                    found = _wait_for_values(store, *map(str, range(world_size)))
+                    reports = [report or absent for report in found]
+                    self._completing = _begin(partial(complete, self._begun, reports), self._start)
+                verdict = _result(self._completing, beat)
+            finally:  # also after an error, so that no rank waits for the verdict
+                _put(store, "verdict", verdict)
+        (verdict,) = _wait_for_values(store, "verdict")
+        return verdict and conclude(self._begun, verdict, None)
 
     def abandon(self) -> None:
         """Wait until the threads of this rank have ended.  Not collective."""
         futures.wait([self._writing])
-        if self._publishing is not None:
-            futures.wait([self._publishing])
+        if self._completing is not None:
+            futures.wait([self._completing])
 
     def _copy_and_write(self, buffer: HostBuffer, stream: device.Stream | None) -> JsonObject:
         device.use_in_this_thread()
@@ -230,23 +227,12 @@ def finish_apart(
     Not collective: every surviving rank calls it, whatever the others do.  Raises SaveFailed, and
     RuntimeError if a rank or the store is lost.
     """
-    if pending is not None and not pending.is_written and store.add(LOST_RANKS, 0):
-        raise RuntimeError("a rank has ended before it has written its part")
-    beat = partial(store.add, f"{_APART}/beats", 1)
-    _put(store, str(rank), None if pending is None else pending.written(beat))
+    if pending is not None:
+        return pending.finish_apart(store, rank, world_size)
+    _put(store, str(rank), None)
     if rank == 0:
-        verdict = None
-        try:
-            if pending is not None:
-                verdict = pending.publish_apart(
-                    lambda: _wait_for_values(store, *map(str, range(world_size))), beat
-                )
-        finally:  # also after an error, so that no rank waits for the verdict
-            _put(store, "verdict", verdict)
-    if pending is None:
-        return None
-    (verdict,) = _wait_for_values(store, "verdict")
-    return verdict and pending.conclude_apart(verdict)
+        _put(store, "verdict", None)
+    return None
 
 
 def _put(store: RunStore, name: str, value: JsonObject | Verdict | None) -> None:

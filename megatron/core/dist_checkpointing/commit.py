@@ -3,7 +3,7 @@
 No torch; one process (rank 0) runs it.  The steps, and the checkpoint that loads after a kill
 following each of them:
 
-0. claim a token, once per run and directory             the previous checkpoint
+0. claim a token, once per run and directory                          the previous checkpoint
 1. sweep leftovers, check free space, make ``iter_N.tmp-{attempt}``   the previous one
 2. all ranks write and fsync their files in it                        the previous one
 3. rank 0 adds its files and the manifest, all fsynced                the previous one
@@ -114,7 +114,7 @@ def claim(root: Path) -> str:
     return _claimed[key]
 
 
-def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
+def create_folder(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
     """Sweep leftovers and create the temporary folder of a save (step 1).
 
     ``attempt`` is the result of `claim`.  Raises OSError, and CheckpointError if the file system

@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.manifest import (
     METADATA,
     Common,
     FileEntry,
+    Layout,
     PieceEntry,
     TensorEntry,
     json_object,
@@ -85,16 +86,35 @@ def files_of(reports: Iterable[RankReport]) -> dict[str, FileEntry]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Contents:
+    """One rank's contents of a checkpoint.  ``common`` and the fields after it: rank 0 only.
+
+    ``write_config(path)`` writes the resolved configuration to ``path``.
+    """
+
+    tensors: Sequence[ShardedTensor]
+    rank_state: JsonObject | None = None
+    common: Common = field(default_factory=dict)
+    layout: Layout = field(default_factory=dict)
+    write_config: Callable[[Path], object] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankSave:
-    """One rank's part of a save into ``folder``, with the run's command line."""
+    """One rank's part of a save into ``folder``: the ``tensors`` that it writes."""
 
     folder: Path
     rank: int
     tensors: Sequence[ShardedTensor]
-    rank_state: JsonObject | None
+    contents: Contents
     iteration: int
     attempt: str
-    arguments: Arguments = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> Arguments:
+        """Command line of the run."""
+        arguments: Arguments = self.contents.common.get("args", {})
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -103,16 +123,16 @@ class Format:
 
     ``write_rank_files`` writes and fsyncs one rank's files.  It does not communicate and reads only
     its argument, so it may run in a thread.
-    ``complete(folder, reports, common)`` runs on rank 0, writes the files that need the reports of
-    all ranks, and returns their entries.  The manifest is written after it.  Both raise OSError and
-    CheckpointError.
+    ``write_common_files(folder, reports, common)`` runs on rank 0, writes the files that need the
+    reports of all ranks, and returns their entries.  The manifest is written after it.  Both raise
+    OSError and CheckpointError.
     ``is_foreign``: the format of another program, with vocabulary padding and its command line.
     ``num_copies``: how many copies of the tensors are on disk at a time during a save.
     """
 
     name: str
     write_rank_files: Callable[[RankSave], RankReport]
-    complete: Callable[[Path, Sequence[RankReport], Common], Mapping[str, FileEntry]]
+    write_common_files: Callable[[Path, Sequence[RankReport], Common], Mapping[str, FileEntry]]
     is_foreign: bool = False
     num_copies: int = 1
 
@@ -128,9 +148,9 @@ def write_rank_files(rank_save: RankSave, *, incremental: bool = False) -> RankR
     _write_tensors(rank_save, f"__{rank}_0.safetensors", changing, report)
     if constant:
         _write_or_link(rank_save, f"__{rank}_1.safetensors", constant, report)
-    if rank_save.rank_state is not None:
+    if (state := rank_save.contents.rank_state) is not None:
         name = rank_state_name(rank)
-        report.files[name] = write_json(rank_save.folder / name, rank_save.rank_state)
+        report.files[name] = write_json(rank_save.folder / name, state)
     return report
 
 
@@ -182,7 +202,7 @@ def _write_or_link(
             entry["sha256_128"] = hash
 
 
-def complete(
+def write_common_files(
     folder: Path, reports: Sequence[RankReport], common: Common, *, is_whole: bool = True
 ) -> dict[str, FileEntry]:
     """Write and fsync the index and the common values.
@@ -193,7 +213,7 @@ def complete(
     return {INDEX: write_json(folder / INDEX, index), COMMON: write_json(folder / COMMON, common)}
 
 
-SAFETENSORS_DIST = Format(FORMAT, write_rank_files, complete)
+SAFETENSORS_DIST = Format(FORMAT, write_rank_files, write_common_files)
 INCREMENTAL = replace(
     SAFETENSORS_DIST, write_rank_files=partial(write_rank_files, incremental=True)
 )

@@ -42,7 +42,7 @@ from megatron.core.config.value_types import JsonObject
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import Found, folder_name, published
-from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST, complete
+from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST, Contents, write_common_files
 from megatron.core.dist_checkpointing.manifest import (
     SAVE,
     Layout,
@@ -63,7 +63,6 @@ from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
 from megatron.core.dist_checkpointing.serialization import (
     REPORTED,
-    Contents,
     SaveFailed,
     SaveResult,
     save,
@@ -79,7 +78,7 @@ from megatron.core.parallel.json_collectives import (
 )
 
 SaveName = list[int | str]  # [start time of the save in ns, the run's id]
-_PART = replace(SAFETENSORS_DIST, complete=partial(complete, is_whole=False))
+_PART = replace(SAFETENSORS_DIST, write_common_files=partial(write_common_files, is_whole=False))
 _PART_ROOT = re.compile(r"rank_([0-9]{5,})")
 _CHUNK_BYTES = 64 << 20
 

@@ -1,8 +1,8 @@
 """Save and load over all ranks: every rank ends with the same folder, or the same error.
 
-A save is `begin`, `write`, a gather of the reports, `publish`, `conclude`.  `write` and `publish`
-do not communicate and may run in the background, after `detach` and `snapshot` have copied the
-values.
+A save is `begin` (the temporary folder), `write` (the files of a rank), a gather of the reports,
+`complete` (on rank 0: common files, then `commit.publish`), `conclude` (the verdict to all ranks).
+`write` and `complete` do not communicate and may run in the background (`background`).
 
 Order of collectives.  Save: gather sizes, broadcast the folder; write; gather reports, broadcast
 the verdict.  Load: gather differences, broadcast the verdict; read; gather errors, broadcast the
@@ -21,7 +21,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import KEEP_ALL, Retention, published
 from megatron.core.dist_checkpointing.formats import (
     SAFETENSORS_DIST,
+    Contents,
     Format,
     RankReport,
     RankSave,
@@ -47,8 +48,6 @@ from megatron.core.dist_checkpointing.formats import (
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
     MANIFEST_BESIDE,
-    Common,
-    Layout,
 )
 from megatron.core.dist_checkpointing.mapping import (
     SavePlan,
@@ -87,22 +86,8 @@ class SaveFailed(CheckpointError):
     exit_code = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """One rank's contents of a checkpoint.  ``common`` and the fields after it: rank 0 only.
-
-    ``write_config(path)`` writes the resolved configuration to ``path``.
-    """
-
-    tensors: Sequence[ShardedTensor]
-    rank_state: JsonObject | None = None
-    common: Common = field(default_factory=dict)
-    layout: Layout = field(default_factory=dict)
-    write_config: Callable[[Path], object] | None = None
-
-
 class Verdict(TypedDict, total=False):
-    """Result of `publish`: the error, or else the fields of `SaveResult`."""
+    """Result of `complete`: the error, or else the fields of `SaveResult`."""
 
     error: str | None
     folder: str
@@ -121,17 +106,10 @@ class SaveResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PendingSave:
+class PendingSave(RankSave):
     """One rank's view of a save whose temporary folder exists."""
 
-    root: Path
-    iteration: int
-    folder: Path
-    attempt: str
-    rank: int
     pending: commit.Pending | None  # only on rank 0
-    tensors: Sequence[ShardedTensor]  # tensors that this rank writes
-    contents: Contents
     format: Format
     retention: Retention
 
@@ -179,7 +157,7 @@ def begin(
     if sizes is not None:
         try:
             num_bytes = format.num_copies * sum(sizes)
-            pending = commit.begin(root, iteration, num_bytes, commit.claim(root))
+            pending = commit.create_folder(root, iteration, num_bytes, commit.claim(root))
             answer = {"folder": str(pending.folder), "attempt": pending.attempt}
         except REPORTED as error:
             answer = {"error": reason_of(error)}
@@ -187,7 +165,6 @@ def begin(
     if "error" in answer:
         raise SaveFailed(save_failed(root, iteration, answer["error"]))
     return PendingSave(
-        root=root,
         iteration=iteration,
         folder=Path(answer["folder"]),
         attempt=answer["attempt"],
@@ -203,7 +180,7 @@ def begin(
 def finish(begun: PendingSave, group: ProcessGroup | None) -> SaveResult:
     """Write, publish and broadcast the verdict, synchronously.  Collective.  Raises SaveFailed."""
     reports = gather_json(write(begun), group)
-    verdict = None if reports is None else publish(begun, reports)
+    verdict = None if reports is None else complete(begun, reports)
     return conclude(begun, verdict, group)
 
 
@@ -211,16 +188,7 @@ def write(begun: PendingSave) -> JsonObject:
     """Write this rank's files; return its `RankReport` as JSON.  Not collective."""
     try:
         fault_point("save.write", step=begun.iteration)
-        rank_save = RankSave(
-            folder=begun.folder,
-            rank=begun.rank,
-            tensors=begun.tensors,
-            rank_state=begun.contents.rank_state,
-            iteration=begun.iteration,
-            attempt=begun.attempt,
-            arguments=begun.contents.common.get("args", {}),
-        )
-        report = begun.format.write_rank_files(rank_save)
+        report = begun.format.write_rank_files(begun)
         fault_point("save.written", step=begun.iteration)
     except REPORTED as error:
         return not_written(error)
@@ -238,8 +206,8 @@ def reports_of(written: Sequence[JsonObject]) -> tuple[list[RankReport], list[st
     return reports, [f"rank {r}: {each.error}" for r, each in enumerate(reports) if each.error]
 
 
-def publish(begun: PendingSave, written: Sequence[JsonObject]) -> Verdict:
-    """On rank 0: publish if all ranks have written, else remove the folder.  Not collective.
+def complete(begun: PendingSave, written: Sequence[JsonObject]) -> Verdict:
+    """On rank 0: publish the folder if all ranks have written, else remove it.  Not collective.
 
     ``written`` has the result of `write` of each rank.  Retention deletes older checkpoints only
     after the new one and its tracker are on disk.
@@ -251,7 +219,10 @@ def publish(begun: PendingSave, written: Sequence[JsonObject]) -> Verdict:
         return {"error": shorten([*commit.abandon(pending), *errors])}
     try:
         common = begun.contents.common
-        files = {**files_of(reports), **begun.format.complete(begun.folder, reports, common)}
+        files = {
+            **files_of(reports),
+            **begun.format.write_common_files(begun.folder, reports, common),
+        }
         folder = commit.publish(
             pending,
             begun.contents.layout,
@@ -276,7 +247,7 @@ def _retire(begun: PendingSave) -> tuple[list[int], list[str]]:
     warnings: list[str] = []
     if begun.retention == KEEP_ALL:
         return deleted, warnings
-    for found in begun.retention.doomed(published(begun.root)):
+    for found in begun.retention.doomed(published(begun.folder.parent)):
         try:
             assert found.iteration is not None, "published() returns no release"
             if commit.retire(found.folder, begun.attempt, begun.iteration):
@@ -287,11 +258,11 @@ def _retire(begun: PendingSave) -> tuple[list[int], list[str]]:
 
 
 def conclude(begun: PendingSave, verdict: Verdict | None, group: ProcessGroup | None) -> SaveResult:
-    """Broadcast the result of `publish` from rank 0.  Collective.  Raises SaveFailed."""
+    """Broadcast the result of `complete` from rank 0.  Collective.  Raises SaveFailed."""
     verdict = broadcast_json(verdict, group)
     assert verdict is not None
     if verdict["error"]:
-        raise SaveFailed(save_failed(begun.root, begun.iteration, verdict["error"]))
+        raise SaveFailed(save_failed(begun.folder.parent, begun.iteration, verdict["error"]))
     return SaveResult(
         Path(verdict["folder"]),
         begun.iteration,

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.commit import attempt_id
 from megatron.core.dist_checkpointing.formats import (
     SAFETENSORS_DIST,
+    Contents,
     RankSave,
     files_of,
     open_reader,
@@ -81,7 +82,7 @@ def save(
     reports = gather_json(written, group)
     error = None
     if reports is not None:
-        error = _publish(folder, reports, {**common, _METADATA: content_metadata})
+        error = _complete(folder, reports, {**common, _METADATA: content_metadata})
     error = broadcast_json(error, group)
     if error:
         raise CheckpointError(f"{folder} was not saved: {error}")
@@ -201,7 +202,7 @@ def _write(
             folder=folder,
             rank=rank,
             tensors=records,
-            rank_state=None,
+            contents=Contents(tensors=()),
             iteration=0,
             attempt=attempt_id(),
         )
@@ -211,7 +212,7 @@ def _write(
     return asdict(report), common
 
 
-def _publish(folder: Path, written: Sequence[JsonObject], common: JsonObject) -> str | None:
+def _complete(folder: Path, written: Sequence[JsonObject], common: JsonObject) -> str | None:
     """On rank 0: write the index, the common values and, last, the manifest.
 
     Returns an error message, or None.
@@ -224,7 +225,7 @@ def _publish(folder: Path, written: Sequence[JsonObject], common: JsonObject) ->
         if (folder / MANIFEST).exists():
             logger.warning("%s holds a checkpoint, which is overwritten", folder)
             (folder / MANIFEST).unlink()
-        more = SAFETENSORS_DIST.complete(folder, reports, {**common, _OBJECTS: objects})
+        more = SAFETENSORS_DIST.write_common_files(folder, reports, {**common, _OBJECTS: objects})
         manifest = Manifest(
             iteration=0,
             attempt=attempt_id(),

@@ -28,13 +28,14 @@ from megatron.training.config.run import RunConfig
 
 # Headings under which Megatron-LM's YAML files nest their keys.
 _HEADINGS = ("language_model", "model_parallel")
+_JSON_TYPES = (type(None), bool, int, str)
 
 
 def write_config(run: RunConfig, path: str | os.PathLike[str]) -> None:
     """Write the requested flags of ``run``, complete, and the resolved values."""
     content = {
         "_world_size": run.world_size,
-        **{dest: _plain(value) for dest, value in run.asked.items()},
+        **_plain_values(run.asked),
         "_resolved": resolved_values(run),
     }
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -43,9 +44,14 @@ def write_config(run: RunConfig, path: str | os.PathLike[str]) -> None:
 def resolved_values(run: RunConfig) -> dict[str, dict[str, object]]:
     """Return all values of all sections in JSON types."""
     return {
-        name: {f.name: _plain(vars(vars(run)[name])[f.name]) for f in fields(cls)}
+        name: _plain_values({f.name: vars(vars(run)[name])[f.name] for f in fields(cls)})
         for name, cls in SECTIONS.items()
     }
+
+
+def _plain_values(values: Mapping[str, object]) -> dict[str, object]:
+    # Most of the thousand values that each checkpoint stores are of these types already.
+    return {k: v if type(v) in _JSON_TYPES else _plain(v) for k, v in values.items()}
 
 
 def _plain(value: object) -> object:

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.folders import TRACKER
-from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.hashing import hash_here
 from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.plain_values import plain
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.serialization import Contents, begin, conclude, publish, write
+from megatron.core.dist_checkpointing.serialization import begin, complete, conclude, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.arguments.parser import build_parser
@@ -341,7 +341,7 @@ def write_checkpoint(source: Source, wanted: ConversionRequest, say: Say = print
         tensors = () if rank else begun.tensors
         its = replace(contents, rank_state=state)
         written.append(write(replace(begun, rank=rank, tensors=tensors, contents=its)))
-    saved = conclude(begun, publish(begun, written), None)
+    saved = conclude(begun, complete(begun, written), None)
     say(f"wrote {_count(source.tensors)} numbers to {saved.folder} in {wanted.format} format")
     return saved.folder
 

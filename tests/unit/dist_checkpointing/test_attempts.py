@@ -64,7 +64,7 @@ def _serve(pipe: Any, root: Path, manifest: str, clock_ns: int) -> None:
             if what == "claim":
                 commit.claim(root)
             if what in ("begin", "save"):
-                pending = commit.begin(root, iteration, 0, commit.claim(root))
+                pending = commit.create_folder(root, iteration, 0, commit.claim(root))
             if what in ("publish", "save"):
                 assert pending is not None
                 commit.publish(pending, {}, {}, manifest_name=manifest)
@@ -170,7 +170,7 @@ def test_checkpoints_of_an_earlier_version_are_read_in_their_order_and_replaced_
     tmp_path, start
 ):
     for iteration in (5, 10, 7):
-        commit.publish(commit.begin(tmp_path, iteration, 0, OF_AN_EARLIER_VERSION), {}, {})
+        commit.publish(commit.create_folder(tmp_path, iteration, 0, OF_AN_EARLIER_VERSION), {}, {})
     (tmp_path / f"iter_0000020.tmp-{OF_AN_EARLIER_VERSION}").mkdir()
     assert token_of(OF_AN_EARLIER_VERSION) == 0
     assert [found.iteration for found in published(tmp_path)] == [7, 10, 5]

@@ -24,11 +24,11 @@ from megatron.core.dist_checkpointing.background import (
     snapshot,
 )
 from megatron.core.dist_checkpointing.folders import choose
-from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST
+from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST, Contents
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.mapping import SavePlan, from_param, to_write
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
+from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.checkpointing.checkpointer import Checkpointer

@@ -12,10 +12,10 @@ import torch
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.background import BackgroundSave, HostBuffer
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
-from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
+from megatron.core.dist_checkpointing.formats import FORMATS, Contents, open_reader
 from megatron.core.dist_checkpointing.mapping import from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed, begin, save
+from megatron.core.dist_checkpointing.serialization import SaveFailed, begin, save
 from megatron.core.params.param_info import ParamInfo
 from tests.functional.runs import run_gpt
 from tests.unit.dist_checkpointing.faulty_files import FaultyFiles

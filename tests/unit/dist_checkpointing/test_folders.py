@@ -16,8 +16,9 @@ from megatron.core.dist_checkpointing.folders import (
     published,
     read_tracker,
 )
+from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.manifest import _checksum
-from megatron.core.dist_checkpointing.serialization import Contents, save
+from megatron.core.dist_checkpointing.serialization import save
 from tests.unit.dist_checkpointing.tiny import names_in, publish_model
 
 

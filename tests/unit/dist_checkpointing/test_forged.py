@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.formats import Contents, open_reader
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     INDEX,
@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.manifest import (
     write_manifest,
 )
 from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
-from megatron.core.dist_checkpointing.serialization import Contents, save
+from megatron.core.dist_checkpointing.serialization import save
 from megatron.core.text_files import parse_yaml
 from megatron.training.checkpointing.checkpoint_tensors import rng_state
 from megatron.training.checkpointing.paths import check_common, check_rank_state

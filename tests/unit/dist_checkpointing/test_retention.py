@@ -15,8 +15,9 @@ from megatron.core.dist_checkpointing.folders import (
     choose,
     published,
 )
+from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.manifest import MANIFEST
-from megatron.core.dist_checkpointing.serialization import Contents, save
+from megatron.core.dist_checkpointing.serialization import save
 from tests.unit.dist_checkpointing.tiny import names_in
 
 

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.formats import RankSave, complete, files_of, write_rank_files
+from megatron.core.dist_checkpointing.formats import (
+    Contents,
+    RankSave,
+    files_of,
+    write_common_files,
+    write_rank_files,
+)
 from megatron.core.dist_checkpointing.mapping import Replica, ShardedTensor, from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.params.param_info import ParamInfo
@@ -83,14 +89,14 @@ def records(local: Mapping[str, Tensor], tp: int, rank: int) -> list[ShardedTens
 def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTensor]]) -> Path:
     """Save what several ranks hold, one after the other in this process."""
     attempt = commit.claim(root)
-    pending = commit.begin(root, iteration, 0, attempt)
+    pending = commit.create_folder(root, iteration, 0, attempt)
     reports = [
         write_rank_files(
             RankSave(
                 folder=pending.folder,
                 rank=rank,
                 tensors=[t for t in tensors if t.replica is not None],
-                rank_state={"rng_state": rank},
+                contents=Contents(tensors=(), rank_state={"rng_state": rank}),
                 iteration=iteration,
                 attempt=attempt,
             )
@@ -99,7 +105,7 @@ def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTe
     ]
     files = files_of(reports)
     common = {"iteration": iteration, "args": {}, "checkpoint_version": 3.0, "counters": {}}
-    files |= complete(pending.folder, reports, common)
+    files |= write_common_files(pending.folder, reports, common)
     return commit.publish(pending, {"world_size": len(ranks)}, files)
 
 

@@ -254,7 +254,7 @@ _MATRIX = re.compile(r"((?:\w+coder|mtp)\.layers\..*\b(?:linear_\w+|\w+_proj))\.
 
 def write_stacked_tensors(rank_save: RankSave) -> RankReport:
     """Write and fsync the file of one rank.  Not collective.  Raises OSError."""
-    arguments, rank_state = rank_save.arguments, rank_save.rank_state
+    arguments, rank_state = rank_save.arguments, rank_save.contents.rank_state
     file = DcpFile(rank_save.folder, rank_save.rank, rank_save.iteration)
     report = RankReport()
     for tensor in (part for whole in rank_save.tensors for part in _in_blocks(whole, arguments)):
@@ -287,7 +287,7 @@ def write_stacked_tensors(rank_save: RankSave) -> RankReport:
     return report
 
 
-def complete_stacked_tensors(
+def write_common_stacked(
     folder: Path, reports: Sequence[RankReport], common: Common
 ) -> dict[str, FileEntry]:
     """Write and fsync the values common to all ranks: ``.metadata``, common.pt, metadata.json."""
@@ -327,7 +327,7 @@ def complete_stacked_tensors(
     }
 
 
-TORCH_DIST = Format("torch_dist", write_stacked_tensors, complete_stacked_tensors, is_foreign=True)
+TORCH_DIST = Format("torch_dist", write_stacked_tensors, write_common_stacked, is_foreign=True)
 
 
 def _common_file(common: Common, *, has_reruns: bool) -> StateDict:
@@ -490,12 +490,12 @@ def write_state_dict(rank_save: RankSave, *, in_halves: bool = False) -> RankRep
                     for p in part.pieces
                 ],
             }
-    report.objects.update(rank_save.rank_state or {})
+    report.objects.update(rank_save.contents.rank_state or {})
     report.files.update(file.write())
     return report
 
 
-def complete_state_dict(
+def write_common_state(
     folder: Path,
     reports: Sequence[RankReport],
     common: Common,
@@ -598,13 +598,13 @@ def _numbered(stored: Mapping[str, TensorEntry], common: Common) -> StateDict:
 TORCH_DCP = Format(
     "torch_dcp",
     write_state_dict,
-    partial(complete_state_dict, state_dict=_numbered),
+    partial(write_common_state, state_dict=_numbered),
     is_foreign=True,
 )
 FSDP_DTENSOR = Format(
     "fsdp_dtensor",
     partial(write_state_dict, in_halves=True),
-    partial(complete_state_dict, state_dict=_by_name),
+    partial(write_common_state, state_dict=_by_name),
     is_foreign=True,
 )
 

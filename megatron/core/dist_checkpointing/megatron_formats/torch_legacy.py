@@ -322,11 +322,13 @@ def write_rank_files(rank_save: RankSave) -> RankReport:
     return RankReport(objects=asdict(report))
 
 
-def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dict[str, FileEntry]:
+def write_common_files(
+    folder: Path, reports: Sequence[RankReport], common: Common
+) -> dict[str, FileEntry]:
     """Convert the files of all ranks to format torch, and delete them."""
     parts = folder / _PARTS
     reports = [RankReport.from_json(report.objects) for report in reports]
-    files = {**files_of(reports), **SAFETENSORS_DIST.complete(parts, reports, common)}
+    files = {**files_of(reports), **SAFETENSORS_DIST.write_common_files(parts, reports, common)}
     layout = layout_of(common["args"])
     manifest = Manifest(iteration=common["iteration"], layout=layout, files=files)
     write_manifest(parts, manifest)
@@ -336,7 +338,7 @@ def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dic
     return written
 
 
-TORCH = Format("torch", write_rank_files, complete, is_foreign=True, num_copies=2)
+TORCH = Format("torch", write_rank_files, write_common_files, is_foreign=True, num_copies=2)
 
 
 def write_tree(reader: CheckpointReader, folder: Path, common: Common) -> dict[str, FileEntry]:
