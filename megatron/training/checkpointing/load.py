@@ -19,7 +19,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.config.value_types import Arguments, JsonObject
+from megatron.core.config.value_types import JsonObject
 from megatron.core.diagnostics.result_faults import RerunMode, log
 from megatron.core.dist_checkpointing.folders import RELEASE
 from megatron.core.dist_checkpointing.formats import open_reader
@@ -101,6 +101,9 @@ class Loaded:
 
 
 T = TypeVar("T")
+_REWARD_MODEL = "reward_model"  # --reward-model
+_REWARD_HEAD = "score.weight"
+_OUTPUT_LAYER = "output_layer."  # prefix of tensors that a reward model does not have
 _PROJECTOR = "vision_projection."  # in the keys of its parameters and their optimizer state
 
 
@@ -186,18 +189,10 @@ def _load_local(config: CheckpointConfig, parts: RunParts, start: Start | None) 
     content = load_local(found, _wanted_tensors(config, parts), world)
     common = all_or_none(partial(_check_local, content, root), root, world)
     _check_model(parts, common, root, is_finetuning=False)
-    has_schedule = restore_scalars(config, parts, common)
-    restore_rank_state(config, parts, content.rank_state or {})
+    loaded = _restore(config, parts, common, content.rank_state or {}, str(root))
     _log_loaded(parts, str(root), found.iteration)
     exit_report.note(loaded_from=str(root))
-    return Loaded(
-        iteration=found.iteration,
-        counters=common["counters"],
-        has_schedule=has_schedule,
-        objective_state=common.get("objective_state"),
-        folder=str(root),
-        started_from=started_from(common),
-    )
+    return loaded
 
 
 def _check_local(content: LocalContent, root: Path) -> RunContent:
@@ -257,29 +252,29 @@ def _load_folder(
         check_not_overwritten(source["root"], config.save)
         config = replace(config, no_load_optim=True, no_load_rng=True)
         source = {**source, "weights_only": True}
+    weights_only = source["weights_only"]
     common = _on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
     log_if_renamed(folder, common["iteration"])
-    makes_head = begins_reward_model(parts, common["args"])
-    if makes_head:
-        check_begins(source, folder)
-    parts = without_output_layer(parts)
+    is_reward_model = bool((parts.asked or {}).get(_REWARD_MODEL))
+    begins_reward_model = is_reward_model and not common["args"].get(_REWARD_MODEL)
+    if begins_reward_model and not weights_only:
+        raise CheckpointError(
+            f"{folder} holds a language model, whose optimizer state does not fit a reward model: "
+            "give --finetune"
+        )
+    if is_reward_model:  # it needs no output layer in the checkpoint
+        parts = replace(parts, unused=(*parts.unused, _OUTPUT_LAYER))
     explanation = _check_model(parts, common, folder, is_finetuning=source["is_finetuning"])
-    at = "" if source["weights_only"] else f" at iteration {common['iteration']}"
+    at = "" if weights_only else f" at iteration {common['iteration']}"
     kind = f" {RELEASE}" if folder.name == RELEASE else ""
     print_rank_0(f" loading{kind} distributed checkpoint from {source['root']}{at}")
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
     wanted = _wanted_tensors(config, parts)
-    named = base_named_in(common["args"])
-    base = None
-    if with_adapters and named is not None:
-        base = _load_base(config, parts, folder, named, explanation)
-        wanted = of_adapters(wanted)
-    elif with_adapters:
-        wanted = of_base(wanted)
-    elif named is not None:
-        refuse_adapters(folder)
-    if makes_head:
-        wanted = [tensor for tensor in wanted if tensor.key != REWARD_HEAD]
+    if begins_reward_model:  # its head keeps its initial values
+        wanted = [tensor for tensor in wanted if tensor.key != _REWARD_HEAD]
+    wanted, base = _choose_by_adapters(
+        config, parts, folder, common, with_adapters, explanation, wanted
+    )
     if config.allow_missing_vision_projection_checkpoint:
         present = _on_rank_0(partial(_projector_keys, folder), folder, world)
         wanted = [t for t in wanted if _PROJECTOR not in t.key or t.key in present]
@@ -299,25 +294,63 @@ def _load_folder(
             get_model_config(parts.model_chunks[0]),
             config.moe_upcycling_granularity,
         )
-    if with_adapters and named is None:
-        base = identify(parts, str(folder.resolve()))
+    path = str(folder.resolve())
+    if with_adapters and base is None:
+        base = identify(parts, path)
     sections.monitor.has_loaded = True
-    state = {} if source["weights_only"] else read_rank_state(config, folder, parts)
-    has_schedule = restore_scalars(config, parts, common)
-    restore_rank_state(config, parts, state)
-    iteration = 0 if source["weights_only"] else common["iteration"]
+    state = {} if weights_only else read_rank_state(config, folder, parts)
+    loaded = _restore(config, parts, common, state, path, weights_only=weights_only)
     # A program that does not train has no iteration of its own: report the checkpoint's.
     is_training = parts.optimizer is not None
-    _log_loaded(parts, source["root"], iteration if is_training else common["iteration"])
+    _log_loaded(parts, source["root"], loaded.iteration if is_training else common["iteration"])
+    return replace(loaded, base=base)
+
+
+def _restore(
+    config: CheckpointConfig,
+    parts: RunParts,
+    common: RunContent,
+    state: JsonObject,
+    folder: str,
+    *,
+    weights_only: bool = False,
+) -> Loaded:
+    """Restore all values besides tensors; ``state``: that of this rank."""
+    has_schedule = restore_scalars(config, parts, common)
+    restore_rank_state(config, parts, state)
+    if weights_only:
+        return Loaded(iteration=0, has_schedule=has_schedule, folder=folder, started_from=folder)
     return Loaded(
-        iteration=iteration,
-        counters={} if source["weights_only"] else common["counters"],
+        iteration=common["iteration"],
+        counters=common["counters"],
         has_schedule=has_schedule,
-        base=base,
-        objective_state=None if source["weights_only"] else common.get("objective_state"),
-        folder=str(folder.resolve()),
-        started_from=str(folder.resolve()) if source["weights_only"] else started_from(common),
+        objective_state=common.get("objective_state"),
+        folder=folder,
+        started_from=started_from(common),
     )
+
+
+def _choose_by_adapters(
+    config: CheckpointConfig,
+    parts: RunParts,
+    folder: Path,
+    common: RunContent,
+    with_adapters: bool,
+    explanation: str,
+    wanted: list[ShardedTensor],
+) -> tuple[list[ShardedTensor], BaseModel | None]:
+    """Return the tensors of ``wanted`` that the folder holds, and the base that was loaded.
+
+    A folder of adapters names its base, which is loaded here; another folder may be the base.
+    """
+    named = base_named_in(common["args"])
+    if not with_adapters:
+        if named is not None:
+            refuse_adapters(folder)
+        return wanted, None
+    if named is None:
+        return of_base(wanted), None
+    return of_adapters(wanted), _load_base(config, parts, folder, named, explanation)
 
 
 def _projector_keys(folder: Path) -> list[str]:
@@ -483,33 +516,3 @@ def restore_scalars(config: CheckpointConfig, parts: RunParts, common: RunConten
         return False
     parts.scheduler.load_state_dict(common["opt_param_scheduler"])
     return True
-
-
-REWARD_HEAD = "score.weight"  # keeps its initial values
-_OUTPUT_LAYER = "output_layer."  # prefix of what the reward model does not have
-_FLAG = "reward_model"
-
-
-def begins_reward_model(parts: RunParts, saved: Arguments) -> bool:
-    """Return whether the run makes a reward model of a checkpoint with flags ``saved``."""
-    return _is_reward_model(parts) and not saved.get(_FLAG)
-
-
-def without_output_layer(parts: RunParts) -> RunParts:
-    """Return ``parts`` that need no output layer in a checkpoint, if the run has a reward model."""
-    if not _is_reward_model(parts):
-        return parts
-    return replace(parts, unused=(*parts.unused, _OUTPUT_LAYER))
-
-
-def _is_reward_model(parts: RunParts) -> bool:
-    return bool((parts.asked or {}).get(_FLAG))
-
-
-def check_begins(source: Source, folder: Path) -> None:
-    """Raise CheckpointError unless only weights are loaded."""
-    if not source["weights_only"]:
-        raise CheckpointError(
-            f"{folder} holds a language model, whose optimizer state does not fit a reward model: "
-            "give --finetune"
-        )

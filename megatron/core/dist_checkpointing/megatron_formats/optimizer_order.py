@@ -68,18 +68,22 @@ def optimizer_state(
 def _state(
     optimizer: Unpickled, buffers: Unpickled, chunks: Chunks, arguments: Arguments, stage: int
 ) -> Iterator[State]:
-    if isinstance(optimizer, list) or isinstance(buffers, list):
-        for which in (False, True):
+    are_two = isinstance(optimizer, list) or isinstance(buffers, list)
+    for which in (False, True) if are_two else (None,):
+        mine, own, own_buffers = chunks, optimizer, buffers
+        if which is not None:
             mine = [[p for p in chunk if is_expert(p[0]) is which] for chunk in chunks]
-            one = optimizer[which] if isinstance(optimizer, list) else optimizer
-            if any(mine) and buffers is not None:
-                yield from _from_buffers(buffers[which], mine, arguments, stage, which)
-            elif any(mine):
-                yield from _state(one, None, mine, arguments, stage)
-        return
-    if buffers is not None:
-        yield from _from_buffers(buffers, chunks, arguments, stage)
-        return
+            own = optimizer[which] if isinstance(optimizer, list) else optimizer
+            own_buffers = None if buffers is None else buffers[which]
+        if which is not None and not any(mine):
+            continue
+        if own_buffers is not None:
+            yield from _from_buffers(own_buffers, mine, arguments, stage, bool(which))
+        else:
+            yield from _by_number(own, mine, arguments)
+
+
+def _by_number(optimizer: Unpickled, chunks: Chunks, arguments: Arguments) -> Iterator[State]:
     inner = optimizer.get("optimizer", optimizer)
     groups = inner["param_groups"]
     members = _members(groups, [param for chunk in chunks for param in chunk], arguments)
