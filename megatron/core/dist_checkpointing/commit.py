@@ -52,7 +52,7 @@ from megatron.core.dist_checkpointing.folders import (
     CLAIM,
     RELEASE,
     TRACKER,
-    Found,
+    CheckpointFolder,
     folder_name,
     leftovers,
     newest_token,
@@ -92,7 +92,7 @@ class Pending:
     folder: Path
     sequence: int
     tracker_before: list[str | int] | None
-    unreadable: tuple[Found, ...] = ()
+    unreadable: tuple[CheckpointFolder, ...] = ()
 
 
 @cache
@@ -210,7 +210,7 @@ def abandon(pending: Pending) -> list[str]:
     return [f"{pending.folder} was removed, by another run that saves to the same directory?"]
 
 
-def report_once(unreadable: Sequence[Found]) -> list[str]:
+def report_once(unreadable: Sequence[CheckpointFolder]) -> list[str]:
     """Return a warning for each unreadable checkpoint that was not reported before."""
     new = [found for found in unreadable if found.folder not in _reported]
     _reported.update(found.folder for found in new)
@@ -273,7 +273,7 @@ def _check_still_newest(pending: Pending) -> None:
         _check_not_replaced(published(pending.root), pending.attempt)
 
 
-def _check_not_replaced(found: Sequence[Found], attempt: str) -> None:
+def _check_not_replaced(found: Sequence[CheckpointFolder], attempt: str) -> None:
     """Raise CheckpointError if a run that began later has published a checkpoint."""
     for other in found:
         if other.manifest and token_of(other.manifest.attempt) > token_of(attempt):

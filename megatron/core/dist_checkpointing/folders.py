@@ -49,7 +49,7 @@ _ITERATION = re.compile(r"0*([1-9][0-9]{0,17})")  # content of the tracker file
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointFolder:
     """A published folder; ``problem`` is the error if its manifest cannot be used."""
 
     folder: Path
@@ -72,8 +72,8 @@ class Leftover:
 class CheckpointChoice:
     """The checkpoint to load, the older ones (newest first), and a note for the user."""
 
-    found: Found
-    older: tuple[Found, ...] = ()
+    found: CheckpointFolder
+    older: tuple[CheckpointFolder, ...] = ()
     note: str | None = None
 
 
@@ -126,12 +126,12 @@ def read_tracker(root: Path) -> Tracker | None:
     return Tracker(text, modified_at_ns, int(found[1]))
 
 
-def published(root: Path) -> list[Found]:
+def published(root: Path) -> list[CheckpointFolder]:
     """Return the published checkpoints of ``root``, newest publish first.
 
     A folder with a final name but without a manifest was written by another program and is left
     out.  A displaced folder (``.old-``) counts if nothing has its final name.  A folder that cannot
-    be read is returned with `Found.problem` set, so that it does not block the others.
+    be read is returned with `CheckpointFolder.problem` set, so that it does not block the others.
     """
     if not root.is_dir():
         return []
@@ -143,8 +143,8 @@ def published(root: Path) -> list[Found]:
     for left in leftovers(root):
         if left.kind == "old" and left.iteration:
             candidates.setdefault(folder_name(left.iteration), (left.folder, left.iteration))
-    found = [_look_at(path, iteration) for path, iteration in candidates.values()]
-    return _newest_first([f for f in found if f is not None])
+    found = [_read_folder(path, iteration) for path, iteration in candidates.values()]
+    return _sort_newest_first([f for f in found if f is not None])
 
 
 def choose(
@@ -158,27 +158,27 @@ def choose(
     """
     order = published(root)
     if step is not None:
-        return CheckpointChoice(_named(root, order, step, f"--ckpt-step {step}"))
+        return CheckpointChoice(_find_iteration(root, order, step, f"--ckpt-step {step}"))
     try:
-        return _as_tracked(root, order)
+        return _choose_by_tracker(root, order)
     except CheckpointError as problem:
         if not lenient or not order:
             raise
-        return _newest(order, str(problem))
+        return _choose_newest(order, str(problem))
 
 
-def _as_tracked(root: Path, order: list[Found]) -> CheckpointChoice | None:
+def _choose_by_tracker(root: Path, order: list[CheckpointFolder]) -> CheckpointChoice | None:
     """Choose by the tracker; by order of publication if it is absent or outdated."""
     tracker = read_tracker(root)
     if tracker is None:
-        return _newest(order, "there is no tracker file") if order else None
+        return _choose_newest(order, "there is no tracker file") if order else None
     readable = next((found for found in order if found.manifest is not None), None)
-    if readable and readable.iteration != tracker.iteration and _lags(tracker, readable):
+    if readable and readable.iteration != tracker.iteration and _is_outdated(tracker, readable):
         why = f"the tracker lags behind at {tracker.text}"
-        return _newest(order[order.index(readable) :], why)
+        return _choose_newest(order[order.index(readable) :], why)
     if order and order[0].iteration == tracker.iteration:
-        return _newest(order, None)
-    named = _named(root, order, tracker.iteration, f"{root / TRACKER}")
+        return _choose_newest(order, None)
+    named = _find_iteration(root, order, tracker.iteration, f"{root / TRACKER}")
     older = order[order.index(named) + 1 :] if named in order else []
     note = None
     if order:
@@ -187,19 +187,21 @@ def _as_tracked(root: Path, order: list[Found]) -> CheckpointChoice | None:
     return CheckpointChoice(named, tuple(older), note)
 
 
-def _newest(order: list[Found], why: str | None) -> CheckpointChoice:
+def _choose_newest(order: list[CheckpointFolder], why: str | None) -> CheckpointChoice:
     note = f"{why}; the newest checkpoint is {order[0].folder.name}" if why else None
     return CheckpointChoice(order[0], tuple(order[1:]), note)
 
 
-def _named(root: Path, order: list[Found], iteration: int | None, who: str) -> Found:
+def _find_iteration(
+    root: Path, order: list[CheckpointFolder], iteration: int | None, who: str
+) -> CheckpointFolder:
     """Return the published folder of the iteration that ``who`` (the tracker or a flag) names."""
     for found in order:
         if found.iteration == iteration:
             return found
     folder = root / folder_name(iteration)
     if folder.is_dir():  # a release, another format, or ours without its manifest
-        return _look_at(folder, iteration) or Found(folder, iteration)
+        return _read_folder(folder, iteration) or CheckpointFolder(folder, iteration)
     have = ", ".join(str(f.iteration) for f in order) or "none"
     raise CheckpointError(f"{who} names {folder}, which is not there; published iterations: {have}")
 
@@ -214,22 +216,22 @@ def _may_be_folder(path: Path) -> bool:
         return True
 
 
-def _look_at(folder: Path, iteration: int | None) -> Found | None:
+def _read_folder(folder: Path, iteration: int | None) -> CheckpointFolder | None:
     try:
         manifest = read_manifest(folder)
     except CheckpointError as problem:
-        return Found(folder, iteration, problem=problem)
-    return Found(folder, iteration, manifest) if manifest else None
+        return CheckpointFolder(folder, iteration, problem=problem)
+    return CheckpointFolder(folder, iteration, manifest) if manifest else None
 
 
-def _newest_first(found: list[Found]) -> list[Found]:
+def _sort_newest_first(found: list[CheckpointFolder]) -> list[CheckpointFolder]:
     """Sort by publication.  A damaged manifest counts as published after all lower iterations.
 
     Two runs that saved at the same time may have the same sequence number: the later run is newer.
     """
     known = {f.iteration or 0: _publish_of(f.manifest) for f in found if f.manifest}
 
-    def order(f: Found) -> tuple[int, int, int]:
+    def order(f: CheckpointFolder) -> tuple[int, int, int]:
         iteration = f.iteration or 0
         if f.manifest:
             return (*_publish_of(f.manifest), iteration)
@@ -243,7 +245,7 @@ def _publish_of(manifest: Manifest) -> tuple[int, int]:
     return manifest.sequence, token_of(manifest.attempt)
 
 
-def _lags(tracker: Tracker, newest: Found) -> bool:
+def _is_outdated(tracker: Tracker, newest: CheckpointFolder) -> bool:
     """Return whether the tracker is outdated: the newest save was killed before replacing it."""
     if newest.manifest is None:
         return False
@@ -266,7 +268,7 @@ class Retention:
     last: int | None = None
     multiples_of: int | None = None
 
-    def doomed(self, order: Sequence[Found]) -> list[Found]:
+    def select_expired(self, order: Sequence[CheckpointFolder]) -> list[CheckpointFolder]:
         """Return the checkpoints of ``order`` (newest first) to delete; never the newest.
 
         A checkpoint with an unreadable manifest neither counts nor is deleted: counting it could
@@ -279,7 +281,7 @@ class Retention:
             old = readable[1:2] if self.multiples_of is not None else []
         return [found for found in old if not self._is_multiple(found)]
 
-    def _is_multiple(self, found: Found) -> bool:
+    def _is_multiple(self, found: CheckpointFolder) -> bool:
         return self.multiples_of is not None and (found.iteration or 0) % self.multiples_of == 0
 
 

@@ -33,7 +33,7 @@ def hash_here(tensor: ShardedTensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=device.current())
     for piece in tensor.pieces:
         for place, values in _blocks(piece, tensor.global_shape):
-            total += _mixed(values.to(tensor.dtype), place + key)
+            total += _mix(values.to(tensor.dtype), place + key)
     return total
 
 
@@ -67,7 +67,7 @@ def _blocks(piece: Piece | LazyPiece, whole: tuple[int, ...]) -> Iterable[tuple[
         yield outer + inner, part
 
 
-def _mixed(values: Tensor, places: Tensor) -> Tensor:
+def _mix(values: Tensor, places: Tensor) -> Tensor:
     """Return the sum over the elements of a mix of the bits of value and index."""
     bits = values.contiguous().view(_BITS[values.dtype.itemsize]).to(torch.int64)
     mixed = bits * _OF_VALUE + places * _OF_PLACE

@@ -41,7 +41,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.folders import Found, folder_name, published
+from megatron.core.dist_checkpointing.folders import CheckpointFolder, folder_name, published
 from megatron.core.dist_checkpointing.formats import SAFETENSORS_DIST, Contents, write_common_files
 from megatron.core.dist_checkpointing.manifest import (
     SAVE,
@@ -131,7 +131,7 @@ def save_local(
     except SaveFailed as error:
         errors.append(str(error))
     for distance in range(1, replication.copies + 1):
-        problem = _exchange(
+        problem = _replicate(
             root, None if errors else folder, distance * replication.jump, name, group
         )
         errors += [problem] if problem else []
@@ -139,13 +139,15 @@ def save_local(
     found = [f"rank {r}: {e}" for r, report in enumerate(reports or []) for e in report]
     failed = broadcast_json(shorten(found), group)
     if failed:
-        _drop(root, lambda parts: [f for f in parts if _is_of(f.manifest, name)], iteration)
+        _delete_parts(root, lambda parts: [f for f in parts if _is_of(f.manifest, name)], iteration)
         raise SaveFailed(save_failed(root, iteration, failed))
-    _drop(root, lambda parts: [f for f in parts if _is_older(f, name)], iteration)
+    _delete_parts(root, lambda parts: [f for f in parts if _is_older(f, name)], iteration)
     return SaveResult(root / folder_name(iteration), iteration)
 
 
-def _drop(root: Path, chosen: Callable[[list[Found]], list[Found]], iteration: int) -> None:
+def _delete_parts(
+    root: Path, chosen: Callable[[list[CheckpointFolder]], list[CheckpointFolder]], iteration: int
+) -> None:
     """Delete parts in this node's directory; a later save deletes those that remain."""
     for _, parts in part_roots(root):
         for found in chosen(published(parts)):
@@ -153,7 +155,7 @@ def _drop(root: Path, chosen: Callable[[list[Found]], list[Found]], iteration: i
                 commit.retire(found.folder, commit.attempt_id(), iteration)
 
 
-def _exchange(
+def _replicate(
     root: Path, folder: Path | None, distance: int, save_name: SaveName, group: ProcessGroup
 ) -> str | None:
     """Send ``folder`` to the rank ``distance`` after this one; store the folder received.
@@ -203,7 +205,7 @@ class _Copy:
     def __init__(self, root: Path, name: str | None, save_name: SaveName) -> None:
         self._final = root / (name or "nothing")
         self._temporary = self._final.with_name(f"{name}.tmp-{commit.attempt_id()}")
-        self._is_wanted = name is not None and not _is_here(self._final, save_name)
+        self._is_wanted = name is not None and not _holds_save(self._final, save_name)
         self._error: str | None = None
         if self._is_wanted:
             try:
@@ -245,12 +247,12 @@ def _is_of(manifest: Manifest | None, save_name: SaveName) -> bool:
     return manifest is not None and manifest.layout.get(SAVE) == save_name
 
 
-def _is_older(found: Found, save_name: SaveName) -> bool:
+def _is_older(found: CheckpointFolder, save_name: SaveName) -> bool:
     """Return whether ``found`` is not of this save; unreadable parts are kept."""
     return found.problem is None and not _is_of(found.manifest, save_name)
 
 
-def _is_here(folder: Path, save_name: SaveName) -> bool:
+def _holds_save(folder: Path, save_name: SaveName) -> bool:
     """Return whether ``folder`` is already from this save: the source rank is on the same node."""
     try:
         return _is_of(read_manifest(folder), save_name)
@@ -309,7 +311,7 @@ def find_local(
         if not fits:
             notes.append(f"{what} is of another layout or number of ranks")
             continue
-        parts, problems = _whole(part for part in own_parts if part.save == saved)
+        parts, problems = _verify_parts(part for part in own_parts if part.save == saved)
         answers = all_gather_json((sorted(parts), problems), group)
         notes += sorted({problem for _, found in answers for problem in found})
         lost = sorted(set(range(group.size())) - {rank for ranks, _ in answers for rank in ranks})
@@ -440,7 +442,7 @@ def _local_parts(root: Path) -> list[_Part]:
     return parts
 
 
-def _whole(parts: Iterable[_Part]) -> tuple[dict[int, Path], list[str]]:
+def _verify_parts(parts: Iterable[_Part]) -> tuple[dict[int, Path], list[str]]:
     """Verify every byte of ``parts``; return rank -> folder of undamaged parts, and the errors."""
     whole: dict[int, Path] = {}
     problems: list[str] = []

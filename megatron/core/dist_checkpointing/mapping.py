@@ -288,10 +288,10 @@ def weights_then_state(tensors: Iterable[ShardedTensor]) -> tuple[list[ShardedTe
 def to_write(tensors: Iterable[ShardedTensor], share_work: bool = True) -> list[ShardedTensor]:
     """Return the records that this rank writes: each has one writer.
 
-    ``share_work``: balance the bytes over the replicas (`assigned`).  Else replica 0 writes.
+    ``share_work``: balance the bytes over the replicas (`assign_replicas`).  Else replica 0 writes.
     """
     if share_work:
-        mine = [t for t, replica, owner in assigned(tensors) if owner == replica.index]
+        mine = [t for t, replica, owner in assign_replicas(tensors) if owner == replica.index]
     else:
         mine = [t for t in tensors if t.replica is not None and t.replica.index == 0]
     return sorted(mine, key=lambda t: t.key)
@@ -319,7 +319,9 @@ class SavePlan:
         return [tensors[i] for i in self._written]
 
 
-def assigned(tensors: Iterable[ShardedTensor]) -> Iterator[tuple[ShardedTensor, Replica, int]]:
+def assign_replicas(
+    tensors: Iterable[ShardedTensor],
+) -> Iterator[tuple[ShardedTensor, Replica, int]]:
     """Yield each record with its replica and the index of the replica that reads or writes it.
 
     Largest tensors first, each to the replica that has the fewest bytes.  All replicas compute

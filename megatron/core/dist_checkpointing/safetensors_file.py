@@ -93,7 +93,7 @@ def write_file(
     return FileEntry(num_bytes, len(header), crc32(header)), written
 
 
-def _made(lazy: LazyTensor) -> Tensor:
+def _compute(lazy: LazyTensor) -> Tensor:
     tensor = lazy.make()
     found = (tensor.dtype, tuple(tensor.shape))
     expected = (lazy.dtype, lazy.shape)
@@ -216,7 +216,7 @@ def _write_blocks(file: BinaryIO, tensor: LazyTensor, *, flips: bool) -> list[in
 
     ``flips``: flip one bit, as a faulty disk would (fault injection).
     """
-    data = bytes_of(_made(tensor))
+    data = bytes_of(_compute(tensor))
     checksums: list[int] = []
     for begin in range(0, len(data), BLOCK_BYTES):
         block = data[begin : begin + BLOCK_BYTES]

@@ -12,7 +12,7 @@ it forever.
 On a file system that all ranks share, data-parallel ranks that read the same bytes compete for its
 bandwidth; their own network is usually faster.  With ``replica_groups`` each shard is therefore
 read once and broadcast: weights before optimizer state; of each, group by group; within a group the
-order of `assigned`, one broadcast for each piece.
+order of `assign_replicas`, one broadcast for each piece.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.mapping import (
     SavePlan,
     ShardedTensor,
-    assigned,
+    assign_replicas,
     to_write,
     weights_then_state,
 )
@@ -247,7 +247,7 @@ def _retire(begun: PendingSave) -> tuple[list[int], list[str]]:
     warnings: list[str] = []
     if begun.retention == KEEP_ALL:
         return deleted, warnings
-    for found in begun.retention.doomed(published(begun.folder.parent)):
+    for found in begun.retention.select_expired(published(begun.folder.parent)):
         try:
             assert found.iteration is not None, "published() returns no release"
             if commit.retire(found.folder, begun.attempt, begun.iteration):
@@ -404,7 +404,9 @@ def _broadcast(
         return buffer
 
     plan = [
-        (tensor, piece, owner) for tensor, _, owner in assigned(tensors) for piece in tensor.pieces
+        (tensor, piece, owner)
+        for tensor, _, owner in assign_replicas(tensors)
+        for piece in tensor.pieces
     ]
     mine = [partial(read, t, p.offset, p.shape) for t, p, owner in plan if owner == group.rank()]
     with ThreadPoolExecutor(_READ_AHEAD) as pool:

@@ -107,7 +107,7 @@ def load(
     _only_default_strategies(sharded_strategy, common_strategy)
     group, folder = _world(), Path(checkpoint_dir)
     mode = StrictHandling(strict)
-    requested = _mapped(sharded_state_dict, _built)
+    requested = _map(sharded_state_dict, _build)
     wanted = [entry for _, entry in _leaves(requested) if isinstance(entry, ShardedTensor)]
     differences = serialization.load(
         folder,
@@ -136,7 +136,7 @@ def load(
                 return _ABSENT if entry.key in absent else entry.data
             return _ABSENT  # common values are loaded from the checkpoint
 
-        state: StateDict = _merged(common, _pruned(_mapped(requested, loaded)))
+        state: StateDict = _merge(common, _prune(_map(requested, loaded)))
     state = _merge_factories(sharded_state_dict, state)
     if mode.value.startswith("return"):
         return state, set(differences.unused), set(differences.absent)
@@ -186,14 +186,14 @@ def _write(
     try:
         if not folder.is_dir():
             raise CheckpointError("this folder does not exist: make it first")
-        built = _mapped(sharded_state_dict, _built)
+        built = _map(sharded_state_dict, _build)
         for path, entry in _leaves(built):
             if isinstance(entry, ShardedTensor):
                 tensors.setdefault(entry.key, entry)  # tied weights are one tensor
             elif isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
                 objects[entry.unique_key] = encode(entry.data, path)
         if rank == 0:
-            plain = _pruned(_mapped(built, _common_value))
+            plain = _prune(_map(built, _common_value))
             common = {_COMMON: encode(plain, _COMMON, common_tensors)}
         records = to_write(tensors.values(), share_work=False)
         for place, tensor in common_tensors.items():
@@ -240,9 +240,9 @@ def _complete(folder: Path, written: Sequence[JsonObject], common: JsonObject) -
     return None
 
 
-def _built(entry: object) -> object:
+def _build(entry: object) -> object:
     """Replace a factory by the state dict that it builds; return other entries unchanged."""
-    return _mapped(entry.build(), _built) if isinstance(entry, ShardedTensorFactory) else entry
+    return _map(entry.build(), _build) if isinstance(entry, ShardedTensorFactory) else entry
 
 
 def _merge_factories(requested: object, state: object) -> Nested:
@@ -276,43 +276,43 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
         yield path, value
 
 
-def _mapped(value: object, change: Callable[[object], object]) -> object:
+def _map(value: object, change: Callable[[object], object]) -> object:
     """Return a copy of the tree with each leaf replaced by ``change(leaf)``."""
     if isinstance(value, dict):
-        return {key: _mapped(entry, change) for key, entry in value.items()}
+        return {key: _map(entry, change) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_mapped(entry, change) for entry in value]
+        return [_map(entry, change) for entry in value]
     return change(value)
 
 
-def _pruned(value: object) -> object:
+def _prune(value: object) -> object:
     """Return the tree without absent entries, and without dicts that this leaves empty.
 
     In a list None replaces an absent entry, so that the other entries keep their positions.
     """
     if isinstance(value, dict):
-        kept = {key: _pruned(entry) for key, entry in value.items()}
+        kept = {key: _prune(entry) for key, entry in value.items()}
         return {
             key: entry
             for key, entry in kept.items()
             if entry is not _ABSENT and not (entry == {} and value[key] != {})
         }
     if isinstance(value, list):
-        kept_items = [_pruned(entry) for entry in value]
+        kept_items = [_prune(entry) for entry in value]
         return [None if entry is _ABSENT else entry for entry in kept_items]
     return value
 
 
-def _merged(common: object, sharded: object) -> Nested:
+def _merge(common: object, sharded: object) -> Nested:
     """Merge two trees; if both have a value, the sharded one is used."""
     if isinstance(common, dict) and isinstance(sharded, dict):
         keys = [*common, *(key for key in sharded if key not in common)]
         return {
-            key: _merged(common[key], sharded[key])
+            key: _merge(common[key], sharded[key])
             if key in common and key in sharded
             else (sharded[key] if key in sharded else common[key])
             for key in keys
         }
     if isinstance(common, list) and isinstance(sharded, list) and len(common) == len(sharded):
-        return [_merged(c, s) for c, s in zip(common, sharded, strict=True)]
+        return [_merge(c, s) for c, s in zip(common, sharded, strict=True)]
     return common if sharded is None else sharded

@@ -279,7 +279,7 @@ def _load_folder(
         present = _on_rank_0(partial(_projector_keys, folder), folder, world)
         wanted = [t for t in wanted if _PROJECTOR not in t.key or t.key in present]
     if verify_first:
-        _load_tensors(config, parts, folder, explanation, [_into_nothing(t) for t in wanted])
+        _load_tensors(config, parts, folder, explanation, [_discarding(t) for t in wanted])
     try:
         _load_tensors(config, parts, folder, explanation, wanted)
     except CheckpointError as error:
@@ -405,7 +405,7 @@ def _load_tensors(
         raise CheckpointError(f"{error}{explanation}") from None
 
 
-def _into_nothing(tensor: ShardedTensor) -> ShardedTensor:
+def _discarding(tensor: ShardedTensor) -> ShardedTensor:
     """Return a record of the same pieces whose values are dropped once they are read.
 
     To load it verifies the same bytes and changes no tensor.

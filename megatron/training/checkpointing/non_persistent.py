@@ -35,7 +35,7 @@ from megatron.core.device import process_memory
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import (
     CheckpointChoice,
-    Found,
+    CheckpointFolder,
     published,
     read_tracker,
 )
@@ -100,7 +100,9 @@ def claim_directories(config: CheckpointConfig, rank: int) -> None:
         commit.claim(part_root(Path(place), rank) if is_local else Path(place))
 
 
-def newer_transient(config: CheckpointConfig, choice: CheckpointChoice | None) -> Found | None:
+def newer_transient(
+    config: CheckpointConfig, choice: CheckpointChoice | None
+) -> CheckpointFolder | None:
     """Return the non-persistent checkpoint to load instead of ``choice``, if it is newer."""
     if config.non_persistent_ckpt_type != "global" or not may_go_on(config):
         return None

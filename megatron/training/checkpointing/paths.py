@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing import plain_values
 from megatron.core.dist_checkpointing.folders import (
     TRACKER,
     CheckpointChoice,
-    Found,
+    CheckpointFolder,
     choose,
     folder_name,
 )
@@ -77,7 +77,7 @@ def resolve_folder(directory: str | Path, step: int | None = None) -> Path:
     return usable(choice.found)
 
 
-def usable(found: Found) -> Path:
+def usable(found: CheckpointFolder) -> Path:
     """Return the folder of ``found``; raise its error if its manifest cannot be read."""
     if found.problem is not None:
         raise found.problem
@@ -108,7 +108,9 @@ def find(
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
     if step is None and format_of(path) is not None:
         manifest = read_manifest(path)
-        return CheckpointChoice(Found(path, manifest.iteration if manifest else None, manifest))
+        return CheckpointChoice(
+            CheckpointFolder(path, manifest.iteration if manifest else None, manifest)
+        )
     choice = choose(path, step=step, lenient=lenient)
     if choice is None and (path / "config.json").is_file():
         converted = f"{path.name or 'model'}-converted"

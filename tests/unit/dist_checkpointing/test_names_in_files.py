@@ -10,7 +10,10 @@ from megatron.core.config.errors import CheckpointDamaged
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import FileEntry, read_manifest, write_manifest
 from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import write_metadata
-from megatron.core.dist_checkpointing.megatron_formats.torch_dist import _numbered, _with_numbers
+from megatron.core.dist_checkpointing.megatron_formats.torch_dist import (
+    _fill_placeholders,
+    _insert_placeholders,
+)
 from megatron.core.dist_checkpointing.serialization import save
 from tests.unit.dist_checkpointing.test_faulty_files import contents as contents
 
@@ -37,7 +40,7 @@ def test_an_index_of_torch_names_no_file_outside_its_folder(tmp_path, name):
 
 
 def test_a_key_of_torch_dist_is_no_format_string():
-    pattern, count = _numbered("decoder.layers.mlp.{0.__class__}.weight")
-    assert _with_numbers(pattern, range(count)) == "decoder.layers.0.mlp.{0.__class__}.weight"
+    pattern, count = _insert_placeholders("decoder.layers.mlp.{0.__class__}.weight")
+    assert _fill_placeholders(pattern, range(count)) == "decoder.layers.0.mlp.{0.__class__}.weight"
     with pytest.raises(CheckpointDamaged, match="no name of a tensor"):
-        _numbered("decoder.layers.mlp.{}.weight")
+        _insert_placeholders("decoder.layers.mlp.{}.weight")

@@ -10,7 +10,7 @@ from megatron.core.config.errors import CheckpointDamaged
 from megatron.core.dist_checkpointing.folders import (
     KEEP_ALL,
     TRACKER,
-    Found,
+    CheckpointFolder,
     Retention,
     choose,
     published,
@@ -21,9 +21,11 @@ from megatron.core.dist_checkpointing.serialization import save
 from tests.unit.dist_checkpointing.tiny import names_in
 
 
-def order(*iterations: int, damaged: tuple[int, ...] = ()) -> list[Found]:
+def order(*iterations: int, damaged: tuple[int, ...] = ()) -> list[CheckpointFolder]:
     return [
-        Found(Path(str(i)), i, problem=CheckpointDamaged("cut") if i in damaged else None)
+        CheckpointFolder(
+            Path(str(i)), i, problem=CheckpointDamaged("cut") if i in damaged else None
+        )
         for i in iterations
     ]
 
@@ -47,7 +49,7 @@ def order(*iterations: int, damaged: tuple[int, ...] = ()) -> list[Found]:
     ],
 )
 def test_what_may_go(retention, found, doomed):
-    assert [f.iteration for f in retention.doomed(found)] == doomed
+    assert [f.iteration for f in retention.select_expired(found)] == doomed
 
 
 def contents(iteration: int) -> Contents:

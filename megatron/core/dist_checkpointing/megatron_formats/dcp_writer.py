@@ -517,7 +517,7 @@ def write_common_state(
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, PlaceEntry] = {}
     paths: dict[str, tuple[object, ...]] = {}
-    for name, path, leaf in _flattened(state):
+    for name, path, leaf in _flatten(state):
         paths[name] = path
         if isinstance(leaf, _Stored):
             tensors[name] = stored[leaf.key]
@@ -609,7 +609,7 @@ FSDP_DTENSOR = Format(
 )
 
 
-def _flattened(
+def _flatten(
     tree: object, path: tuple[object, ...] = ()
 ) -> Iterator[tuple[str, tuple[object, ...], object]]:
     """Yield (key, path, leaf) as torch flattens: lists and tuples of plain values are leaves."""
@@ -621,4 +621,4 @@ def _flattened(
         yield ".".join(map(str, path)), path, tree
         return
     for step, value in steps:
-        yield from _flattened(value, (*path, step))
+        yield from _flatten(value, (*path, step))

@@ -288,7 +288,7 @@ def ordered_names(
         # MTP layers need one stage: with more, Megatron-LM also stores a copy of the embedding.
         for depth in range(int(arguments.get("mtp_num_layers") or 0) if is_first else 0):
             place = f"mtp.layers.{depth}."
-            tails = _ahead(int(arguments["num_layers"]) - 1, arguments, experts)
+            tails = _in_mtp_layer(int(arguments["num_layers"]) - 1, arguments, experts)
             yield from _of_layer(stored, arguments, (place, place), tails)
         yield from _present(stored, *_linear("lm_head.dense"), *_norm("lm_head.layer_norm"))
         yield from _present(stored, (OUTPUT, OUTPUT))
@@ -324,7 +324,9 @@ def _is_fused(arguments: Arguments) -> bool:
     return arguments.get("transformer_impl") == "transformer_engine"
 
 
-def _ahead(number: int, arguments: Arguments, experts: Sequence[int]) -> Iterator[tuple[str, str]]:
+def _in_mtp_layer(
+    number: int, arguments: Arguments, experts: Sequence[int]
+) -> Iterator[tuple[str, str]]:
     yield from (*_norm("enorm"), *_norm("hnorm"), *_matrix("eh_proj"))
     for there, ours in _in_layer(number, arguments, experts):
         yield f"transformer_layer.{there}", f"transformer_layer.{ours}"

@@ -53,7 +53,7 @@ class TorchDcpReader(ForeignReader):
 
     def _read_index(self, index: DcpIndex) -> None:
         """Set ``values`` and ``tensors`` from the index."""
-        self.values = state = _nested(index)
+        self.values = state = _unflatten(index)
         model = state.get(_MODEL)
         if not isinstance(model, Mapping):
             raise CheckpointError(
@@ -118,7 +118,7 @@ class TorchDcpReader(ForeignReader):
             self._add(prefix + name, tensor.dtype, ForeignPiece(offset, chunk.shape, chunk.array))
 
 
-def _nested(index: DcpIndex) -> StateDict:
+def _unflatten(index: DcpIndex) -> StateDict:
     """Rebuild the state dict that was flattened; tensors stay `DcpTensor` records."""
     root: StateDict = {}
     for key in (*index.tensors, *index.objects):

@@ -184,7 +184,7 @@ def _pieces(
     prefix, name = split_state(key)
     half = _HALVES.get(name[-2:])
     name, block = split_block(name if half is None else name[:-2])
-    pattern, dims = _numbered(name)
+    pattern, dims = _insert_placeholders(name)
     first = 0  # first row of the stored part in the complete tensor
     if half:
         first = (tensor.unflattened or tensor.shape)[dims]
@@ -198,15 +198,15 @@ def _pieces(
                 offset = (*offset[:dims], offset[dims] + first, *offset[dims + 1 :])
             for place in product(*map(range, box.shape[:dims])):
                 numbers = map(sum, zip(place, offset, strict=False))
-                own = our_name(_with_numbers(pattern, numbers))
-                array = partial(_entry, box.array, place)
+                own = our_name(_fill_placeholders(pattern, numbers))
+                array = partial(_select, box.array, place)
                 yield prefix + own, ForeignPiece(offset[dims:], box.shape[dims:], array)
 
 
-def _numbered(name: str) -> tuple[str, int]:
+def _insert_placeholders(name: str) -> tuple[str, int]:
     """Return the name with {} for stacked layer and expert numbers, and how many there are.
 
-    >>> _numbered("decoder.layers.mlp.experts.experts.linear_fc1.weight")
+    >>> _insert_placeholders("decoder.layers.mlp.experts.experts.linear_fc1.weight")
     ('decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight', 2)
     """
     if "{}" in name:
@@ -217,7 +217,7 @@ def _numbered(name: str) -> tuple[str, int]:
     return name, name.count("{}")
 
 
-def _with_numbers(pattern: str, numbers: Iterable[int]) -> str:
+def _fill_placeholders(pattern: str, numbers: Iterable[int]) -> str:
     """Fill the {} of ``pattern``.  Not with str.format: the other text comes from a file."""
     first, *others = pattern.split("{}")
     return first + "".join(f"{number}{text}" for number, text in zip(numbers, others, strict=True))
@@ -236,18 +236,18 @@ def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[ForeignPiece]:
     done = 0
     for offset, shape in flat_boxes(shard_shape, begin, begin + chunk.shape[-1]):
         moved = tuple(map(sum, zip(first, offset, strict=True)))
-        yield ForeignPiece(moved, shape, partial(_stretch, chunk.array, done, shape))
+        yield ForeignPiece(moved, shape, partial(_select_range, chunk.array, done, shape))
         done += prod(shape)
 
 
-def _entry(array: Callable[[], ArrayView], place: tuple[int, ...]) -> ArrayView:
+def _select(array: Callable[[], ArrayView], place: tuple[int, ...]) -> ArrayView:
     found = array()
     for index in place:
         found = found.select(index)
     return found
 
 
-def _stretch(array: Callable[[], ArrayView], begin: int, shape: tuple[int, ...]) -> ArrayView:
+def _select_range(array: Callable[[], ArrayView], begin: int, shape: tuple[int, ...]) -> ArrayView:
     return array().flat(begin, shape)
 
 
@@ -330,12 +330,12 @@ def _buffers(
             raise CheckpointDamaged(
                 f"{where}: buckets {sorted(buckets)} of buffer {number}, {len(lengths)} were saved"
             )
-        joined = _joined([buckets[i] for i in range(len(lengths))], lengths)
+        joined = _concatenate([buckets[i] for i in range(len(lengths))], lengths)
         buffers.setdefault(number, {}).setdefault(key, {})[kind] = joined
     return buffers
 
 
-def _joined(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> JoinedArray:
+def _concatenate(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> JoinedArray:
     """Concatenate the buckets, each without its padding."""
     parts: list[ArrayPart] = []
     done = 0
