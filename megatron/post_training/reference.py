@@ -1,15 +1,16 @@
-"""Frozen models beside the trained one: their weights, and what they predict.
+"""Frozen models beside the trained one: reference of DPO, reference policy of GRPO, teacher.
 
-`score` runs the model of a run forward, with the weights that it has.  DPO calls it before the
-first step: its reference model has the weights that the run begins with.  `ReferencePolicy` gives
-the model other weights meanwhile, which lie in host memory: those of --pretrained-checkpoint, or
-those that the run began with; in a run with adapters those of their base, so the adapters are zero
-meanwhile.  A teacher is the model of another checkpoint, of any size, split over the same ranks as
-the student.  No module of the student contains it: so it has no optimizer state, no gradient buffer
-and no place in the checkpoints of the run.
+`score` runs the model of a run forward with its current weights.  DPO calls it before the first
+step, because its reference model has the weights that the run begins with.  GRPO calls it while
+`ReferencePolicy` has replaced the weights of the model by copies in host memory: from
+--pretrained-checkpoint, or from the start of the run.  With adapters the reference policy is their
+base, so the adapters are zero meanwhile.
 
-Order of collectives: `score` those of the forward passes; `load_teacher` those of
-`serialization.load`.
+A teacher is the model of another checkpoint, of any size, sharded over the same ranks as the
+student.  No module of the student contains it, so it has no optimizer state, no gradient buffer and
+no entry in the checkpoints of the run.
+
+Order of collectives: `score` runs the forward passes; `load_teacher` calls `serialization.load`.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class ReferencePolicy:
     def __init__(self, run: ModelRun) -> None:
         """Copy the weights of the model, or load others; the model keeps its own.
 
-        Raises CheckpointError if the weights are gone or are not those of a run that goes on.
+        Raises CheckpointError if the weights are missing, or differ from the weights that a
+        resumed run was trained with.
         """
         state = run.objective.saved or {}
         before = state.get("reference")
@@ -322,7 +324,7 @@ def build_teacher(
         model = build_model_stage(config, groups=groups, vp_stage=vp_stage, **stage)
     assert isinstance(model, LanguageModule), "the checks admit language models only"
     for param in model.parameters():
-        # No checkpoint has the padding rows of the vocabulary: they are 0, not what memory held.
+        # No checkpoint has the padding rows of the vocabulary: set them to 0.
         param.data = torch.zeros_like(param.data, dtype=config.model.params_dtype)
     return model.eval().requires_grad_(False)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron.core.datasets.packing import packed
+from megatron.core.datasets.packing import pack_samples
 from megatron.training.data import register_dataset
 
 IMAGE = -200
@@ -59,7 +59,7 @@ class Samples(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         numbers = range(index * self.per_row, (index + 1) * self.per_row)
         found = [sample(number, self.num_tokens, self.image) for number in numbers]
-        return found[0] if self.per_row == 1 else packed(found, self.num_tokens, 0)
+        return found[0] if self.per_row == 1 else pack_samples(found, self.num_tokens, 0)
 
 
 def rows_of(per_row: int) -> Any:

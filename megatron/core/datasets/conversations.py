@@ -101,7 +101,7 @@ def from_alpaca(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def answered_prompt(row: Mapping[str, Any], prompt: object, name: str) -> Conversation:
-    """Return a prompt with the answer in field ``name`` of ``row``, which alone is trained.
+    """Return a prompt with the answer in field ``name`` of ``row``; the answer alone is trained.
 
     Both are texts or both are lists of messages.  Raises DataError.
     """
@@ -156,7 +156,7 @@ def _message(i: int, message: object) -> Message:
     filled = {key: value for key, value in message.items() if value is not None}
     content = filled.setdefault("content", None)
     if isinstance(content, list):
-        content = filled["content"] = _joined(i, content)
+        content = filled["content"] = _join_texts(i, content)
     if content is None and not filled.get("tool_calls"):
         raise DataError(f"message {i} ({message['role']}) has no content")
     for key in ("content", "reasoning_content"):
@@ -166,7 +166,7 @@ def _message(i: int, message: object) -> Message:
     return filled
 
 
-def _joined(i: int, parts: Sequence[Any]) -> str:
+def _join_texts(i: int, parts: Sequence[Any]) -> str:
     """Return the text of a content of parts, {"type": "text", "text": ...}.  Raises DataError."""
     for part in parts:
         is_text = isinstance(part, Mapping) and part.get("type", "text") == "text"
@@ -284,13 +284,13 @@ def _turn(role: Any, content: Any) -> dict[str, str]:
     if known is None:
         raise DataError(f"a turn is by {role!r:.40}; known are {', '.join(_ROLES_OF_TURNS)}")
     if isinstance(content, list):
-        content = _with_images(content)
+        content = _join_texts_and_images(content)
     if not isinstance(content, str):
         raise DataError(f"a turn of the {known} is {content!r:.60}, not a text")
     return {"role": known, "content": content}
 
 
-def _with_images(parts: Sequence[Any]) -> str:
+def _join_texts_and_images(parts: Sequence[Any]) -> str:
     """Return the text of a content of parts: {"type": "image"} and {"type": "text", ...}."""
     texts = []
     for part in parts:

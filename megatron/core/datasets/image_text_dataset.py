@@ -34,7 +34,7 @@ from megatron.core.datasets.megatron_dataset import (
     describe,
     description_hash,
 )
-from megatron.core.datasets.packing import RowPlan, packed
+from megatron.core.datasets.packing import RowPlan, pack_samples
 from megatron.core.datasets.replaced_samples import ReplacedSamples, ReplacedSamplesConfig
 from megatron.core.datasets.tar_shards import TarSample, TarShards
 from megatron.core.datasets.utils import Split
@@ -171,7 +171,7 @@ class ImageTextDataset(ReplacedSamples):
             except DataError as error:
                 self._report(element, name, error)
         found = found or [super()._usable(number)]
-        return packed(found, self.config.sequence_length, self.config.tokenizer.pad)
+        return pack_samples(found, self.config.sequence_length, self.config.tokenizer.pad)
 
     def _all_lengths(self) -> np.ndarray:
         """Return tokens, positions and tiles of all samples, 0 for unusable ones: [n, 3]."""

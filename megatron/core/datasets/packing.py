@@ -27,7 +27,7 @@ class PackedEpochs:
 
     Packed first-fit-decreasing, in another random order in each epoch.
 
-    ``lengths`` [n]: tokens of each conversation; those of length 0 are in no row.
+    ``lengths`` [n]: tokens of each conversation; length 0 leaves it out.
     ``packs=False``: each row is one conversation.  The rows of one epoch are in memory.
     """
 
@@ -81,7 +81,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     sizes, firsts, counts = np.unique(-lengths[order], return_index=True, return_counts=True)
     bin_of = np.empty(len(lengths), np.int64)
-    room = np.empty(0, np.int64)  # of the open bins
+    room = np.empty(0, np.int64)  # free space of each open bin
     names = np.empty(0, np.int64)  # their numbers, rising
     num_bins = 0
     for size, first, count in zip((-sizes).tolist(), firsts, counts.tolist(), strict=True):
@@ -113,8 +113,9 @@ class RowPlan:
     The rows of an epoch hold its samples in their random order: a row ends where the next sample
     does not fit.
 
-    ``lengths`` i64 [n, 2]: tokens and positions of each sample, 0 for one that cannot be used;
-    ``limits``: those of a row, which every sample fits.  Raises DataError without a usable sample.
+    ``lengths`` i64 [n, 2]: tokens and positions of each sample; 0 leaves a sample out.
+    ``limits``: largest numbers of tokens and of positions of a row; no sample may exceed them.
+    Raises DataError if all samples are left out.
     """
 
     def __init__(self, lengths: np.ndarray, limits: tuple[int, int], seed: int) -> None:
@@ -126,8 +127,8 @@ class RowPlan:
         self._order = EpochOrder(len(self._usable), seed)
         self._ends: list[int] = []  # rows up to the end of each epoch seen so far
         self._epoch = -1
-        self._samples = np.empty(0, np.int64)  # of this epoch, in order
-        self._starts = np.empty(0, np.int64)  # of its rows
+        self._samples = np.empty(0, np.int64)  # numbers of the current epoch's samples, in order
+        self._starts = np.empty(0, np.int64)  # index of each row's first sample
 
     def num_rows(self, epoch: int) -> int:
         """Return the number of rows of an epoch."""
@@ -162,7 +163,7 @@ class RowPlan:
         self._starts = np.array(starts)
 
 
-def packed(samples: Sequence[Sample], num_tokens: int, pad: int) -> Sample:
+def pack_samples(samples: Sequence[Sample], num_tokens: int, pad: int) -> Sample:
     """Return one row of ``num_tokens`` tokens with the texts and images of ``samples``.
 
     The padding behind each text, where num_tiles is -1, is left out.  ``position_ids`` begin at 0
@@ -175,7 +176,7 @@ def packed(samples: Sequence[Sample], num_tokens: int, pad: int) -> Sample:
     row: Sample = {}
     for name, value in behind.items():
         parts = [sample[name][:end] for sample, end in zip(samples, texts, strict=True)]
-        row[name] = torch.cat([*parts, _filled(parts[0], rest, value)])
+        row[name] = torch.cat([*parts, _fill(parts[0], rest, value)])
     row["position_ids"] = torch.cat([torch.arange(length) for length in (*texts, rest)])
     for name in _JOINED:
         if name in samples[0]:
@@ -183,5 +184,5 @@ def packed(samples: Sequence[Sample], num_tokens: int, pad: int) -> Sample:
     return row
 
 
-def _filled(like: Tensor, length: int, value: int) -> Tensor:
+def _fill(like: Tensor, length: int, value: int) -> Tensor:
     return torch.full((length,), value, dtype=like.dtype)

@@ -27,7 +27,7 @@ _BLOCK = 1 << 24  # bytes of a jsonl file that one read searches for line ends
 _SHOWN = 10  # rows that an error message lists
 _SHORT = 16  # bytes of a line: one that is shorter may be blank
 _COMPRESSED = ".gz"
-_SHARE_OF_MEMORY = 4  # of the free memory, that decompressed rows may take: a copy is made
+_SHARE_OF_MEMORY = 4  # decompressed rows may take 1/4 of the free memory: a copy is made
 _GZIP = b"\x1f\x8b"
 _JSON_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
 
@@ -61,13 +61,13 @@ def open_rows(path: str) -> Rows:
         splits = os.path.join(path, "dataset_dict.json")
         hint = "the folder of one split" if os.path.isfile(splits) else "or the folder of one split"
         raise DataError(f"{path} has no {', '.join(_READERS)} file; give a file, {hint}")
-    return files_as_one(files)
+    return join_files(files)
 
 
 def _files_in(state: str) -> list[str]:
     """Return the files that state.json of a folder of `datasets` lists.  Raises DataError."""
     with open(state, "rb") as file:
-        content = _parsed(file.read(), state, "save the dataset again")
+        content = _parse_json(file.read(), state, "save the dataset again")
     try:
         names: list[str] = [entry["filename"] for entry in content["_data_files"]]
     except (KeyError, TypeError):
@@ -77,14 +77,14 @@ def _files_in(state: str) -> list[str]:
     return names
 
 
-def files_as_one(files: Sequence[str]) -> Rows:
+def join_files(files: Sequence[str]) -> Rows:
     """Return the rows of several files, in order."""
     parts = [_open_file(file) for file in files]
     return parts[0] if len(parts) == 1 else _JoinedRows(parts)
 
 
 def read_row(rows: Rows, i: int, of_row: Callable[[Mapping[str, Any]], T]) -> T:
-    """Return what ``of_row`` finds in row ``i``.  Raises DataError with file and line."""
+    """Return the result of ``of_row`` for row ``i``.  Raises DataError with file and line."""
     try:
         return of_row(rows[i])
     except DataError as error:
@@ -122,7 +122,7 @@ def _extension(path: str) -> str:
 
 def _open_json(path: str) -> Rows:
     """Return the rows of a file of JSON: a list of objects, or one object per line."""
-    data = _decompressed(path) if path.endswith(_COMPRESSED) else None
+    data = _decompress(path) if path.endswith(_COMPRESSED) else None
     with open(path, "rb") as file:
         head = file.read(_BLOCK) if data is None else data[:_BLOCK]
     if head.startswith(_GZIP):
@@ -133,7 +133,7 @@ def _open_json(path: str) -> Rows:
     return _JsonList(path, data) if is_list else _JsonLines(path, data)
 
 
-def _decompressed(path: str) -> bytes:
+def _decompress(path: str) -> bytes:
     free = free_for_job()
     found = bytearray()
     try:
@@ -169,7 +169,7 @@ class _File:
 
 
 class _JsonLines(_File):
-    """Lines of a jsonl file; blank ones are no rows.  ``data``: its bytes, if compressed."""
+    """Lines of a jsonl file; blank ones are skipped.  ``data``: its bytes, if compressed."""
 
     def __init__(self, path: str, data: bytes | None) -> None:
         super().__init__(path)
@@ -183,10 +183,10 @@ class _JsonLines(_File):
         while block := self._bytes(size, size + _BLOCK):
             ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size + 1
             size += len(block)
-            found.append(_long_lines(number, last, ends))
+            found.append(_find_long_lines(number, last, ends))
             number += len(ends)
             last = int(ends[-1]) if len(ends) else last
-        found.append(_long_lines(number, last, np.arange(size, size + (last < size))))
+        found.append(_find_long_lines(number, last, np.arange(size, size + (last < size))))
         lines = np.concatenate(found)
         short = np.flatnonzero(lines[:, 2] - lines[:, 1] < _SHORT)
         if not len(short):
@@ -201,7 +201,9 @@ class _JsonLines(_File):
 
     def __getitem__(self, i: int) -> Mapping[str, Any]:
         line = self._bytes(*self._lines[i, 1:].tolist())
-        return _checked(_parsed(line, self.where(i), "write one object per line"), self.where(i))
+        return _check_row(
+            _parse_json(line, self.where(i), "write one object per line"), self.where(i)
+        )
 
     def where(self, i: int) -> str:
         """Return file and line."""
@@ -222,8 +224,8 @@ def _read(file: BinaryIO, start: int, end: int) -> bytes:
     return file.read(end - start)
 
 
-def _long_lines(number: int, start: int, ends: np.ndarray) -> np.ndarray:
-    """Return number, start and end of lines that are no lone line ends: these may be very many.
+def _find_long_lines(number: int, start: int, ends: np.ndarray) -> np.ndarray:
+    """Return number, start and end of each line with text: empty lines may be very many.
 
     The first line has ``number`` and ``start``.
     """
@@ -248,25 +250,25 @@ class _JsonList(_File):
             with open(self._path, "rb") as file:
                 data = file.read()
         fix = "write one list of objects, or one object per line"
-        rows: list[Any] = _parsed(data, self._path, fix)
+        rows: list[Any] = _parse_json(data, self._path, fix)
         return rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> Mapping[str, Any]:
-        return _checked(self._rows[i], self.where(i))
+        return _check_row(self._rows[i], self.where(i))
 
     def where(self, i: int) -> str:
         """Return file and element."""
         return f"{self._path}, element {i + 1}"
 
 
-def _parsed(data: bytes, where: str, fix: str) -> Any:
+def _parse_json(data: bytes, where: str, fix: str) -> Any:
     """Return the value of JSON text.  Raises DataError."""
     try:
         value = json.loads(data.decode("utf-8-sig"))
-        if b"\\ud" in data.lower():  # escapes of surrogates, which are no text without each other
+        if b"\\ud" in data.lower():  # half a pair of surrogates is not a character
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         byte = f"byte 0x{data[error.start]:02x} at position {error.start + 1}"
@@ -291,7 +293,7 @@ def _column(error: Exception) -> str:
     return f" at character {error.colno} of line {error.lineno}"
 
 
-def _checked(row: object, where: str) -> Mapping[str, Any]:
+def _check_row(row: object, where: str) -> Mapping[str, Any]:
     """Return an object.  Raises DataError for other values."""
     if isinstance(row, dict):
         return row

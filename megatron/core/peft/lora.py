@@ -2,15 +2,15 @@
 
 ``r`` rank, ``i``/``o`` input and output width of the layer, ``x/tp`` this rank's share.
 
-              A            B            collectives besides those of the layer
+              A            B            collectives besides the layer's own
     column    [r, i]       [o/tp, r]    A x: all-gather with sequence parallelism (SP); backward
                                         reduces its gradient (all-reduce, with SP reduce-scatter)
     row       [r, i/tp]    [o, r]       none: B A x is added before the layer's own reduction
     embedding [v/tp, r]    [h, r]       none, as in row
     no shards [r, i]       [o, r]       none
 
-Gradients that are partial sums on each tensor-parallel rank are all-reduced with those of
-sequence-parallel parameters: of A in a column layer with SP, of B in row layers and embeddings.
+Gradients that are partial sums on each tensor-parallel rank are all-reduced together with gradients
+of sequence-parallel parameters: A in a column layer with SP, B in row layers and embeddings.
 Layers of experts do not communicate: the gradient of A (column) or B (row) is partial over the
 expert tensor-parallel ranks.
 
@@ -20,7 +20,7 @@ adapter therefore has an A and a B for each of these parts (``q_a``, ``q_b``, ..
 subset may be trained; the outputs are stacked in the order of the layer's rows, which for q, k and
 v is interleaved by query group.  Another layer has one ``a`` and one ``b``.
 
-Targets name layers by Megatron-LM's names or by those of the PEFT library.  A layer has its global
+Targets name layers by Megatron-LM's names or by names of the PEFT library.  A layer has its global
 module name (``decoder.layers.0.self_attention.linear_qkv``).
 """
 
@@ -55,7 +55,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.random import fork_for_tokens, fork_if
 
 _INSIDE = ".lora."  # in the name of every parameter of an adapter
-START = Init("zeros")  # of the matrix that makes an untrained adapter's output zero
+START = Init("zeros")  # one matrix is zero, so an untrained adapter adds nothing
 ALL_LINEAR = "all-linear"
 WHOLE = ""  # the part of a layer with one matrix
 _OUTSIDE = ("word_embeddings", "output_layer")  # not part of all-linear, as in PEFT
@@ -170,7 +170,7 @@ def split_name(name: str) -> tuple[str, str, str]:
 def rows_of_parts(layer: nn.Module) -> dict[str, int]:
     """Return the parts of a layer, each with its rows in one group of interleaved rows.
 
-    Of a layer that is no stack of parts: one part, with all rows of this rank.
+    A layer with a single matrix has one part, with all rows of this rank.
     """
     if not isinstance(layer, Linear) or layer.weight is None:
         return {WHOLE: 0}
@@ -203,7 +203,7 @@ def stack_rows(
 class LinearAdapter(nn.Module):
     """Adapter of a linear layer; maps the layer's input on this rank to a term of its output.
 
-    A's initial values are those of PEFT, uniform between +-1/sqrt(i); B is zero.
+    A's initial values are as in PEFT, uniform between +-1/sqrt(i); B is zero.
     """
 
     def __init__(self, layer: Linear, name: str, parts: Sequence[str], config: LoraConfig) -> None:
@@ -295,7 +295,7 @@ class LinearAdapter(nn.Module):
 class EmbeddingAdapter(nn.Module):
     """Adapter of a word embedding: rows of A are looked up, B maps them to the hidden size.
 
-    The initial values are those of PEFT: A zero, B normal.
+    The initial values are as in PEFT: A zero, B normal.
     """
 
     def __init__(self, layer: VocabParallelEmbedding, name: str, config: LoraConfig) -> None:
@@ -333,7 +333,7 @@ class EmbeddingAdapter(nn.Module):
 class _Shape:
     """What an adapter needs to know of its layer."""
 
-    info: ParamInfo  # of the weight
+    info: ParamInfo  # describes the weight
     info_of_a: ParamInfo
     info_of_b: ParamInfo
     local_rows: int
@@ -381,7 +381,7 @@ def _shape_of(layer: Linear) -> _Shape:
 
 
 def _plain(info: ParamInfo) -> ParamInfo:
-    """Return the sharding of ``info`` without what is true of the layer's weight alone."""
+    """Return the sharding of ``info`` without the properties of the layer's weight alone."""
     return replace(
         info,
         interleaved=(),

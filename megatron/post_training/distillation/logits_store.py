@@ -108,7 +108,7 @@ def read_settings(folder: str | os.PathLike[str], flag: str) -> StoreSettings:
 def write_rows(
     folder: Path, rows: list[StoredRows], dtype: str, steps: tuple[int, int], rank: int
 ) -> None:
-    """Write one file with ``rows``, those of the steps ``steps`` (first, last) of ``rank``."""
+    """Write one file with the ``rows`` of ``rank`` from the first to the last of ``steps``."""
     given = [x.log_probs > float("-inf") for x in rows]
     counts = torch.cat([x.sum(-1) for x in given]).int()
     ids = torch.cat([x.ids[mask] for x, mask in zip(rows, given, strict=True)]).int()

@@ -85,7 +85,7 @@ def divergence_from_stored(
     """Return KL(teacher || student) from the teacher's most probable tokens: [..., p/tp] -> [...].
 
     ``ids`` and ``log_probs`` [..., k]: these tokens; -inf stands for none.  All other tokens count
-    as one, whose probability is what the ``k`` leave.  So the divergence is 0 only for a student
+    as one, with the rest of the probability.  So the divergence is 0 only for a student
     with the same probabilities of the ``k``, and with all tokens it is `kl_divergence`.  A token
     without any entry has loss 0.  Collective over ``tp_group`` in forward.
     """
@@ -134,7 +134,7 @@ class _LogProbsAt(Function[Tensor]):
         return gradient, None, None, None
 
 
-def most_probable(
+def find_most_probable(
     logits: Tensor, k: int, *, tp_group: ProcessGroup, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Return ids and log-probabilities [..., k] of the most probable tokens of [..., p/tp].
@@ -188,15 +188,15 @@ def mse_loss(student: Tensor, teacher: Tensor) -> Tensor:
 HIDDEN_LOSSES = {"cosine": cosine_loss, "mse": mse_loss}
 
 
-def balanced(
+def balance_losses(
     sums: Tensor, *, skip_lm_loss: bool, kd_loss_scale: float, cp_group: ProcessGroup
 ) -> Tensor:
     """Return the loss of a micro-batch from its sums [lm, logits] or [lm, logits, intermediate].
 
     The intermediate loss is scaled to the size of the logits' loss.  The sum of both is the loss
     under ``skip_lm_loss``; else it is scaled to ``kd_loss_scale`` times the language-modelling
-    loss and added to that.  The scales have no gradient; they are those of the complete
-    micro-batch, so they do not depend on the layout.  Collective over ``cp_group``.
+    loss and added to that.  The scales have no gradient, and are computed from
+    the complete micro-batch, so they do not depend on the layout.  Collective over ``cp_group``.
     """
     sizes = sums.detach().clone()
     if cp_group.size() > 1:
@@ -219,7 +219,7 @@ def _ratio(wanted: Tensor, size: Tensor) -> Tensor:
     return torch.where(size > 0, wanted / size, 0.0)
 
 
-def in_chunks(
+def map_chunks(
     model: LanguageModule,
     function: Callable[..., tuple[Tensor, ...]],
     states: Sequence[Tensor],
@@ -259,18 +259,18 @@ def lm_losses(model: LanguageModule, logits: Tensor, labels: Tensor, *, learns: 
     return model.compute_language_model_loss(labels.transpose(0, 1), read).transpose(0, 1)
 
 
-def sum_of_masked(
+def sum_masked(
     _config: RunConfig, _groups: ProcessGroupCollection, batch: Batch, losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the loss of pretraining: the sum over tokens, their number, and what is logged."""
+    """Return the loss of pretraining: the sum over tokens, their number, and the logged sums."""
     mask = batch["loss_mask"].float()
     total = (losses.float() * mask).sum()
     num_tokens = mask.sum()
     return total, num_tokens.int(), {"lm loss": torch.stack([total.detach(), num_tokens])}
 
 
-def with_counts(sums: Mapping[str, Tensor], num_tokens: Tensor) -> dict[str, Tensor]:
-    """Return what is logged of ``sums`` over ``num_tokens``: each sum with the number."""
+def pair_with_count(sums: Mapping[str, Tensor], num_tokens: Tensor) -> dict[str, Tensor]:
+    """Return the logged pairs [sum, number of tokens] of each of ``sums``."""
     return {name: torch.stack([x.detach(), num_tokens.to(x)]) for name, x in sums.items()}
 
 

@@ -8,8 +8,8 @@ stage compares both models and returns the losses of each token, stacked: [n, b,
 language-modelling loss, row 1 the divergence of the logits, row 2 (with intermediate layers) the
 mean distance of hidden states.
 
-Collective, on the last stage: those of the two output layers, then those of the losses over tp,
-for each chunk of tokens; the sums of the losses over cp.
+Collectives of the last stage: for each chunk of tokens the two output layers', then the losses'
+over tp; then the sums of the losses over cp.
 
 The file of --export-kd-cfg says which outputs are compared, and how the losses are combined.
 """
@@ -36,13 +36,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.post_training.distillation.losses import (
     HIDDEN_LOSSES,
-    balanced,
-    in_chunks,
+    balance_losses,
     kl_divergence,
     lm_losses,
+    map_chunks,
+    pair_with_count,
     require_wrapper,
-    sum_of_masked,
-    with_counts,
+    sum_masked,
 )
 from megatron.post_training.reference import build_teacher, load_teacher, teacher_config
 from megatron.training.config.run import RunConfig
@@ -76,7 +76,7 @@ class DistillationModel(MegatronModule):
         """Both models have the intermediate layers of ``kd`` on the last stage (`check_pairs`)."""
         super().__init__(student.config)
         self.module = student
-        # In a tuple it is no submodule: neither optimizer nor checkpoint nor wrapper finds it.
+        # A tuple hides it from optimizer, checkpoint and wrapper, which look for submodules.
         self.frozen = (teacher,)
         self.kd = kd
         self.pre_process = student.pre_process
@@ -102,7 +102,7 @@ class DistillationModel(MegatronModule):
     def adjust_tensor_shapes(
         self, received: list[Shape], sent: list[Shape]
     ) -> tuple[list[Shape], list[Shape]]:
-        """Add the width of the teacher's hidden states to the shapes of what stages exchange."""
+        """Add the width of the teacher's hidden states to the shapes that stages send."""
         more = self.frozen[0].config.hidden_size
         both = ([(s, b, h + more) for s, b, h in shapes] for shapes in (received, sent))
         return next(both), next(both)
@@ -151,7 +151,7 @@ class DistillationModel(MegatronModule):
             return lm_losses(student, logits, labels, learns=not self.kd.skip_lm_loss), kl
 
         states = student.scaled(hidden), teacher.scaled(target)
-        losses = torch.stack(in_chunks(student, losses_of, states, [labels]))
+        losses = torch.stack(map_chunks(student, losses_of, states, [labels]))
         if not self.kd.intermediate_layer_pairs:
             return losses
         distances = self._distances(hidden, target)
@@ -173,7 +173,7 @@ class DistillationModel(MegatronModule):
         return torch.stack(distances).mean(0)
 
     def _keep_output(self, which: int, model: LanguageModule, index: int | None) -> None:
-        """Keep the output of layer ``index`` of each pass; None: that of the final norm."""
+        """Keep the output of layer ``index`` of each pass; None is the final norm, kept anyway."""
         if index is None:
             return
         decoder = model.decoder
@@ -267,18 +267,18 @@ def _loss(
     The objective's own loss function sums each of them, so that it also decides which tokens count.
     Collective over cp.
     """
-    count = inner.loss or sum_of_masked
+    count = inner.loss or sum_masked
     lm, num_tokens, reported = count(config, groups, batch, output[0])
     sums = torch.stack([lm, *(count(config, groups, batch, row)[0] for row in output[1:])])
     kd = settings_of(config)
-    total = balanced(
+    total = balance_losses(
         sums,
         skip_lm_loss=kd.skip_lm_loss,
         kd_loss_scale=kd.kd_loss_scale,
         cp_group=groups.cp,
     )
     named = {"total loss": total, **dict(zip(_NAMES, sums[1:], strict=False))}
-    return total, num_tokens, reported | with_counts(named, num_tokens)
+    return total, num_tokens, reported | pair_with_count(named, num_tokens)
 
 
 class LayerPair(NamedTuple):

@@ -4,9 +4,8 @@
 sample carries its index in it.  Batch tensors are [b, s, ...], also the index and the checksum of a
 sample, because context parallelism splits every tensor along the sequence.
 
-Collective, on the last stage: those of the output layer and of the losses over tp, for each chunk
-of tokens; in the saving run all-gathers over cp, and a gather of errors over all ranks after each
-file.
+Collectives of the last stage: for each chunk of tokens the output layer's, then the losses' over
+tp.  The saving run all-gathers over cp, and gathers errors over all ranks after each file.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from megatron.post_training.distillation.logits_store import (
 )
 from megatron.post_training.distillation.losses import (
     divergence_from_stored,
-    in_chunks,
+    find_most_probable,
     lm_losses,
-    most_probable,
+    map_chunks,
+    pair_with_count,
     require_wrapper,
-    sum_of_masked,
-    with_counts,
+    sum_masked,
 )
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import Batch, BatchTable, ModelImplementation, TensorSpec
@@ -61,7 +60,7 @@ _IDS = "teacher_ids"
 _LOG_PROBS = "teacher_log_probs"
 _INDEX = "sample_index"
 _CHECKSUM = "sample_checksum"
-_FILE_BYTES = 256 << 20  # of one rank; entries are kept in host memory until they are written
+_FILE_BYTES = 256 << 20  # a rank keeps so many bytes of entries in memory before it writes them
 _ENTRY_BYTES = 8
 
 
@@ -115,11 +114,11 @@ class _LastStage(MegatronModule):
     def _in_chunks(
         self, function: Callable[..., Any], hidden: Tensor, tokens: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Call ``function`` on logits [c, b, v/tp] and ``tokens``; see `in_chunks`."""
+        """Call ``function`` on logits [c, b, v/tp] and ``tokens``; see `map_chunks`."""
         model = self.module
         assert isinstance(model, LanguageModule)
         weight = model.output_weight()
-        return in_chunks(
+        return map_chunks(
             model,
             lambda x, *tokens: function(model.sharded_logits(x, weight), *tokens),
             [model.scaled(hidden)],
@@ -170,7 +169,9 @@ class TopTokens(_LastStage):
         tp_group = self.module.tp_group
 
         def top_of(logits: Tensor, _labels: Tensor) -> tuple[Tensor, ...]:
-            ids, log_probs = most_probable(logits, k, tp_group=tp_group, vocab_size=self.vocab_size)
+            ids, log_probs = find_most_probable(
+                logits, k, tp_group=tp_group, vocab_size=self.vocab_size
+            )
             if kd.logits_save_top_p is not None:
                 before = log_probs.exp().cumsum(-1) - log_probs.exp()
                 is_dropped = before >= kd.logits_save_top_p
@@ -268,7 +269,7 @@ def _loss(
     output: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the loss of a micro-batch: alpha * distillation + (1 - alpha) * cross entropy."""
-    count = inner.loss or sum_of_masked
+    count = inner.loss or sum_masked
     lm, num_tokens, reported = count(config, groups, batch, output[0])
     if len(output) == 1:
         return lm, num_tokens, reported
@@ -276,7 +277,7 @@ def _loss(
     alpha = config.distillation.logits_load_kd_loss_alpha
     total = alpha * kl + (1 - alpha) * lm if alpha < 1 else kl
     sums = {"total loss": total, "logits distillation loss": kl}
-    return total, num_tokens, reported | with_counts(sums, num_tokens)
+    return total, num_tokens, reported | pair_with_count(sums, num_tokens)
 
 
 def _rows_to_save(
@@ -291,17 +292,17 @@ def _rows_to_save(
     if not non_loss_data:  # the planner's pass
         zero = output[1].sum()
         return zero, zero.int(), {}
-    packed = batch.get("packed_seq_params")  # of rows that follow each other in one row
+    packed = batch.get("packed_seq_params")  # if all rows are joined into one
     lengths = None if packed is None else packed.lengths
     shape = -1, config.data.seq_length
     index, checksum, ids, log_probs = (
-        _complete(x, groups.cp, lengths).flatten(0, 1).unflatten(0, shape).cpu()
+        _gather_rows(x, groups.cp, lengths).flatten(0, 1).unflatten(0, shape).cpu()
         for x in (batch[_INDEX], batch[_CHECKSUM], *output)
     )
     return StoredRows(index[:, 0], checksum[:, 0], ids, log_probs)
 
 
-def _complete(x: Tensor, cp_group: ProcessGroup, lengths: tuple[int, ...] | None) -> Tensor:
+def _gather_rows(x: Tensor, cp_group: ProcessGroup, lengths: tuple[int, ...] | None) -> Tensor:
     """Return the complete rows [b, s, ...] of context-parallel parts [b, s/cp, ...].
 
     ``lengths``: of the samples that are packed into a row.

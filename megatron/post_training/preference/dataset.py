@@ -1,9 +1,9 @@
 """Pairs of answers in fine-tuning data, and rows of them.
 
 A row of the data has ``prompt``, ``chosen`` and ``rejected``: three texts, or three lists of
-messages (and ``tools``).  Without a prompt, chosen and rejected are complete: what both begin with
-is the prompt.  Rows of ShareGPT have the prompt in ``conversations``, and one message in chosen and
-in rejected.  In a row of a batch the chosen and the rejected answer follow each other.
+messages (and ``tools``).  Without a prompt, chosen and rejected are complete: their common
+beginning is the prompt.  Rows of ShareGPT have the prompt in ``conversations``, and one message in
+chosen and in rejected.  In a row of a batch the chosen and the rejected answer follow each other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def pair_of(row: Mapping[str, Any]) -> Pair:
 
 
 def _pair_of_conversations(row: Mapping[str, Any]) -> Pair:
-    """Return the pair of complete answers: what both begin with is the prompt."""
+    """Return the pair of complete answers, whose common beginning is the prompt."""
     answers = [messages_of(row[name], name) for name in ANSWERS]
     for messages in answers:
         check_turns(messages)
@@ -132,7 +132,7 @@ class ScoredPairRows(PairRows):
     encodes = "EncodedScoredPairs"
 
     def encode(self, conversation: Conversation, config: SFTDatasetConfig) -> EncodedChat:
-        """Return the tokens, and one more as the label of the last, which alone is trained."""
+        """Return the tokens, and one more: the label of the last token, the only trained one."""
         tokens = super().encode(conversation, config).tokens
         return EncodedChat(
             np.append(tokens, tokens[-1:]), np.arange(len(tokens) + 1) == len(tokens)

@@ -72,7 +72,7 @@ def preference_dataset_config(config: RunConfig, **common: Any) -> PreferenceDat
 
 
 def preference_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
-    """Return the tensors that ``stage`` reads: those of --sft, and on the last stage more.
+    """Return the tensors that ``stage`` reads: as for --sft, and on the last stage more.
 
     is_rejected, and reference for direct preference optimization: see `PreferenceDataset`.
     """
@@ -119,9 +119,9 @@ class Pairs(NamedTuple):
 def preference_loss(
     config: RunConfig, groups: ProcessGroupCollection, batch: Batch, token_losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of the losses of all pairs, their number, and what is logged.
+    """Return the sum of the losses of all pairs, their number, and the logged sums.
 
-    ``token_losses``: negative log-probabilities [1, n].  ``batch`` has what `pairs_of` reads.
+    ``token_losses``: negative log-probabilities [1, n].  `pairs_of` names the tensors of ``batch``.
     Collective over the context-parallel group.
     """
     pairs = pairs_of(batch, -token_losses, groups.cp)
@@ -137,10 +137,10 @@ def preference_loss(
 def reward_loss(
     config: RunConfig, groups: ProcessGroupCollection, batch: Batch, scores: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of the losses of all pairs, their number, and what is logged.
+    """Return the sum of the losses of all pairs, their number, and the logged sums.
 
-    ``scores`` [1, n]; the loss mask of ``batch`` selects the score of each answer, that of its last
-    token.  Collective over the context-parallel group.
+    ``scores`` [1, n]; the loss mask of ``batch`` selects the score of the last token of each
+    answer.  Collective over the context-parallel group.
     """
     del config
     pairs = pairs_of(batch, scores, groups.cp)

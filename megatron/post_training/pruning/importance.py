@@ -1,12 +1,12 @@
 """Importance of the parts of a model, measured on the activations of calibration samples.
 
-The criteria are those of Minitron (arXiv 2407.14679).  For each token: a channel of the hidden
+The criteria are Minitron's (arXiv 2407.14679).  For each token: a channel of the hidden
 states has the absolute value that norms give it, summed over all norms; an MLP neuron its absolute
 activation; an attention head the norm of its output; an expert its routing weight; a layer 1 - the
 cosine of its input and output.  All are sums over the tokens of all ranks, so they do not depend on
 the layout.
 
-Order of collectives in `Importance.gathered`: for each score of this rank an all-gather or an
+Order of collectives in `Importance.gather`: for each score of this rank an all-gather or an
 all-reduce over tp and an all-reduce over dp_cp, then a gather and a broadcast over all ranks.
 """
 
@@ -43,7 +43,7 @@ def key(layer: int, part: str) -> str:
 
 
 class Importance:
-    """Hooks that add up scores while the model runs forward; `gathered` returns them."""
+    """Hooks that add up scores while the model runs forward; `gather` returns them."""
 
     def __init__(self, models: Iterable[GPTModel], groups: ProcessGroupCollection) -> None:
         self.groups = groups
@@ -59,7 +59,7 @@ class Importance:
         for handle in self._handles:
             handle.remove()
 
-    def gathered(self) -> Scores:
+    def gather(self) -> Scores:
         """Return the scores of the complete model, on every rank.  Collective over all ranks."""
         tp = self.groups.tp
         world = self.groups.world

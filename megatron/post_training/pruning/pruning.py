@@ -1,13 +1,13 @@
 """Prune a checkpoint of GPT to smaller sizes, by the importance of its parts (Minitron).
 
-`measure` scores the parts on calibration samples, `plan_pruning` selects what is kept, `prune`
+`measure` scores the parts on calibration samples, `plan_pruning` selects the kept parts, `prune`
 slices the tensors of a checkpoint of any format and layout, one at a time, and writes a checkpoint
 with the arguments of the smaller model.
 
 ``n`` heads in ``g`` groups of queries, ``d`` head width, ``f`` neurons of an MLP, ``E`` experts.
 
-Collective over all ranks: those of the forward passes and of `Importance.gathered`; then rank 0
-writes the checkpoint, and an error is raised on all ranks.
+Order of collectives: the forward passes, then `Importance.gather`; then rank 0 writes the
+checkpoint, and an error is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PruningPlan:
-    """What the pruned model keeps."""
+    """Parts and arguments of the pruned model."""
 
     hidden: Tensor | None
     layers: Mapping[int, LayerPlan]  # old index -> its parts, in order
@@ -108,7 +108,7 @@ class _Sizes(NamedTuple):
 
 
 def plan_pruning(run: RunConfig, targets: Targets, scores: Scores) -> PruningPlan:
-    """Return what a model of ``run`` keeps for ``targets``, which `check_targets` has accepted.
+    """Return which parts of a model are kept for ``targets``, which `check_targets` accepts.
 
     Layers with the lowest scores are dropped; every kept layer keeps its own best heads, neurons
     and experts; hidden channels are the same in all layers.
@@ -288,7 +288,7 @@ def prune(
     for name, tensor in source.tensors.items():
         if name.startswith((OPTIMIZER_PREFIX, _MTP)):
             continue
-        found = _pruned(name, tensor, plan, sizes, numbers)
+        found = _prune_tensor(name, tensor, plan, sizes, numbers)
         if found is not None:
             tensors[found.name] = found
     args = {**source.args, **plan.args}
@@ -297,14 +297,14 @@ def prune(
     return write_checkpoint(smaller, wanted)
 
 
-def _pruned(
+def _prune_tensor(
     name: str, tensor: LazyTensor, plan: PruningPlan, sizes: _Sizes, numbers: Mapping[int, int]
 ) -> LazyTensor | None:
     """Return the tensor of the pruned model, with its new name; None if a part is dropped."""
     found = _OF_LAYER.fullmatch(name)
     if found is None:
         indices = _outside_layers(name, plan.hidden)
-        return _sliced(name, tensor, indices, name)
+        return _slice(name, tensor, indices, name)
     index = int(found[1])
     own = found[2]
     if index not in plan.layers:
@@ -317,7 +317,7 @@ def _pruned(
             return None
         own = f"mlp.experts.local_experts.{places[int(expert[1])]}.{expert[2]}"
     indices = _inside_layer(own, tensor, layer, plan.hidden, sizes)
-    return _sliced(name, tensor, indices, f"decoder.layers.{numbers[index]}.{own}")
+    return _slice(name, tensor, indices, f"decoder.layers.{numbers[index]}.{own}")
 
 
 Indices = Sequence[Tensor | None] | None  # of each dimension; None keeps all
@@ -339,7 +339,7 @@ def _inside_layer(
 ) -> Indices:
     """Return the indices of each dimension of the tensor ``own`` of a layer; None if unknown."""
     heads = layer.heads
-    columns = None if heads is None else _expanded(heads, sizes.width)
+    columns = None if heads is None else _expand(heads, sizes.width)
     is_of_expert = "experts." in own  # whose neurons are kept
     neurons = None if is_of_expert else layer.neurons
     rows = neurons
@@ -377,20 +377,20 @@ def _rows_of_qkv(layer: LayerPlan, sizes: _Sizes) -> Tensor | None:
     if layer.groups is None or layer.heads is None:
         return None
     of_group = sizes.heads // sizes.groups
-    blocks = []  # of d rows each
+    blocks = []  # numbers of blocks of d rows
     for group in layer.groups.tolist():
         begin = group * (of_group + 2)
         mine = layer.heads[layer.heads // of_group == group] - group * of_group
         blocks += [begin + mine, torch.tensor([begin + of_group, begin + of_group + 1])]
-    return _expanded(torch.cat(blocks), sizes.width)
+    return _expand(torch.cat(blocks), sizes.width)
 
 
-def _expanded(blocks: Tensor, width: int) -> Tensor:
+def _expand(blocks: Tensor, width: int) -> Tensor:
     """Return the indices of all elements of ``blocks`` of ``width`` elements."""
     return (blocks[:, None] * width + torch.arange(width)).flatten()
 
 
-def _sliced(name: str, tensor: LazyTensor, indices: Indices, new_name: str) -> LazyTensor:
+def _slice(name: str, tensor: LazyTensor, indices: Indices, new_name: str) -> LazyTensor:
     if indices is None or len(indices) != len(tensor.shape):
         raise CheckpointError(
             f"the checkpoint has the tensor {name} {list(tensor.shape)}, which pruning does not "
@@ -453,7 +453,7 @@ def prune_checkpoint(config: RunConfig) -> None:
     scores: Scores = {}
     if broadcast_json(has_scores, groups.world):
         text = read_text(path, f"--pruning-scores-path {path}", DataError)
-        scores = _parsed(text, f"--pruning-scores-path {path}")
+        scores = _parse_scores(text, f"--pruning-scores-path {path}")
     else:
         scores = measure(config, groups, extra["calib_size"])
         if path is not None and is_rank_0:
@@ -472,7 +472,7 @@ def prune_checkpoint(config: RunConfig) -> None:
     all_or_none(write, checkpoint.save, groups.world)
 
 
-def _parsed(text: str, what: str) -> Scores:
+def _parse_scores(text: str, what: str) -> Scores:
     try:
         scores = json.loads(text)
         return {str(name): [float(x) for x in values] for name, values in scores.items()}
@@ -510,7 +510,7 @@ def measure(config: RunConfig, groups: ProcessGroupCollection, num_samples: int)
             run, data, num_samples // step, forward_only=True, collect_non_loss_data=True
         )
     importance.close()
-    return importance.gathered()
+    return importance.gather()
 
 
 def _gpt_of(chunk: nn.Module) -> GPTModel:

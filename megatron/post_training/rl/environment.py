@@ -1,4 +1,4 @@
-"""Environments: what a policy is asked, and how its answers are rewarded.
+"""Environments: prompts for a policy, and rewards of its answers.
 
 The file of --langrl-env-config is a list, in YAML::
 
@@ -79,7 +79,7 @@ class FileEnvironment(Environment):
         self.prompts: Rows = open_rows(prompts)
 
 
-def checked_threads(num_threads: object) -> int:
+def check_threads(num_threads: object) -> int:
     """Return ``num_threads`` of an environment.  Raises ConfigError for other than 1 or more."""
     if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
         raise ConfigError(f"agent_args: num_threads {num_threads!r:.80}: give a number above 0")
@@ -153,7 +153,7 @@ class Environments:
         self._seed = seed
         self._counts = [0] * len(entries)  # prompts of each environment before index `_next`
         self._next = 0
-        self._orders: dict[int, tuple[int, Any]] = {}  # of the current pass over an environment
+        self._orders: dict[int, tuple[int, Any]] = {}  # environment -> its current pass, and order
 
     @property
     def every(self) -> list[Environment]:
@@ -196,7 +196,7 @@ def open_environments(path: str, seed: int) -> Environments:
     trained: list[tuple[Environment, float]] = []
     held_out = []
     for i, entry in enumerate(_entries(path)):
-        environment, weight = _opened(entry, f"{what}: entry {i}")
+        environment, weight = _open_environment(entry, f"{what}: entry {i}")
         if entry.get("evaluation_only", False):
             held_out.append(environment)
         else:
@@ -239,7 +239,7 @@ def _class_of(name: str, what: str) -> type[Environment]:
     return made
 
 
-def _opened(entry: object, what: str) -> tuple[Environment, float]:
+def _open_environment(entry: object, what: str) -> tuple[Environment, float]:
     if not isinstance(entry, dict) or "agent_type" not in entry or entry.keys() - _KEYS:
         raise ConfigError(
             f"{what} is {entry!r}: give agent_type, and agent_args, weight and evaluation_only at "
@@ -275,7 +275,7 @@ def _path(name: str) -> str:
 
 
 class FunctionEnvironment(FileEnvironment):
-    """The reward of an answer is the weighted sum of what ``functions`` return.
+    """The reward of an answer is the weighted sum of the results of ``functions``.
 
     ``functions``: FILE.py:NAME or MODULE:NAME, one or a list; or a mapping of these to weights.
     """
@@ -287,12 +287,14 @@ class FunctionEnvironment(FileEnvironment):
         num_threads: int = 1,
     ) -> None:
         super().__init__(prompts)
-        self.num_threads = checked_threads(num_threads)
+        self.num_threads = check_threads(num_threads)
         names = [functions] if isinstance(functions, str) else functions
         weights = names if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
         if not weights:
             raise ConfigError(f"{_WHAT} is empty: name at least one function")
-        self._functions = [(_found(name), _checked(name, w)) for name, w in weights.items()]
+        self._functions = [
+            (_find_function(name), _check_weight(name, w)) for name, w in weights.items()
+        ]
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         """Return the weighted sum.  A function that returns None has no part in it, as in TRL."""
@@ -301,7 +303,7 @@ class FunctionEnvironment(FileEnvironment):
         return sum(rewards) if rewards else math.nan
 
 
-def _found(name: object) -> Callable[[Prompt, str], float | None]:
+def _find_function(name: object) -> Callable[[Prompt, str], float | None]:
     """Return the function ``name`` as a function of a prompt and an answer.  Raises ConfigError."""
     if not isinstance(name, str):
         raise ConfigError(f"{_WHAT} {name!r:.60}: write MODULE:NAME or FILE.py:NAME")
@@ -334,7 +336,7 @@ def _found(name: object) -> Callable[[Prompt, str], float | None]:
     return reward
 
 
-def _checked(name: str, weight: float) -> float:
+def _check_weight(name: str, weight: float) -> float:
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not abs(weight) <= LARGEST_WEIGHT:
         raise ConfigError(f"{_WHAT} {name}: its weight is {weight!r:.80}: give a number")
@@ -368,7 +370,7 @@ class HttpEnvironment(FileEnvironment):
         self._timeout_s = timeout_s
         self._retries = retries
         self._wait_s = wait_s
-        self.num_threads = checked_threads(num_threads)
+        self.num_threads = check_threads(num_threads)
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         body = json.dumps({"prompt": prompt, "answer": answer}).encode()

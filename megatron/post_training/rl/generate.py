@@ -51,7 +51,7 @@ class PromptSource:
 
     environments: Environments
     tokenizer: MegatronTokenizer
-    chat: ChatTemplate | None  # of prompts that are lists of messages
+    chat: ChatTemplate | None  # renders prompts that are lists of messages
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -77,12 +77,12 @@ def generate_round(
         requests = [
             request
             for i, task in enumerate(tasks, first)
-            for request in _group_of_requests(config, tokenized(task, source, config), i, source)
+            for request in _group_of_requests(config, task, i, source)
         ]
         answers = answers_of(engine, requests)
         rewards = rewards_of([t for t in tasks for _ in range(rl.grpo_group_size)], answers, source)
         engine.close()  # now: while the other ranks follow, no timeout limits the rewards
-        saved = to_json(_joined(config, requests, answers, rewards))
+        saved = to_json(_build_rollouts(config, requests, answers, rewards))
     return from_json(broadcast_json(saved, engine.model.groups.world), config)
 
 
@@ -108,10 +108,10 @@ def check_prompts(config: RunConfig, source: PromptSource) -> None:
 def _check_prompt(
     environment: Environment, source: PromptSource, config: RunConfig, prompt: Prompt
 ) -> None:
-    tokenized(Task(environment, prompt), source, config)
+    tokenize_task(Task(environment, prompt), source, config)
 
 
-def tokenized(task: Task, source: PromptSource, config: RunConfig) -> list[int]:
+def tokenize_task(task: Task, source: PromptSource, config: RunConfig) -> list[int]:
     """Return the tokens of a prompt.  Raises DataError if they do not fit."""
     tokens = task.tokens(source.tokenizer, source.chat)
     if not tokens or len(tokens) >= config.data.seq_length:
@@ -123,9 +123,10 @@ def tokenized(task: Task, source: PromptSource, config: RunConfig) -> list[int]:
 
 
 def _group_of_requests(
-    config: RunConfig, prompt: list[int], index: int, source: PromptSource
+    config: RunConfig, task: Task, index: int, source: PromptSource
 ) -> list[Request]:
-    """Return the requests for all answers to prompt ``index``."""
+    """Return the requests for all answers to prompt ``index``.  Raises DataError."""
+    prompt = tokenize_task(task, source, config)
     first = f"{index}/0"
     return [
         _request(config, f"{index}/{j}", prompt, [index, j], source, fork_of=first if j else None)
@@ -194,7 +195,7 @@ def rewards_of(
         return list(threads.map(Task.reward, tasks, texts))
 
 
-def _joined(
+def _build_rollouts(
     config: RunConfig,
     requests: Sequence[Request],
     answers: Sequence[Answer],
@@ -230,12 +231,12 @@ def evaluate_policy(
         engine.follow()
     else:
         for number, environment in enumerate(source.environments.held_out):
-            found.append(_evaluated(config, engine, source, number, environment))
+            found.append(_evaluate_environment(config, engine, source, number, environment))
         engine.close()
     return broadcast_json(found, engine.model.groups.world)
 
 
-def _evaluated(
+def _evaluate_environment(
     config: RunConfig,
     engine: Engine,
     source: PromptSource,
@@ -247,8 +248,8 @@ def _evaluated(
     tasks = [Task(environment, environment.prompts[i]) for i in range(count)]
     requests = []
     for i, task in enumerate(tasks):
-        key = [number, i, 1]  # those of rollouts are shorter
-        prompt = tokenized(task, source, config)
+        key = [number, i, 1]  # keys of rollouts are shorter
+        prompt = tokenize_task(task, source, config)
         requests.append(_request(config, f"evaluation {number}/{i}", prompt, key, source))
     answers = answers_of(engine, requests)
     rewards = rewards_of(tasks, answers, source)

@@ -42,7 +42,7 @@ def grpo_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     """Return the tensors [b, s] that ``stage`` reads, None for those it does not.
 
     ``weights`` are 0 outside answers.  Experts leave out padding.  Where a round is trained on
-    once, in one step, there are no old log-probabilities: they are those of the step itself.
+    once, in one step, there are no old log-probabilities: the step computes the same values.
     """
     shape = config.training.micro_batch_size, config.data.seq_length
     is_first = stage == 0
@@ -78,7 +78,7 @@ def grpo_loss(
     batch: Batch,
     logits: Tensor,
 ) -> tuple[Tensor, Tensor, Reported]:
-    """Return the sum of the weighted token losses, the number of rollouts, and what is logged."""
+    """Return the sum of the weighted token losses, the number of rollouts, and logged values."""
     rl = config.rl
     scores = score_labels(
         logits,
@@ -94,7 +94,7 @@ def grpo_loss(
 
 
 def token_losses(rl: RLConfig, batch: Batch, scores: TokenScores) -> tuple[Tensor, Reported]:
-    """Return the loss [b, s] of each token, and sum and count of what is logged."""
+    """Return the loss [b, s] of each token, and sum and count of each logged value."""
     is_trained = batch["weights"] > 0
     log_probs = scores.log_probs.masked_fill(~is_trained, 0)
     found: dict[str, Tensor] = {"entropy": scores.entropy}
@@ -144,7 +144,7 @@ def _check_environments(run: Any) -> None:
 
 
 class TokenScores(NamedTuple):
-    """Scores [b, s] of the labels in float32; ``entropy`` is that of all tokens in their place."""
+    """Log-probabilities of the labels, and entropy of the predictions: [b, s] in float32."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -160,8 +160,8 @@ def score_labels(
 ) -> TokenScores:
     """Score ``labels`` [b, s] by ``logits`` [b, s, v/tp], which are divided by ``temperature``.
 
-    Logits of padding are -inf.  At temperature 1 the log-probabilities are the negated losses of
-    training, by bits on one rank.  Collective over ``group``, that of tensor parallelism.
+    Logits of padding are -inf.  At temperature 1 the log-probabilities are bitwise
+    the negated losses of training on one rank.  Collective over the tensor-parallel ``group``.
     """
     if temperature != 1.0:
         logits = logits / temperature
@@ -198,7 +198,7 @@ class _Entropy(Function[Tensor]):
 
 
 def _finite(log_share: Tensor) -> Tensor:
-    """Return logarithms in which those of padding are finite, so that 0 times them is 0."""
+    """Replace -inf, the logarithm at padding, by a finite value: 0 times it must be 0."""
     return log_share.clamp(min=torch.finfo(log_share.dtype).min)
 
 

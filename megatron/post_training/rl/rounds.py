@@ -56,7 +56,7 @@ class Rollouts:
 
 
 def group_advantages(rewards: Tensor, rl: RLConfig) -> Tensor:
-    """Return the advantages [n]: rewards relative to those of the group."""
+    """Return the advantages [n]: rewards relative to the group's mean."""
     groups = rewards.view(-1, rl.grpo_group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if rl.grpo_scale_rewards == "group":
@@ -103,7 +103,7 @@ def step_batches(
 ) -> list[dict[str, Tensor]]:
     """Return the micro-batches of data-parallel rank ``dp_rank``: of the rollouts ``index``.
 
-    Rows have the length of ``config``, at least that of the longest rollout (`trimmed`).
+    Rows have the length of ``config``, at least the length of the longest rollout (`trim_rows`).
     """
     rl = config.rl
     size = config.training.micro_batch_size
@@ -135,7 +135,7 @@ def step_batches(
     ]
 
 
-def trimmed(config: RunConfig, rollouts: Rollouts) -> RunConfig:
+def trim_rows(config: RunConfig, rollouts: Rollouts) -> RunConfig:
     """Return ``config`` with rows that are as long as the longest of ``rollouts``, rounded up.
 
     Layers that are compiled or captured as graphs have rows of one length: then unchanged.
@@ -163,13 +163,13 @@ def step_index(config: RunConfig, seed: int, number: int, consumed: int, size: i
 
 def to_json(rollouts: Rollouts) -> JsonObject:
     """Return rollouts as JSON: for other ranks, and for a checkpoint inside of the round."""
-    return {name: _packed(tensor) for name, tensor in _tensors(rollouts).items()}
+    return {name: _pack(tensor) for name, tensor in _tensors(rollouts).items()}
 
 
 def from_json(saved: JsonObject, config: RunConfig) -> Rollouts:
     """Return the rollouts of `to_json`.  Raises CheckpointError if they are of another shape."""
     try:
-        rollouts = Rollouts(**{name: _unpacked(entry) for name, entry in saved.items()})
+        rollouts = Rollouts(**{name: _unpack(entry) for name, entry in saved.items()})
     except (KeyError, TypeError, ValueError, zlib.error) as error:
         raise CheckpointError(
             f"the checkpoint holds rollouts that cannot be read ({error!r}): load another one"
@@ -192,12 +192,12 @@ def _tensors(rollouts: Rollouts) -> dict[str, Tensor]:
     return {name: value for name, value in vars(rollouts).items() if value is not None}
 
 
-def _packed(tensor: Tensor) -> JsonObject:
+def _pack(tensor: Tensor) -> JsonObject:
     array = tensor.numpy()
     data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode("ascii")
     return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
-def _unpacked(entry: Mapping[str, Any]) -> Tensor:
+def _unpack(entry: Mapping[str, Any]) -> Tensor:
     array = np.frombuffer(zlib.decompress(base64.b64decode(entry["data"])), entry["dtype"])
     return torch.from_numpy(array.reshape(entry["shape"]).copy())

@@ -37,7 +37,7 @@ from megatron.post_training.rl.rounds import (
     step_batches,
     step_index,
     to_json,
-    trimmed,
+    trim_rows,
 )
 from megatron.training.config.run import GRPO, RunConfig
 from megatron.training.data.loaders import chunk_iterators, reads_data
@@ -58,9 +58,9 @@ class RolloutTraining(Callback):
         self.engine: TrainingEngine | None = None
         self._source: PromptSource | None = None  # on rank 0
         self._reference: ReferencePolicy | None = None
-        self._config: RunConfig  # of the run; `trimmed` makes that of a round
-        self._number: int | None = None  # of the round that is held
-        self._rollouts: Rollouts | None = None  # of this round
+        self._config: RunConfig  # the run's own; a round has shorter rows (`trim_rows`)
+        self._number: int | None = None  # number of the current round
+        self._rollouts: Rollouts | None = None  # of the current round
         self._batches: list[dict[str, Tensor]] = []
         self._saved: JsonObject | None = None  # the round, while it is trained on
         self._num_held_out = 0  # environments for evaluations
@@ -116,7 +116,7 @@ class RolloutTraining(Callback):
             self._hold(number, rollouts)
             self.metrics["rollout tokens/s"] = tokens_per_s
         assert self._rollouts is not None, "a round has begun"
-        run.config = trimmed(self._config, self._rollouts)
+        run.config = trim_rows(self._config, self._rollouts)
         run.objective.loss_share = 1 / run.config.data.seq_length  # the loss is divided by rollouts
         index = step_index(run.config, run.config.training.seed, number, position, size)
         self._batches = step_batches(run.config, self._rollouts, index, run.groups.dp.rank())
@@ -176,7 +176,7 @@ def _new_round(
     began_s = time.perf_counter()
     rollouts = generate_round(run.config, engine.writer.engine, source, number)
     elapsed_s = time.perf_counter() - began_s
-    run.config = trimmed(run.config, rollouts)
+    run.config = trim_rows(run.config, rollouts)
     if needs_old_log_probs(run.config):
         rollouts = replace(rollouts, old_log_probs=round_log_probs(run, rollouts))
     if reference is not None:
@@ -213,7 +213,7 @@ def round_log_probs(run: TrainingRun, rollouts: Rollouts) -> Tensor:
 
 
 def rollout_metrics(run: TrainingRun, result: StepResult) -> Mapping[str, float]:
-    """Return what is logged of the newest round; a metric for `register_metric`."""
+    """Return the metrics of the newest round, for `register_metric`."""
     del result
     for callback in run.callbacks:
         if isinstance(callback, RolloutTraining):
@@ -222,7 +222,7 @@ def rollout_metrics(run: TrainingRun, result: StepResult) -> Mapping[str, float]
 
 
 def metrics_of(rollouts: Rollouts) -> dict[str, float]:
-    """Return what is logged of a round, by name."""
+    """Return the metrics of a round, by name."""
     lengths = rollouts.lengths.float()
     return {
         "reward": float(rollouts.rewards.mean()),

@@ -219,8 +219,8 @@ def encode_conversation(
 class Place(NamedTuple):
     """Positions ``start`` to ``start + length`` of a row, which hold a conversation."""
 
-    row: int  # of the data
-    turn: int  # number of the conversation in this row
+    row: int  # number of a row of the data
+    turn: int  # number of the conversation in that row
     start: int
     length: int
 
@@ -397,7 +397,7 @@ class SFTDataset(MegatronDataset):
     def _cut(self, lengths: np.ndarray, total: int) -> np.ndarray:
         """Return ``lengths`` [n, per_row], of which those above a fair part of ``total`` are cut.
 
-        One may take what the other of its row leaves.
+        A conversation may take the positions that the other of its row does not need.
         """
         fair = total // self._per_row // self.config.alignment * self.config.alignment
         others = self._aligned(np.minimum(lengths, fair))

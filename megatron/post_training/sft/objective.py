@@ -130,7 +130,7 @@ def apply_sft(model: nn.Module, batch: Batch) -> Tensor:
     """Run one stage: return token losses [1, n] on the last, hidden states on the others.
 
     Stages send as many tokens to each other as the longest rows have, so that the receiver knows
-    the shape: what exceeds this micro-batch's tokens is zeros.
+    the shape: positions after this micro-batch's tokens are zeros.
     """
     trimmed: tuple[int, int] | None = batch.get("trimmed")
     if trimmed is not None:

@@ -16,7 +16,7 @@ from megatron.core.datasets.images.patches import FRAMES, MERGE
 from megatron.core.datasets.images.pixels import ImageSettings
 from megatron.core.datasets.images.tiling import LLAVA_NEXT_GRIDS
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
-from megatron.core.datasets.packing import packed
+from megatron.core.datasets.packing import pack_samples
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
@@ -239,7 +239,9 @@ def pack_halves(
     length = len(text["tokens"]) - 1
     bounds = (slice(0, length // 2), slice(length // 2, length))
     halves = [{name: part[bound] for name, part in text.items()} for bound in bounds]
-    return packed([begin({**half, "image": sample["image"]}) for half in halves], length + 2, 0)
+    return pack_samples(
+        [begin({**half, "image": sample["image"]}) for half in halves], length + 2, 0
+    )
 
 
 def vlm_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.post_training.distillation.losses import (
-    balanced,
+    balance_losses,
     cosine_loss,
     divergence_from_stored,
+    find_most_probable,
     kl_divergence,
-    most_probable,
     mse_loss,
 )
 from tests import tolerances
@@ -97,7 +97,7 @@ def test_distances_of_hidden_states_are_those_of_torch() -> None:
 
 
 def total(sums: Tensor, *, skip: bool, scale: float = 1.0) -> float:
-    found = balanced(sums, skip_lm_loss=skip, kd_loss_scale=scale, cp_group=one_rank())
+    found = balance_losses(sums, skip_lm_loss=skip, kd_loss_scale=scale, cp_group=one_rank())
     return float(found)
 
 
@@ -112,13 +112,13 @@ def test_the_balance_makes_losses_equally_large() -> None:
 
 def test_the_balance_has_no_gradient() -> None:
     sums = torch.tensor([12.0, 3.0, 0.5], requires_grad=True)
-    balanced(sums, skip_lm_loss=False, kd_loss_scale=1.0, cp_group=one_rank()).backward()
+    balance_losses(sums, skip_lm_loss=False, kd_loss_scale=1.0, cp_group=one_rank()).backward()
     assert sums.grad is not None
     torch.testing.assert_close(sums.grad, torch.tensor([1.0, 2.0, 12.0]))
 
 
 def from_store(student: Tensor, teacher: Tensor, k: int) -> Tensor:
-    ids, log_probs = most_probable(teacher, k, tp_group=one_rank(), vocab_size=SIZE)
+    ids, log_probs = find_most_probable(teacher, k, tp_group=one_rank(), vocab_size=SIZE)
     return divergence_from_stored(student, ids, log_probs, tp_group=one_rank(), vocab_size=SIZE)
 
 
@@ -173,7 +173,7 @@ def top_sharded(rank: int, world_size: int, k: int) -> tuple[Tensor, ...]:
     student, teacher = (x.chunk(world_size, -1)[rank].contiguous() for x in both)
     student.requires_grad_()
     shared: Any = {"tp_group": group, "vocab_size": SIZE}
-    ids, log_probs = most_probable(teacher, k, **shared)
+    ids, log_probs = find_most_probable(teacher, k, **shared)
     loss = divergence_from_stored(student, ids, log_probs, **shared)
     (gradient,) = torch.autograd.grad(loss.sum(), student)
     return ids, log_probs, loss.detach(), gradient
@@ -183,7 +183,7 @@ def top_sharded(rank: int, world_size: int, k: int) -> tuple[Tensor, ...]:
 def test_the_most_probable_tokens_of_a_sharded_vocabulary_are_the_same(k: int) -> None:
     student = draw(4, SIZE, seed=0).requires_grad_()
     teacher = draw(4, SIZE, seed=1)
-    ids, log_probs = most_probable(teacher, k, tp_group=one_rank(), vocab_size=SIZE)
+    ids, log_probs = find_most_probable(teacher, k, tp_group=one_rank(), vocab_size=SIZE)
     loss = from_store(student, teacher, k)
     (gradient,) = torch.autograd.grad(loss.sum(), student)
     parts = run_ranks(top_sharded, 4, k)  # the last rank has columns of padding

@@ -16,7 +16,7 @@ from megatron.post_training.rl.rounds import (
     Rollouts,
     group_advantages,
     step_batches,
-    trimmed,
+    trim_rows,
 )
 from megatron.training.config.run import RunConfig
 from tests.ranks import run_ranks
@@ -148,11 +148,11 @@ def test_no_token_outside_of_an_answer_has_weight() -> None:
 def test_rows_are_as_long_as_the_longest_rollout() -> None:
     config = replace(config_of({}), data=replace(config_of({}).data, seq_length=1000))
     rollouts = rollouts_of_golden()
-    assert trimmed(config, rollouts).data.seq_length == 64
+    assert trim_rows(config, rollouts).data.seq_length == 64
     rollouts.bounds[2, 1] = 65
-    assert trimmed(config, rollouts).data.seq_length == 128
+    assert trim_rows(config, rollouts).data.seq_length == 128
     compiled = replace(config, model=replace(config.model, compile="layer"))
-    assert trimmed(compiled, rollouts) is compiled
+    assert trim_rows(compiled, rollouts) is compiled
     (batch,) = step_batches(config_of({}), rollouts_of_golden(), torch.arange(ROWS), 0)
     assert {tuple(t.shape) for t in batch.values()} == {(ROWS, LENGTH)}
 
