@@ -77,7 +77,7 @@ def on_checkpointing_end(is_async_finalization: bool) -> None:
 
 
 def on_checkpoint_loaded(is_local_chkpt: bool) -> None:
-    """Let the limit of the setup be learnt: one without loading, or from memory, is too short."""
+    """Let the limit of the setup be learned: one without loading, or from memory, is too short."""
     sections.monitor.has_loaded |= not is_local_chkpt
 
 

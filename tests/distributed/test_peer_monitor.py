@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.training.fault_tolerance import sections
 from megatron.training.fault_tolerance.failure_watch import failure_watch
-from megatron.training.fault_tolerance.heartbeat import DEFAULTS_S, Limits
+from megatron.training.fault_tolerance.heartbeat import Limits
 from tests.ranks import run_ranks
 
 
@@ -32,7 +32,7 @@ def train(rank: int, world_size: int, folder: str, fault: Callable[[], None]) ->
     os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     monitor = sections.monitor
     monitor.enable(None, learns=False)
-    monitor.limits = Limits({**DEFAULTS_S, "step": 0.5})
+    monitor.limits = Limits({"step": 0.5})
     with failure_watch(poll_s=0.05, find_hang=monitor.find_hang()):
         for iteration in (1, 2, 3):
             monitor.begin_step(iteration)
@@ -43,7 +43,7 @@ def train(rank: int, world_size: int, folder: str, fault: Callable[[], None]) ->
             monitor.end_step()
 
 
-@pytest.mark.feature("Running: a rank that hangs or is stopped is named within a learnt limit")
+@pytest.mark.feature("Running: a rank that hangs or is stopped is named within a learned limit")
 @pytest.mark.parametrize(
     ("fault", "why"),
     [

@@ -54,7 +54,7 @@ OUTSIDE = (
     *("kill rank", "stop rank", "SIGTERM to a rank", "SIGTERM to a launcher"),
     *("SIGUSR1 to a launcher", "kill launcher 0 (store)", "kill launcher 1", "kill all launchers"),
 )
-# Seconds; the floors of learnt limits are longer than a test should take.
+# Seconds; the floors of learned limits are longer than a test should take.
 LIMITS = {"setup": 25.0, "step": 6.0, "checkpointing": 20.0}
 
 

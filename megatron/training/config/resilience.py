@@ -133,7 +133,7 @@ class ResilienceConfig:
     )
     calc_ft_timeouts: bool = _ft_package(
         False,
-        "Save the limits that were learnt in this run in ft_state.json in the folder of --save, "
+        "Save the limits that were learned in this run in ft_state.json in the folder of --save, "
         "for later runs.",
     )
     error_injection_rate: int = _rerun(

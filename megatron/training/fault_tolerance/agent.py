@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -186,17 +186,8 @@ class AttemptAgent(LocalElasticAgent):
         ends = []
         for rank, end in sorted(ended.items()):
             text, order = found.get(rank, (None, ()))
-            ends.append(
-                RankEnd(
-                    rank=rank,
-                    code=end.code,
-                    at_s=end.at_s,
-                    report=reports.get(rank, {}),
-                    hang=text,
-                    hang_order=order,
-                    was_ended=end.was_ended,
-                )
-            )
+            report = reports.get(rank, {})
+            ends.append(replace(end, report=report, hang=text, hang_order=order))
         return NodeReport(
             node=node,
             ranks=tuple(ends),
@@ -248,15 +239,6 @@ class Process(Protocol):
         """Return the exit status, None while the process runs."""
 
 
-@dataclass(frozen=True)
-class End:
-    """Exit status and time of an ended process; ``was_ended``: by this object."""
-
-    code: int
-    at_s: float  # time.time()
-    was_ended: bool
-
-
 class RankProcesses:
     """The processes of a node's ranks, by global rank.
 
@@ -267,14 +249,17 @@ class RankProcesses:
     def __init__(self, processes: Mapping[int, Process]) -> None:
         self._processes = dict(processes)
         self._sent: set[int] = set()  # ranks that were sent a final signal
-        self.ends: dict[int, End] = {}
+        self.ends: dict[int, RankEnd] = {}
 
     def poll(self) -> None:
         """Record the processes that have ended."""
         for rank in self.running():
             code = self._processes[rank].poll()
             if code is not None:
-                self.ends[rank] = End(code, time.time(), rank in self._sent)
+                was_ended = rank in self._sent
+                self.ends[rank] = RankEnd(
+                    rank=rank, code=code, at_s=time.time(), was_ended=was_ended
+                )
 
     def running(self) -> list[int]:
         """Return the ranks that have not ended, as of the last `poll`."""

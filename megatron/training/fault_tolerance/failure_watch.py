@@ -614,7 +614,7 @@ class PeerMonitor:
         return [store.get(f"{_ANSWER}{rank}") for rank in range(self._world_size)]
 
     def _found(self, store: RunStore) -> HungRank:
-        limit_s = self._limits().seconds[self._heartbeat().section]
+        limit_s = self._limits().limit_s(self._heartbeat().section)
         answers: list[Heartbeat] = []
         for rank, answer in enumerate(self._answers(store)):
             if answer is None or answer == self._old_answers[rank]:

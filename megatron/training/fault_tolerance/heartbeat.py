@@ -22,8 +22,9 @@ import os
 import struct
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.core.config.errors import LaunchError
 
@@ -41,12 +42,12 @@ _NAME_BYTES = 160
 _PREFIX = "rank_"
 STATE_FILE = "ft_state.json"
 OUT_OF_SECTION = ""
-LEARNT = ("setup", "step", "checkpointing", OUT_OF_SECTION)
+SECTIONS_WITH_LIMIT = ("setup", "step", "checkpointing", OUT_OF_SECTION)
 _Table = Mapping[str, float]
-DEFAULTS_S: _Table = dict(zip(LEARNT, (1800.0, 900.0, 1800.0, 900.0), strict=True))
-FLOORS_S: _Table = dict(zip(LEARNT, (120.0, 30.0, 120.0, 60.0), strict=True))
-# Durations after which a limit is learnt.  The first save of a run may be its shortest.
-MIN_COUNTS: _Table = dict(zip(LEARNT, (1, 16, 2, 16), strict=True))
+DEFAULTS_S: _Table = dict(zip(SECTIONS_WITH_LIMIT, (1800.0, 900.0, 1800.0, 900.0), strict=True))
+FLOORS_S: _Table = dict(zip(SECTIONS_WITH_LIMIT, (120.0, 30.0, 120.0, 60.0), strict=True))
+# Durations after which a limit is learned.  The first save of a run may be its shortest.
+MIN_COUNTS: _Table = dict(zip(SECTIONS_WITH_LIMIT, (1, 16, 2, 16), strict=True))
 _FACTOR = 5.0
 
 
@@ -200,51 +201,49 @@ class Hang:
 class Limits:
     """Limits in seconds by section; `OUT_OF_SECTION` is the limit between sections."""
 
-    seconds: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULTS_S))
-    learnt: frozenset[str] = frozenset()
+    learned: Mapping[str, float] = field(default_factory=dict)  # in place of `DEFAULTS_S`
+
+    def limit_s(self, section: str) -> float:
+        """Return the limit of ``section``; an ended rank has none."""
+        return self.learned.get(section, DEFAULTS_S.get(section, math.inf))
 
     def verdict(self, heartbeat: Heartbeat, now_ns: int) -> Hang | None:
         """Return the hang of the rank if it gave no sign for the limit of its section, else None.
 
-        A slow step whose collectives progress is no hang.  An ended rank has no limit.
+        A slow step whose collectives progress is no hang.
         """
-        limit_s = self.seconds.get(heartbeat.section, math.inf)
+        limit_s = self.limit_s(heartbeat.section)
         waited_s = (now_ns - heartbeat.sign_ns) / 1e9
         return Hang(heartbeat, waited_s, limit_s) if waited_s > limit_s else None
 
     def merged(self, seen: Durations) -> Limits:
         """Return limits that also fit the durations ``seen``.
 
-        A limit that was learnt before rises at once and falls by half the difference, so that one
+        A limit that was learned before rises at once and falls by half the difference, so that one
         outlier does not raise it for all later runs.
         """
-        seconds = dict(self.seconds)
-        learnt = set(self.learnt)
+        learned = dict(self.learned)
         for section in seen.known():
             wanted = max(FLOORS_S[section], _FACTOR * seen.longest_s[section])
-            before = seconds[section]
-            falls = section in learnt and wanted < before
-            seconds[section] = (wanted + before) / 2 if falls else wanted
-            learnt.add(section)
-        return replace(self, seconds=seconds, learnt=frozenset(learnt))
-
-    def learnt_s(self) -> dict[str, float]:
-        """Return the limits that were learnt."""
-        return {name: self.seconds[name] for name in LEARNT if name in self.learnt}
+            learned[section] = max(wanted, (wanted + learned.get(section, wanted)) / 2)
+        return Limits(learned)
 
     def updated(self, newer: Limits) -> Limits:
-        """Return these limits with those that ``newer`` has learnt in their place."""
-        learnt = {name: newer.seconds[name] for name in newer.learnt}
-        return Limits({**self.seconds, **learnt}, self.learnt | newer.learnt)
+        """Return these limits, replaced by the limits that ``newer`` has learned."""
+        return Limits({**self.learned, **newer.learned})
 
-    def to_state(self) -> dict[str, object]:
-        """Return the content of the state file; limits that were not learnt are null."""
-        learnt = self.learnt_s()
-        section: dict[str, object] = {
-            "section": {name: learnt.get(name) for name in LEARNT if name != OUT_OF_SECTION},
-            "out_of_section": learnt.get(OUT_OF_SECTION),
-            "calculated_sections": sorted(self.learnt - {OUT_OF_SECTION}),
-            "is_out_of_section_calculated": OUT_OF_SECTION in learnt,
+    def to_state(self, before: Mapping[str, float | None] | None = None) -> dict[str, Any]:
+        """Return the content of the state file.
+
+        A limit that was not learned is that of ``before``, or null.
+        """
+        limits = {**dict.fromkeys(SECTIONS_WITH_LIMIT), **(before or {}), **self.learned}
+        out_of_section = limits.pop(OUT_OF_SECTION)
+        section = {
+            "section": limits,
+            "out_of_section": out_of_section,
+            "calculated_sections": sorted({*self.learned} - {OUT_OF_SECTION}),
+            "is_out_of_section_calculated": OUT_OF_SECTION in self.learned,
         }
         return {"current_timeouts": {"section": section}}
 
@@ -253,14 +252,17 @@ class Limits:
         """Return the limits of a state file; invalid entries get the default."""
         timeouts = _mapping(_mapping(state).get("current_timeouts"))
         saved = _mapping(timeouts.get("section"))
-        found = {k: v for k, v in _mapping(saved.get("section")).items() if k in LEARNT and k}
-        found[OUT_OF_SECTION] = saved.get("out_of_section")
-        learnt = {
-            name: float(value)
-            for name, value in found.items()
-            if isinstance(value, int | float) and math.isfinite(value) and value > 0
-        }
-        return cls({**DEFAULTS_S, **learnt}, frozenset(learnt))
+        found = {**_mapping(saved.get("section")), OUT_OF_SECTION: saved.get("out_of_section")}
+        return cls(
+            {
+                name: float(value)
+                for name, value in found.items()
+                if name in SECTIONS_WITH_LIMIT
+                and isinstance(value, int | float)
+                and math.isfinite(value)
+                and value > 0
+            }
+        )
 
     def save(self, path: Path) -> None:
         """Replace the file at once, or leave the old one: a log must not end the run.
@@ -293,7 +295,9 @@ class Durations:
 
     def known(self) -> list[str]:
         """Return the sections of which enough durations were seen."""
-        return [name for name in LEARNT if self.counts.get(name, 0) >= MIN_COUNTS[name]]
+        return [
+            name for name in SECTIONS_WITH_LIMIT if self.counts.get(name, 0) >= MIN_COUNTS[name]
+        ]
 
 
 class HangWatch:

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
@@ -42,6 +41,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
     create_backend,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
     _RendezvousExitOp,
     create_handler,
 )
@@ -54,13 +54,13 @@ from torch.distributed.launcher.api import LaunchConfig
 from megatron.core.config.errors import ConfigError, LaunchError
 from megatron.training.fault_tolerance.outcome import NodeReport, Outcome, from_json, to_json
 from megatron.training.fault_tolerance.restart_policy import Decision, History
+from megatron.training.process.rendezvous import why_not_reachable
 
 # Number of nodes that joined -> number of nodes that train.
 NodeCount = Callable[[int], int]
 _POLL_S = 0.1
 _FILE = "rendezvous.json"
 _PAUSE_S = 1.0
-_CONNECT_S = 2.0
 _JOIN_TIMEOUT_S = 600
 # Parameters of --rdzv-conf.
 _NUMBERS = (
@@ -139,14 +139,15 @@ class WaitingNode(Exception):  # noqa: N818  not an error
     """This node joined, but the layout does not need it in this attempt."""
 
 
-class Rendezvous(RendezvousHandler):
-    """torch's handler of one connection to the store of the run; ``round`` is the latest one."""
+class Rendezvous(DynamicRendezvousHandler):
+    """torch's handler of one connection to the store of the run; ``attempt`` is the latest one."""
 
     def __init__(self, config: LaunchConfig, node: str) -> None:
         """Connect to the store.  Raises RendezvousError."""
         parameters = _parameters(config)
         backend, store = create_backend(parameters)
-        self._inner = create_handler(store, backend, parameters)
+        made = create_handler(store, backend, parameters)
+        super().__init__(made._this_node, made.settings, backend.name, store, made._state_holder)
         self._node = node
         self._local_addr = config.local_addr
         self._hosts_store = hosts_store(config)
@@ -155,15 +156,7 @@ class Rendezvous(RendezvousHandler):
         self.attempt: AttemptCoordination | None = None
         self._places: dict[Any, int] = {}  # torch's node -> its rank in the attempt
         self.history = History()
-        self.num_spare = 0  # nodes that waited for a place when this node last looked
         self.nodes_that_train: NodeCount = lambda joined: joined
-
-    @property
-    def use_agent_store(self) -> bool:
-        return self._inner.use_agent_store
-
-    def get_backend(self) -> str:
-        return self._inner.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round.
@@ -188,7 +181,7 @@ class Rendezvous(RendezvousHandler):
         num_training = self.nodes_that_train(info.world_size)
         turned = [(i - history.placement) % num_training for i in range(num_training)]
         order = [*turned, *range(num_training, info.world_size)]  # torch's ranks, as they are used
-        joined = self._inner._state_holder.state.participants
+        joined = self._state_holder.state.participants
         self._places = {node: order.index(rank) for node, rank in joined.items()}
         rank = order.index(info.rank)
         ordered = tuple(nodes[i] for i in order)
@@ -199,50 +192,40 @@ class Rendezvous(RendezvousHandler):
         found = RendezvousStoreInfo.build(rank, placed, local_addr=self._local_addr)
         return RendezvousInfo(placed, rank, num_training, found)
 
-    def is_closed(self) -> bool:
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        self._inner.set_closed()
-
     def num_nodes_waiting(self) -> int:
         """Return the number of nodes that wait and for which the next round has room.
 
         A node that another one has outrun stays in torch's wait list, also if there is no room.
         """
-        waiting = self._inner.num_nodes_waiting()  # reads the state, without dead nodes
-        state = self._inner._state_holder.state
-        self.num_spare = len(state.wait_list | state.redundancy_list)
+        waiting: int = super().num_nodes_waiting()  # reads the state, without dead nodes
         return 0 if self._is_full() else waiting
 
     def _is_full(self) -> bool:
-        state = self._inner._state_holder.state
-        return state.complete and len(state.participants) >= self._inner.settings.max_nodes
+        state = self._state_holder.state
+        return state.complete and len(state.participants) >= self.settings.max_nodes
 
     def _joined(self) -> RendezvousInfo:
         """Join torch's next round; a spare node waits for a place without a time limit."""
         while True:
             try:
-                return self._inner.next_rendezvous()
+                return super().next_rendezvous()
             except RendezvousTimeoutError:
                 if not self._is_full():
                     raise
-
-    def get_run_id(self) -> str:
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        return self._inner.shutdown()
 
     def leave(self) -> None:
         """Leave the latest round without an end of the run; torch's next round waits for this.
 
         Raises RendezvousError.
         """
-        inner = self._inner
-        inner._stop_heartbeats()
-        deadline_s = inner._get_deadline(inner._settings.timeout.join)
-        inner._op_executor.run(_RendezvousExitOp(), deadline_s)
+        self._stop_heartbeats()
+        self._op_executor.run(_RendezvousExitOp(), self._get_deadline(self.settings.timeout.join))
+
+    @property
+    def num_spare(self) -> int:
+        """Number of living nodes that wait for a place, as of the last request to the store."""
+        state = self._state_holder.state
+        return len(state.wait_list | state.redundancy_list)
 
     def num_spare_nodes(self) -> int:
         """Return the number of living nodes that wait for a place.  Raises RendezvousError."""
@@ -251,7 +234,7 @@ class Rendezvous(RendezvousHandler):
 
     def is_empty(self) -> bool:
         """Return whether no living node trains or waits for a place.  Raises RendezvousError."""
-        return self.num_spare_nodes() == 0 and not self._inner._state_holder.state.participants
+        return self.num_spare_nodes() == 0 and not self._state_holder.state.participants
 
     def lost_nodes(self) -> list[int]:
         """Return the ranks of the attempt's other nodes that give no sign of life.
@@ -259,7 +242,7 @@ class Rendezvous(RendezvousHandler):
         torch's rendezvous removes them.  Raises RendezvousError.
         """
         self.num_nodes_waiting()
-        present = {*self._inner._state_holder.state.participants, self._inner._this_node}
+        present = {*self._state_holder.state.participants, self._this_node}
         return [rank for node, rank in self._places.items() if node not in present]
 
     def report_unhealthy(self) -> None:
@@ -433,11 +416,7 @@ def nodes_that_fit(
 
 def _is_reachable(endpoint: str) -> bool:
     address = parse_rendezvous_endpoint(endpoint, default_port=DEFAULT_PORT)
-    try:
-        socket.create_connection(address, timeout=_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
+    return why_not_reachable(*address) is None
 
 
 def log(text: str) -> None:

@@ -8,7 +8,7 @@ monitor where ``ft_launcher`` has started this process; who enforces the limits 
 - NVIDIA's rank monitor, which receives the limits,
 - the ranks themselves (`megatron.training.fault_tolerance.failure_watch`).
 
-The limits are learnt alike in all cases (`Limits`), so NVIDIA's calculation, which has no minimum,
+The limits are learned alike in all cases (`Limits`), so NVIDIA's calculation, which has no minimum,
 is not used.  Nothing in this module is collective, except the function that is given to `learn`.
 """
 
@@ -29,8 +29,8 @@ from megatron.core.optional import require
 from megatron.core.rank_local import each_rank_owns
 from megatron.training.fault_tolerance.failure_watch import FindHang, PeerMonitor
 from megatron.training.fault_tolerance.heartbeat import (
-    LEARNT,
     OUT_OF_SECTION,
+    SECTIONS_WITH_LIMIT,
     STATE_FILE,
     VARIABLE,
     Durations,
@@ -94,7 +94,7 @@ class Monitor:
     def enable(self, state_folder: str | None, learns: bool) -> None:
         """Connect to NVIDIA's monitor, or let the ranks watch each other (--enable-ft-package).
 
-        ``learns``: save the learnt limits in ``state_folder`` (--calc-ft-timeouts), where they are
+        ``learns``: save the learned limits in ``state_folder`` (--calc-ft-timeouts), where they are
         read in any case.  Raises MissingDependency, LaunchError or ConfigError.
         """
         if not self.is_on:
@@ -169,8 +169,8 @@ class Monitor:
         if not known or self._file is None:
             return
         if largest is not None:
-            values = largest([self.seen.longest_s.get(name, 0.0) for name in LEARNT])
-            self.seen.longest_s = dict(zip(LEARNT, values, strict=True))
+            values = largest([self.seen.longest_s.get(name, 0.0) for name in SECTIONS_WITH_LIMIT])
+            self.seen.longest_s = dict(zip(SECTIONS_WITH_LIMIT, values, strict=True))
         limits = self._saved.merged(self.seen)
         if limits == self.limits:
             return
@@ -183,7 +183,7 @@ class Monitor:
 
     @property
     def saves(self) -> bool:
-        """Whether the learnt limits are saved (on rank 0)."""
+        """Whether the learned limits are saved (on rank 0)."""
         return self._state_path is not None
 
     def _save(self) -> None:
@@ -228,7 +228,7 @@ class RankMonitor:
         self.client = package.RankMonitorClient()
         self.client.init_workload_monitoring()
         known = self.client.section_timeouts.section
-        if missing := [name for name in LEARNT if name and name not in known]:
+        if missing := [name for name in SECTIONS_WITH_LIMIT if name and name not in known]:
             raise ConfigError(
                 f"{_FLAG}: ft_launcher knows no section {', '.join(missing)}: start it with "
                 "--ft-rank_section_timeouts=setup:1800,step:900,checkpointing:1800 and "
@@ -249,19 +249,15 @@ class RankMonitor:
         self.client.end_section(section)
 
     def set_limits(self, limits: Limits) -> None:
-        """Replace the limits of the monitor by those that were learnt; the others stay.
+        """Replace the limits of the monitor by those that were learned; the others stay.
 
         Its limit between heartbeats is removed: sections replace heartbeats.
         """
         timeouts = self.client.section_timeouts
-        section: dict[str, Any] = {
-            "section": {**timeouts.section, **limits.learnt_s()},
-            "calculated_sections": sorted(limits.learnt - {OUT_OF_SECTION}),
-            "is_out_of_section_calculated": OUT_OF_SECTION in limits.learnt,
-        }
-        section["out_of_section"] = section["section"].pop(OUT_OF_SECTION, timeouts.out_of_section)
-        state = {"heartbeat": {"initial": None, "subsequent": None}, "section": section}
-        self.client.load_state_dict({"current_timeouts": state})
+        before = {**timeouts.section, OUT_OF_SECTION: timeouts.out_of_section}
+        state = limits.to_state(before)
+        state["current_timeouts"]["heartbeat"] = {"initial": None, "subsequent": None}
+        self.client.load_state_dict(state)
 
     def close(self) -> None:
         """Stop the monitoring of this rank."""

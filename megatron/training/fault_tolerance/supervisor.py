@@ -38,6 +38,7 @@ from megatron.training.fault_tolerance.heartbeat import STATE_FILE, Limits
 from megatron.training.fault_tolerance.launch_flags import Launch, value_of
 from megatron.training.fault_tolerance.outcome import NodeReport, Outcome, outcome_of, to_json
 from megatron.training.fault_tolerance.rendezvous import (
+    AttemptCoordination,
     Connector,
     Rendezvous,
     WaitingNode,
@@ -95,13 +96,11 @@ class Supervisor:
             decision = self._attempts()
         except StopRequested:
             code = 128 + (self._stop.first or 0)
-            why = "stopped by a signal while no rank was running"
-            decision = Decision(restarts=False, code=code, why=why, history=self._history)
+            decision = self._end(code, "stopped by a signal while no rank was running")
         except MegatronError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            why = f"{type(error).__name__}: {error}"
-            code = error.exit_code
-            decision = Decision(restarts=False, code=code, why=why, history=self._history)
+            text = f"{type(error).__name__}: {error}"
+            print(text, file=sys.stderr, flush=True)
+            decision = self._end(error.exit_code, text)
         finally:
             self._stop.has_ranks = True  # from here on a signal must not interrupt
             shutil.rmtree(self._launch.memory, ignore_errors=True)
@@ -164,12 +163,11 @@ class Supervisor:
     def _attempt(self) -> Decision:
         rendezvous = self._connected()
         agent = self._agent(rendezvous)
-        is_training = True
         try:
             if agent.run() is None:  # the run has ended while this node waited
                 return self._ended_elsewhere()
         except WaitingNode:
-            is_training = False
+            pass  # it has started no ranks
         except RendezvousClosedError:
             return self._ended_elsewhere()
         except RendezvousTimeoutError:
@@ -179,16 +177,15 @@ class Supervisor:
         self._history = rendezvous.history
         if agent.lost_store is not None:
             return self._alone(agent, agent.lost_store)
-        report = agent.report(self._launch.node) if is_training else None
         try:
-            return self._agreed(rendezvous, report or NodeReport(node=self._launch.node))
+            return self._agreed(rendezvous, agent.report(self._launch.node))
         except (dist.DistError, RendezvousError) as error:
             return self._alone(agent, str(error).splitlines()[0])
 
-    def _connected(self) -> Rendezvous:
-        """Return the connection, a new one if the store was lost."""
+    def _connected(self, last: AttemptCoordination | None = None, num_spare: int = 0) -> Rendezvous:
+        """Return the connection, a new one if the store was lost (see `Connector.connect`)."""
         if self._rendezvous is None:
-            self._rendezvous = self._connector.connect(None)
+            self._rendezvous = self._connector.connect(last, num_spare)
             self._rendezvous.nodes_that_train = self._nodes_that_train
         self._rendezvous.history = self._history
         return self._rendezvous
@@ -212,8 +209,7 @@ class Supervisor:
         if decision.restarts:
             num_spare = self._rendezvous.num_spare
             self._rendezvous = None
-            self._rendezvous = self._connector.connect(last, num_spare)
-            self._rendezvous.nodes_that_train = self._nodes_that_train
+            self._connected(last, num_spare)
         return decision
 
     def _agreed(self, rendezvous: Rendezvous, report: NodeReport) -> Decision:
@@ -276,10 +272,10 @@ class Supervisor:
         )
 
     def _limits(self) -> Limits:
-        learnt = Limits.load(self._launch.memory / HEARTBEATS / STATE_FILE)  # in this attempt
+        learned = Limits.load(self._launch.memory / HEARTBEATS / STATE_FILE)  # in this attempt
         save = value_of(self._launch.script, "--save")
         saved = Limits() if save is None else Limits.load(Path(save) / STATE_FILE)
-        return saved.updated(learnt)
+        return saved.updated(learned)
 
     def _nodes_that_train(self, joined: int) -> int:
         config = self._launch.config
@@ -320,7 +316,9 @@ class Supervisor:
                 found = json.loads(self._ended)
                 code = int(found["code"])
                 result = f"{found['reason']} (exit status {code}, {found['restarts']} restarts)"
-        why = f"the run ended while this node waited: {result}"
+        return self._end(code, f"the run ended while this node waited: {result}")
+
+    def _end(self, code: int, why: str) -> Decision:
         return Decision(restarts=False, code=code, why=why, history=self._history)
 
     def _wait_for_the_end(self) -> Decision:
@@ -351,10 +349,9 @@ class Supervisor:
         Every node writes exit.json, and all may write into one folder.
         """
         num_earlier = self._history.attempts - len(self._outcomes)
-        if self._rendezvous is None:
-            return []
-        with contextlib.suppress(dist.DistError):
-            return self._rendezvous.outcomes(num_earlier)
+        if self._rendezvous is not None:
+            with contextlib.suppress(dist.DistError):
+                return self._rendezvous.outcomes(num_earlier)
         return []
 
     def _leave(self, exit_report: str) -> None:

@@ -95,7 +95,7 @@ def _connect(rank: int, patience: _Patience) -> Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = f"MASTER_ADDR {host}, MASTER_PORT {port}"
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    while not is_server and (reason := _why_not_reachable(host, port)) is not None:
+    while not is_server and (reason := why_not_reachable(host, port)) is not None:
         patience.spend(partial("the store at {} ({})".format, address, reason))
         time.sleep(_CONNECT_S)
     try:  # not by torch's rendezvous, where rank 0 would wait silently for all others
@@ -115,7 +115,7 @@ def _connect(rank: int, patience: _Patience) -> Store:
     return store
 
 
-def _why_not_reachable(host: str, port: int) -> str | None:
+def why_not_reachable(host: str, port: int) -> str | None:
     """Return why the address refuses connections, or None.
 
     Connects with a plain socket, because each attempt of torch's own client logs a page.

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from megatron.core.parallel.run_store import RunStore
 from megatron.training.fault_tolerance.failure_watch import HungRank, PeerMonitor
-from megatron.training.fault_tolerance.heartbeat import DEFAULTS_S, Heartbeat, Limits
+from megatron.training.fault_tolerance.heartbeat import Heartbeat, Limits
 from tests.unit.fault_tolerance.test_limits import BEAT, ns
 
-LIMITS = Limits({**DEFAULTS_S, "step": 30.0})
+LIMITS = Limits({"step": 30.0})
 
 
 class Ranks:

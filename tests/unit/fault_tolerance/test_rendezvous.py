@@ -71,9 +71,9 @@ def test_only_a_node_that_waits_for_a_place_is_a_spare_node(
     thread.start()
     while here.num_spare_nodes() == 0:
         time.sleep(0.01)
-    state = here._inner._state_holder.state
+    state = here._state_holder.state
     state.wait_list.update(state.redundancy_list)  # as after two nodes ran for one place
-    here._inner._state_holder.mark_dirty()
+    here._state_holder.mark_dirty()
     assert here.num_nodes_waiting() == 0, "there is no room"
     here.shutdown()
     thread.join()
@@ -155,10 +155,10 @@ def test_a_node_without_a_sign_of_life_is_lost(tmp_path: Path, store: dist.TCPSt
         list(threads.map(lambda node: node.next_rendezvous(), nodes))
     first, second = sorted(nodes, key=lambda node: node.attempt.rank)  # type: ignore[union-attr]
     assert [node.attempt.rank for node in (first, second)] == [0, 1]  # type: ignore[union-attr]
-    assert first._inner._get_world()[0] == 1, "the placement turns the nodes"
+    assert first._get_world()[0] == 1, "the placement turns the nodes"
     assert second.history == history, "that of the most attempts is valid"
     assert first.lost_nodes() == []
-    second._inner._stop_heartbeats()
+    second._stop_heartbeats()
     deadline_s = time.monotonic() + 30
     while not first.lost_nodes() and time.monotonic() < deadline_s:
         time.sleep(0.1)

@@ -93,10 +93,10 @@ def test_sections_reach_nvidias_client_in_order(
     assert client.calls[-1] == ("shutdown_workload_monitoring",)
 
 
-def test_the_client_gets_the_limits_that_were_learnt(
+def test_the_client_gets_the_limits_that_were_learned(
     monitor: sections.Monitor, client: FakeClient, tmp_path: Path
 ) -> None:
-    Limits({**Limits().seconds, "step": 45.0}, frozenset({"step"})).save(tmp_path / STATE_FILE)
+    Limits({"step": 45.0}).save(tmp_path / STATE_FILE)
     monitor.enable(str(tmp_path), learns=False)
     (state,) = [
         call[1]["current_timeouts"] for call in client.calls if call[0] == "load_state_dict"
@@ -120,13 +120,13 @@ def test_a_launcher_without_the_sections_is_refused(
         monitor.enable(None, learns=False)
 
 
-def test_limits_are_learnt_and_saved_for_the_next_run(
+def test_limits_are_learned_and_saved_for_the_next_run(
     monitor: sections.Monitor, tmp_path: Path
 ) -> None:
     monitor.enable(str(tmp_path), learns=True)
     ft_integration.on_checkpoint_loaded(is_local_chkpt=False)
     train(CallbackList([Sections(agrees=False)]), 17)
-    assert set(monitor.limits.learnt) == {"setup", "step", OUT_OF_SECTION}
+    assert set(monitor.limits.learned) == {"setup", "step", OUT_OF_SECTION}
     assert Limits.load(tmp_path / STATE_FILE) == monitor.limits
     assert monitor.seen.counts == {"setup": 1, "step": 18, "checkpointing": 1, OUT_OF_SECTION: 19}
 
@@ -135,7 +135,7 @@ def test_a_setup_that_loads_nothing_is_too_short_to_learn(monitor: sections.Moni
     monitor.enable(None, learns=False)
     ft_integration.on_checkpoint_loaded(is_local_chkpt=True)
     train(CallbackList([Sections(agrees=False)]), 17)
-    assert "setup" not in monitor.limits.learnt
+    assert "setup" not in monitor.limits.learned
 
 
 def test_without_calc_ft_timeouts_nothing_is_saved(
@@ -143,7 +143,7 @@ def test_without_calc_ft_timeouts_nothing_is_saved(
 ) -> None:
     monitor.enable(str(tmp_path), learns=False)
     train(CallbackList([Sections(agrees=False)]), 17)
-    assert "step" in monitor.limits.learnt
+    assert "step" in monitor.limits.learned
     assert list(tmp_path.iterdir()) == []
 
 
