@@ -100,7 +100,7 @@ bench:
 		echo $$file; $$python -m benchmarks.$$(basename $$file .py) || exit 1; done
 
 docs:
-	@python=$$(tools/env.sh) && for page in tree features flags matrix architecture; do $$python tools/$$page.py || exit 1; done
+	@python=$$(tools/env.sh) && for page in tree features flags matrix architecture; do $$python tools/dev/$$page.py || exit 1; done
 
 quickstart:
 	@bash examples/quickstart.sh

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_facts
 
-One line for each fact.  tools/gpu_lease.py runs this first.
+One line for each fact.  tools/dev/gpu_lease.py runs this first.
 """
 
 from __future__ import annotations

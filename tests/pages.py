@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.repo.source import ROOT
-from tools import features, flags, matrix, tree
+from tools.dev import features, flags, matrix, tree
 
 GENERATED = {tool.TARGET for tool in (features, flags, matrix, tree)}
 PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("*.md")} - GENERATED)]

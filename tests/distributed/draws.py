@@ -26,8 +26,8 @@ from tests.distributed.layouts import (
     dtype_of,
     rounds_gradients_elsewhere,
 )
-from tools.lib.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
-from tools.matrix import MAX_RANKS, refusals
+from tools.dev.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
+from tools.dev.matrix import MAX_RANKS, refusals
 
 DEGREES = {
     "tp": (1, 2, 4),

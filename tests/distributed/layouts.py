@@ -28,7 +28,7 @@ from tests import tolerances
 from tests.functional.runs import train_gpt
 from tests.graph_stand_in import graphs_on_cpu
 from tests.ranks import run_ranks
-from tools.lib.layout_axes import FEATURES, Case
+from tools.dev.layout_axes import FEATURES, Case
 
 NUM_STEPS = 3
 TIMEOUT_S = 240  # for a machine with much else to do

@@ -37,8 +37,8 @@ from tests.distributed.layouts import TIMEOUT_S, Parts, allowed, assembled, dtyp
 from tests.distributed.test_fsdp import SHARD, Sharded
 from tests.functional.runs import train_gpt
 from tests.ranks import run_ranks
-from tools.lib.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
-from tools.matrix import refusals
+from tools.dev.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
+from tools.dev.matrix import refusals
 
 SAVED_AT, BATCH = 2, 12
 DEGREES = {

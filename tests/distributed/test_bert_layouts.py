@@ -8,9 +8,9 @@ import pytest
 
 from tests.distributed.layouts import must_agree
 from tests.support import selection
-from tools.lib.layout_axes import Case, case_of
+from tools.dev.layout_axes import Case, case_of
 
-# Features of tools/lib/layout_axes.py, and flags of BERT.
+# Features of tools/dev/layout_axes.py, and flags of BERT.
 CASES = {
     "sequence-parallel": ("tp sp untied", ""),
     "virtual-stages": ("tp sp pp interleaved tied", ""),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.layouts import must_agree
 from tests.support import selection
-from tools.lib.layout_axes import Case, Sizes, case_of
+from tools.dev.layout_axes import Case, Sizes, case_of
 
 SHARD = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 INSTANCES = "--num-distributed-optimizer-instances 2"

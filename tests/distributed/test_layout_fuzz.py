@@ -10,8 +10,8 @@ import torch
 from tests import tolerances
 from tests.distributed.draws import QUICK, draw
 from tests.distributed.layouts import Trace, badly_rounded, compare, must_agree
-from tools import matrix
-from tools.lib.layout_axes import Sizes, case_of
+from tools.dev import matrix
+from tools.dev.layout_axes import Sizes, case_of
 
 # What the fuzzer, or somebody's fuzzer of such systems, has found wrong once.
 FOUND = {
@@ -82,7 +82,7 @@ def test_features_combine(name: str) -> None:
 
 
 def test_no_pair_of_features_is_accepted_and_untested() -> None:
-    assert matrix.untested() == [], "cover them: python tools/matrix.py --cover"
+    assert matrix.untested() == [], "cover them: python tools/dev/matrix.py --cover"
 
 
 def test_each_demand_has_its_case() -> None:

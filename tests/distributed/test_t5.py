@@ -24,7 +24,7 @@ from tests.distributed.layouts import must_agree
 from tests.distributed.test_pipeline import Trained, shards, whole
 from tests.ranks import run_ranks
 from tests.unit.models.t5 import VOCABULARY, Shape, build_t5
-from tools.lib.layout_axes import Case, Sizes, case_of
+from tools.dev.layout_axes import Case, Sizes, case_of
 
 SOURCES, TARGETS, STEPS, MICRO_BATCHES = 12, 8, 2, 4
 

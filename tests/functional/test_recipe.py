@@ -10,8 +10,8 @@ import pytest
 from megatron.training.models.registry import model_kind
 from tests import forked
 from tests.functional.runs import losses, run_gpt
-from tools import run_recipe
-from tools.lib.recipe_scale import scale_down
+from tools.dev import run_recipe
+from tools.dev.recipe_scale import scale_down
 
 RECIPES = Path(__file__).parents[1] / "golden/recipes"
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core import optional
 from tests.repo.source import ROOT
-from tools import architecture, features, flags, matrix, tree
+from tools.dev import architecture, features, flags, matrix, tree
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 

@@ -14,7 +14,7 @@ from megatron.training.arguments.describe import state
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.sections import flags_and_defaults
 from tests.unit.arguments.commands import problems_of
-from tools import flags as flags_page
+from tools.dev import flags as flags_page
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/differences.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""tools/gpu_lease.py: commands with time limits, and a table of what they found."""
+"""tools/dev/gpu_lease.py: commands with time limits, and a table of what they found."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import gpu_lease
-from tools.lib.timed_commands import Command, run_stage, table_of
+from tools.dev import gpu_lease
+from tools.dev.timed_commands import Command, run_stage, table_of
 
 PRINT = [sys.executable, "-c", "print('lm loss: 6.5 |'); print('lm loss: 6.25 |')"]
 HANG = [sys.executable, "-c", "import time; print('started', flush=True); time.sleep(600)"]

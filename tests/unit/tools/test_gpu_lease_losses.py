@@ -1,4 +1,4 @@
-"""tools/lib/gpu_lease_losses.py: a run on a GPU is compared with one on a CPU, gradients too."""
+"""tools/dev/gpu_lease_losses.py: a run on a GPU is compared with one on a CPU, gradients too."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.lib import gpu_lease_losses
-from tools.lib.gpu_lease_losses import BF16, FLAG_SETS, FP32, REFERENCE, STEPS, Training, compare
-from tools.lib.gradient_sketches import gaps, sketch
+from tools.dev import gpu_lease_losses
+from tools.dev.gpu_lease_losses import BF16, FLAG_SETS, FP32, REFERENCE, STEPS, Training, compare
+from tools.dev.gradient_sketches import gaps, sketch
 
 HEADS = 4
 

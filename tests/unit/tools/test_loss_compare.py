@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tools import loss_compare
+from tools.dev import loss_compare
 
 LINE = (
     " [2031-04-05 06:07:08] iteration {:8d}/      10 | consumed samples:          640 | elapsed "

@@ -1,4 +1,4 @@
-"""Run commands under time limits and make a table of their results (for tools/gpu_lease.py).
+"""Run commands under time limits and make a table of their results (for tools/dev/gpu_lease.py).
 
 The output of a command goes to a file, not to a pipe: a process that outlives the command cannot
 keep this one waiting.  A command that exceeds its limit gets SIGABRT first, upon which Python

@@ -1,8 +1,9 @@
 """Compare the losses of two runs bit for bit, to show that a refactor changes no result.
 
-    python tools/loss_compare.py old.log new.log
-    python tools/loss_compare.py old.jsonl new.jsonl
-    python tools/loss_compare.py --run "python pretrain_gpt.py ..." "python old/pretrain_gpt.py ..."
+    python tools/dev/loss_compare.py old.log new.log
+    python tools/dev/loss_compare.py old.jsonl new.jsonl
+    python tools/dev/loss_compare.py --run "python pretrain_gpt.py ..." \\
+        "python old/pretrain_gpt.py ..."
 
 A file is the console output of a run, which shows seven digits, or its ``--metrics-file``, which
 has every bit.  ``--run`` starts both commands with a metrics file of their own.  Exit code 0:

@@ -1,6 +1,6 @@
 """Write docs/tree.md: every file of the project with the first sentence of its docstring.
 
-python tools/tree.py
+python tools/dev/tree.py
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "docs/tree.md"
 FOLDERS = ("megatron", "tools", "examples", "benchmarks", "tests")
 HEAD = """# The tree
 
-Every file and what it is for, from its own first sentence. Written by `tools/tree.py`
+Every file and what it is for, from its own first sentence. Written by `tools/dev/tree.py`
 (`make docs`); change the file, not this page.
 """
 

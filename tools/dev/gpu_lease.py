@@ -1,28 +1,28 @@
 """Use half an hour on a machine with one GPU: tests and measurements, in stages.
 
-    python tools/gpu_lease.py smoke            build, kernels, one training and one generation run
-    python tools/gpu_lease.py losses           losses and gradients of flag sets against a CPU's
-    python tools/gpu_lease.py speed            training speed against peers
-    python tools/gpu_lease.py profile          kernels of training steps
-    python tools/gpu_lease.py rest             generation speed, kernels against plain torch
-    python tools/gpu_lease.py sanitize         kernels under compute-sanitizer
-    python tools/gpu_lease.py pair             losses of layouts of two GPUs, connected by NCCL
+    python tools/dev/gpu_lease.py smoke     build, kernels, one training and one generation run
+    python tools/dev/gpu_lease.py losses    losses and gradients of flag sets against a CPU's
+    python tools/dev/gpu_lease.py speed     training speed against peers
+    python tools/dev/gpu_lease.py profile   kernels of training steps
+    python tools/dev/gpu_lease.py rest      generation speed, kernels against plain torch
+    python tools/dev/gpu_lease.py sanitize  kernels under compute-sanitizer
+    python tools/dev/gpu_lease.py pair      losses of layouts of two GPUs, connected by NCCL
 
 Several stages in one command share less than ten minutes.  The four commands of half an hour, and
 the minutes that they should take (docs/performance.md says what this assumes):
 
-    python3 tools/gpu_lease.py smoke losses           4
-    python3 tools/gpu_lease.py speed                  9
-    python3 tools/gpu_lease.py profile rest           5
-    python3 tools/gpu_lease.py losses --only NAME     what failed and has been repaired; or
-                                                      speed --shapes moe,llama-8b
+    python3 tools/dev/gpu_lease.py smoke losses           4
+    python3 tools/dev/gpu_lease.py speed                  9
+    python3 tools/dev/gpu_lease.py profile rest           5
+    python3 tools/dev/gpu_lease.py losses --only NAME     what failed and has been repaired; or
+                                                          speed --shapes moe,llama-8b
 
 Each command has a time limit, and one that no time is left for is skipped.  A row is printed when
 its command ends.  The tables are printed last and written to the folder --output, with the output
 of the commands.  The exit code is 1 if a command failed.
 
-    python tools/gpu_lease.py losses --write-reference     compute losses and gradients on this CPU
-    python tools/gpu_lease.py losses --stand-in            try the script without a GPU
+    python tools/dev/gpu_lease.py losses --write-reference  compute them on this CPU
+    python tools/dev/gpu_lease.py losses --stand-in         try the script without a GPU
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.lib.gpu_lease_losses import (
+from tools.dev.gpu_lease_losses import (
     FLAG_SETS,
     GPT,
     STEPS,
@@ -55,7 +55,7 @@ from tools.lib.gpu_lease_losses import (
     losses_in,
     store,
 )
-from tools.lib.timed_commands import Command, Row, run_stage, table_of
+from tools.dev.timed_commands import Command, Row, run_stage, table_of
 
 _STAGE_S = {"smoke": 300.0, "losses": 300.0, "speed": 545.0, "profile": 300.0, "rest": 300.0}
 _STAGE_S |= {"sanitize": 400.0, "pair": 300.0}

@@ -1,6 +1,6 @@
 """Features that must give the same results in every combination, with their flags.
 
-The fuzzer samples from this table, the pairwise list of cases covers it, and `tools/matrix.py`
+The fuzzer samples from this table, the pairwise list of cases covers it, and `tools/dev/matrix.py`
 writes a page about it.  A feature is one alternative of its group; ``{tp}`` and other names in
 braces are `Sizes` or `Case.numbers`.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.text_files import parse_yaml, read_text
-from tools.lib.recipe_results import DEFAULT_METRICS, golden_beside
+from tools.dev.recipe_results import DEFAULT_METRICS, golden_beside
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_TYPES = ("regular", "ckpt-resume", "frozen-start", "frozen-resume", "release")

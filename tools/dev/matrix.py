@@ -1,7 +1,7 @@
 """Write docs/matrix.md: which features combine, from the cases that the tests run.
 
-python tools/matrix.py            write the page python tools/matrix.py --cover    add cases for
-pairs that a run accepts and no case covers
+    python tools/dev/matrix.py            write the page
+    python tools/dev/matrix.py --cover    add cases for pairs that a run accepts and no case covers
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron.core.config.errors import ConfigError  # noqa: E402
 from megatron.training.arguments.parser import parse_args  # noqa: E402
 from megatron.training.arguments.resolve import resolve  # noqa: E402
-from tools.lib.layout_axes import FEATURES, Case, case_of, with_needs  # noqa: E402
+from tools.dev.layout_axes import FEATURES, Case, case_of, with_needs  # noqa: E402
 
 TARGET = ROOT / "docs/matrix.md"
 COVERING = ROOT / "tests/distributed/covering.txt"
@@ -31,7 +31,7 @@ ORDINARY = 24  # cases of `make test`; `make test-slow` runs the others, each fo
 TESTED, TESTED_SLOWLY, ABSENT, UNTESTED = "T", "t", "-", "?"
 HEAD = """# What combines with what
 
-Written by `tools/matrix.py` (`make docs`) from the cases that
+Written by `tools/dev/matrix.py` (`make docs`) from the cases that
 `tests/distributed/test_layout_fuzz.py` runs; change those, not this page. Each case is the whole
 application on up to 8 ranks, threads of one process where it has virtual-ranks and processes
 elsewhere; its losses, gradients, norms, counts of zeros and weights are those of one process.

@@ -1,6 +1,6 @@
 """Write docs/flags.md: every flag with its default, its state and its help text.
 
-python tools/flags.py
+python tools/dev/flags.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron.core.config.option import Option, dest_of, flag_of, options_of  # noqa: E402
@@ -23,7 +23,7 @@ from megatron.training.arguments.sections import ALL_CLASSES  # noqa: E402
 TARGET = ROOT / "docs/flags.md"
 HEAD = """# The flags
 
-Every flag of `pretrain_gpt.py`, under the headings of `--help`. Written by `tools/flags.py`
+Every flag of `pretrain_gpt.py`, under the headings of `--help`. Written by `tools/dev/flags.py`
 (`make docs`) from the declarations; change those, not this page.
 
 A flag is *implemented*, *refused* (asking for anything but the default stops the run with the

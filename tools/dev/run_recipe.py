@@ -1,8 +1,8 @@
 """Run a functional-test recipe: a YAML file with ENV_VARS, MODEL_ARGS and TEST_TYPE.
 
-    python tools/run_recipe.py model_config.yaml --dry-run
-    python tools/run_recipe.py model_config.yaml --check
-    python tools/run_recipe.py model_config.yaml --scale-down
+    python tools/dev/run_recipe.py model_config.yaml --dry-run
+    python tools/dev/run_recipe.py model_config.yaml --check
+    python tools/dev/run_recipe.py model_config.yaml --scale-down
 
 A recipe is a command line written as YAML.  ``--scale-down`` keeps every flag but reduces sizes,
 lengths, degrees and iterations so that this machine runs it on mock data in about a minute.
@@ -27,14 +27,14 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from tools.lib.recipe_file import Recipe, load
-from tools.lib.recipe_results import compare_with_golden, read_metrics, report
-from tools.lib.recipe_scale import scale_down, smallest_world
+from tools.dev.recipe_file import Recipe, load
+from tools.dev.recipe_results import compare_with_golden, read_metrics, report
+from tools.dev.recipe_scale import scale_down, smallest_world
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -275,7 +275,7 @@ def _resume(plan: Plan, suffix: str) -> int:
     if plan.recipe.args_2 is not None:
         first, second = (plan.out / f"{name}{suffix}.jsonl" for name in ("run", "resumed"))
         return report(first, read_metrics(first), second, plan.recipe.metrics)
-    compare = [sys.executable, str(ROOT / "tools/loss_compare.py"), "--common"]
+    compare = [sys.executable, str(ROOT / "tools/dev/loss_compare.py"), "--common"]
     logs = [str(plan.out / f"{name}{suffix}.log") for name in ("run", "resumed")]
     return _shown([*compare, *logs], plan.environment, plan.out / f"compare{suffix}.log")
 

@@ -1,6 +1,6 @@
 """Write docs/architecture.md: the layers of the code, and three walks through it.
 
-python tools/architecture.py
+python tools/dev/architecture.py
 
 A walk is a tree of functions, each with the calls that matter for the walk.  It is checked against
 the syntax trees of the code: LookupError if a function does not make these calls in this order.
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "docs/architecture.md"
 
 HEAD = """# Architecture
 
-How a run goes through the code. `tools/architecture.py` writes this page from the code
+How a run goes through the code. `tools/dev/architecture.py` writes this page from the code
 (`make docs`) and fails if one of the calls below is not there any more; a test does the same.
 
 - `megatron/core` is the library: typed, frozen configurations; process groups as arguments; no

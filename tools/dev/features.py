@@ -2,7 +2,7 @@
 
 A mark is ``@pytest.mark.feature("Area: sentence")``; marks are read from the source of the tests.
 
-    python tools/features.py
+    python tools/dev/features.py
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import argparse
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "docs/features.md"
 HEAD = """# Features
 
-Each row is a feature that a test shows. Written by `tools/features.py` (`make docs`) from the
+Each row is a feature that a test shows. Written by `tools/dev/features.py` (`make docs`) from the
 `feature` marks of the tests; change those, not this page.
 """
 
