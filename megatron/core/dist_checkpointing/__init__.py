@@ -1,4 +1,17 @@
-"""Checkpoints that any parallel layout can load: tensor records, formats, atomic publishing."""
+"""Checkpoints that any parallel layout can load: tensor records, formats, atomic publishing.
+
+A save, action by action; with --async-save a thread copies, writes and completes (`background`):
+
+    serialization.begin     collective: create ``iter_N.tmp-{attempt}`` (`commit.create_folder`)
+    background.snapshot     copy the values to host memory, with --async-save
+    serialization.write     each rank: its files (`Format.write_rank_files`)
+    serialization.complete  rank 0: common files (`Format.write_common_files`), manifest, rename
+                            and tracker (`commit.publish`), then retention (`commit.retire`)
+    serialization.conclude  collective: the verdict of rank 0
+
+A load: choose the folder (`folders.choose`), open it (`formats.open_reader`), compare its keys with
+those of the run (`validation`), read each box of each tensor (`serialization.load`, `reader`).
+"""
 
 from megatron.core.lazy import lazy_exports
 

@@ -275,14 +275,11 @@ class Retention:
         delete the last loadable one, and it may be from a newer version of this program.
         """
         readable = [found for found in order if found.problem is None]
-        if self.last is not None:
-            old = readable[self.last :]
-        else:
-            old = readable[1:2] if self.multiples_of is not None else []
-        return [found for found in old if not self._is_multiple(found)]
-
-    def _is_multiple(self, found: CheckpointFolder) -> bool:
-        return self.multiples_of is not None and (found.iteration or 0) % self.multiples_of == 0
+        old = readable[self.last :] if self.last is not None else readable[1:2]
+        multiples = self.multiples_of
+        if multiples is None:
+            return [] if self.last is None else old
+        return [found for found in old if (found.iteration or 0) % multiples]
 
 
 KEEP_ALL = Retention()

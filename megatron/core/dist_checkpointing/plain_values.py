@@ -127,16 +127,19 @@ def _to_tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def plain(value: object) -> Json:
-    """Return ``value`` as JSON; an enum becomes its name, another unknown type its text."""
+def plain(value: object, convert: Callable[[object], object] = str) -> Nested:
+    """Return ``value`` as JSON; an enum becomes its name.
+
+    ``convert`` replaces a value of another type; what it returns is converted in turn.
+    """
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Namespace):
-        return plain(vars(value))
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, convert) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    return str(value)
+        return [plain(item, convert) for item in value]
+    return plain(convert(value), convert)

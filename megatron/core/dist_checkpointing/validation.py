@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -69,7 +69,7 @@ class LoadReport(TypedDict, total=False):
 def agree(
     folder: Path,
     plan: LoadReport,
-    stored: Iterable[str],
+    stored: Collection[str],
     group: ProcessGroup | None,
     strictness: str,
     leave_out: tuple[str, ...],
@@ -98,7 +98,7 @@ _PRECISION_FLAGS = {
 def _differences(
     folder: Path,
     plans: Sequence[LoadReport],
-    stored: Iterable[str],
+    stored: Collection[str],
     strictness: str,
     leave_out: tuple[str, ...],
 ) -> Differences:
@@ -117,31 +117,15 @@ def _differences(
                 "--no-load-optim --load-main-params-from-ckpt converts the weights"
             )
         raise CheckpointError(text)
-    requested = [key for plan in plans for key in plan["wanted"]]
-    differences = compare_keys(requested, stored, leave_out)
-    problem = judge(differences, strictness, folder)
-    if problem:
-        raise CheckpointError(problem)
+    requested = {key for plan in plans for key in plan["wanted"]}
+    unused = {key for key in stored if not key.startswith(leave_out)} - requested
+    differences = Differences(tuple(sorted(requested.difference(stored))), tuple(sorted(unused)))
+    _forbid(differences, strictness, folder)
     return differences
 
 
-def compare_keys(
-    wanted: Iterable[str], stored: Iterable[str], leave_out: tuple[str, ...] = ()
-) -> Differences:
-    """Return the keys that only one side has.
-
-    Keys of the checkpoint with a prefix in ``leave_out`` may be unused.
-    """
-    wanted, stored = set(wanted), set(stored)
-    unused = sorted(key for key in stored - wanted if not key.startswith(leave_out))
-    return Differences(tuple(sorted(wanted - stored)), tuple(unused))
-
-
-def judge(differences: Differences, strictness: str, folder: object) -> str | None:
-    """Return the error message for differences that ``strictness`` forbids, or None.
-
-    Logs a warning for the differences that the mode logs.
-    """
+def _forbid(differences: Differences, strictness: str, folder: Path) -> None:
+    """Raise CheckpointError for differences that ``strictness`` forbids; log those that it logs."""
     default = strictness == StrictHandling.ASSUME_OK_UNEXPECTED.value
     on_absent, scope = ("raise", "all") if default else strictness.split("_")
     on_unused = on_absent if scope == "all" else "ignore"
@@ -167,7 +151,8 @@ def judge(differences: Differences, strictness: str, folder: object) -> str | No
             problems.append(text)
         elif keys and action == "log":
             logger.warning(text)
-    return "; ".join(problems) or None
+    if problems:
+        raise CheckpointError("; ".join(problems))
 
 
 def check_strictness(strictness: str) -> None:

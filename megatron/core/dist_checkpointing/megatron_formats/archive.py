@@ -109,10 +109,6 @@ class ArrayView(ABC):
         """Return the transposed matrix."""
         return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
 
-    def with_stride(self: View, *stride: int) -> View:
-        """Return a view of the same shape with other strides."""
-        return replace(self, stride=stride)
-
 
 @dataclass(frozen=True)
 class StoredArray(ArrayView):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.megatron_formats.archive import (
     ArrayView,
     MappedFile,
-    StoredArray,
 )
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.megatron_formats.names import (
@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import COUNTERS, FLOPS
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import Record
-from megatron.core.dist_checkpointing.plain_values import to_json
+from megatron.core.dist_checkpointing.plain_values import plain, to_json
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredBox, StoredTensor
 from megatron.core.enums import AttnBackend
 from megatron.core.parallel.process_groups_config import make_grids
@@ -234,7 +234,7 @@ def _in_our_order(array: ArrayView, version: float, heads: int) -> Iterator[tupl
             first = (kind * heads + head) * width if version < 1 else head * width * 3 + kind
             rows = array.narrow(slice(first, first + width))
             if version >= 1:
-                rows = rows.with_stride(3 * step, *array.stride[1:])
+                rows = replace(rows, stride=(3 * step, *array.stride[1:]))
             yield (head * 3 + kind) * width, rows
 
 
@@ -284,20 +284,18 @@ def _optimizer_scalars(state: Unpickled) -> JsonObject | None:
 
 def as_json(value: object) -> Nested:
     """Return ``value`` as JSON; types that JSON does not have become text."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, StoredArray):
-        return value.item()
+    return plain(value, _convert)
+
+
+def _convert(value: object) -> object:
     if isinstance(value, DcpTensor):
-        return value.chunks[0].array().item()
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
+        value = value.chunks[0].array()
+    if isinstance(value, ArrayView):
+        return value.item()
     if type(value).__name__ == "Namespace":
-        return as_json(vars(value))
+        return vars(value)
     if isinstance(value, Record) and type(value).__name__.endswith("Path"):
         return "/".join(value.pickled_args).replace("//", "/")
-    if isinstance(value, list | tuple | set | frozenset):
-        return [as_json(item) for item in value]
     return _NAMES.get(str(value), str(value))
 
 

@@ -283,21 +283,27 @@ def ordered_names(
             yield from _of_layer(stored, arguments, places, _in_layer(number, arguments, experts))
         if is_last:
             norms = (f"{stack}.final_{norm}" for norm in ("layernorm", "norm"))
-            yield from _present(stored, *(pair for norm in norms for pair in _norm(norm)))
+            yield from _present(
+                stored, *(pair for norm in norms for pair in _weight_and_bias(norm))
+            )
     if is_last:
         # MTP layers need one stage: with more, Megatron-LM also stores a copy of the embedding.
         for depth in range(int(arguments.get("mtp_num_layers") or 0) if is_first else 0):
             place = f"mtp.layers.{depth}."
             tails = _in_mtp_layer(int(arguments["num_layers"]) - 1, arguments, experts)
             yield from _of_layer(stored, arguments, (place, place), tails)
-        yield from _present(stored, *_linear("lm_head.dense"), *_norm("lm_head.layer_norm"))
+        yield from _present(
+            stored, *_weight_and_bias("lm_head.dense"), *_weight_and_bias("lm_head.layer_norm")
+        )
         yield from _present(stored, (OUTPUT, OUTPUT))
         if not is_first and OUTPUT not in stored:
             yield OUTPUT, _SHARED
         yield f"output_layer.{_EXTRA_STATE}", ""
         biases = "output_layer.bias", f"lm_head.{OUTPUT}", "lm_head.output_layer.bias"
         yield from _present(stored, *((name, name) for name in biases))
-        yield from _present(stored, *_linear("binary_head"), *_linear("pooler.dense"))
+        yield from _present(
+            stored, *_weight_and_bias("binary_head"), *_weight_and_bias("pooler.dense")
+        )
 
 
 def _present(stored: Collection[str], *pairs: tuple[str, str]) -> Iterator[tuple[str, str]]:
@@ -327,10 +333,10 @@ def _is_fused(arguments: Arguments) -> bool:
 def _in_mtp_layer(
     number: int, arguments: Arguments, experts: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
-    yield from (*_norm("enorm"), *_norm("hnorm"), *_matrix("eh_proj"))
+    yield from (*_weight_and_bias("enorm"), *_weight_and_bias("hnorm"), *_matrix("eh_proj"))
     for there, ours in _in_layer(number, arguments, experts):
         yield f"transformer_layer.{there}", f"transformer_layer.{ours}"
-    yield from _norm("final_layernorm")
+    yield from _weight_and_bias("final_layernorm")
 
 
 def _in_layer(
@@ -344,16 +350,16 @@ def _in_layer(
     yield from _mixer(is_fused)
     yield _SINK, _SINK
     is_latent = bool(arguments.get("multi_latent_attention"))
-    first, projection = _norm("input_layernorm"), _matrix("self_attention.linear_proj")
+    first, projection = _weight_and_bias("input_layernorm"), _matrix("self_attention.linear_proj")
     is_inside = is_fused and not is_latent  # the norm is fused into the following matrix
     yield from (*projection, *first) if is_inside else (*first, *projection)
     for part in _latent_attention(is_fused) if is_latent else _ATTENTION:
-        kind = _norm if part.endswith("norm") else _matrix
+        kind = _weight_and_bias if part.endswith("norm") else _matrix
         yield from kind(f"self_attention.{part}")
-    yield from _norm("pre_cross_attn_layernorm")
+    yield from _weight_and_bias("pre_cross_attn_layernorm")
     for part in ("proj", "q", "kv"):
         yield from _matrix(f"cross_attention.linear_{part}")
-    yield from _norm("pre_mlp_layernorm")
+    yield from _weight_and_bias("pre_mlp_layernorm")
     if not stored_layer_has_experts(number, arguments):
         yield from (*_matrix("mlp.linear_fc1"), *_matrix("mlp.linear_fc2"))
         return
@@ -367,9 +373,9 @@ def _in_layer(
 
 def _mixer(is_fused: bool) -> Iterator[tuple[str, str]]:
     yield from ((f"mixer.{name}",) * 2 for name in ("dt_bias", "A_log", "D"))
-    norm, inside = _norm("norm"), _linear("mixer.conv1d")
+    norm, inside = _weight_and_bias("norm"), _weight_and_bias("mixer.conv1d")
     first = (*norm, *_matrix("mixer.in_proj")) if is_fused else _matrix("mixer.in_proj")
-    yield from (*first, *inside, *_norm("mixer.norm"), *_matrix("mixer.out_proj"))
+    yield from (*first, *inside, *_weight_and_bias("mixer.norm"), *_matrix("mixer.out_proj"))
     yield from () if is_fused else norm
 
 
@@ -408,12 +414,7 @@ def _of_experts(experts: Sequence[int], *, is_grouped: bool) -> Iterator[tuple[s
             yield f"mlp.experts.{matrix}.{_EXTRA_STATE}", first
 
 
-def _linear(name: str) -> tuple[tuple[str, str], ...]:
-    """Return the names of a matrix or convolution without ``_extra_state``."""
-    return _norm(name)
-
-
-def _norm(name: str) -> tuple[tuple[str, str], ...]:
+def _weight_and_bias(name: str) -> tuple[tuple[str, str], ...]:
     return tuple((f"{name}.{kind}",) * 2 for kind in ("weight", "bias"))
 
 
