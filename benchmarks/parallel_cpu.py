@@ -33,7 +33,7 @@ import pretrain_gpt
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel.linear import start_reduction
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step import train_step
 from megatron.training.step.run import TrainingRun
 from megatron.training.training import pretrain
@@ -139,7 +139,7 @@ def serve(
         open(os.devnull, "w") as nowhere,
         redirect_stdout(nowhere),
         mock.patch("sys.argv", ["pretrain_gpt.py", *argv]),
-        mock.patch("megatron.training.loop.train_step", Measured(pipe)),
+        mock.patch("megatron.training.step.train_step.train_step", Measured(pipe)),
         mock.patch(
             "megatron.core.tensor_parallel.linear.start_reduction",
             _sum_at_once if name == _TP_WAITS else start_reduction,

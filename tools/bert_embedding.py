@@ -25,10 +25,10 @@ from megatron.training.inference.embedding import (
     megatron_embedder,
     write_vectors,
 )
+from megatron.training.initialize import shut_down
 from megatron.training.preprocess.cli import add_format_arguments, record_format, run_tool
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.process.user_code import parse_tool_args
-from megatron.training.shutdown import shut_down
 
 
 def get_parser() -> argparse.ArgumentParser:

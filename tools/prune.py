@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import MegatronError
 from megatron.post_training.pruning.pruning import add_flags, prune_checkpoint
-from megatron.training.initialize import configure, connect, fail, fail_before_start
-from megatron.training.shutdown import shut_down
+from megatron.training.initialize import configure, connect, fail, fail_before_start, shut_down
 
 DEFAULTS = {"model_kind": "gpt", "tokenizer_type": "GPT2BPETokenizer"}
 OWN = ("--use-checkpoint-args", "--finetune", "--skip-train", "--no-load-optim", "--no-load-rng")

@@ -26,10 +26,10 @@ from megatron.inference.server.messages import EngineInfo
 from megatron.training.arguments.parser import parse_args
 from megatron.training.inference.engine_flags import engine_options, layout_of
 from megatron.training.inference.generation import Writer, open_writer
+from megatron.training.initialize import shut_down
 from megatron.training.process.exit_report import exit_code
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.process.signals import end_with_launcher
-from megatron.training.shutdown import shut_down
 from megatron.training.tokenizer.token_bytes import token_bytes
 from tools.lib.front_end_process import FrontEndProcess, add_front_end_flags, start_worker
 

@@ -26,8 +26,8 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.text import SampleText, TextDelta, TextRules
 from megatron.training.inference.generation import open_writer
 from megatron.training.inference.image_prompts import Image, ImagePrompts
+from megatron.training.initialize import shut_down
 from megatron.training.process.rank_print import is_rank0
-from megatron.training.shutdown import shut_down
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.multimodal_tokenizer import Turn
 

@@ -1,4 +1,4 @@
-"""Start-up: parse and check the flags, then set device, process groups and random seeds.
+"""Start-up and end of a run in this process: flags, device, process groups and random seeds.
 
 Order of collectives: the rendezvous of the default group, then the creation of each process group
 of the layout, in the same order on every rank.
@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
@@ -28,10 +29,15 @@ from megatron.core.config_logger import has_config_logger_enabled, log_config_to
 from megatron.core.device import cpu_tuning, determinism, nccl_allocator
 from megatron.core.diagnostics.fault_injection import check_faults
 from megatron.core.diagnostics.result_faults import steps_to_skip
-from megatron.core.num_microbatches_calculator import install_num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    install_num_microbatches_calculator,
+)
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.group_threads import end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.pipeline_parallel.schedules import graphs_of
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import inprocess_restart, plan
 from megatron.training.arguments.parser import OF_PROGRAM, apply_defaults, parse_args
@@ -65,10 +71,8 @@ from megatron.training.process.rank_print import (
 from megatron.training.process.rendezvous import claim_gpu, meet
 from megatron.training.process.signals import catch_stop_signal, end_with_launcher
 from megatron.training.runtime.context import RunContext
-from megatron.training.runtime.groups import create_groups
-from megatron.training.runtime.setup import build_context
-from megatron.training.shutdown import shut_down
-from megatron.training.step.run import ModelRun
+from megatron.training.runtime.setup import build_context, create_groups
+from megatron.training.step.run import ModelRun, TrainingRun
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _PROCESS_STARTED_AT_S = time.time()
@@ -411,3 +415,40 @@ def _wait_for_the_end() -> None:
     """Give the launcher time to end this rank after rank 0 has failed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_LAUNCHER_ENDS_RANKS_S)
+
+
+def is_set_up() -> bool:
+    """Return whether this process has the groups of a run: `shut_down` destroys them."""
+    return parallel_state.is_initialized()
+
+
+def shut_down(*, has_failed: bool = False) -> None:
+    """Clear the global state and destroy the process groups, before the interpreter exits.
+
+    ``has_failed``: an exception ends this process, and other ranks may be in collectives that it
+    will not join.  NCCL destroys a group only after its pending collectives, so groups are aborted.
+
+    CUDA graphs are released first: NCCL does not destroy a group while a graph holds a collective
+    of that group.  So are the hooks of parameters: through torch's C++ objects, which the garbage
+    collector does not see, they would keep the model and its process groups alive.
+    """
+    run = global_vars.current_run()
+    chunks = run.model_chunks if isinstance(run, ModelRun) else []
+    for chunk in chunks:
+        for param in chunk.parameters():
+            for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
+                if hooks:
+                    hooks.clear()
+    for graphs in (g for chunk in chunks for g in graphs_of(chunk)):
+        graphs.release()
+    if isinstance(run, TrainingRun) and run.step_graph is not None:
+        run.step_graph.release()
+    global_vars.set_run(None)
+    destroy_num_microbatches_calculator()
+    destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        if has_failed and dist.get_backend() == dist.Backend.NCCL:
+            distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()

@@ -1,5 +1,5 @@
 """Megatron-LM's import path of `report_theoretical_memory`."""
 
-from megatron.training.compat.theoretical_memory import (
+from megatron.training.compat.arguments import (
     report_theoretical_memory as report_theoretical_memory,
 )

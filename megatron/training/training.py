@@ -18,8 +18,8 @@ from megatron.core.enums import ModelType
 from megatron.core.lazy import lazy_exports
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc
-from megatron.training.callbacks.checkpoint import save_last
 from megatron.training.callbacks.default import default_callbacks
+from megatron.training.callbacks.periodic import save_last
 from megatron.training.callbacks.user import require_callbacks
 from megatron.training.checkpointing.non_persistent import remove_memory
 from megatron.training.compat import global_vars
@@ -37,22 +37,21 @@ from megatron.training.initialize import (
     fail,
     fail_before_start,
     install_groups,
+    shut_down,
 )
 from megatron.training.inprocess_restart import (
     begin_attempt,
     maybe_wrap_for_inprocess_restart,
 )
-from megatron.training.loop import train
 from megatron.training.memory.report import report_oom
 from megatron.training.memory.warmup import make_optimizer_state, rehearse
 from megatron.training.models.registry import implementation_of
 from megatron.training.process import exit_report
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime import setup
-from megatron.training.runtime.schedule import recount_train_iters
-from megatron.training.runtime.state import TrainState
+from megatron.training.runtime.context import TrainState
+from megatron.training.runtime.setup import recount_train_iters
 from megatron.training.runtime.step_graph import StepGraph
-from megatron.training.shutdown import shut_down
 from megatron.training.startup_log import (
     print_datetime,
     print_expert_waits,
@@ -62,6 +61,7 @@ from megatron.training.startup_log import (
 from megatron.training.step import evaluate as evaluation
 from megatron.training.step.rerun import install_state_machine
 from megatron.training.step.run import Callback, ModelRun, TrainingRun
+from megatron.training.step.train_step import train
 
 # Functions for scripts with their own train loop, which import them from this module.
 _TRAIN_LOOP = (

@@ -33,7 +33,7 @@ import torch
 from megatron.core.diagnostics.fault_injection import POINTS
 from megatron.core.dist_checkpointing.folders import choose
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.training.callbacks import checkpoint
+from megatron.training.callbacks import periodic
 from tests.functional.runs import TINY, train_gpt, without_times
 from tests.ranks import run_ranks
 
@@ -93,7 +93,7 @@ def draw(seed: int, save_s: float, model: str) -> Kill:
 
 def live(rank: int, world_size: int, argv: Sequence[str], log: str, kill: Kill | None) -> None:
     """One life of a rank; what it says goes into ``log`` line by line."""
-    save, saves = checkpoint.save, 0
+    save, saves = periodic.save, 0
 
     def save_and_die(run: Any, **how: Any) -> None:
         nonlocal saves
@@ -111,7 +111,7 @@ def live(rank: int, world_size: int, argv: Sequence[str], log: str, kill: Kill |
         open(log, "a", buffering=1) as heard,
         contextlib.redirect_stdout(heard),
         contextlib.redirect_stderr(heard),
-        mock.patch.object(checkpoint, "save", save_and_die),
+        mock.patch.object(periodic, "save", save_and_die),
     ):
         train_gpt(rank, world_size, argv)
 

@@ -23,7 +23,7 @@ from megatron.core.datasets.gpt_dataset import MockGPTDataset
 from megatron.core.optimizer import optimizer as optimizers
 from megatron.core.params.param_info import ParamInfo, info_of, local_part
 from megatron.core.transformer.moe import router
-from megatron.training import loop
+from megatron.training.step import train_step as steps
 from tests import tolerances
 from tests.functional.runs import train_gpt
 from tests.graph_stand_in import graphs_on_cpu
@@ -320,7 +320,7 @@ def trace(
 ) -> list[Trace]:
     """Train in this process; what its rank, or each of its virtual ranks, saw."""
     traces: dict[int, Trace] = defaultdict(Trace)
-    step, norm = loop.train_step, optimizers.squared_norm
+    step, norm = steps.train_step, optimizers.squared_norm
 
     def train_step(run: Any) -> Any:
         result, seen = step(run), traces[dist.get_rank()]
@@ -346,7 +346,7 @@ def trace(
     with contextlib.ExitStack() as stack:
         quiet = stack.enter_context(open(os.devnull, "w"))
         stack.enter_context(contextlib.redirect_stdout(quiet))
-        stack.enter_context(mock.patch.object(loop, "train_step", train_step))
+        stack.enter_context(mock.patch.object(steps, "train_step", train_step))
         stack.enter_context(mock.patch.object(optimizers, "squared_norm", squared_norm))
         stack.enter_context(_short_documents(padded))
         if in_double:

@@ -30,8 +30,8 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
-from megatron.training import loop
 from megatron.training.checkpointing.checkpoint_tensors import model_tensors, optimizer_tensors
+from megatron.training.step import train_step as steps
 from tests.distributed.draws import without_stand_ins
 from tests.distributed.layouts import TIMEOUT_S, Parts, allowed, assembled, dtype_of
 from tests.distributed.test_fsdp import SHARD, Sharded
@@ -168,7 +168,7 @@ class Seen:
 
 def watch(rank: int, world_size: int, argv: Sequence[str]) -> Seen:
     """Train in this process."""
-    seen, step = Seen(), loop.train_step
+    seen, step = Seen(), steps.train_step
 
     def train_step(run: Any) -> Any:
         is_meant = run.state.iteration == SAVED_AT
@@ -183,7 +183,7 @@ def watch(rank: int, world_size: int, argv: Sequence[str]) -> Seen:
     with (
         open(os.devnull, "w") as quiet,
         contextlib.redirect_stdout(quiet),
-        mock.patch.object(loop, "train_step", train_step),
+        mock.patch.object(steps, "train_step", train_step),
     ):
         train_gpt(rank, world_size, argv)
     return seen

@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.training.callbacks.checkpoint import save
+from megatron.training.callbacks.periodic import save
 from tests.distributed.test_fsdp import INSTANCES, SHARD
 from tests.functional.runs import TINY, run_gpt
 from tests.ranks import run_ranks

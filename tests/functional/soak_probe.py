@@ -21,8 +21,8 @@ from typing import Any
 from unittest import mock
 
 from megatron.training import training
-from megatron.training.callbacks.checkpoint import poll
-from megatron.training.runtime.state import StepResult
+from megatron.training.callbacks.periodic import poll
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 from tests.functional.runs import ROOT
 

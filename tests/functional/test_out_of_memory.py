@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megatron.core.config.errors import OutOfMemory
 from megatron.training.memory import report
-from megatron.training.memory.breakdown import LOGITS, owners
+from megatron.training.memory.report import LOGITS, owners
 from megatron.training.memory.warmup import make_optimizer_state
 from megatron.training.process.phase import current_phase, in_phase
 from tests.functional.runs import TINY, refusal

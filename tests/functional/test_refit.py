@@ -19,7 +19,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.generation import Writer, open_writer
 from megatron.training.inference.refit import TrainingEngine, open_engine
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 from tests import host_gpu
 from tests.functional.runs import losses, run_gpt

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.training import training
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 from tests.functional.runs import TINY, train_gpt
 from tests.functional.soak import grown

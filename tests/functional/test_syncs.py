@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.diagnostics.sent_norm import SentNorm
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.training import loop
 from megatron.training.step import train_step as steps
 from tests.functional.runs import TINY, train_gpt
 from tests.ranks import run_ranks
@@ -65,7 +64,7 @@ class _Waits(TorchDispatchMode):
 
 
 def counted(rank: int, world_size: int, argv: Sequence[str]) -> list[list[str]]:
-    waits, step, to_list = _Waits(), loop.train_step, Tensor.tolist
+    waits, step, to_list = _Waits(), steps.train_step, Tensor.tolist
     update, reduce, read = MegatronOptimizer._step, steps.reduce_gradients, SentNorm.read
 
     def train_step(run: Any) -> Any:
@@ -89,7 +88,7 @@ def counted(rank: int, world_size: int, argv: Sequence[str]) -> list[list[str]]:
         return to_list(tensor)
 
     with (
-        mock.patch.object(loop, "train_step", train_step),
+        mock.patch.object(steps, "train_step", train_step),
         mock.patch.object(MegatronOptimizer, "_step", queue),
         mock.patch.object(steps, "reduce_gradients", reduced),
         mock.patch.object(SentNorm, "read", read_norm),

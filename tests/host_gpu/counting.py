@@ -80,7 +80,7 @@ def _watch() -> list[_Step]:
     from megatron.core import device
     from tests.host_gpu import torch_cuda
 
-    loop: Any = importlib.import_module("megatron.training.loop")
+    loop: Any = importlib.import_module("megatron.training.step.train_step")
     steps: list[_Step] = []
 
     def tensors_in(*found: Any) -> list[Tensor]:

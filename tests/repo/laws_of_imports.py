@@ -64,7 +64,7 @@ TRAINING_LAYERS = (
     {"inference"},
 )
 _ENTRY_ROW = TRAINING_LAYERS.index({"entry"})
-ENTRY = {"__init__", "initialize", "loop", "shutdown", "startup_log", "training"}
+ENTRY = {"__init__", "initialize", "startup_log", "training"}
 # Files directly in megatron/training that exist because Megatron-LM has their import path.
 MEGATRON_PATHS = {
     "activations",
@@ -108,8 +108,7 @@ COMPATIBILITY_API = {
         "megatron/core/tensor_parallel/random.py",
         # Exchange between stages: scripts with a forward pass of their own give no group.
         "megatron/core/inference/communication_utils.py",
-        "megatron/training/initialize.py",  # installs it
-        "megatron/training/shutdown.py",  # clears it
+        "megatron/training/initialize.py",  # installs and clears it
         "megatron/training/compat/utils.py",  # Megatron-LM's helpers for scripts
     },
     # Import paths of Megatron-LM, for scripts only: the modules are in compat/.
@@ -118,9 +117,8 @@ COMPATIBILITY_API = {
     "megatron.training.compat.global_vars": {
         "megatron/training/__init__.py",
         "megatron/training/global_vars.py",  # the import path of Megatron-LM
-        "megatron/training/initialize.py",  # installs it
+        "megatron/training/initialize.py",  # installs and clears it
         "megatron/training/training.py",  # installs a run in place of its context
-        "megatron/training/shutdown.py",  # clears it
         "megatron/training/compat/train_loop.py",  # get_model(), train_step() and others
         "megatron/training/compat/utils.py",
         "megatron/training/compat/checkpointing.py",  # Megatron-LM's save and load

@@ -75,7 +75,10 @@ def test_the_architecture_page_is_that_of_the_code():
 
 @pytest.mark.parametrize(
     "calls",
-    [["train_step.py:forward_backward", "setup.py:build_optimizer"], ["loop.py:no_such_function"]],
+    [
+        ["train_step.py:forward_backward", "setup.py:build_optimizer"],
+        ["train_step.py:no_such_function"],
+    ],
 )
 def test_a_walk_that_the_code_does_not_take_is_an_error(calls):
     file = "megatron/training/training.py"

@@ -30,7 +30,7 @@ BREACHES = {
         ),
     ],
     "imports_point_downwards": [
-        ("megatron/core/x.py", "from megatron.training.runtime.state import TrainState"),
+        ("megatron/core/x.py", "from megatron.training.runtime.context import TrainState"),
         ("megatron/training/x.py", "import tools.preprocess_data"),
         ("megatron/core/x.py", "from megatron.inference.text import Detokenizer"),
         ("megatron/training/x.py", "import megatron.inference"),

@@ -22,7 +22,7 @@ from megatron.core.parallel.communicators import (
     resolve_settings,
 )
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
-from megatron.training.runtime.groups import high_priority_groups
+from megatron.training.runtime.setup import high_priority_groups
 from tests.host_gpu import nccl
 from tests.unit.arguments.commands import run_of
 

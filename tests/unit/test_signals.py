@@ -13,7 +13,7 @@ import pytest
 
 from megatron.training.process import signals
 from megatron.training.process.signals import StopSignal, catch_stop_signal
-from megatron.training.runtime.stop_requests import received_anywhere
+from megatron.training.step.evaluate import received_anywhere
 from tests.ranks import run_ranks
 
 

@@ -21,7 +21,7 @@ from megatron.training.callbacks import register_metric, user_metrics
 from megatron.training.config.data import DATASETS
 from megatron.training.config.tokenizer import TOKENIZER_TYPES
 from megatron.training.data import register_dataset
-from megatron.training.data.user_datasets import build_user_datasets
+from megatron.training.data.datasets import build_user_datasets
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, register_tokenizer
 from megatron.training.tokenizer.fingerprint import Fingerprint
 from megatron.training.tokenizer.null import _NullTokenizer

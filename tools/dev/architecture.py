@@ -90,7 +90,7 @@ ARGV_TO_STEP = _in(
         f"{_TRAINING}/initialize.py",
         "install_groups",
         _in(
-            f"{_TRAINING}/runtime/groups.py",
+            f"{_TRAINING}/runtime/setup.py",
             "create_groups",
             _in(f"{_CORE}/parallel/process_groups_config.py", "create_process_groups"),
         ),
@@ -123,7 +123,7 @@ ARGV_TO_STEP = _in(
     _in(f"{_TRAINING}/data/loaders.py", "build_data"),
     _in(f"{_TRAINING}/callbacks/default.py", "default_callbacks"),
     _in(
-        f"{_TRAINING}/loop.py",
+        f"{_TRAINING}/step/train_step.py",
         "train",
         _in(
             f"{_TRAINING}/step/train_step.py",
@@ -151,10 +151,10 @@ ARGV_TO_STEP = _in(
             _in(
                 f"{_TRAINING}/step/step_result.py",
                 "complete_result",
-                _in(f"{_TRAINING}/runtime/state.py", "StepResult"),
+                _in(f"{_TRAINING}/runtime/context.py", "StepResult"),
             ),
         ),
-        _in(f"{_TRAINING}/runtime/state.py", "TrainState.advance"),
+        _in(f"{_TRAINING}/runtime/context.py", "TrainState.advance"),
         _in(f"{_TRAINING}/step/run.py", "Callback.on_step_end"),
     ),
 )
@@ -273,7 +273,7 @@ CHECKPOINT_TO_PARAMETER = _in(
             _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "set_rng_state"),
         ),
     ),
-    _in(f"{_TRAINING}/runtime/state.py", "TrainState.load"),
+    _in(f"{_TRAINING}/runtime/context.py", "TrainState.load"),
 )
 WALKS: Mapping[str, Sequence[Stop]] = {
     "From the command line to a step": [ARGV_TO_STEP],

@@ -1,7 +1,7 @@
 """Write docs/matrix.md: which features combine, from the cases that the tests run.
 
-    python tools/dev/matrix.py            write the page
-    python tools/dev/matrix.py --cover    add cases for pairs that a run accepts and no case covers
+python tools/dev/matrix.py            write the page
+python tools/dev/matrix.py --cover    add cases for pairs that a run accepts and no case covers
 """
 
 from __future__ import annotations

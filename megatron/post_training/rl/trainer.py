@@ -45,7 +45,7 @@ from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
 from megatron.training.models.kind import Batch
 from megatron.training.process.phase import in_phase
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, EvalResult, TrainingRun
 from megatron.training.tokenizer.sft_tokenizer import chat_template_of
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.transformer.adaptive_recompute import SavedBytes, Search, apply
 from megatron.training.process.rank_print import print_rank_0
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 
 _GIB = 1 << 30

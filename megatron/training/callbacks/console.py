@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 
 # Label -> format.  Labels without an entry are losses.

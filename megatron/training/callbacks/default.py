@@ -10,20 +10,22 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.callbacks.adaptive_recompute import AdaptiveRecompute
-from megatron.training.callbacks.checkpoint import CheckpointCallback
 from megatron.training.callbacks.console import ConsoleSink, ProgressBar, terminal
 from megatron.training.callbacks.energy import energy_meter
-from megatron.training.callbacks.evaluation import EvaluationCallback
-from megatron.training.callbacks.exit import ExitConditions
 from megatron.training.callbacks.fault_tolerance import Sections
-from megatron.training.callbacks.gc import ManualGC
 from megatron.training.callbacks.metrics import Metrics
 from megatron.training.callbacks.metrics_file import MetricsFileSink
+from megatron.training.callbacks.periodic import (
+    CheckpointCallback,
+    EvaluationCallback,
+    ExitConditions,
+    ManualGC,
+    TrainSync,
+)
 from megatron.training.callbacks.profiler import MemoryHistory, NsysRange, TorchProfiler
 from megatron.training.callbacks.progress_log import ProgressLog
 from megatron.training.callbacks.records import SinkList
 from megatron.training.callbacks.straggler import Straggler
-from megatron.training.callbacks.sync import TrainSync
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.user import user_callbacks
 from megatron.training.callbacks.wandb import WandbSink, wandb_folder

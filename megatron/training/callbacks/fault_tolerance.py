@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.training.fault_tolerance import sections
 from megatron.training.fault_tolerance.heartbeat import MIN_COUNTS
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, ModelRun, PauseReason, TrainingRun
 
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 
 from megatron.core import device
 from megatron.training.config.run import RunConfig
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.training.checkpointing.checkpointer import CheckpointEvent
-from megatron.training.runtime.sink_failure import SinkFailed
-from megatron.training.step.run import Callback, TrainingRun
+from megatron.training.step.run import Callback, SinkFailed, TrainingRun
 
 _DATE = "%Y-%m-%d %H:%M:%S"
 _EVENTS = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.training.runtime.sink_failure import SINK_ERRORS, call_each, warn_switched_off
+from megatron.training.step.run import SINK_ERRORS, call_each, warn_switched_off
 
 _LIKELIHOOD = "lm loss"  # mean negative log-likelihood of a token
 

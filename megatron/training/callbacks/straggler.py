@@ -35,10 +35,10 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.diagnostics import straggler
 from megatron.core.optional import available, require
-from megatron.training.callbacks.nvml import Gpu
+from megatron.training.callbacks.energy import Gpu
 from megatron.training.estimates.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
 from megatron.training.process import exit_report
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, PauseReason, TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.optional import require
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
 from megatron.training.config.logging import LoggingConfig
-from megatron.training.runtime.sink_failure import SinkFailed
+from megatron.training.step.run import SinkFailed
 
 SAMPLES = " vs samples"
 # Tags besides the losses that also get a curve over samples.

@@ -1,13 +1,17 @@
-"""Import callbacks of user code (--callback MODULE:CLASS)."""
+"""Callbacks (--callback MODULE:CLASS) and metrics of user code."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.registry import Registry
 from megatron.training.process.user_code import find_user_object
-from megatron.training.step.run import Callback
+from megatron.training.runtime.context import StepResult
+from megatron.training.step.run import Callback, TrainingRun
 
 _FLAG = "--callback"
 
@@ -55,3 +59,35 @@ def _callback_class(path: str) -> type[Callback]:
             "them defaults, or pass an instance to pretrain(callbacks=[...])"
         ) from None
     return found
+
+
+Metric = Callable[[TrainingRun, StepResult], Mapping[str, Tensor | float]]
+_METRICS = Registry[Metric]("the metric", {})
+
+
+def register_metric(name: str, metric: Metric) -> None:
+    """Register ``metric``: its values are logged at every step that is logged.
+
+    ``metric(run, result)`` returns tag -> value.  All ranks call it after the update, so it may use
+    collectives; the values of the last rank are logged.
+    """
+    _METRICS.register(name, metric)
+
+
+def user_values(
+    run: TrainingRun, result: StepResult, taken: Collection[str]
+) -> dict[str, Tensor | float]:
+    """Return the values of all metrics.
+
+    Raise ConfigError for a tag that is in ``taken`` or that two metrics return.
+    """
+    values: dict[str, Tensor | float] = {}
+    for name, metric in _METRICS.items():
+        found = metric(run, result)
+        for tag in found:
+            if tag in values or tag in taken:
+                raise ConfigError(
+                    f"the metric {name} returns {tag!r}, which is logged already: use another name"
+                )
+        values.update(found)
+    return values

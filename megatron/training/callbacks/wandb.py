@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.optional import require
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
 from megatron.training.config.run import RunConfig
-from megatron.training.runtime.sink_failure import SinkFailed
+from megatron.training.step.run import SinkFailed
 
 
 class WandbSink(Sink):

@@ -11,7 +11,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parser as parsing
 from megatron.training.arguments.flat_values import COUNTERS, flat_values
 from megatron.training.arguments.options import read_config
+from megatron.training.arguments.resolve import assemble
 from megatron.training.arguments.validated import VALIDATED, resolve_args
+from megatron.training.estimates.theoretical_memory import print_memory
 from megatron.training.process.rank_print import rank, world_size
 
 
@@ -49,3 +51,18 @@ def core_transformer_config_from_args(
         )
     config: TransformerConfig = read_config(config_class or TransformerConfig, args)
     return config
+
+
+def report_theoretical_memory(
+    args: Namespace, num_microbatches: int | None = None, verbose: bool = False
+) -> None:
+    """Print the estimated memory for ``args`` from get_args() or validate_args().
+
+    Raises ConfigError if the padded vocabulary size is not known.
+    """
+    if not args.padded_vocab_size:
+        raise ConfigError(
+            "report_theoretical_memory() needs the padded vocabulary size: give "
+            "--padded-vocab-size, or call initialize_megatron() first"
+        )
+    print_memory(assemble(args), args.padded_vocab_size, num_microbatches or 1, verbose)

@@ -33,8 +33,8 @@ from megatron.training.data.datasets import prepare_datasets
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.process.rank_print import print_rank_0, print_rank_last
 from megatron.training.runtime import setup
-from megatron.training.runtime.schedule import build_scheduler
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
+from megatron.training.runtime.setup import build_scheduler
 from megatron.training.runtime.step_graph import StepGraph
 from megatron.training.step import evaluate
 from megatron.training.step import train_step as optimizer_step

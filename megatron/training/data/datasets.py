@@ -1,12 +1,16 @@
-"""Build the datasets of a run for its model kind."""
+"""Build the datasets of a run for its model kind, or those of user code (--dataset-type NAME)."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal, cast
+
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -14,15 +18,16 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Blend
+from megatron.core.packed_seq_params import PackedBounds
 from megatron.training.arguments.rules.rule import problems_of
 from megatron.training.arguments.rules.training import SCHEDULE_LENGTHS
+from megatron.training.config.data import DATASETS
 from megatron.training.data.loaders import agree_on, get_blend_and_blend_per_split, reads_data
-from megatron.training.data.shown_sample import sample_as_text
-from megatron.training.data.user_datasets import build_user_datasets
 from megatron.training.models.kind import ModelImplementation
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import RunContext
+from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.checks import check_data
 
 
@@ -155,4 +160,82 @@ def _check_data(
             run.tokenizer,
             run.padded_vocab_size,
             [flag for flag, is_given in given.items() if is_given],
+        )
+
+
+_GREEN = "\x1b[32m"
+_PLAIN = "\x1b[0m"
+
+
+def sample_as_text(row: Mapping[str, Any], tokenizer: MegatronTokenizer, *, in_color: bool) -> str:
+    """Return the first conversation of a row; trained text is green, or between {+ and +}."""
+    bounds = row["packed_seq_params"]
+    assert isinstance(bounds, PackedBounds), "a row of conversations has their bounds"
+    stop = int(bounds.cumulative[1]) - int(row["is_padding"][: bounds.cumulative[1]].sum())
+    tokens = [*row["tokens"][:1].tolist(), *row["labels"][:stop].tolist()]
+    is_trained = [False, *(row["loss_mask"][:stop] > 0).tolist()]
+    begin, end = (_GREEN, _PLAIN) if in_color else ("{+", "+}")
+    text = ""
+    for marked, pairs in groupby(zip(tokens, is_trained, strict=True), key=lambda pair: pair[1]):
+        part = tokenizer.detokenize([token for token, _ in pairs])
+        text += f"{begin}{part}{end}" if marked else part
+    num_trained = sum(is_trained)
+    mark = "green" if in_color else "{+marked+}"
+    return (
+        f"first training sample, {len(tokens)} tokens, of which {num_trained} are trained "
+        f"({mark}):\n{text}"
+    )
+
+
+Split = Literal["train", "valid", "test"]
+Samples = Dataset[Mapping[str, Tensor]]  # with a length
+# (run, split, samples to be read or None for one pass) -> dataset, or None without such a split
+BuildDataset = Callable[[RunContext, Split, int | None], Samples | None]
+_SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+def register_dataset(name: str, build: BuildDataset) -> None:
+    """Register a dataset for --dataset-type ``name``.  Raise ConfigError if the name is taken.
+
+    ``build`` is called once per split, only on ranks that read data; it must not use collectives.
+    """
+    if not callable(build):
+        raise ConfigError(f"register_dataset({name!r}, ...): {build!r} is no function")
+    DATASETS.register(name, build)
+
+
+def build_user_datasets(
+    run: RunContext, name: str, num_samples: Sequence[int | None], *, reads: bool
+) -> tuple[Samples | None, Samples | None, Samples | None]:
+    """Build the train, validation and test set of dataset ``name``.
+
+    All are None on ranks that do not read.  Raise DataError for a set without length or with too
+    few samples, or if there is nothing to train on.
+    """
+    build = cast(BuildDataset, DATASETS.find(name))  # register_dataset() has checked it
+    if not reads:
+        return None, None, None
+    train, valid, test = (
+        build(run, split, n) for split, n in zip(_SPLITS, num_samples, strict=True)
+    )
+    for split, samples, wanted in zip(_SPLITS, (train, valid, test), num_samples, strict=True):
+        _check(run, name, split, samples, wanted)
+    return train, valid, test
+
+
+def _check(
+    run: RunContext, name: str, split: Split, samples: Samples | None, wanted: int | None
+) -> None:
+    if samples is None:
+        if split == "train" and not run.config.validation.skip_train:
+            raise DataError(f"--dataset-type {name} has no samples to train on: give it some")
+        return
+    if not isinstance(samples, Sized):
+        raise DataError(f"--dataset-type {name}: its {split} set has no length: define __len__")
+    repeats = run.config.data.dataloader_type == "cyclic"
+    if wanted is not None and len(samples) < wanted and not repeats:
+        raise DataError(
+            f"--dataset-type {name}: its {split} set has {len(samples)} samples and the run reads "
+            f"{wanted}: use --dataloader-type cyclic to read them again in a new order, or fewer "
+            "steps"
         )

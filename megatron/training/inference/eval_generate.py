@@ -19,7 +19,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.config.run import RunConfig
 from megatron.training.inference.engine_flags import GenerationLayout
 from megatron.training.inference.refit import TrainingEngine, open_engine
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate

@@ -46,14 +46,13 @@ from megatron.training.config.run import RunConfig
 from megatron.training.fault_tolerance.failure_watch import FailureWatch, failure_watch
 from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
 from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
-from megatron.training.initialize import connect, create_context, install_groups
+from megatron.training.initialize import connect, create_context, install_groups, is_set_up
 from megatron.training.models.mimo import image_embeddings
 from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.models.vlm import embeddings_per_tile, image_settings
 from megatron.training.process.rank_print import world_size
 from megatron.training.runtime.context import RunContext
 from megatron.training.runtime.setup import build_model_chunks, build_stage
-from megatron.training.shutdown import is_set_up
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec
 
 # Sections of the saved flags that generation uses: those of model and tokenizer.  The others

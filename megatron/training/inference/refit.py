@@ -37,8 +37,12 @@ from megatron.training.inference.generation import (
     generation_model,
     model_parts,
 )
-from megatron.training.runtime.groups import create_groups
-from megatron.training.runtime.setup import build_context, build_model_chunks, build_stage
+from megatron.training.runtime.setup import (
+    build_context,
+    build_model_chunks,
+    build_stage,
+    create_groups,
+)
 from megatron.training.step.run import TrainingRun
 from megatron.training.tokenizer import TokenizerSpec
 

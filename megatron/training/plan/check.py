@@ -23,7 +23,7 @@ from megatron.training.plan.report import plan_lines
 from megatron.training.plan.stages import RunPlan, plan_run
 from megatron.training.process.rank_print import is_rank0, print_rank_0
 from megatron.training.process.rank_print import world_size as world_size_of_launcher
-from megatron.training.runtime.groups import grids_of
+from megatron.training.runtime.setup import grids_of
 
 _BYTES_PER_GIB = 2**30
 _SHOWN_RANKS = 8

@@ -59,8 +59,7 @@ from megatron.training.plan.repeats import Repeats
 from megatron.training.plan.shapes import KnownShapes
 from megatron.training.plan.tracing import Tracker, attention_without_memory, storage_bytes
 from megatron.training.runtime.context import RunContext
-from megatron.training.runtime.groups import create_groups
-from megatron.training.runtime.setup import build_model_chunks
+from megatron.training.runtime.setup import build_model_chunks, create_groups
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
 
 

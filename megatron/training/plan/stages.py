@@ -21,7 +21,7 @@ from megatron.training.plan.cost import RankCost
 from megatron.training.plan.memory import activation_peak
 from megatron.training.plan.rank import cost_of_rank
 from megatron.training.plan.shapes import KnownShapes
-from megatron.training.runtime.groups import grids_of
+from megatron.training.runtime.setup import grids_of
 
 # Rounds of micro-batches through the pipeline that are simulated: further ones are alike.
 _ROUNDS = 4

@@ -1,12 +1,14 @@
-"""Build the parts of a run: context with tokenizer, model, optimizer, scheduler."""
+"""Build the parts of a run: groups, context with tokenizer, model, optimizer, scheduler."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from torch import nn
 
 from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
+from megatron.core.device import launch_order
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.distributed.data_parallel_base import DataParallelBase
-from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.distributed.sharding import is_fully_sharded, num_instances
 from megatron.core.extensions.transformer_engine import use_user_buffers
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -26,9 +29,15 @@ from megatron.core.optimizer.param_groups import (
     is_of_head,
     no_weight_decay_on_embeddings,
 )
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, schedule_lengths
+from megatron.core.parallel.communicators import Communicators
 from megatron.core.parallel.json_collectives import all_gather_json
-from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import (
+    ProcessGroupCollection,
+    create_process_groups,
+    make_grids,
+)
+from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.peft.lora import attach_adapters, check_targets, names_in
 from megatron.core.tensor_parallel.overlap import overlap_layers
@@ -43,7 +52,6 @@ from megatron.training.models.registry import build_model_stage, model_kind_of
 from megatron.training.process.phase import in_phase
 from megatron.training.process.rank_print import print_rank_0, ranks_here
 from megatron.training.runtime.context import RunContext
-from megatron.training.runtime.schedule import build_scheduler, number_of_train_iters
 from megatron.training.tokenizer import (
     TokenizerSpec,
     create_tokenizer,
@@ -310,3 +318,117 @@ def _print_number_of_parameters(run: RunContext, chunks: Sequence[nn.Module]) ->
             f"({tp}, {pp}): {number}",
             flush=True,
         )
+
+
+def grids_of(config: RunConfig) -> tuple[RankGrid, RankGrid]:
+    """Return the rank grids (rank order and group sizes) for dense and for expert layers."""
+    m = config.model
+    return make_grids(
+        config.world_size,
+        tp=m.tensor_model_parallel_size,
+        pp=m.pipeline_model_parallel_size,
+        cp=m.context_parallel_size,
+        ep=m.expert_model_parallel_size,
+        expt_tp=m.expert_tensor_parallel_size,
+        order="tp-cp-ep-pp-dp" if config.distributed.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+
+
+def create_groups(config: RunConfig, *, only_mine: bool = False) -> ProcessGroupCollection:
+    """Create all process groups of the run.  Collective over all ranks.
+
+    With ``only_mine`` only the groups of this rank are created, without communication; this needs a
+    fake process group.
+    """
+    dense, expert = grids_of(config)
+    return create_process_groups(
+        dense,
+        expert,
+        communicators=Communicators.from_flags(
+            timedelta(minutes=config.distributed.distributed_timeout_minutes),
+            config.distributed.nccl_communicator_config_path,
+            high_priority_groups(config),
+            warn=lambda warning: print_rank_0(f"WARNING: {warning}"),
+        ),
+        context_levels=config.model.hierarchical_context_parallel_sizes,
+        num_distributed_optimizer_instances=num_instances(config.ddp),
+        encoder_stages=config.model.encoder_pipeline_model_parallel_size,
+        only_mine=only_mine,
+    )
+
+
+def high_priority_groups(config: RunConfig) -> tuple[str, ...]:
+    """Return the groups that use high-priority streams: those of the flag, and by default others.
+
+    FSDP's all-gathers run beside the kernels of the previous layer and must not queue after them.
+    Without FSDP the same holds for tensor- and context-parallel collectives, which overlap with
+    GEMMs, unless their kernels start in the order of their launch.
+    """
+    model = config.model
+    groups = config.distributed.high_priority_stream_groups
+    if is_fully_sharded(config.ddp):
+        groups += ("dp_cp", "ep_dp") if model.expert_model_parallel_size > 1 else ("dp_cp",)
+    elif not launch_order.is_kept(os.environ):
+        groups += ("tp",) if model.tensor_model_parallel_size > 1 else ()
+        groups += ("cp", "cp_inner", "cp_outer") if model.context_parallel_size > 1 else ()
+    return tuple(dict.fromkeys(groups))
+
+
+def number_of_train_iters(config: RunConfig, batches: NumMicroBatchesCalculator) -> int:
+    """Return the number of steps; a sample-based run drops its last partial batch."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    if config.training.train_samples is None:
+        return 0
+    iters = batches.train_iters(config.training.train_samples)
+    print_rank_0(f"setting training iterations to {iters}")
+    return iters
+
+
+def recount_train_iters(run: RunContext) -> None:
+    """Recompute ``run.train_iters`` after loading, so that a resumed run reads all its samples.
+
+    The number of remaining steps differs if the batch size has changed since the checkpoint.
+    """
+    samples, state = run.config.training.train_samples, run.state
+    if run.config.training.train_iters is None and samples is not None:
+        left = run.batches.train_iters(samples, state.consumed_train_samples)
+        run.train_iters = state.iteration + left
+    elif run.samples_of_epochs is not None:
+        unread = max(0, run.samples_of_epochs - state.consumed_train_samples)
+        run.train_iters = state.iteration + -(-unread // run.batches.full_global_batch_size)
+
+
+def build_scheduler(run: RunContext, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Return the learning rate and weight decay scheduler of ``optimizer``.
+
+    Raise ConfigError without --lr.
+    """
+    asked = run.config.optimizer
+    scheduler = run.config.scheduler
+    if asked.lr is None:
+        raise ConfigError("--lr is missing: give the peak learning rate")
+    lengths = schedule_lengths(
+        scheduler,
+        train_iters=run.config.training.train_iters,
+        train_samples=run.config.training.train_samples,
+        global_batch_size=run.batches.global_batch_size_wanted,
+    )
+    start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=scheduler.lr_warmup_init,
+        max_lr=asked.lr,
+        min_lr=asked.min_lr or 0.0,
+        lr_warmup_steps=lengths.warmup,
+        lr_decay_steps=lengths.decay,
+        lr_decay_style=scheduler.lr_decay_style,
+        start_wd=asked.weight_decay if start is None else start,
+        end_wd=asked.weight_decay if end is None else end,
+        wd_incr_steps=lengths.weight_decay_increase,
+        wd_incr_style=scheduler.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=scheduler.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=scheduler.override_opt_param_scheduler,
+        wsd_decay_steps=lengths.wsd_decay,
+        lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
+    )

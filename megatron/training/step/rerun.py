@@ -31,7 +31,7 @@ from megatron.core.rerun_state_machine import (
 )
 from megatron.core.tensor_parallel.random import get_rng_tracker
 from megatron.training.process import exit_report
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import ModelRun, TrainingRun
 
 _MODES = {

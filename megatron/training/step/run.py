@@ -26,10 +26,11 @@ collectives; whether it does must depend on nothing but the configuration and th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import nn
 
@@ -43,9 +44,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.data.loaders import TrainingData
 from megatron.training.estimates.model_layers import layers_of_stages
 from megatron.training.models.registry import implementation_of
-from megatron.training.runtime.context import RunContext
-from megatron.training.runtime.sink_failure import call_each
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import RunContext, StepResult
 from megatron.training.runtime.step_graph import StepGraph
 
 PauseReason = Literal["evaluation", "checkpoint"]
@@ -236,3 +235,48 @@ class TrainingRun(ModelRun):
     def parts(self) -> RunParts:
         """The objects that a checkpoint is saved from and loaded into."""
         return replace(super().parts, optimizer=self.optimizer, scheduler=self.scheduler)
+
+
+logger = logging.getLogger(__name__)
+
+
+class SinkFailed(Exception):
+    """Failure of a file, service or library that a sink writes to; the message gives the cause."""
+
+
+# Errors of a sink.  A sink converts exceptions of its library to SinkFailed.
+SINK_ERRORS = (OSError, SinkFailed)
+
+
+class MaySink(Protocol):
+    """Object that the run calls and that may write a log."""
+
+    @property
+    def log_name(self) -> str | None:
+        """Name of the log, with its file, for a warning; None for an object that writes none."""
+
+
+T = TypeVar("T", bound=MaySink)
+
+
+def call_each(items: list[T], act: Callable[[T], object]) -> None:
+    """Call ``act`` for each of ``items``; remove an item whose log fails, with a warning."""
+    for item in list(items):
+        try:
+            act(item)
+        except SINK_ERRORS as error:
+            if item.log_name is None:
+                raise
+            items.remove(item)
+            warn_switched_off(item.log_name, error)
+
+
+def warn_switched_off(log_name: str, error: Exception) -> None:
+    """Warn that the log ``log_name`` is not written for the rest of this run."""
+    logger.warning(
+        "%s is switched off for the rest of this run, training goes on: %s: %s",
+        log_name,
+        type(error).__name__,
+        error,
+        extra={"all_ranks": True},  # most sinks are on the last rank
+    )

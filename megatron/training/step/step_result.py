@@ -16,7 +16,7 @@ from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.moe.router import balance_terms, loss_name
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.estimates.flops import tokens_of_a_sample
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import TrainingRun
 from megatron.training.step.weight_hash import check_replicas, params_hash
 

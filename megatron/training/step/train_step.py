@@ -1,9 +1,9 @@
-"""One optimizer step.
+"""The train loop and one optimizer step; everything else of a run is a callback.
 
-Order of collectives: those of forward and backward; the gradient reduction of the data-parallel
-wrapper; the gradient norm inside the optimizer; the losses of expert layers over all ranks; the
-reported losses, then the losses of multi-token prediction, over dp_cp.  Last, where requested: the
-comparison of weights, the norm of the parameters and their hash.
+Order of collectives of a step: those of forward and backward; the gradient reduction of the
+data-parallel wrapper; the gradient norm inside the optimizer; the losses of expert layers over all
+ranks; the reported losses, then the losses of multi-token prediction, over dp_cp.  Last, where
+requested: the comparison of weights, the norm of the parameters and their hash.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
 from megatron.core.transformer.moe.expert_bias import update_expert_biases
 from megatron.training.data.prefetch import read_ahead
+from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.models.registry import shape_of_microbatch
+from megatron.training.process import exit_report
 from megatron.training.process.phase import enter_phase, in_phase
-from megatron.training.runtime.state import StepResult
+from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime.context import StepResult
+from megatron.training.step.rerun import StepRejected, run_step
 from megatron.training.step.run import ModelRun, TrainingRun
 from megatron.training.step.step_result import GlobalBatch, Update, complete_result
 
@@ -215,3 +219,34 @@ def _loss_check(run: ModelRun) -> LossCheck | None:
 
 def _begin_pass(kind: PassKind) -> None:
     enter_phase(f"{kind} pass")
+
+
+def train(run: TrainingRun) -> None:
+    """Run optimizer steps until all are done, or a signal or a callback requests a stop.
+
+    Collective over all ranks.
+    """
+    for chunk in run.model_chunks:
+        chunk.train()
+    # Scripts that test resumption search for Megatron-LM's line.
+    if run.state.iteration == 0 or run.rerun.current_iteration != run.state.iteration:
+        print_rank_0(f"Setting rerun_state_machine.current_iteration to {run.state.iteration}...")
+    run.callbacks.on_train_start(run)
+    while not run.finished():
+        run.callbacks.on_step_start(run)
+        try:
+            result = run_step(run, train_step)
+        except StepRejected as rejected:
+            run.state.stop(str(rejected))
+            run.state.exit_code = rejected.exit_code
+            if rejected.should_checkpoint:
+                # Save again: the checkpoint needs the state of the reruns.
+                run.checkpoints.saved_at = None
+            break
+        flops = num_floating_point_operations(
+            run.config_of_work, result.batch_size, run.padded_vocab_size
+        )
+        run.state.advance(result, flops)
+        exit_report.note(iteration=run.state.iteration)
+        run.callbacks.on_step_end(run, result)
+    run.callbacks.on_train_end(run)

@@ -20,8 +20,8 @@ from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.validated import resolve_args
 from megatron.training.compat import global_vars
 from megatron.training.config.run import RunConfig
+from megatron.training.runtime.context import TrainState
 from megatron.training.runtime.flat_namespace import legacy_namespace
-from megatron.training.runtime.state import TrainState
 from megatron.training.step.run import TrainingRun
 from tests.unit.arguments.commands import argv, run_of
 from tests.unit.small_run import small_run

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
-from megatron.training.runtime.state import StepResult
+from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import TrainingRun
 from tests.unit.small_run import small_run
 

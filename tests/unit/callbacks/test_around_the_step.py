@@ -14,21 +14,19 @@ import pytest
 
 from megatron.core import device
 from megatron.training.callbacks import energy as energy_module
-from megatron.training.callbacks import exit as exit_module
+from megatron.training.callbacks import periodic as exit_module
 from megatron.training.callbacks import progress_log as progress_module
 from megatron.training.callbacks.energy import EnergyMeter, energy_meter
-from megatron.training.callbacks.exit import ExitConditions
-from megatron.training.callbacks.gc import ManualGC
+from megatron.training.callbacks.periodic import ExitConditions, ManualGC, TrainSync
 from megatron.training.callbacks.profiler import (
     MemoryHistory,
     NsysRange,
     TorchProfiler,
 )
 from megatron.training.callbacks.progress_log import ProgressLog, SeriesStart, series_start
-from megatron.training.callbacks.sync import TrainSync
 from megatron.training.process.signals import StopSignal
-from megatron.training.runtime import stop_requests
-from megatron.training.runtime.stop_requests import minutes_over_limit
+from megatron.training.step import evaluate as evaluate_module
+from megatron.training.step.evaluate import minutes_over_limit
 from megatron.training.step.run import CallbackList, CheckpointEvent
 from tests.unit.callbacks.helpers import fake_run, step_result
 
@@ -73,7 +71,7 @@ def test_exit_duration_counts_from_the_start_of_the_process(
     saved: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(stop_requests.time, "time", lambda: now[0])
+    monkeypatch.setattr(evaluate_module.time, "time", lambda: now[0])
     run = fake_run("--exit-duration-in-mins 2")
     now[0] = 120.0
     assert minutes_over_limit(run) is None

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.config.errors import CheckpointError
 from megatron.training import checkpointing
 from megatron.training.compat import global_vars
-from megatron.training.runtime.state import TrainState
+from megatron.training.runtime.context import TrainState
 from tests.unit.arguments.commands import run_of
 from tests.unit.checkpointing.tiny_run import (
     advance,

@@ -1,0 +1,171 @@
+"""What a run does every so many steps: evaluate, save, stop, collect garbage, synchronize.
+
+Exit conditions are checked after logging, evaluation and the regular save, in the order of
+`ExitConditions`.  The first that holds is the reported reason.  The run then saves a checkpoint,
+unless this step has one already.
+
+Order of collectives of exit conditions: the signal flag (one all-reduce, with
+--exit-signal-handler), the elapsed time (one all-reduce, with --exit-duration-in-mins).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.core import device
+from megatron.core.dist_checkpointing.serialization import SaveFailed
+from megatron.training.checkpointing.loader_state import save_loader_state
+from megatron.training.process.rank_print import print_rank_0
+from megatron.training.process.signals import StopSignal
+from megatron.training.runtime.context import StepResult
+from megatron.training.step.evaluate import evaluate_all, minutes_over_limit, received_anywhere
+from megatron.training.step.run import Callback, PauseReason, TrainingRun
+
+
+class EvaluationCallback(Callback):
+    """Evaluate the validation sets.  Collective over all ranks."""
+
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
+        interval = run.config.validation.eval_interval
+        if not interval or run.state.iteration % interval or not run.data.valid_loaders:
+            return
+        with run.callbacks.paused(run, "evaluation"):
+            results = evaluate_all(run)
+        for evaluated in results:
+            run.callbacks.on_eval_end(run, evaluated)
+
+
+class CheckpointCallback(Callback):
+    """Save checkpoints.  Collective over all ranks, which all take the same decision."""
+
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
+        poll(run)
+        config, iteration = run.config.checkpoint, run.state.iteration
+        before = run.state.consumed_train_samples - result.batch_size
+        if _is_due(config.save_interval, iteration) or _changes_batch_size(run, before):
+            save_unless_saved(run)
+        if _is_due(config.non_persistent_save_interval, iteration):
+            save_unless_saved(run, is_transient=True)
+
+
+def poll(run: TrainingRun) -> None:
+    """Process a background save that has finished.  Collective while a save is pending."""
+    with _reports(run):
+        run.checkpoints.poll(run)
+
+
+def save(run: TrainingRun, *, is_last: bool = False, is_transient: bool = False) -> None:
+    """Save a checkpoint of this step; see `Checkpointer.save`.  Collective over all ranks."""
+    with _reports(run), run.callbacks.paused(run, "checkpoint"):
+        save_loader_state(run, run.data.train_loader)
+        run.checkpoints.save(run, run.parts, is_last=is_last, is_transient=is_transient)
+
+
+def save_unless_saved(run: TrainingRun, *, is_transient: bool = False) -> None:
+    """Call `save` if the run saves checkpoints and none of them has this step yet."""
+    config, saves = run.config.checkpoint, run.checkpoints
+    if not (is_transient or config.save is not None) or saves.saved_at == run.state.iteration:
+        return
+    if saves.pending is None or config.async_save_when_busy == "wait":
+        save(run, is_transient=is_transient)
+    else:
+        print_rank_0(
+            f"NOTE: iteration {run.state.iteration} is not saved: the checkpoint of iteration "
+            f"{saves.pending.iteration} is still being written (--async-save-when-busy skip)"
+        )
+
+
+def save_last(run: TrainingRun) -> None:
+    """Wait for the pending save; then save this step if no checkpoint has it.  Collective."""
+    if run.checkpoints.pending is not None:
+        with _reports(run), run.callbacks.paused(run, "checkpoint"):
+            run.checkpoints.wait(run)
+    if run.config.checkpoint.save is not None and run.checkpoints.saved_at != run.state.iteration:
+        save(run, is_last=True)
+
+
+@contextmanager
+def _reports(run: TrainingRun) -> Iterator[None]:
+    """Tell the callbacks, at the end of the context, what has happened to checkpoints."""
+    failure: SaveFailed | None = None
+    try:
+        yield
+    except SaveFailed as error:  # on all ranks alike
+        failure = error
+    events = run.checkpoints.events
+    run.checkpoints.events = []
+    for event in events:
+        run.callbacks.on_checkpoint(run, event)
+    if failure is not None:
+        raise failure
+
+
+def _changes_batch_size(run: TrainingRun, consumed: int) -> bool:
+    """Return whether the batch size after a step that follows ``consumed`` samples is another."""
+    size = run.batches.global_batch_size(consumed)
+    return run.batches.global_batch_size(consumed + size) != size
+
+
+def _is_due(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0
+
+
+class ExitConditions(Callback):
+    """Stop the run when an exit condition holds.
+
+    ``stop_signal`` is the handler that --exit-signal-handler has installed.
+    """
+
+    def __init__(self, stop_signal: StopSignal | None) -> None:
+        self._stop_signal = stop_signal
+
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
+        if self._stop_signal is not None and received_anywhere(self._stop_signal):
+            run.state.stop(f"exiting program after receiving {self._stop_signal.name}.")
+        minutes = minutes_over_limit(run)
+        if minutes is not None:
+            run.state.stop(f"exiting program after {minutes} minutes")
+        interval = run.config.training.exit_interval
+        if interval and run.state.iteration % interval == 0:
+            run.state.stop(f"exiting program at iteration {run.state.iteration}")
+
+    def on_train_end(self, run: TrainingRun) -> None:
+        if run.state.stop_reason is not None:
+            save_last(run)
+
+
+class ManualGC(Callback):
+    """Collect garbage every --manual-gc-interval steps (0: never) and around evaluations."""
+
+    def on_train_start(self, run: TrainingRun) -> None:
+        gc.disable()
+        gc.collect()
+
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
+        interval = run.config.training.manual_gc_interval
+        if interval and run.state.iteration % interval == 0:
+            gc.collect()
+
+    def on_pause(self, run: TrainingRun, reason: PauseReason) -> None:
+        if reason == "evaluation" and run.config.training.manual_gc_eval:
+            gc.collect()
+
+    def on_resume(self, run: TrainingRun, reason: PauseReason) -> None:
+        if reason == "evaluation" and run.config.training.manual_gc_eval:
+            gc.collect(generation=0)  # only objects that the evaluation created
+
+    def close(self) -> None:
+        gc.enable()
+
+
+class TrainSync(Callback):
+    """Synchronise with the device every ``interval`` steps."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+
+    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
+        if run.state.iteration % self._interval == 0:
+            device.synchronize()
