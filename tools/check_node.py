@@ -105,15 +105,11 @@ def check(args: argparse.Namespace) -> int:
         rates=fields,
         problems=problems,
     )
-    if rank() != 0:
-        store.set(f"result/{rank()}", json.dumps(asdict(mine)))
-        unhealthy = json.loads(wait_for(store, "verdict", args.limit_s) or "[]")
-        store.add("read", 1)
-        return int(mine.node in unhealthy)
     results = collect(store, mine, nodes, args.limit_s)
-    thresholds = Thresholds(slow_below=args.slow_below)
-    found = node_checks.findings(results, expected, thresholds)
-    store.set("verdict", json.dumps(sorted({finding.node for finding in found})))
+    found = node_checks.findings(results, expected, Thresholds(slow_below=args.slow_below))
+    if rank() != 0:
+        store.add("read", 1)
+        return int(any(finding.node == mine.node for finding in found))
     report(args, results, found)
     deadline_s = time.monotonic() + args.limit_s / 10  # this process may serve the store
     while store.add("read", 0) < ranks - 1 and time.monotonic() < deadline_s:
@@ -176,16 +172,15 @@ def collect(
     store: dist.Store, mine: RankResult, nodes: Sequence[str | None], limit_s: float
 ) -> list[RankResult]:
     """Return the results of all ranks; a rank that sends none within the limit has a problem."""
-    results = [mine]
-    for other in range(1, len(nodes)):
-        text = wait_for(store, f"result/{other}", 3 * limit_s)
-        if text is not None:
-            results.append(RankResult(**json.loads(text)))
-        else:
-            node = nodes[other] or "unknown"
-            problems = {"report": f"no report within {3 * limit_s:.0f} s"}
-            results.append(RankResult(rank=other, node=node, device=mine.device, problems=problems))
-    return results
+    limit_s *= 3
+    problem = {"report": f"no report within {limit_s:.0f} s"}
+    texts = gather(store, "result", json.dumps(asdict(mine)), len(nodes), limit_s)
+    return [
+        RankResult(rank=other, node=node or "unknown", device=mine.device, problems=problem)
+        if text is None
+        else RankResult(**json.loads(text))
+        for other, (node, text) in enumerate(zip(nodes, texts, strict=True))
+    ]
 
 
 def report(

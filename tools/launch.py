@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or 
 from megatron.core.config.errors import MegatronError, MissingDependency
 from megatron.training.fault_tolerance.launch_flags import (
     Launch,
+    drop_own_flags,
     parse,
     value_of,
-    without_own_flags,
 )
 from megatron.training.fault_tolerance.supervisor import Supervisor
 
@@ -83,7 +83,7 @@ def nvrx_command(words: Sequence[str]) -> list[str]:
             "--launcher nvrx: ft_launcher is not installed; "
             'pip install "megatron-train[ft]", or remove the flag'
         )
-    return [program, "--ignore-missing-fault-tol-cfg", *without_own_flags(words)]
+    return [program, "--ignore-missing-fault-tol-cfg", *drop_own_flags(words)]
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def maybe_setup_simulated_fault() -> None:
     if not text:
         return
     size = dist.get_world_size()
-    kind, chosen, delay_s = _parsed(text, size)
+    kind, chosen, delay_s = _parse(text, size)
     draw = random.Random()
     kinds = list(_SIGNALS)
     drawn = torch.tensor(
@@ -122,7 +122,7 @@ def _learn() -> None:
     sections.monitor.learn(largest_of_ranks if sections.monitor.saves else None)
 
 
-def _parsed(text: str, world_size: int) -> tuple[str, int | None, float]:
+def _parse(text: str, world_size: int) -> tuple[str, int | None, float]:
     try:
         kind, rank_text, delay_text = (part.strip() for part in text.split(";"))
         rank = int(rank_text) if rank_text else None

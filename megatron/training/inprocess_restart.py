@@ -68,7 +68,7 @@ def maybe_wrap_for_inprocess_restart(
         wait_for_workers=False,
         timeout=timedelta(seconds=flags.inprocess_barrier_timeout),
     )
-    return _wrapped(pretrain, flags, optional.require(_PACKAGE, _FLAG)), store
+    return _wrap(pretrain, flags, optional.require(_PACKAGE, _FLAG)), store
 
 
 def problems() -> Iterator[str]:
@@ -112,7 +112,7 @@ def _flags() -> ResilienceConfig | None:
     return ResilienceConfig(**{f.name: asked[f.name] for f in fields(ResilienceConfig)})
 
 
-def _wrapped(
+def _wrap(
     pretrain: Callable[..., None], flags: ResilienceConfig, inprocess: Any
 ) -> Callable[..., None]:
     def call(*args: Any, inprocess_call_wrapper: Any = None, **kwargs: Any) -> None:

@@ -63,7 +63,7 @@ def _title(operation: str, group: _Group, peer: int | None) -> str:
     return f"{group.label} {operation} of ranks {ranks}{more}"
 
 
-def _told(note: _Note) -> str:
+def _describe(note: _Note) -> str:
     operation, group, call, peer, purpose, _ = note
     about = "" if purpose is None else f", {purpose}"
     return f"{_title(operation, group, peer)}{about}, call {call}"
@@ -126,10 +126,10 @@ class Record:
         """Return ``waits in tp all_reduce of ranks 0 1, call 12``, or the last operation."""
         for note in reversed(self.begun):
             if note is self.inside or (self.awaits and note[-1] == self.awaits):
-                return f"waits in {_told(note)}"
+                return f"waits in {_describe(note)}"
         if self.awaits:
             return "waits in an operation begun long ago"
-        last = f"the last was {_told(self.begun[-1])}" if self.begun else "there was none"
+        last = f"the last was {_describe(self.begun[-1])}" if self.begun else "there was none"
         return f"is in no collective; {last}"
 
     def counts(self) -> str:
@@ -163,14 +163,14 @@ def note_collectives() -> None:
         return
     for method, operation in _METHODS.items():
         if method in vars(ProcessGroup):
-            setattr(ProcessGroup, method, _noted(operation, getattr(ProcessGroup, method)))
-    dist.Work.wait = _noted_wait(dist.Work.wait)  # type: ignore[method-assign]
+            setattr(ProcessGroup, method, _trace_method(operation, getattr(ProcessGroup, method)))
+    dist.Work.wait = _trace_wait(dist.Work.wait)  # type: ignore[method-assign]
 
 
-def _noted(operation: str, begin: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+def _trace_method(operation: str, begin: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     is_transfer = operation in _TRANSFERS
 
-    def noted(self: ProcessGroup, *args: object, **kwargs: object) -> dist.Work:
+    def traced(self: ProcessGroup, *args: object, **kwargs: object) -> dist.Work:
         group = record.groups.get(id(self)) or _new_group(self)
         group.calls += 1
         peer = purpose = None
@@ -188,11 +188,11 @@ def _noted(operation: str, begin: Callable[..., dist.Work]) -> Callable[..., dis
             record.board.slots[IS_INSIDE] = 0
         return work
 
-    return noted
+    return traced
 
 
-def _noted_wait(wait: Callable[..., bool]) -> Callable[..., bool]:
-    def noted(self: dist.Work, *args: object, **kwargs: object) -> bool:
+def _trace_wait(wait: Callable[..., bool]) -> Callable[..., bool]:
+    def traced(self: dist.Work, *args: object, **kwargs: object) -> bool:
         record.awaits = id(self)
         if record.board is not None:
             record.board.wait(record.awaits)
@@ -206,7 +206,7 @@ def _noted_wait(wait: Callable[..., bool]) -> Callable[..., bool]:
             record.board.sign()
         return result
 
-    return noted
+    return traced
 
 
 def _new_group(group: ProcessGroup) -> _Group:

@@ -101,7 +101,7 @@ def fault_point(point: str, *, step: int | None = None) -> str | None:
     return None
 
 
-def flipped(data: bytes | memoryview) -> bytes:
+def flip_bit(data: bytes | memoryview) -> bytes:
     """Return ``data`` with one bit of its middle byte flipped."""
     changed = bytearray(data)
     changed[len(changed) // 2] ^= 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
-from megatron.core.diagnostics.fault_injection import fault_point, flipped
+from megatron.core.diagnostics.fault_injection import fault_point, flip_bit
 from megatron.core.dist_checkpointing.manifest import FileEntry, are_counts, crc32, json_object
 
 BLOCK_BYTES = 4 << 20
@@ -221,5 +221,5 @@ def _write_blocks(file: BinaryIO, tensor: LazyTensor, *, flips: bool) -> list[in
     for begin in range(0, len(data), BLOCK_BYTES):
         block = data[begin : begin + BLOCK_BYTES]
         checksums.append(crc32(block))
-        file.write(flipped(block) if flips else block)
+        file.write(flip_bit(block) if flips else block)
     return checksums

@@ -90,7 +90,7 @@ class HeartbeatFile:
         path = Path(folder) / f"{_PREFIX}{rank}"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self._map = _mapped(partial)
+            self._map = _map_file(partial)
             self._fill()
             partial.rename(path)  # a reader sees a complete file, or that of the process before
         except OSError as error:
@@ -111,7 +111,7 @@ class HeartbeatFile:
 
     def read(self) -> Heartbeat:
         """Return the current content."""
-        return _parsed(self._rank, self._map[:])[0]
+        return _parse(self._rank, self._map[:])[0]
 
     def begin(self, section: str) -> None:
         """Enter ``section``; "" leaves the current one."""
@@ -123,7 +123,7 @@ class HeartbeatFile:
         self._slots[_ITERATION] = iteration
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> mmap.mmap:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.posix_fallocate(file, 0, _SIZE)  # else a store into a full tmpfs would raise SIGBUS
@@ -143,7 +143,7 @@ def read_heartbeats(folder: str | os.PathLike[str]) -> list[Heartbeat]:
             rank = path.name.removeprefix(_PREFIX)
             if path.name.startswith(_PREFIX) and rank.isascii() and rank.isdigit():
                 with contextlib.suppress(OSError):
-                    found += _parsed(int(rank), path.read_bytes())
+                    found += _parse(int(rank), path.read_bytes())
     return sorted(found, key=lambda heartbeat: heartbeat.rank)
 
 
@@ -157,7 +157,7 @@ def process_state(pid: int) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
 
 
-def _parsed(rank: int, data: bytes) -> list[Heartbeat]:
+def _parse(rank: int, data: bytes) -> list[Heartbeat]:
     if len(data) != _SIZE:
         return []
     slots = struct.unpack_from(f"={_SLOTS}q", data)

@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def without_own_flags(argv: Sequence[str]) -> list[str]:
+def drop_own_flags(argv: Sequence[str]) -> list[str]:
     """Return the command line without the flags that torchrun does not have."""
     parsed = parser().parse_args(argv)
     first = len(argv) - len(parsed.training_script_args) - 1

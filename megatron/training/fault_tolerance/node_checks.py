@@ -32,7 +32,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics import collective_tracer
-from megatron.core.diagnostics.fault_injection import fault_point, flipped
+from megatron.core.diagnostics.fault_injection import fault_point, flip_bit
 from megatron.core.optional import available, require
 from megatron.core.parallel.collectives import wait_for_ranks
 
@@ -129,7 +129,7 @@ def matmul() -> dict[str, Any]:
             product = (product @ fixed) / math.sqrt(size)
         data = product.float().cpu().numpy().tobytes()
         if fault_point("check.matmul") == "bitflip":
-            data = flipped(data)
+            data = flip_bit(data)
         hashes.add(hashlib.sha256(data).hexdigest()[:16])
     if len(hashes) > 1:
         raise ArithmeticError("equal computations give different bits: the device is faulty")
@@ -167,7 +167,7 @@ def disk(folder: Path, size: int) -> dict[str, Any]:
         began_s = time.perf_counter()
         is_flipped = fault_point("check.disk") == "bitflip"
         with open(path, "wb") as file:
-            file.write(flipped(data) if is_flipped else data)
+            file.write(flip_bit(data) if is_flipped else data)
             file.flush()
             os.fsync(file.fileno())
             with contextlib.suppress(OSError):  # read from the disk, not from memory

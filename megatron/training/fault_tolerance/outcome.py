@@ -163,16 +163,16 @@ def to_json(value: DataclassInstance) -> str:
 
 def from_json(kind: type[T], text: str) -> T:
     """Return the object of class ``kind`` that `to_json` has written."""
-    found: T = _built(kind, json.loads(text))
+    found: T = _build(kind, json.loads(text))
     return found
 
 
-def _built(kind: Any, value: Any) -> Any:
+def _build(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         types = get_type_hints(kind)
-        return kind(**{name: _built(types[name], item) for name, item in value.items()})
+        return kind(**{name: _build(types[name], item) for name, item in value.items()})
     if get_origin(kind) is tuple:
-        return tuple(_built(kind.__args__[0], item) for item in value)
+        return tuple(_build(kind.__args__[0], item) for item in value)
     return value
 
 

@@ -164,7 +164,7 @@ class Rendezvous(DynamicRendezvousHandler):
         Raises WaitingNode if this node does not train, ConfigError if no number of nodes fits the
         flags.
         """
-        info = self._joined()
+        info = self._join()
         store = dist.PrefixStore("supervisor", info.store)
         address = self._local_addr or socket.gethostname()
         mine = Node(self._node, address, self._hosts_store)
@@ -204,7 +204,7 @@ class Rendezvous(DynamicRendezvousHandler):
         state = self._state_holder.state
         return state.complete and len(state.participants) >= self.settings.max_nodes
 
-    def _joined(self) -> RendezvousInfo:
+    def _join(self) -> RendezvousInfo:
         """Join torch's next round; a spare node waits for a place without a time limit."""
         while True:
             try:

@@ -91,11 +91,11 @@ def decide(
         return Decision(restarts=False, code=0, why=why, history=history)
     if is_join:
         why = "further nodes join"
-        return Decision(restarts=True, code=0, why=why, history=_advanced(history, outcome))
+        return Decision(restarts=True, code=0, why=why, history=_note_checkpoints(history, outcome))
     if outcome.code in (USER_ERROR, BAD_DATA):
         why = f"no restart cures exit status {outcome.code}"
         return Decision(restarts=False, code=outcome.code, why=why, history=history)
-    history = _counted(history, outcome, options)
+    history = _count_failure(history, outcome, options)
     decision = _restart(history, outcome, options, has_spare_node, older_checkpoint)
     if decision.restarts and history.restarts >= options.max_restarts:
         why = f"--max-restarts {options.max_restarts} is reached"
@@ -169,10 +169,10 @@ def _stop(history: History, outcome: Outcome, why: str) -> Decision:
     return Decision(restarts=False, code=outcome.code, why=why, history=history)
 
 
-def _counted(history: History, outcome: Outcome, options: Options) -> History:
+def _count_failure(history: History, outcome: Outcome, options: Options) -> History:
     """Return ``history`` with this failure; progress forgets the failures before it."""
     failure = Failure(outcome.signature, outcome.iteration, history.placement)
-    advanced = _advanced(history, outcome)
+    advanced = _note_checkpoints(history, outcome)
     iteration = -1 if outcome.iteration is None else outcome.iteration
     is_progress = (
         advanced.saved_iteration > history.saved_iteration
@@ -184,7 +184,7 @@ def _counted(history: History, outcome: Outcome, options: Options) -> History:
     return replace(advanced, no_progress=history.no_progress + 1, failures=failures)
 
 
-def _advanced(history: History, outcome: Outcome) -> History:
+def _note_checkpoints(history: History, outcome: Outcome) -> History:
     """Return ``history`` with the checkpoints of an attempt; a new one ends the choice of a step.
 
     The new checkpoint is the newest one by order of publication, also after an older one was

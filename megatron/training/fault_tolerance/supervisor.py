@@ -154,35 +154,35 @@ class Supervisor:
     def _is_excluded(self) -> bool:
         """Return whether this node is excluded, also by nodes that trained before it started."""
         try:
-            rendezvous = self._connected()
+            rendezvous = self._connect()
             history = rendezvous.agreed_history() or self._history
             return self._launch.node in rendezvous.excluded(history)
         except dist.DistError:
             return self._launch.node in self._history.excluded
 
     def _attempt(self) -> Decision:
-        rendezvous = self._connected()
+        rendezvous = self._connect()
         agent = self._agent(rendezvous)
         try:
             if agent.run() is None:  # the run has ended while this node waited
-                return self._ended_elsewhere()
+                return self._read_result()
         except WaitingNode:
             pass  # it has started no ranks
         except RendezvousClosedError:
-            return self._ended_elsewhere()
+            return self._read_result()
         except RendezvousTimeoutError:
-            raise self._nobody_joined() from None
+            raise self._missing_nodes_error() from None
         except (dist.DistError, RendezvousError) as error:
             agent.lost_store = str(error).splitlines()[0]
         self._history = rendezvous.history
         if agent.lost_store is not None:
-            return self._alone(agent, agent.lost_store)
+            return self._decide_alone(agent, agent.lost_store)
         try:
-            return self._agreed(rendezvous, agent.report(self._launch.node))
+            return self._agree(rendezvous, agent.report(self._launch.node))
         except (dist.DistError, RendezvousError) as error:
-            return self._alone(agent, str(error).splitlines()[0])
+            return self._decide_alone(agent, str(error).splitlines()[0])
 
-    def _connected(self, last: AttemptCoordination | None = None, num_spare: int = 0) -> Rendezvous:
+    def _connect(self, last: AttemptCoordination | None = None, num_spare: int = 0) -> Rendezvous:
         """Return the connection, a new one if the store was lost (see `Connector.connect`)."""
         if self._rendezvous is None:
             self._rendezvous = self._connector.connect(last, num_spare)
@@ -190,7 +190,7 @@ class Supervisor:
         self._rendezvous.history = self._history
         return self._rendezvous
 
-    def _alone(self, agent: AttemptAgent, error: str) -> Decision:
+    def _decide_alone(self, agent: AttemptAgent, error: str) -> Decision:
         """Decide without the other nodes after the store was lost; connect again.
 
         The nodes agree on the history of one of them in the next rendezvous.
@@ -202,17 +202,17 @@ class Supervisor:
             self._rendezvous.leave()  # its thread would go on to send signs of life
         outcome = outcome_of([replace(agent.report(self._launch.node), lost_store=True)])
         self._outcomes.append(outcome)
-        decision = self._decided(outcome)
+        decision = self._decide(outcome)
         last = self._rendezvous.attempt
         if last is None:  # this node was in no attempt yet
             decision = replace(decision, history=self._history)
         if decision.restarts:
             num_spare = self._rendezvous.num_spare
             self._rendezvous = None
-            self._connected(last, num_spare)
+            self._connect(last, num_spare)
         return decision
 
-    def _agreed(self, rendezvous: Rendezvous, report: NodeReport) -> Decision:
+    def _agree(self, rendezvous: Rendezvous, report: NodeReport) -> Decision:
         """Exchange reports with the other nodes; return the common decision."""
         times = self._launch.times
         attempt = rendezvous.attempt
@@ -222,14 +222,12 @@ class Supervisor:
         num_spare = rendezvous.num_spare_nodes() + len(attempt.nodes) - attempt.num_training
         is_join = attempt.has("join")
         self._outcomes.append(outcome)
-        decision = attempt.agree(self._decided(outcome, num_spare > 0, is_join))
+        decision = attempt.agree(self._decide(outcome, num_spare > 0, is_join))
         rendezvous.run_store.set(f"outcome/{decision.history.attempts}", to_json(outcome))
         rendezvous.run_store.set("history", to_json(decision.history))
         return decision
 
-    def _decided(
-        self, outcome: Outcome, has_spare: bool = False, is_join: bool = False
-    ) -> Decision:
+    def _decide(self, outcome: Outcome, has_spare: bool = False, is_join: bool = False) -> Decision:
         return decide(
             self._history,
             outcome,
@@ -290,7 +288,7 @@ class Supervisor:
         code, output = self._runner((self._launch.program, *self._launch.script, *check))
         return output.strip() if code == ConfigError.exit_code else None
 
-    def _nobody_joined(self) -> MegatronError:
+    def _missing_nodes_error(self) -> MegatronError:
         config = self._launch.config
         excluded = self._history.excluded
         if self._rendezvous is not None:
@@ -304,7 +302,7 @@ class Supervisor:
         )
         return ConfigError(text) if self._history.attempts == 0 else LaunchError(text)
 
-    def _ended_elsewhere(self) -> Decision:
+    def _read_result(self) -> Decision:
         assert self._rendezvous is not None, "it was connected"
         self._has_waited = True
         code = 0
@@ -341,7 +339,7 @@ class Supervisor:
                 time.sleep(1.0)
         except (dist.DistError, RendezvousError):
             pass  # the other nodes have ended
-        return self._ended_elsewhere()
+        return self._read_result()
 
     def _earlier_outcomes(self) -> list[Outcome]:
         """Return the outcomes of the attempts before this node started, as far as they are known.

@@ -26,7 +26,7 @@ def import_user_module(name: str, flag: str) -> ModuleType:
     # stays in sys.path, because user modules may import each other later.
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.append(os.getcwd())
-    return _imported(name, flag, lambda: importlib.import_module(name))
+    return _import(name, flag, lambda: importlib.import_module(name))
 
 
 def import_user_file(path: str, flag: str) -> ModuleType:
@@ -47,11 +47,11 @@ def import_user_file(path: str, flag: str) -> ModuleType:
     assert loader is not None, "the name ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses in the file look their module up
-    _imported(path, flag, lambda: loader.exec_module(module))
+    _import(path, flag, lambda: loader.exec_module(module))
     return module
 
 
-def _imported(name: str, flag: str, load: Callable[[], T]) -> T:
+def _import(name: str, flag: str, load: Callable[[], T]) -> T:
     try:
         return load()
     except (Exception, SystemExit) as error:  # whatever the code of the module raises

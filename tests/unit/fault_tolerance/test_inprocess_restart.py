@@ -133,7 +133,7 @@ def test_the_wrapper_gets_the_flags_and_calls_the_function_again(
     wrapper: list[Wrapper] = []
     package = stand_in()
     package.Wrapper = lambda **kwargs: wrapper.append(Wrapper(**kwargs)) or wrapper[0]
-    inprocess_restart._wrapped(train, flags, package)(store=None)
+    inprocess_restart._wrap(train, flags, package)(store=None)
     assert attempts == [0, 1, 2]
     assert len(wrapper[0].layers) == num_layers
     assert wrapper[0].times["soft_timeout"] == timedelta(seconds=7)

@@ -66,7 +66,7 @@ def test_the_flags_of_torch_2_11_are_enough(
     assert launch.times.shutdown_s == 30
     words = ["--shutdown-timeout", "20", "--exit-report-dir", str(tmp_path), _SCRIPT]
     assert parse(words).times.shutdown_s == 20
-    assert "--shutdown-timeout" not in launch_flags.without_own_flags(words), "torchrun has none"
+    assert "--shutdown-timeout" not in launch_flags.drop_own_flags(words), "torchrun has none"
 
 
 @pytest.mark.parametrize(
