@@ -17,7 +17,8 @@ from megatron.core.optimizer.optimizer_config import OPTIMIZERS
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.update_rules import update_rule
 from megatron.training.arguments.parser import parse_args
-from megatron.training.callbacks import register_metric, user_metrics
+from megatron.training.callbacks import register_metric
+from megatron.training.callbacks import user as user_metrics
 from megatron.training.config.data import DATASETS
 from megatron.training.config.tokenizer import TOKENIZER_TYPES
 from megatron.training.data import register_dataset
