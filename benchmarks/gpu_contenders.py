@@ -23,7 +23,7 @@ import pretrain_gpt
 from benchmarks import ours, peers
 from megatron.core import device
 from megatron.core.params.param_info import info_of
-from megatron.training.memory.warmup import make_optimizer_state
+from megatron.training.planning.memory_warmup import make_optimizer_state
 from megatron.training.step.train_step import train_step
 
 ACCUMULATION = 8  # micro-batches of a step, for every contender

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or 
 
 import megatron.post_training  # noqa: F401  registers its objectives
 from megatron.training.arguments.parser import parse_args
-from megatron.training.plan.check import check_only
+from megatron.training.planning.check import check_only
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.estimates.parameter_count import known_padded_vocab_size
+from megatron.training.estimates.parameters import known_padded_vocab_size
 from megatron.training.estimates.theoretical_memory import print_memory
 from megatron.training.process.rank_print import world_size
 

@@ -54,7 +54,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.data.batch import next_batch
 from megatron.training.data.loaders import chunk_iterators
-from megatron.training.estimates.pipeline_split import balanced_sizes
+from megatron.training.estimates.automatic_settings import balanced_sizes
 from megatron.training.models.kind import Batch
 from megatron.training.models.registry import build_model_stage, implementation_of
 from megatron.training.process.rank_print import print_rank_0

@@ -39,7 +39,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import graphs_of
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from megatron.training import inprocess_restart, plan
+from megatron.training import inprocess_restart, planning
 from megatron.training.arguments.parser import OF_PROGRAM, apply_defaults, parse_args
 from megatron.training.arguments.rules.parallel import GLOO_RULES
 from megatron.training.arguments.rules.requirements import NEEDS_GPU
@@ -114,7 +114,7 @@ def configure(
     _skip_rejected(namespace)
     problems = callback_problems(namespace.callback)
     if namespace.check_only:
-        status = plan.check_only(namespace, problems=problems, trains=trains)
+        status = planning.check_only(namespace, problems=problems, trains=trains)
         if status and rank() != 0:
             _wait_for_the_end()
         raise SystemExit(status)

@@ -21,9 +21,8 @@ from megatron.core.transformer.moe.deep_ep import unsupported_reason
 from megatron.core.transformer.moe.experts import Experts
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.model_layers import layers_of
 from megatron.training.models.attention_request import attention_request, encoder_attention_request
-from megatron.training.models.registry import model_kind_of
+from megatron.training.models.registry import layers_of, model_kind_of
 from megatron.training.process.rank_print import print_rank_0
 
 _NAME_WIDTH = 48

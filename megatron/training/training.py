@@ -43,9 +43,9 @@ from megatron.training.inprocess_restart import (
     begin_attempt,
     maybe_wrap_for_inprocess_restart,
 )
-from megatron.training.memory.report import report_oom
-from megatron.training.memory.warmup import make_optimizer_state, rehearse
 from megatron.training.models.registry import implementation_of
+from megatron.training.planning.memory_warmup import make_optimizer_state, rehearse
+from megatron.training.planning.out_of_memory import report_oom
 from megatron.training.process import exit_report
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime import setup

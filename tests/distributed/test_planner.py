@@ -18,8 +18,8 @@ from megatron.training.arguments.resolve import resolve
 from megatron.training.initialize import configure
 from megatron.training.models.image_encoder import image_encoder
 from megatron.training.models.registry import implementation_of
-from megatron.training.plan.stages import plan_run
-from megatron.training.plan.tracing import Tracker
+from megatron.training.planning.run_plan import plan_run
+from megatron.training.planning.tracing import Tracker
 from megatron.training.step.train_step import (
     clear_gradients,
     forward_backward,

@@ -21,7 +21,7 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import frozen_models
 from megatron.post_training.distillation.objective import LayerPair, check_pairs
 from megatron.training.initialize import initialize_megatron
-from megatron.training.plan.rank import cost_of_rank
+from megatron.training.planning.rank import cost_of_rank
 from megatron.training.step.run import Callback, TrainingRun
 from megatron.training.training import get_model, pretrain
 from tests import tolerances

@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional as F
 
 from megatron.core.config.errors import OutOfMemory
-from megatron.training.memory import report
-from megatron.training.memory.report import LOGITS, owners
-from megatron.training.memory.warmup import make_optimizer_state
+from megatron.training.planning import out_of_memory
+from megatron.training.planning.memory_warmup import make_optimizer_state
+from megatron.training.planning.out_of_memory import LOGITS, owners
 from megatron.training.process.phase import current_phase, in_phase
 from tests.functional.runs import TINY, refusal
 from tests.ranks import run_ranks
@@ -58,7 +58,7 @@ def test_all_ranks_end_and_name_the_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 def without_a_plan(rank: int, world_size: int, argv: list[str]) -> str:
     """Without the seconds that a process takes to plan."""
-    with mock.patch.object(report, "_planned", return_value=()):
+    with mock.patch.object(out_of_memory, "_planned", return_value=()):
         return refusal(rank, world_size, argv)
 
 
@@ -94,8 +94,8 @@ def test_what_autograd_keeps_belongs_to_the_module_that_reads_it() -> None:
     ],
 )  # fmt: skip
 def test_failed_allocations_are_known_by_their_words(error: Exception, size: int | None) -> None:
-    assert report.is_lack_of_memory(error)
-    assert report.asked_bytes(error) == size
+    assert out_of_memory.is_lack_of_memory(error)
+    assert out_of_memory.asked_bytes(error) == size
 
 
 def test_state_of_an_optimizer_that_does_not_fit_is_called_so() -> None:
@@ -103,16 +103,16 @@ def test_state_of_an_optimizer_that_does_not_fit_is_called_so() -> None:
     run.optimizer = mock.Mock(named_state=mock.Mock(side_effect=MemoryError()))
     with pytest.raises(MemoryError) as found:
         make_optimizer_state(run)
-    head, *_ = report._circumstances(run, found.value)
+    head, *_ = out_of_memory._circumstances(run, found.value)
     assert "allocating the optimizer state: an allocation failed" in head
 
 
 def test_other_errors_pass_through() -> None:
     run = run_with_one_layer()
-    with pytest.raises(RuntimeError, match="shapes"), report.report_oom(lambda: run):
+    with pytest.raises(RuntimeError, match="shapes"), out_of_memory.report_oom(lambda: run):
         raise RuntimeError("shapes cannot be multiplied")
     told = OutOfMemory("told already")
-    with pytest.raises(OutOfMemory) as found, report.report_oom(lambda: run):
+    with pytest.raises(OutOfMemory) as found, out_of_memory.report_oom(lambda: run):
         raise told
     assert found.value is told
 
@@ -136,4 +136,4 @@ def test_the_phase_of_a_failure_is_the_innermost_that_has_begun() -> None:
     assert current_phase() == before
     with pytest.raises(MemoryError) as found:
         outer(run, True)
-    assert "in step 1, gradient reduction: " in next(report._circumstances(run, found.value))
+    assert "in step 1, gradient reduction: " in next(out_of_memory._circumstances(run, found.value))

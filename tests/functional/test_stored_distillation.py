@@ -13,7 +13,7 @@ import torch
 
 from megatron.post_training.distillation import stored_distillation
 from megatron.post_training.distillation.logits_store import LogitsStore
-from megatron.training.plan.stages import plan_run
+from megatron.training.planning.run_plan import plan_run
 from tests import tolerances
 from tests.functional.runs import (
     TINY,

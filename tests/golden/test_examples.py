@@ -29,7 +29,7 @@ from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.config.run import RunConfig
-from megatron.training.plan.check import check_only
+from megatron.training.planning.check import check_only
 from megatron.training.process.user_code import parse_tool_args
 from tests.functional.runs import ROOT, defaults_of
 from tools import run_text_generation_server

@@ -17,7 +17,7 @@ import pytest
 from megatron.core.config.errors import ConfigError
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.plan.check import check_only
+from megatron.training.planning.check import check_only
 from tests.functional.runs import defaults_of
 
 SCRIPTS = json.loads((Path(__file__).parent / "megatron_v014_scripts.json").read_text())

@@ -56,8 +56,8 @@ TRAINING_LAYERS = (
     {"arguments"},
     {"runtime"},
     {"data", "checkpointing"},
-    {"step", "plan"},
-    {"callbacks", "memory"},
+    {"step"},
+    {"callbacks", "planning"},
     {"compat"},
     {"entry"},  # files directly in megatron/training
     {"conversion", "preprocess"},

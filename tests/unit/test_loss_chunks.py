@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
-from megatron.training.plan.report import plan_lines
-from megatron.training.plan.stages import plan_run
+from megatron.training.estimates.automatic_settings import chunk_line, resolve_loss_chunks
+from megatron.training.planning.run_plan import plan_lines, plan_run
 from tests.unit.arguments.commands import run_of
 
 WORDS = "--seq-length 512 --max-position-embeddings 512 --padded-vocab-size 100000"

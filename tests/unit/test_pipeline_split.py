@@ -8,7 +8,11 @@ from itertools import accumulate
 import pytest
 
 from megatron.core.transformer.layer_layout import layer_ranges
-from megatron.training.estimates.pipeline_split import balanced_sizes, costs, resolve_pipeline_split
+from megatron.training.estimates.automatic_settings import (
+    balanced_sizes,
+    costs,
+    resolve_pipeline_split,
+)
 from tests.unit.arguments.commands import run_of
 
 

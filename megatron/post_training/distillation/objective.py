@@ -46,8 +46,8 @@ from megatron.post_training.distillation.losses import (
 )
 from megatron.post_training.reference import build_teacher, load_teacher, teacher_config
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.model_layers import layers_of_stages
 from megatron.training.models.kind import Batch, ModelImplementation
+from megatron.training.models.registry import layers_of_stages
 
 _NAMES = ("logits distillation loss", "intermediate distillation loss")
 LOGITS = "output_layer"

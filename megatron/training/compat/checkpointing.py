@@ -23,7 +23,7 @@ from megatron.training.checkpointing.paths import (
 from megatron.training.checkpointing.save import save_run
 from megatron.training.compat import global_vars
 from megatron.training.compat.utils import Model, chunks_of
-from megatron.training.estimates.model_layers import layers_of_stages
+from megatron.training.models.registry import layers_of_stages
 from megatron.training.step.run import ModelRun
 
 

@@ -83,9 +83,8 @@ from megatron.training.conversion.vision_language_tensors import (
     import_tensors,
     with_attention_bias,
 )
-from megatron.training.estimates.model_layers import layers_of_stages
-from megatron.training.estimates.pipeline_split import resolve_pipeline_split
-from megatron.training.models.registry import model_kind, model_kind_of
+from megatron.training.estimates.automatic_settings import resolve_pipeline_split
+from megatron.training.models.registry import layers_of_stages, model_kind, model_kind_of
 from megatron.training.runtime.context import TrainState
 from megatron.training.tokenizer import (
     TokenizerSpec,

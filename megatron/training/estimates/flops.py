@@ -24,7 +24,6 @@ from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.model_layers import layers_of
 from megatron.training.models.audio_encoder import AudioEncoder, encoders_of
 from megatron.training.models.image_encoder import (
     ImageEncoder,
@@ -32,7 +31,7 @@ from megatron.training.models.image_encoder import (
     pixels_of_patch,
 )
 from megatron.training.models.layers import Layer
-from megatron.training.models.registry import model_kind_of
+from megatron.training.models.registry import layers_of, model_kind_of
 
 FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2

@@ -15,8 +15,8 @@ from megatron.core import device
 from megatron.core.optimizer.mixed_precision import stores_remainders
 from megatron.core.parallel.context_parallel_partition import local_sequence_length
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.adapter_count import adapter_parameters
-from megatron.training.estimates.parameter_count import (
+from megatron.training.estimates.parameters import (
+    adapter_parameters,
     encoder_parameters,
     head_parameters,
     layer_parameters,

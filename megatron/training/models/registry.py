@@ -12,6 +12,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.config.language_model import MODEL_KINDS, LanguageModelConfig
 from megatron.training.config.run import PRETRAINING, RunConfig
 from megatron.training.models.kind import ModelImplementation, ModelKind
+from megatron.training.models.layers import Layer, stages_of_encoder_decoder, stages_of_stack
 
 # Import path of the ModelImplementation of each objective beside pretraining, and of the function
 # of each method of distillation that changes one.
@@ -83,3 +84,14 @@ def shape_of_microbatch(config: RunConfig) -> tuple[int, int]:
     tokens = config.data.seq_length
     rows = config.training.micro_batch_size
     return (tokens * rows, 1) if implementation_of(config).joins_rows else (tokens, rows)
+
+
+def layers_of(run: RunConfig) -> list[Layer]:
+    """Return every layer in order; layers of multi-token prediction follow the decoder's."""
+    return model_kind_of(run).layers(run)
+
+
+def layers_of_stages(run: RunConfig) -> tuple[range, ...]:
+    """Return the indices in `layers_of` that each virtual stage holds, without MTP layers."""
+    has_encoder = model_kind_of(run).has_encoder
+    return stages_of_encoder_decoder(run) if has_encoder else stages_of_stack(run)

@@ -46,8 +46,11 @@ from megatron.core.transformer.batch_invariant import TRAINING, make_batch_invar
 from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
-from megatron.training.estimates.pipeline_split import resolve_pipeline_split
+from megatron.training.estimates.automatic_settings import (
+    chunk_line,
+    resolve_loss_chunks,
+    resolve_pipeline_split,
+)
 from megatron.training.models.registry import build_model_stage, model_kind_of
 from megatron.training.process.phase import in_phase
 from megatron.training.process.rank_print import print_rank_0, ranks_here

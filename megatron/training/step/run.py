@@ -42,8 +42,7 @@ from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.checkpointer import Checkpointer, CheckpointEvent
 from megatron.training.config.run import RunConfig
 from megatron.training.data.loaders import TrainingData
-from megatron.training.estimates.model_layers import layers_of_stages
-from megatron.training.models.registry import implementation_of
+from megatron.training.models.registry import implementation_of, layers_of_stages
 from megatron.training.runtime.context import RunContext, StepResult
 from megatron.training.runtime.step_graph import StepGraph
 

@@ -11,7 +11,7 @@ from megatron.core.extensions.transformer_engine.engine import unsupported_reaso
 from megatron.training.arguments.input_files import vocabulary_of
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.plan.check import check_only
+from megatron.training.planning.check import check_only
 from tests.unit.arguments.commands import argv
 
 

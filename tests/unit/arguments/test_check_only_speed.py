@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.arguments.parser import parse_args
-from megatron.training.plan.check import check_only
+from megatron.training.planning.check import check_only
 from tests.unit.arguments.commands import argv
 
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"

@@ -7,8 +7,11 @@ import json
 import pytest
 
 from megatron.core.peft.lora import attach_adapters
-from megatron.training.estimates.adapter_count import adapter_parameters
-from megatron.training.estimates.parameter_count import known_padded_vocab_size, layer_parameters
+from megatron.training.estimates.parameters import (
+    adapter_parameters,
+    known_padded_vocab_size,
+    layer_parameters,
+)
 from megatron.training.estimates.theoretical_memory import count_parameters
 from megatron.training.models.gpt import build_gpt_model
 from megatron.training.models.registry import build_model_stage

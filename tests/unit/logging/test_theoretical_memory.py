@@ -11,7 +11,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions import kernels
 from megatron.training.arguments.flat_values import flat_values
-from megatron.training.estimates.parameter_count import encoder_parameters, projector_parameters
+from megatron.training.estimates.parameters import encoder_parameters, projector_parameters
 from megatron.training.estimates.theoretical_memory import (
     activation_bytes,
     count_parameters,

@@ -9,7 +9,7 @@ from megatron.core import device
 from megatron.core.enums import AttnBackend
 from megatron.core.transformer import cudnn_attention
 from megatron.core.transformer.attention_backends import AttentionRequest, choose
-from megatron.training.plan.rank import cost_of_rank
+from megatron.training.planning.rank import cost_of_rank
 from tests.unit.arguments.commands import run_of
 
 TOKENS = 64

@@ -8,10 +8,12 @@ import sys
 import pytest
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.estimates.adapter_count import adapter_parameters
-from megatron.training.estimates.parameter_count import encoder_parameters, projector_parameters
-from megatron.training.plan.report import plan_lines
-from megatron.training.plan.stages import RunPlan, plan_run
+from megatron.training.estimates.parameters import (
+    adapter_parameters,
+    encoder_parameters,
+    projector_parameters,
+)
+from megatron.training.planning.run_plan import RunPlan, plan_lines, plan_run
 from tests.unit.arguments.commands import argv, run_of
 from tools import plan as plan_tool
 from tools import report_theoretical_memory

@@ -10,9 +10,9 @@ import pytest
 
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training.plan import repeats
-from megatron.training.plan.repeats import traced_spans
-from megatron.training.plan.stages import plan_run
+from megatron.training.planning import repeats
+from megatron.training.planning.repeats import traced_spans
+from megatron.training.planning.run_plan import plan_run
 from tests.unit.arguments.commands import run_of
 
 EXPERTS = "--num-experts 4 --disable-bias-linear --swiglu --moe-ffn-hidden-size 96 "

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.training.plan import rank
+from megatron.training.planning import rank
 from tests.graph_stand_in import waits
 from tests.unit.arguments.commands import run_of
 

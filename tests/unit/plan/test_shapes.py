@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.plan.shapes import KnownShapes
+from megatron.training.planning.tracing import KnownShapes
 
 aten: Any = torch.ops.aten
 

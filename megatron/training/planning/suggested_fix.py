@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron.core.config.errors import ConfigError
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
-from megatron.training.plan.stages import plan_run
+from megatron.training.planning.run_plan import plan_run
 
 _CHUNK = 1024  # tokens whose logits exist at a time
 

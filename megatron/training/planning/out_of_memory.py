@@ -28,9 +28,9 @@ from megatron.core import device, virtual_ranks
 from megatron.core.config.errors import MegatronError, OutOfMemory
 from megatron.core.params.param_info import local_part
 from megatron.core.peft.lora import stored_tensors
-from megatron.training import plan
+from megatron.training import planning
 from megatron.training.arguments.resolve import resolve
-from megatron.training.estimates.loss_chunks import logits_bytes
+from megatron.training.estimates.automatic_settings import logits_bytes
 from megatron.training.process.phase import current_phase
 from megatron.training.process.rank_print import rank, ranks_here
 from megatron.training.runtime.context import RunContext
@@ -60,7 +60,7 @@ def report_oom(current_run: Callable[[], RunContext | None]) -> Iterator[None]:
         held = owners(run)
         traceback.clear_frames(trace)  # frees the activations: the report needs memory
         device.empty_cache()
-        text = "\n".join([*head, *_largest(held), *_planned(run), *_cures(run, held)])
+        text = "\n".join([*head, *_largest(held), *_planned(run), *_suggested_fixes(run, held)])
         raise OutOfMemory(text) from None
 
 
@@ -120,7 +120,7 @@ def _planned(run: RunContext) -> Iterator[str]:
         with virtual_ranks.without_groups():
             config = resolve(asked, run.config.world_size, trains=run.config.trains)
             only = run.groups.pp.rank()
-            planned = plan.plan_run(config, rank(), only=only, memory=_memory())
+            planned = planning.plan_run(config, rank(), only=only, memory=_memory())
     except (MemoryError, RuntimeError, MegatronError) as error:
         yield f"  no answer: {error}"
         return
@@ -140,7 +140,7 @@ def _memory() -> int:
     return device.total_memory(ranks_here())
 
 
-def _cures(run: RunContext, held: list[Owner]) -> Iterator[str]:
+def _suggested_fixes(run: RunContext, held: list[Owner]) -> Iterator[str]:
     """Yield flags that are not set yet and about how much they save, the cheapest in time first."""
     sizes: Counter[str] = Counter()
     for owner in held:

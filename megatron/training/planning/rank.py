@@ -54,10 +54,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.data.batch import next_batch
 from megatron.training.models import registry
-from megatron.training.plan.cost import PassCost, RankCost, State
-from megatron.training.plan.repeats import Repeats
-from megatron.training.plan.shapes import KnownShapes
-from megatron.training.plan.tracing import Tracker, attention_without_memory, storage_bytes
+from megatron.training.planning.costs import PassCost, RankCost, State
+from megatron.training.planning.repeats import Repeats
+from megatron.training.planning.tracing import (
+    KnownShapes,
+    Tracker,
+    attention_without_memory,
+    storage_bytes,
+)
 from megatron.training.runtime.context import RunContext
 from megatron.training.runtime.setup import build_model_chunks, create_groups
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer

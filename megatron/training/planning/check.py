@@ -1,7 +1,7 @@
 """--check-only: print what a run would do on N ranks, or every reason why it cannot start.
 
 Uses no other process and no GPU, reads no data; it replaces a dry run.  Memory, communication and
-bubble are those of `megatron.training.plan`.
+bubble are those of `megatron.training.planning`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from megatron.core.parallel.rank_grid import RankGrid
 from megatron.training.arguments.input_files import missing_files, vocabulary_of
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
-from megatron.training.plan.cure import Fit, fits
-from megatron.training.plan.report import plan_lines
-from megatron.training.plan.stages import RunPlan, plan_run
+from megatron.training.planning.run_plan import RunPlan, plan_lines, plan_run
+from megatron.training.planning.suggested_fix import Fit, fits
 from megatron.training.process.rank_print import is_rank0, print_rank_0
 from megatron.training.process.rank_print import world_size as world_size_of_launcher
 from megatron.training.runtime.setup import grids_of
@@ -70,7 +69,7 @@ def check_only(
     if limit is None or fits:
         return 0
     write("")
-    for line in _cure(args, run, planned, limit):
+    for line in _suggest_fix(args, run, planned, limit):
         write(line)
     return ConfigError.exit_code
 
@@ -100,7 +99,7 @@ def _verdict(run: RunConfig, planned: RunPlan, limit: float | None) -> Iterator[
         yield f"memory: {need} and fits --check-device-memory-gib {limit:g}"
 
 
-def _cure(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) -> Iterator[str]:
+def _suggest_fix(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) -> Iterator[str]:
     tried: list[Fit] = []
     for fit in fits(args, run, planned.number_of_fullest, limit * _BYTES_PER_GIB):
         tried.append(fit)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.transformer_block import Span, TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.plan.tracing import Label, Measured, Segment, Tracker, joined
+from megatron.training.planning.tracing import Label, Measured, Segment, Tracker, joined
 
 _OWN_PACKAGE = "megatron."
 _NAMES = {"layer_number", "layer_index"}  # of a layer, in logs and caches

@@ -1,8 +1,8 @@
-"""The plan of a run: costs of each rank in one pipeline group."""
+"""The plan of a run: costs of each rank in one pipeline group, and their lines of text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.pipeline_parallel.plan import Placement
@@ -12,17 +12,20 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_s
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.distillation import DistillationConfig
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
-from megatron.training.estimates.model_layers import layers_of, layers_of_stages
-from megatron.training.estimates.parameter_count import known_padded_vocab_size
-from megatron.training.estimates.pipeline_split import costs, resolve_pipeline_split
-from megatron.training.plan.communication import Volume, volumes
-from megatron.training.plan.cost import RankCost
-from megatron.training.plan.memory import activation_peak
-from megatron.training.plan.rank import cost_of_rank
-from megatron.training.plan.shapes import KnownShapes
+from megatron.training.estimates.automatic_settings import (
+    chunk_line,
+    costs,
+    resolve_loss_chunks,
+    resolve_pipeline_split,
+)
+from megatron.training.estimates.parameters import known_padded_vocab_size
+from megatron.training.models.registry import layers_of, layers_of_stages
+from megatron.training.planning.costs import AXES, RankCost, Volume, activation_peak, volumes
+from megatron.training.planning.rank import cost_of_rank
+from megatron.training.planning.tracing import KnownShapes
 from megatron.training.runtime.setup import grids_of
 
+_GIB = 2**30
 # Rounds of micro-batches through the pipeline that are simulated: further ones are alike.
 _ROUNDS = 4
 
@@ -194,3 +197,61 @@ def _bubble(shown: Simulated, num_shown: int, num_microbatches: int) -> float:
     finish = shown.finish + more * max(shown.busy) / num_shown
     busy = sum(shown.busy) * num_microbatches / num_shown
     return finish * len(shown.busy) / busy - 1
+
+
+def plan_lines(plan: RunPlan) -> Iterator[str]:
+    """Yield the memory and the communication of each pipeline stage, and the pipeline bubble."""
+    yield "memory of one rank of each pipeline stage, GiB (computed, tensors only):"
+    rows = [
+        ["stage", "rank", "layers", "parameters", "weights", "gradients", "optimizer"]
+        + ["activations", "peak"]
+    ]
+    for number, stage in enumerate(plan.stages):
+        state = stage.cost.state
+        sizes = (state.parameters, state.gradients, state.optimizer, stage.activations, stage.peak)
+        rows.append(
+            [str(number), str(stage.rank), _format_layers(stage), f"{stage.cost.num_parameters:,}"]
+            + [f"{size / _GIB:.2f}" for size in sizes]
+        )
+    yield from _table(rows)
+    on_host = max(stage.cost.state.host for stage in plan.stages)
+    if on_host:
+        yield f"optimizer in host memory, GiB of one rank: {on_host / _GIB:.2f}"
+    if plan.loss_chunks is not None:
+        yield plan.loss_chunks
+    if not plan.has_vocabulary:
+        yield "the vocabulary is not counted: --vocab-size says how large it is"
+    yield ""
+    yield from _communication(plan)
+    yield ""
+    yield (
+        f"bubble: {plan.bubble:.1%} of the computing time with equal stages, "
+        f"{plan.bubble_of_stages:.1%} with these ({plan.num_microbatches} micro-batches a step)"
+    )
+
+
+def _communication(plan: RunPlan) -> Iterator[str]:
+    used = [a for a in AXES if any(s.volumes[a].operations for s in plan.stages)]
+    if not used:
+        yield "communication: none"
+        return
+    yield "communication of one rank in a step, GiB sent (operations):"
+    rows = [["stage", *used]]
+    for number, stage in enumerate(plan.stages):
+        found = [stage.volumes[axis] for axis in used]
+        cells = [f"{v.sent_bytes / _GIB:.2f} ({v.operations:,.0f})" for v in found]
+        rows.append([str(number), *cells])
+    yield from _table(rows)
+
+
+def _format_layers(stage: Stage) -> str:
+    """Return the layers of a stage as text: 0-11, or 0-1+8-9 for several chunks."""
+    parts = [f"{r.start}-{r.stop - 1}" if r else "none" for r in stage.layers]
+    return "+".join(parts) if len(parts) <= 3 else f"{parts[0]}+...+{parts[-1]}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the rows with right-aligned columns, each as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

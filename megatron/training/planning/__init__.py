@@ -1,0 +1,20 @@
+"""Predict memory, communication and pipeline bubble of a run without running it.
+
+`rank` builds the real model and optimizer of any rank without memory, and sends micro-batches
+through each of its chunks under `tracing`; `costs` adds up what the passes cost, `run_plan` plans
+the ranks of a pipeline, and `suggested_fix` searches for a change that makes a run fit.  A run that
+trains imports none of them, except for an out-of-memory report; `memory_warmup` rehearses the peak
+memory of a running rank, and `out_of_memory` lists what holds it.
+"""
+
+from megatron.core.lazy import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "check_only": "megatron.training.planning.check",
+        "fits": "megatron.training.planning.suggested_fix",
+        "plan_lines": "megatron.training.planning.run_plan",
+        "plan_run": "megatron.training.planning.run_plan",
+    },
+)
