@@ -16,15 +16,16 @@ import torch.nn.functional as F
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.config.errors import ConfigError
 from megatron.core.device import CPU
-from megatron.core.distributed.sharding import shares_instances
+from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
 from megatron.core.enums import AttnBackend
+from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
-from megatron.training.arguments.cuda_graph_capture import cuda_graph_capture
-from megatron.training.arguments.derive_images import image_classes, images
+from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.preference import reads_conversations
 from megatron.training.config.run import data_parallel_size
+from megatron.training.config.vision import largest_image
 from megatron.training.models.registry import model_kind
 
 Derivation = Callable[[Namespace], Iterator[str] | None]
@@ -330,6 +331,190 @@ def compilation(ns: Namespace) -> None:
     """
     if ns.compile != "none":
         ns.gradient_accumulation_fusion = False
+
+
+def image_classes(ns: Namespace) -> Iterator[str]:
+    """Derive the length of an image classifier's sequences, which tensor-parallel ranks divide.
+
+    ``--data-path TRAIN VALID`` names a folder of each split, as in Megatron-LM's
+    pretrain_vision_classify.py.
+    """
+    if not model_kind(ns.model_kind).classifies_images:
+        return
+    side = max(1, ns.patch_dim)  # a rule reports 0
+    length = (ns.img_h // side) * (ns.img_w // side) + 1
+    for flag, given in (
+        ("--seq-length", ns.seq_length),
+        ("--encoder-seq-length", ns.encoder_seq_length),
+        ("--max-position-embeddings", ns.max_position_embeddings),
+    ):
+        if given not in (None, length):
+            yield (
+                f"{flag} {given} is without effect: an image has {length} positions, its patches "
+                "and the class token"
+            )
+    ns.seq_length = _whole_parts(ns, length)
+    ns.encoder_seq_length = None
+    ns.max_position_embeddings = length  # the table must not depend on the layout
+    words: tuple[str, ...] = tuple(ns.data_path or ())
+    if len(words) == 2 and not _is_number(words[0]):
+        ns.train_data_path = words[:1]
+        ns.valid_data_path = words[1:]
+        ns.data_path = None
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def images(ns: Namespace) -> Iterator[str]:
+    """Derive the encoder's depth and the lengths of a model that reads images.
+
+    --encoder-num-layers is the encoder's depth and --decoder-num-layers the language model's; both
+    default to --num-layers.  Format torch, the only one of Megatron-LM's pretrain_vlm.py, becomes
+    the default format.
+    """
+    kind = model_kind(ns.model_kind)
+    if not kind.has_placeholders:
+        ns.model_provider = "mock"
+        ns.num_frames = 1
+        ns.encoder_tp = None
+    if not kind.reads_images:
+        return
+    if ns.vision_model_type not in KINDS:
+        ns.vision_model_type = None  # a value that is reported as refused
+    if ns.ckpt_format == "torch":
+        ns.ckpt_format = CheckpointConfig.ckpt_format
+        yield (
+            f"--ckpt-format torch is without effect: this run saves in format {ns.ckpt_format}, "
+            "which has a place for the encoder of images; tools/checkpoint/convert.py writes "
+            "torch_dist"
+        )
+    ns.num_layers = ns.num_layers or ns.encoder_num_layers
+    if ns.vision_num_layers is None:
+        ns.vision_num_layers = ns.encoder_num_layers or ns.num_layers
+    ns.num_layers = ns.decoder_num_layers or ns.num_layers
+    ns.encoder_num_layers = None
+    if kind.has_placeholders:
+        _mimo_defaults(ns)
+    ns.dataloader_seq_length = ns.dataloader_seq_length or ns.seq_length or ns.encoder_seq_length
+    if ns.dataloader_seq_length is not None:
+        _image_lengths(ns, has_placeholders=kind.has_placeholders)
+
+
+def _image_lengths(ns: Namespace, *, has_placeholders: bool) -> None:
+    """Derive --seq-length from the length of texts, which --dataloader-seq-length is.
+
+    It becomes that of the text with the embeddings of its images in their places, or
+    --decoder-seq-length if that is more, in parts of equal length for the ranks that share a row.
+    """
+    text = ns.dataloader_seq_length
+    try:
+        of_tile = get_num_image_embeddings(
+            *(ns.img_h, ns.img_w, ns.patch_dim, ns.vision_model_type or "clip"),
+            *(ns.disable_vision_class_token, 1, ns.pixel_shuffle),
+        )
+    except (ConfigError, ZeroDivisionError):  # a rule reports it
+        of_tile = 0
+    of_image = largest_image(ns, of_tile) if ns.decoder_seq_length is None else of_tile
+    num_images = 2 if ns.use_packed_sequence and ns.decoder_seq_length is None else 1
+    length = max(text + num_images * of_image, ns.decoder_seq_length or 0)
+    if has_placeholders:
+        length = text
+        text -= of_tile * ns.num_frames + ns.audio_seq_length * (ns.model_provider == "llava_avlm")
+    ns.dataloader_seq_length = text
+    ns.row_length = length
+    ns.seq_length = _whole_parts(ns, length)
+    ns.decoder_seq_length = None
+    # The table of positions must not depend on the layout.
+    ns.max_position_embeddings = max(ns.max_position_embeddings or 0, length)
+    ns.tp_comm_overlap |= ns.decoder_tp_comm_overlap
+
+
+def _whole_parts(ns: Namespace, length: int) -> int:
+    """Return the least length from ``length`` on that the ranks that share a row divide."""
+    part = sequence_divisor(
+        cp=ns.context_parallel_size,
+        tp=ns.tensor_model_parallel_size,
+        sequence_parallel=ns.sequence_parallel,
+    )
+    return -(-length // part) * part
+
+
+def _mimo_defaults(ns: Namespace) -> None:
+    """Set the flags of the encoder of images, the data and the length by those of MiMo.
+
+    All providers but mock have the layers of CLIP and drop its class token; only video_llava_vlm
+    has several frames.  --total-seq-length is --seq-length, which counts placeholders.
+    """
+    if ns.model_provider != "mock":
+        ns.vision_model_type = ns.vision_model_type or "clip"
+        ns.disable_vision_class_token = True
+    if ns.model_provider != "video_llava_vlm":
+        ns.num_frames = 1
+    if ns.image_size is not None:
+        ns.img_h = ns.img_w = ns.image_size
+    ns.dataloader_seq_length = ns.total_seq_length or ns.seq_length or ns.encoder_seq_length
+    sources = ns.data_path or ns.data_args_path or ns.train_data_path or ns.per_split_data_args_path
+    ns.mock_data |= ns.dataset_provider == "mock" or (ns.dataset_provider is None and not sources)
+
+
+def cuda_graph_capture(ns: Namespace) -> Iterator[str]:
+    """Reduce the scope of CUDA graphs to what the run supports; yield a warning per reduction.
+
+    A graph cannot contain decisions of the host.  Parts that need them run eagerly, with the same
+    results.
+    """
+    if ns.enable_cuda_graph == ns.external_cuda_graph:  # neither, or both, which is refused
+        return
+    flag = "--enable-cuda-graph" if ns.enable_cuda_graph else "--external-cuda-graph"
+    reasons = [reason for reason, applies in _nothing_is_captured(ns) if applies]
+    if reasons:
+        ns.enable_cuda_graph = ns.external_cuda_graph = False
+        yield f"{flag} is without effect, nothing is captured: {'; '.join(reasons)}"
+        return
+    reasons = [reason for reason, applies in _no_whole_step(ns) if applies]
+    if ns.cuda_graph_scope == "full_iteration" and reasons:
+        ns.cuda_graph_scope = "full"
+        yield (
+            "--cuda-graph-scope full_iteration: each layer is captured instead of the whole step: "
+            f"{'; '.join(reasons)}"
+        )
+    if ns.cuda_graph_scope == "full" and ns.num_experts:
+        yield (
+            f"{flag}: only attention is captured in layers with experts, whose token counts "
+            "the host has to know"
+        )
+
+
+def _nothing_is_captured(ns: Namespace) -> Iterator[tuple[str, bool]]:
+    recomputation = f"--recompute-granularity {ns.recompute_granularity} re-runs layers in backward"
+    yield recomputation, ns.recompute_granularity is not None
+    for name, low_precision in (("--fp8-format", ns.fp8), ("--fp4-format", ns.fp4)):
+        scales = f"with {name} {low_precision} the host updates scales and quantised weights"
+        yield scales, low_precision is not None
+    yield "sharded parameters are gathered to a new address each time", is_fully_sharded(ns)
+    schedule = f"--pipeline-schedule {ns.pipeline_schedule} computes weight gradients separately"
+    yield schedule, str(ns.pipeline_schedule).startswith("zb")
+    overlap = "--overlap-moe-expert-parallel-comm interleaves two micro-batches inside a layer"
+    yield overlap, ns.overlap_moe_expert_parallel_comm
+    yield "--virtual-ranks are threads on a CPU", ns.virtual_ranks is not None
+
+
+def _no_whole_step(ns: Namespace) -> Iterator[tuple[str, bool]]:
+    stages = f"--pipeline-model-parallel-size is {ns.pipeline_model_parallel_size}"
+    yield stages, ns.pipeline_model_parallel_size > 1
+    yield "with experts the host has to know token counts", bool(ns.num_experts)
+    yield "the losses of --mtp-num-layers are read inside a step", ns.mtp_num_layers is not None
+    kind = model_kind(ns.model_kind)
+    yield f"the losses of {kind.title} are read inside a step", kind.has_masked_lm_head
+    yield "--fp16 adapts its loss scale inside a step", ns.fp16 and ns.loss_scale is None
+    yield "--timing-log-level above 0 times parts of a step", ns.timing_log_level > 0
+    yield "--log-straggler times parts of a step", ns.log_straggler
 
 
 DERIVATIONS: tuple[Derivation, ...] = (

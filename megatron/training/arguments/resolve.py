@@ -19,6 +19,7 @@ from megatron.training.arguments.parser import OF_PROGRAM, PARSE_WARNINGS
 from megatron.training.arguments.rules import (
     execution,
     files,
+    images,
     model,
     moe,
     parallel,
@@ -36,6 +37,7 @@ RULES = (
     *parallel.RULES,
     *moe.RULES,
     *model.RULES,
+    *images.RULES,
     *execution.RULES,
     *training.RULES,
     *post_training.RULES,

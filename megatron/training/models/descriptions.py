@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.training.config.run import DPO, GRPO, REWARD, SFT
-from megatron.training.models.image_checks import image_classifier_problems, image_reader_problems
 from megatron.training.models.kind import ModelKind
 from megatron.training.models.layers import encoder_decoder_layers, hybrid_layers
-from megatron.training.models.mimo_checks import mimo_problems
 
 GPT = ModelKind(
     title="GPT",
@@ -54,7 +52,6 @@ VIT = ModelKind(
     writes_text=False,
     supports_context_parallel=False,
     transformers_class="ImageClassification",
-    problems=image_classifier_problems,
 )
 VLM = ModelKind(
     title="the vision-language model",
@@ -62,7 +59,6 @@ VLM = ModelKind(
     implementation="megatron.training.models.vlm:VLM",
     reads_images=True,
     transformers_class="ImageTextToText",
-    problems=image_reader_problems,
 )
 MIMO = replace(
     VLM,
@@ -70,5 +66,4 @@ MIMO = replace(
     entry_script="examples/mimo/train.py",
     implementation="megatron.training.models.mimo:MIMO",
     has_placeholders=True,
-    problems=mimo_problems,
 )

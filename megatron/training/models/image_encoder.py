@@ -244,3 +244,13 @@ def _inherited(config: RunConfig) -> dict[str, Any]:
 
 def _convention(config: RunConfig) -> Convention:
     return _CONVENTIONS[config.vision.vision_model_type]
+
+
+def format_problem(checkpoint_format: str) -> str | None:
+    """Return why a checkpoint format cannot hold a model that reads images, or None."""
+    if checkpoint_format in ("safetensors_dist", "torch_dist"):
+        return None
+    return (
+        f"{checkpoint_format} stores the modules of a language model alone, without an encoder of "
+        "images: use safetensors_dist or torch_dist"
+    )

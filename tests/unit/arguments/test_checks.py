@@ -14,6 +14,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.arguments import resolve as resolving
 from megatron.training.arguments.parser import build_parser, parse_args
 from megatron.training.arguments.resolve import RULES, resolve
+from megatron.training.arguments.rules.model import problems_of_kind
 from megatron.training.arguments.rules.requirements import REQUIREMENTS
 from megatron.training.arguments.rules.rule import Rule, Settings
 from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
@@ -67,7 +68,7 @@ def test_every_rule_has_a_command_line_that_breaks_it(monkeypatch: pytest.Monkey
     for cases in BROKEN.values():
         for words, world_size, without, _ in cases:
             problems_of(words, world_size, without)
-    messages = [RULES[i].message for i in unbroken]
+    messages = [RULES[i].message for i in unbroken if RULES[i].breach is not problems_of_kind]
     assert [m for m in messages if not any(words in m for words in OF_USER_CODE)] == []
 
 

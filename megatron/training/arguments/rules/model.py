@@ -328,6 +328,11 @@ def _find_scripts(c: Settings) -> str:
     return ", ".join(kind.entry_script for kind in kinds if c.objective in kind.objectives)
 
 
+def problems_of_kind(c: Settings) -> list[str]:
+    """Return the problems that the model kind reports, which user code may define."""
+    return list(c.kind.problems(c.config))
+
+
 _KIND = (
     Rule(
         "{--context-parallel-size} with {kind.title}: {kind.title} does not support context "
@@ -339,7 +344,7 @@ _KIND = (
         "{objective} is not implemented for {kind.title}: it is for models of {found}",
         _find_scripts,
     ),
-    Rule("{found}", lambda c: list(c.kind.problems(c.config))),
+    Rule("{found}", problems_of_kind),
 )
 
 
