@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pretrain_gpt
 from benchmarks.peers import ADAM, CLIP, WEIGHT_DECAY, Shape, batches, weights
 from megatron.core.params.param_info import info_of
-from megatron.core.rerun_data_iterator import RerunDataIterator
+from megatron.core.rerun.state_machine import RerunDataIterator
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.initialize import configure, start
 from megatron.training.runtime import setup

@@ -125,7 +125,7 @@ class OurTrainer:
         ).split()
         argv = words + (["--bf16"] if dtype == "bf16" else [])
         self.run = ours.training_run(argv, pretrain_vlm, copy_weights)
-        from megatron.core.rerun_data_iterator import RerunDataIterator
+        from megatron.core.rerun.state_machine import RerunDataIterator
 
         self.run.data.train = RerunDataIterator(endless())
 

@@ -28,7 +28,6 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
 from megatron.core.device import cpu_tuning, determinism, nccl_allocator
 from megatron.core.diagnostics.fault_injection import check_faults
-from megatron.core.diagnostics.result_faults import steps_to_skip
 from megatron.core.num_microbatches_calculator import (
     destroy_num_microbatches_calculator,
     install_num_microbatches_calculator,
@@ -37,7 +36,8 @@ from megatron.core.parallel import parallel_state
 from megatron.core.parallel.group_threads import end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import graphs_of
-from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+from megatron.core.rerun.faults import steps_to_skip
+from megatron.core.rerun.state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import inprocess_restart, planning
 from megatron.training.arguments.parser import OF_PROGRAM, apply_defaults, parse_args

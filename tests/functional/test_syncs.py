@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.diagnostics.sent_norm import SentNorm
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.rerun.state_machine import SentNorm
 from megatron.training.step import train_step as steps
 from tests.functional.runs import TINY, train_gpt
 from tests.ranks import run_ranks
@@ -57,7 +57,7 @@ class _Waits(TorchDispatchMode):
         if ours[-1].filename.endswith("async_host_copy.py"):
             ours.pop()
         places = [f"{Path(f.filename).name}:{f.name}" for f in ours]
-        is_norm = "sent_norm.py:read" in places  # noted once, by `read`
+        is_norm = "state_machine.py:read" in places  # noted once, by `read`
         is_left_out = any(part in f.filename for f in stack for part in LEFT_OUT)
         if self.steps and not (is_norm or is_left_out or places[-1] in ONLY_HERE):
             self.steps[-1].append(places[-1])

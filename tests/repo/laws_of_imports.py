@@ -1,8 +1,9 @@
 """Who may import whom.  Each law yields sentences; an empty law is kept.
 
 Package directions of megatron.core, narrowest first: the base (files directly in core), config,
-device, parallel, params and diagnostics, then what builds on them.  Only the compatibility API may
-import parallel_state and global_vars: functions that scripts call without process groups or a run.
+device, parallel, params, diagnostics and rerun, then what builds on them.  Only the compatibility
+API may import parallel_state and global_vars: functions that scripts call without process groups or
+a run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 from tests.repo.source import Source, functions
 
-BASE = {"base", "config", "device", "parallel", "params", "diagnostics"}
+BASE = {"base", "config", "device", "parallel", "params", "diagnostics", "rerun"}
 _LOWER = BASE | {"dist_checkpointing"}
 _MIDDLE = _LOWER | {"fusions", "tensor_parallel", "transformer", "ssm"}
 _UPPER = _MIDDLE | {"extensions", "models"}
@@ -26,6 +27,7 @@ MAY_IMPORT = {
     "parallel": {"base", "config", "device"},
     "params": {"base", "config", "device", "parallel"},
     "diagnostics": {"base", "config", "device", "parallel"},
+    "rerun": {"base", "config", "device"},
     "fusions": BASE,
     "datasets": BASE,
     "dist_checkpointing": BASE,
@@ -90,6 +92,7 @@ COMPATIBILITY_API = {
     "megatron.core.process_groups_config": set(),
     "megatron.core.hyper_comm_grid": set(),
     "megatron.core.timers": set(),
+    "megatron.core.rerun_state_machine": set(),
     "megatron.core.parallel.parallel_state": {
         "megatron/core/parallel_state.py",  # the import path of Megatron-LM
         "megatron/core/models/gpt/gpt_model.py",

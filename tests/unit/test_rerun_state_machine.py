@@ -16,8 +16,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.errors import ConfigError, NonFiniteError
-from megatron.core.diagnostics.result_faults import Place
-from megatron.core.diagnostics.suspect_result import (
+from megatron.core.rerun.faults import (
+    Place,
+    QuickStats,
+    RerunDiagnostic,
+    RerunErrorInjector,
+    RerunMode,
+    RerunState,
+)
+from megatron.core.rerun.results import (
     Call,
     Caller,
     Findings,
@@ -26,13 +33,8 @@ from megatron.core.diagnostics.suspect_result import (
     relative_difference,
     request_after,
 )
-from megatron.core.rerun_state_machine import (
-    QuickStats,
+from megatron.core.rerun.state_machine import (
     RerunDataIterator,
-    RerunDiagnostic,
-    RerunErrorInjector,
-    RerunMode,
-    RerunState,
     RerunStateMachine,
     get_rerun_state_machine,
 )

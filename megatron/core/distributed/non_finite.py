@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.device.async_host_copy import AsyncHostCopy
-from megatron.core.rerun_state_machine import RerunStateMachine, get_rerun_state_machine
+from megatron.core.rerun.state_machine import RerunStateMachine, get_rerun_state_machine
 
 SPIKE_FACTOR = LARGE_GRADIENT_FACTOR = 10.0  # as in Megatron-LM
 _LOSS = "local forward loss calculation"

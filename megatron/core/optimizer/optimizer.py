@@ -45,7 +45,7 @@ from megatron.core.optimizer.update_rules import RuleState, UpdateRule, update_r
 from megatron.core.parallel.json_collectives import all_gather_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
-from megatron.core.rerun_state_machine import RerunStateMachine, get_rerun_state_machine
+from megatron.core.rerun.state_machine import RerunStateMachine, get_rerun_state_machine
 
 
 class OptimizerState(TypedDict, total=False):

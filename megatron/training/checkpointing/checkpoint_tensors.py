@@ -29,7 +29,7 @@ from megatron.core.optimizer.param_groups import without_wrappers
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, info_of, local_part
-from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.rerun.state_machine import RerunStateMachine
 from megatron.core.tensor_parallel.random import get_rng_tracker
 
 _STATE_PREFIX = f"{OPTIMIZER_PREFIX}state."

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.diagnostics.result_faults import RerunMode, log
 from megatron.core.dist_checkpointing.folders import RELEASE
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local import (
@@ -38,6 +37,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.serialization import load
 from megatron.core.parallel.json_collectives import all_or_none, broadcast_json, is_so_everywhere
+from megatron.core.rerun.faults import RerunMode, log
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.base_model import (
     BaseModel,

@@ -40,7 +40,8 @@ from megatron.core.dist_checkpointing.manifest import (
     parsing,
     read_manifest,
 )
-from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+from megatron.core.rerun.faults import RerunMode
+from megatron.core.rerun.state_machine import RerunStateMachine
 
 
 @dataclass(frozen=True)

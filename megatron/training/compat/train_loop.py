@@ -21,7 +21,7 @@ from megatron.core.optimizer.param_groups import ParamCondition
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.rerun_data_iterator import RerunDataIterator
+from megatron.core.rerun.state_machine import RerunDataIterator
 from megatron.training.arguments.resolve import require_training
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.metrics import Metrics

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron.core import device
-from megatron.core.rerun_data_iterator import RerunDataIterator
+from megatron.core.rerun.state_machine import RerunDataIterator
 
 
 class ReadAhead(RerunDataIterator):

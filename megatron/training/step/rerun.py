@@ -1,6 +1,6 @@
 """The rerun state machine of a run: the state that a pass changes, and how a step ends the run.
 
-`megatron.core.rerun_state_machine` explains the diagnosis.
+`megatron.core.rerun.state_machine` explains the diagnosis.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.diagnostics.fault_injection import fault_point
-from megatron.core.diagnostics.result_faults import RerunDiagnostic, log
 from megatron.core.distributed.non_finite import naming_step
 from megatron.core.parallel.json_collectives import all_gather_json
-from megatron.core.rerun_state_machine import (
+from megatron.core.rerun.faults import RerunDiagnostic, RerunErrorInjector, RerunMode, log
+from megatron.core.rerun.state_machine import (
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
     PassRejected,
-    RerunErrorInjector,
-    RerunMode,
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )

@@ -37,7 +37,7 @@ from torch import nn
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.rerun.state_machine import RerunStateMachine
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.checkpointer import Checkpointer, CheckpointEvent
 from megatron.training.config.run import RunConfig

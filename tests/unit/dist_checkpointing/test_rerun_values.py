@@ -14,7 +14,8 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     rerun_state_of,
 )
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import unpickle
-from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
+from megatron.core.rerun.faults import RerunMode, RerunState
+from megatron.core.rerun.state_machine import RerunStateMachine
 from tests.unit.test_rerun_state_machine import NAN, RESTART, STOP, Run
 
 

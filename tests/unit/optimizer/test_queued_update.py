@@ -11,16 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core import device, rerun_state_machine
+from megatron.core import device
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import gradient_divisor
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.rerun_state_machine import (
-    PassRejected,
-    RerunErrorInjector,
-    RerunMode,
-    RerunStateMachine,
-)
+from megatron.core.rerun import state_machine
+from megatron.core.rerun.faults import RerunErrorInjector, RerunMode
+from megatron.core.rerun.state_machine import PassRejected, RerunStateMachine
 from tests import tolerances
 
 QUEUED, READ_FIRST = ["update", "read"], ["read", "update"]
@@ -44,7 +41,7 @@ class Run:
             param.grad = torch.full_like(param, value)
         read = machine.read_squared_norm
         with (
-            mock.patch.object(rerun_state_machine, "_machine", machine),
+            mock.patch.object(state_machine, "_machine", machine),
             mock.patch.object(
                 machine, "read_squared_norm", lambda sent: self.order.append("read") or read(sent)
             ),

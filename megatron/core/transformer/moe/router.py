@@ -26,7 +26,7 @@ from megatron.core.config.errors import NonFiniteError
 from megatron.core.parallel.context_parallel_partition import held_tokens
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
-from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.rerun.state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.linear import Multiply
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens

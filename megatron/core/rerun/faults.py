@@ -1,6 +1,6 @@
 """Kinds of wrong results, their injection for tests, and the file that records them.
 
-`megatron.core.rerun_state_machine` uses these parts and exports them under Megatron-LM's names.
+`megatron.core.rerun.state_machine` uses these parts.
 """
 
 from __future__ import annotations
