@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp_double_buffer import DoubleBuffers
+from megatron.core.distributed.fsdp import DoubleBuffers
 from tests.functional.runs import TINY, losses, run_gpt, train_gpt
 from tests.ranks import run_ranks
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed import param_buffer
-from megatron.core.distributed.buckets import plan_buffer
+from megatron.core.distributed.buffer_plan import plan_buffer
 from megatron.core.distributed.param_buffer import ParamBuffer
 from megatron.core.low_precision import E4M3, quantize
 from megatron.core.parallel.collectives import all_gather_single

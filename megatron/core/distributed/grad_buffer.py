@@ -38,7 +38,7 @@ from megatron.core import device
 from megatron.core.autograd import runs_hooks_without_gradient
 from megatron.core.device import cpu_kernels
 from megatron.core.device.async_host_copy import AsyncHostCopy
-from megatron.core.distributed.buckets import BufferLayout
+from megatron.core.distributed.buffer_plan import BufferLayout
 from megatron.core.distributed.non_finite import GradientCheck
 from megatron.core.parallel.collectives import all_gather_single, reduce_scatter_single
 from megatron.core.params.param_info import local_part

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.buckets import BufferLayout
+from megatron.core.distributed.buffer_plan import BufferLayout
 from megatron.core.low_precision import E4M3, Scaled, codes_of, largest, power_of_two
 from megatron.core.parallel.collectives import all_gather_single
 from megatron.core.params.param_info import info_of

@@ -32,12 +32,12 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.mixed_precision import (
     OptimizedParam,
     ShardRange,
+    batches,
     copy_main_to_model,
     copy_model_to_main,
     optimized_params,
 )
 from megatron.core.optimizer.muon import Muon
-from megatron.core.optimizer.offload import batches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.reduced_precision_state import StateStorage

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron.core.distributed.buckets import bucket_multiple, plan_buffer, target_bucket_size
+from megatron.core.distributed.buffer_plan import bucket_multiple, plan_buffer, target_bucket_size
 
 
 def random_cases() -> list[tuple[list[int], int | None, int, int]]:

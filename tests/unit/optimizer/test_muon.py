@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.muon import owners_of
-from megatron.core.optimizer.newton_schulz import COEFFICIENTS, coefficients_of, orthogonalize
+from megatron.core.optimizer.muon import COEFFICIENTS, coefficients_of, orthogonalize, owners_of
 from megatron.core.optimizer.param_groups import is_matrix
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, set_info

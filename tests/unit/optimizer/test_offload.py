@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.optimizer.offload import batches, chosen
+from megatron.core.optimizer.mixed_precision import batches, chosen
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests import tolerances

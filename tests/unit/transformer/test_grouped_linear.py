@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.device.async_host_copy import AsyncHostCopy
-from megatron.core.distributed.buckets import plan_buffer
+from megatron.core.distributed.buffer_plan import plan_buffer
 from megatron.core.distributed.param_buffer import ParamBuffer
 from megatron.core.fusions import kernels
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
