@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.row_files import Rows, keys_of, read_row
+from megatron.core.datasets.row_files import keys_of
 
 Message = Mapping[str, Any]  # role, content, and tool_calls or reasoning_content of an assistant
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -55,11 +55,6 @@ class Conversation:
     tools: tuple[Any, ...] | None = None
     first_trained: int = 0
     is_text: bool = False
-
-
-def read_conversation(rows: Rows, i: int) -> Conversation:
-    """Return the conversation in row ``i``, checked.  Raises DataError with file and line."""
-    return read_row(rows, i, conversation_of)
 
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:

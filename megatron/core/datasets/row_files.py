@@ -93,13 +93,23 @@ def read_row(rows: Rows, i: int, of_row: Callable[[Mapping[str, Any]], T]) -> T:
         raise DataError(known if known.startswith(where) else f"{where}: {known}") from None
 
 
-def report_wrong_rows(problems: Sequence[str], count: int, unit: str) -> None:
-    """Raise DataError that lists ``problems`` of ``count`` rows, which are ``unit``, if any."""
-    if not problems:
-        return
-    more = len(problems) - _SHOWN
-    lines = "\n".join(problems[:_SHOWN]) + (f"\nand {more} more" if more > 0 else "")
-    raise DataError(f"{len(problems)} of {count} {unit} are wrong:\n{lines}")
+def read_all(rows: Rows, of_row: Callable[[Mapping[str, Any]], T], unit: str) -> list[T]:
+    """Return the results of ``of_row`` for all rows, which are ``unit``.
+
+    Raises DataError that lists the rows for which ``of_row`` raises one.
+    """
+    found: list[T] = []
+    problems: list[str] = []
+    for i in range(len(rows)):
+        try:
+            found.append(read_row(rows, i, of_row))
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        more = len(problems) - _SHOWN
+        lines = "\n".join(problems[:_SHOWN]) + (f"\nand {more} more" if more > 0 else "")
+        raise DataError(f"{len(problems)} of {len(rows)} {unit} are wrong:\n{lines}")
+    return found
 
 
 def keys_of(row: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.config.errors import DataError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.conversations import (
     Conversation,
@@ -27,7 +27,7 @@ from megatron.core.datasets.conversations import (
     tools_of,
 )
 from megatron.core.datasets.megatron_dataset import Sample
-from megatron.core.datasets.row_files import keys_of, read_row
+from megatron.core.datasets.row_files import keys_of
 from megatron.post_training.sft.dataset import (
     MockConversations,
     SFTDataset,
@@ -121,9 +121,9 @@ class PairRows(SFTLowLevelDataset):
     unit = "pairs"
     encodes = "EncodedPairs"
 
-    def read(self, i: int) -> Sequence[Conversation]:
-        """Return the two conversations of row ``i``.  Raises DataError."""
-        return read_row(self.rows, i, pair_of)
+    def conversations_of(self, row: Mapping[str, Any]) -> Sequence[Conversation]:
+        """Return the two conversations of ``row``.  Raises DataError."""
+        return pair_of(row)
 
 
 class ScoredPairRows(PairRows):
@@ -154,10 +154,6 @@ class PreferenceDataset(SFTDataset):
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> Any:
         """Open the pairs at ``dataset_path``."""
-        if dataset_path is None:
-            raise ConfigError(
-                "no data is named: give --data-path (or data of each split), or --mock-data"
-            )
         assert isinstance(config, PreferenceDatasetConfig), "dataset_config made it"
         return (ScoredPairRows if config.scores_answers else PairRows)(dataset_path)
 

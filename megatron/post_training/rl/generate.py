@@ -18,7 +18,7 @@ import torch
 
 from megatron.core.config.errors import DataError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.datasets.row_files import read_row, report_wrong_rows
+from megatron.core.datasets.row_files import read_all
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
@@ -92,17 +92,9 @@ def check_prompts(config: RunConfig, source: PromptSource) -> None:
     Raises DataError with file and line of those that cannot be used.
     """
     for environment in source.environments.every:
-        if not isinstance(environment, FileEnvironment):
-            continue  # its prompts may be without number
-        rows = environment.prompts
-        check = partial(_check_prompt, environment, source, config)
-        problems = []
-        for i in range(len(rows)):
-            try:
-                read_row(rows, i, check)
-            except DataError as error:
-                problems.append(str(error))
-        report_wrong_rows(problems, len(rows), "prompts")
+        if isinstance(environment, FileEnvironment):  # prompts of others may be without number
+            check = partial(_check_prompt, environment, source, config)
+            read_all(environment.prompts, check, "prompts")
 
 
 def _check_prompt(

@@ -12,9 +12,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,14 +25,14 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.conversations import (
     Conversation,
+    conversation_of,
     from_alpaca,
-    read_conversation,
 )
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.megatron_dataset import MegatronDataset, Sample, description_hash
 from megatron.core.datasets.packing import PackedEpochs
-from megatron.core.datasets.row_files import open_rows, report_wrong_rows
+from megatron.core.datasets.row_files import open_rows, read_all, read_row
 from megatron.core.datasets.utils import Split
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.training.tokenizer.base import MegatronTokenizer
@@ -96,15 +97,19 @@ class EncodedRows:
 class SFTLowLevelDataset:
     """Conversations of a jsonl or parquet file, or a folder: ``dataset[i]`` is a list of messages.
 
-    Raises DataError for a missing file and a wrong row.  Subclasses read several conversations,
-    ``per_row``, from each row, and name what they encode.
+    Raises ConfigError without a path, DataError for a missing file and a wrong row.  Subclasses
+    read several conversations, ``per_row``, from each row; ``encodes`` names the encoded arrays.
     """
 
     per_row = 1
     unit = "conversations"
     encodes = "EncodedRows"
 
-    def __init__(self, dataset_path: str) -> None:
+    def __init__(self, dataset_path: str | None) -> None:
+        if dataset_path is None:
+            raise ConfigError(
+                "no data is named: give --data-path (or data of each split), or --mock-data"
+            )
         self.dataset_path = dataset_path
         self.rows = open_rows(dataset_path)
         if not len(self.rows):
@@ -115,7 +120,7 @@ class SFTLowLevelDataset:
         return len(self.rows)
 
     def __getitem__(self, idx: int) -> list[Any]:
-        return list(self.read(idx)[0].messages)
+        return list(read_row(self.rows, idx, self.conversations_of)[0].messages)
 
     def encoded(self, config: SFTDatasetConfig) -> EncodedRows:
         """Return the tokens of all conversations, from the index cache.  Not a collective.
@@ -152,14 +157,11 @@ class SFTLowLevelDataset:
     def _encode(self, config: SFTDatasetConfig) -> Sequence[np.ndarray]:
         """Return the arrays of `EncodedRows`."""
         started_at_s = time.perf_counter()
-        found: list[EncodedChat] = []
-        problems: list[str] = []
-        for i in range(len(self)):
-            try:
-                found += self._encode_row(i, config)
-            except DataError as error:
-                problems.append(str(error))
-        report_wrong_rows(problems, len(self), self.unit)
+
+        def encode_row(row: Mapping[str, Any]) -> list[EncodedChat]:
+            return [self.encode(each, config) for each in self.conversations_of(row)]
+
+        found = list(chain.from_iterable(read_all(self.rows, encode_row, self.unit)))
         ends = np.cumsum([len(chat.tokens) for chat in found], dtype=np.int64)
         tokens = np.concatenate([chat.tokens for chat in found] or [np.empty(0, np.int32)])
         is_trained = np.concatenate([chat.is_trained for chat in found] or [np.empty(0, bool)])
@@ -175,16 +177,9 @@ class SFTLowLevelDataset:
         )
         return tokens, is_trained, ends
 
-    def _encode_row(self, i: int, config: SFTDatasetConfig) -> list[EncodedChat]:
-        conversations = self.read(i)
-        try:
-            return [self.encode(conversation, config) for conversation in conversations]
-        except DataError as error:
-            raise DataError(f"{self.rows.where(i)}: {error}") from None
-
-    def read(self, i: int) -> Sequence[Conversation]:
-        """Return the conversations of row ``i``.  Raises DataError."""
-        return [read_conversation(self.rows, i)]
+    def conversations_of(self, row: Mapping[str, Any]) -> Sequence[Conversation]:
+        """Return the conversations of ``row``.  Raises DataError."""
+        return [conversation_of(row)]
 
     def encode(self, conversation: Conversation, config: SFTDatasetConfig) -> EncodedChat:
         """Return the tokens of a conversation.  Raises DataError if no answer has text."""
@@ -284,10 +279,6 @@ class SFTDataset(MegatronDataset):
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> Any:
         """Open the conversations at ``dataset_path``."""
-        if dataset_path is None:
-            raise ConfigError(
-                "no data is named: give --data-path (or data of each split), or --mock-data"
-            )
         return SFTLowLevelDataset(dataset_path)
 
     @staticmethod

@@ -15,9 +15,8 @@ from megatron.core.datasets import row_files
 from megatron.core.datasets.conversations import (
     Conversation,
     conversation_of,
-    read_conversation,
 )
-from megatron.core.datasets.row_files import open_rows
+from megatron.core.datasets.row_files import open_rows, read_row
 from megatron.post_training.sft.dataset import encode_conversation
 from megatron.training.tokenizer.build import create_tokenizer
 from megatron.training.tokenizer.chat import load_chat_template
@@ -32,6 +31,10 @@ CHAT = {"messages": [USER, ASSISTANT]}
 def write_lines(path, *rows):
     path.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in rows))
     return str(path)
+
+
+def read_conversation(rows, i):
+    return read_row(rows, i, conversation_of)
 
 
 def test_rows_of_a_jsonl_file_are_read_by_number(tmp_path):
