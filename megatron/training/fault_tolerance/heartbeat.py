@@ -31,10 +31,10 @@ from megatron.core.config.errors import LaunchError
 VARIABLE = "MEGATRON_HEARTBEAT_DIR"  # folder of the files, which the supervisor sets
 # Sections of a run.  "" is the time outside of the others; an ended rank has no limit.
 SECTIONS = ("", "setup", "step", "checkpointing", "ended")
-_MAGIC = 0x4D47_4842_0000_0001  # "MGHB", version 1
+_MAGIC = 0x4D47_4842_0000_0002  # "MGHB", version 2
 _SIZE = 4096
 # Slots.  The tracer of collectives writes the last four (`HeartbeatFile.board`).
-_MAGIC_SLOT, _PID, _SECTION, _SINCE_NS, _ITERATION = range(5)
+_MAGIC_SLOT, _PID, _SECTION, _ITERATION = range(4)
 _BOARD = 8  # sign_ns, progress, is_in_collective, call: `collective_tracer.Board.slots`
 _SLOTS = 12
 _NAME_AT = 8 * _SLOTS
@@ -58,7 +58,6 @@ class Heartbeat:
     rank: int
     pid: int
     section: str
-    since_ns: int  # begin of the section
     iteration: int
     sign_ns: int  # last begin or end of a section or a collective
     progress: int  # number of collectives started plus waits completed
@@ -116,7 +115,7 @@ class HeartbeatFile:
     def begin(self, section: str) -> None:
         """Enter ``section``; "" leaves the current one."""
         self._slots[_SECTION] = SECTIONS.index(section)
-        self._slots[_SINCE_NS] = self._slots[_BOARD] = time.monotonic_ns()
+        self._slots[_BOARD] = time.monotonic_ns()
 
     def at_iteration(self, iteration: int) -> None:
         """Set the number of the step in progress."""
@@ -170,9 +169,8 @@ def _parse(rank: int, data: bytes) -> list[Heartbeat]:
             rank=rank,
             pid=slots[_PID],
             section=SECTIONS[slots[_SECTION]],
-            since_ns=slots[_SINCE_NS],
             iteration=slots[_ITERATION],
-            sign_ns=max(sign_ns, slots[_SINCE_NS]),
+            sign_ns=sign_ns,
             progress=progress,
             is_in_collective=bool(is_inside),
             collective=f"{name}, call {call}" if name else "",

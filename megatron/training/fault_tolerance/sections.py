@@ -18,8 +18,8 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +137,6 @@ class Monitor:
         self._file.begin(self._open[-1][0] if self._open else OUT_OF_SECTION)
         if self.client is not None:
             self.client.end(section)
-
-    @contextmanager
-    def inside(self, section: str) -> Iterator[None]:
-        """Context manager for `begin` and `end`; after an exception the section stays open."""
-        self.begin(section)
-        yield
-        self.end(section)
 
     def begin_step(self, iteration: int | None = None) -> None:
         """Begin training step ``iteration``; the first one is part of the setup."""

@@ -24,7 +24,6 @@ BEAT = Heartbeat(
     rank=1,
     pid=42,
     section="step",
-    since_ns=0,
     iteration=12,
     sign_ns=0,
     progress=3,
