@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core import device
-from megatron.core.fusions import block_scaled_mm
+from megatron.core.fusions import quantize
 from megatron.core.fusions.rms_norm import rms_norm
 from megatron.core.optional import require, why_missing
 
@@ -79,8 +79,8 @@ def gemms() -> Iterator[str]:
     yield f"capability {device.capability(where)}, fp8: {device.multiplies_fp8(where)}"
     yield f"addmm of bf16 into fp32: {device.supports_fp32_accumulate_addmm()}"
     formats = torch.float8_e4m3fn, torch.float8_e4m3fn
-    for pair in block_scaled_mm._PAIRS:
-        is_right = block_scaled_mm._is_right(where, pair, formats, torch.bfloat16)
+    for pair in quantize._PAIRS:
+        is_right = quantize._is_right(where, pair, formats, torch.bfloat16)
         yield f"block-scaled GEMM {pair[0]} by {pair[1]}: {is_right}"
 
 

@@ -1,9 +1,9 @@
-"""Quantise matrices to 8-bit and 4-bit floating-point formats, and multiply quantised matrices.
+"""Quantize matrices to 8-bit and 4-bit floating-point formats.
 
 A matrix [r, c] becomes codes and scales; a value is its code times its scale.  The matrix has one
 scale, or one scale per block of rows x columns.  Scales are powers of two.  So the rounding of a
 value does not depend on the largest value, unless it is below 2^-14 of that (a subnormal in e4m3);
-and each dequantised value is exact in bfloat16, so that a matmul of dequantised matrices sums the
+and each dequantized value is exact in bfloat16, so that a matmul of dequantized matrices sums the
 same products as a matmul in the format itself.  A scale of e2m1 (nvfp4) is a power of two times an
 e4m3 value.
 """
@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from megatron.core import device
 
 Block = tuple[int, int]  # rows, columns
 _SINGLE = torch.float32  # this file reads and writes its bit patterns as int32
@@ -39,7 +37,7 @@ E2M1 = FloatFormat(torch.float8_e4m3fn, 6.0)  # e4m3 represents all 15 values of
 
 @dataclass(frozen=True)
 class Scaled:
-    """Quantised matrix: codes [r, c] and fp32 scales, one [] or one per block [r/x, c/y].
+    """Quantized matrix: codes [r, c] and fp32 scales, one [] or one per block [r/x, c/y].
 
     ``turned``: the codes once more as [c, r], so that the rows of the transposed matrix are
     contiguous too.
@@ -59,11 +57,11 @@ class Scaled:
         return Scaled(self.codes.t(), self.scale.t(), self.block[::-1])
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantised values [r, c]; exact in bfloat16 and wider dtypes."""
+        """Return the dequantized values [r, c]; exact in bfloat16 and wider dtypes."""
         return self.codes.to(dtype) * _spread(self.scale, self.block, self.codes.shape).to(dtype)
 
 
-def quantize(
+def plain_quantize(
     x: Tensor,
     to: FloatFormat,
     block: Block | None = None,
@@ -73,7 +71,7 @@ def quantize(
     at_random: bool = False,
     top: Tensor | None = None,
 ) -> Scaled:
-    """Quantise ``x`` [r, c] to the format ``to``, with one scale or one per ``block``.
+    """Quantize ``x`` [r, c] to the format ``to``, with one scale or one per ``block``.
 
     ``amax``: the magnitude that the scale must represent (default: the maximum of ``x`` or of each
     block); larger values are clamped.  ``margin``: headroom above ``amax``, in powers of two.
@@ -122,75 +120,6 @@ def power_of_two(amax: Tensor, top: float, margin: int = 0) -> Tensor:
     exponent = exponent - top_exponent + (mantissa > top_mantissa) + margin
     bits = (exponent.clamp(-126, 126) + 127).to(torch.int32) << 23
     return torch.where(amax.isfinite(), bits.view(_SINGLE).to(mantissa.dtype), torch.nan)
-
-
-def product(
-    a: Scaled,
-    b: Scaled,
-    dtype: torch.dtype,
-    *,
-    bias: Tensor | None = None,
-    fast: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return a b^T + bias: [m, k], [n, k] and [n] -> [m, n]; written to ``out``, if given.
-
-    ``out`` has ``dtype``, and comes without a bias.  Runs in fp8 if the device has such GEMMs and
-    both matrices have a single scale; else on dequantised matrices.  ``fast`` lets a GPU accumulate
-    with fewer bits.
-    """
-    assert bias is None or out is None, "no caller adds a bias to a matrix of its own"
-    is_plain = a.block is None and b.block is None and dtype != torch.float64
-    if is_plain and a.codes.numel() and device.multiplies_fp8(a.codes.device):
-        return scaled_mm(a, b, dtype, bias=bias, fast=fast, out=out)
-    wide = torch.float32 if dtype == torch.float16 else dtype
-    y = a.values(wide).matmul(b.values(wide).t()).to(dtype)
-    y = y if bias is None else y + bias
-    return y if out is None else out.copy_(y)
-
-
-def scaled_mm(
-    a: Scaled,
-    b: Scaled,
-    dtype: torch.dtype,
-    *,
-    bias: Tensor | None = None,
-    fast: bool,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Compute `product` by ``torch._scaled_mm``; a GPU needs multiples of 16 for k and n."""
-    left = _in_sixteens(a.codes)
-    right = _in_sixteens(b.codes, rows=device.is_cuda(a.codes.device))
-    fits = len(right) == len(b.codes)
-    adds_bias = fits and is_added_by_gemm(bias, dtype)
-    y: Tensor = torch._scaled_mm(
-        left,
-        right.t(),
-        scale_a=a.scale,
-        scale_b=b.scale,
-        out_dtype=dtype,
-        bias=bias if adds_bias else None,
-        use_fast_accum=fast and device.is_cuda(left.device),
-        **({"out": out} if fits and out is not None else {}),
-    )
-    if not fits:
-        y = y[:, : len(b.codes)]
-        y = y.contiguous() if out is None else out.copy_(y)
-    return y if bias is None or adds_bias else y + bias
-
-
-def is_added_by_gemm(bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether ``torch._scaled_mm`` adds ``bias`` to a result of ``dtype``: in 16 bits."""
-    return bias is not None and bias.dtype == dtype and dtype.itemsize == 2
-
-
-def _in_sixteens(codes: Tensor, *, rows: bool = False) -> Tensor:
-    """Return contiguous codes with columns, or ``rows`` too, padded to a multiple of 16."""
-    codes = codes.contiguous()
-    missing = -codes.shape[1] % 16, -codes.shape[0] % 16 if rows else 0
-    if not any(missing):
-        return codes
-    return F.pad(codes.view(torch.uint8), (0, missing[0], 0, missing[1])).view(codes.dtype)
 
 
 def rotated(x: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from megatron.core.distributed import param_buffer
 from megatron.core.distributed.buffer_plan import plan_buffer
 from megatron.core.distributed.param_buffer import ParamBuffer
-from megatron.core.low_precision import E4M3, quantize
+from megatron.core.fusions.quantize import quantize
+from megatron.core.low_precision import E4M3
 from megatron.core.parallel.collectives import all_gather_single
 from megatron.core.params.param_info import ParamInfo, set_info
 from megatron.core.params.param_init import Init

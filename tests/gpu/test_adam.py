@@ -109,7 +109,7 @@ def test_moments_have_the_bits_of_the_compiled_cpu_kernel(
     name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     formats = {"exp_avg_dtype": name, "exp_avg_sq_dtype": name}
     ours = after(3, "cpu", torch.bfloat16, **formats)
-    compiled = importlib.import_module("megatron.core.fusions.cpu.adam")
+    compiled = importlib.import_module("megatron.core.fusions.cpu.ops")
     monkeypatch.setattr(kernels, "find", lambda name, *tensors: compiled)
     expected = after(3, "cpu", torch.bfloat16, **formats)
     for key in ("exp_avg", "exp_avg_sq"):

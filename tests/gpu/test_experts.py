@@ -21,10 +21,7 @@ from megatron.core.tensor_parallel.quantized_linear import Recipe
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.core.transformer.moe import fused_routing, routing
 from megatron.core.transformer.moe.grouped_linear import RowGroups, grouped_linear
-from megatron.core.transformer.moe.grouped_quantized_linear import (
-    GroupQuantizer,
-    grouped_quantized_linear,
-)
+from megatron.core.transformer.moe.grouped_quantized_linear import GroupQuantizer
 from megatron.core.transformer.moe.lazy_token_counts import LazyTokenCounts
 from megatron.core.transformer.moe.permute import by_expert
 from megatron.core.transformer.moe.routing import Choice
@@ -289,7 +286,7 @@ def test_fp8_experts_are_those_of_a_loop(
         sizes = LazyTokenCounts(torch.tensor(counts, device=where))
         groups = RowGroups.on(rows.device, sizes)
         weights = [linear.weight for linear in linears]
-        return grouped_quantized_linear(rows, groups, weights, quantizer)
+        return grouped_linear(rows, groups, weights, quantizer)
 
     monkeypatch.setattr(device, "multiplies_fp8", lambda _: True)
     monkeypatch.setattr(AsyncHostCopy, "get_ints", lambda _: pytest.fail("the host waits"))
@@ -325,7 +322,7 @@ def test_deferred_weight_gradients_of_fp8_experts_are_the_same(
         rows = few_bits(where, sum(counts), NARROW, seed=1).requires_grad_()
         groups = RowGroups.on(rows.device, sizes)
         queue = WeightGradQueue()
-        y = grouped_quantized_linear(rows, groups, weights, GroupQuantizer(linears))
+        y = grouped_linear(rows, groups, weights, GroupQuantizer(linears))
         with queue.collecting() if is_later else nullcontext():
             y.backward(few_bits(where, *y.shape, seed=2))
         assert len(queue) == is_later
@@ -344,7 +341,7 @@ def test_deferred_weight_gradients_of_fp8_experts_are_the_same(
 @pytest.mark.parametrize("of_rows", ROWS)
 def test_codes_of_all_experts_are_those_of_each(block: int, of_rows: str, where: str) -> None:
     """Codes and scales, in rows and transposed, whose padding is 0."""
-    fused = kernels.find("grouped_quantize", torch.empty(1, device=where))
+    fused = kernels.find("quantize", torch.empty(1, device=where))
     assert fused is not None
     counts = ROWS[of_rows]
     x = few_bits(where, sum(counts) + 3, WIDE, seed=0)
@@ -358,8 +355,8 @@ def test_codes_of_all_experts_are_those_of_each(block: int, of_rows: str, where:
     for number, count in enumerate(counts):
         mine = x[begin : begin + count]
         high = -(-count // 128) * 128
-        rows = low_precision.quantize(mine, E5M2, (1, block) if block else None)
-        columns = low_precision.quantize(mine, E5M2, (block, 1) if block else None)
+        rows = low_precision.plain_quantize(mine, E5M2, (1, block) if block else None)
+        columns = low_precision.plain_quantize(mine, E5M2, (block, 1) if block else None)
         codes = [found[0][0][begin : begin + count], found[1][0][:, at : at + high].t()]
         if block:
             blocks = slice(at // block, at // block + len(columns.scale))
@@ -378,7 +375,7 @@ def test_codes_of_all_experts_are_those_of_each(block: int, of_rows: str, where:
 @needs_fp8
 @pytest.mark.parametrize(("block", "is_square"), [(128, True), (32, False)])
 def test_blocks_of_matrices_are_those_of_each(block: int, is_square: bool, where: str) -> None:
-    fused = kernels.find("grouped_quantize", torch.empty(1, device=where))
+    fused = kernels.find("quantize", torch.empty(1, device=where))
     assert fused is not None
     matrices = torch.stack([few_bits(where, WIDE, NARROW, seed=number) for number in range(3)])
     for turned in (False,) if is_square else (False, True):
@@ -387,7 +384,7 @@ def test_blocks_of_matrices_are_those_of_each(block: int, is_square: bool, where
         )
         for number, matrix in enumerate(matrices.transpose(1, 2) if turned else matrices):
             shape = (block if is_square else 1, block)
-            expected = low_precision.quantize(matrix.contiguous(), E4M3, shape)
+            expected = low_precision.plain_quantize(matrix.contiguous(), E4M3, shape)
             own = scale[number, : expected.scale.shape[1]].t()
             torch.testing.assert_close(own, expected.scale, **tolerances.BITWISE)
             ours = codes[number].float()
@@ -396,7 +393,7 @@ def test_blocks_of_matrices_are_those_of_each(block: int, is_square: bool, where
 
 @needs_fp8
 def test_a_value_of_an_expert_that_is_not_finite_makes_its_results_nan(where: str) -> None:
-    fused = kernels.find("grouped_quantize", torch.empty(1, device=where))
+    fused = kernels.find("quantize", torch.empty(1, device=where))
     assert fused is not None
     x = few_bits(where, 40, 32, seed=0)
     x[3, 5] = float("inf")
@@ -407,6 +404,6 @@ def test_a_value_of_an_expert_that_is_not_finite_makes_its_results_nan(where: st
     (codes, scale), _ = fused.quantize_groups(x, torch.float8_e4m3fn, ends, amax=amax)
     is_nan = torch.tensor([False, True, False], device=where)
     torch.testing.assert_close(scale.isnan(), is_nan, **tolerances.BITWISE)
-    expected = low_precision.quantize(x[10:30], E4M3)
+    expected = low_precision.plain_quantize(x[10:30], E4M3)
     torch.testing.assert_close(scale[2], expected.scale, **tolerances.BITWISE)
     torch.testing.assert_close(codes[10:30].float(), expected.codes.float(), **tolerances.BITWISE)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import device, low_precision
-from megatron.core.fusions.quantize import product, quantize, quantize_and_look
+from megatron.core.fusions.quantize import product, quantize, quantize_and_look, scaled_mm
 from megatron.core.low_precision import E4M3, E5M2, Block, FloatFormat, Scaled
 from tests import tolerances
 from tests.gpu.conftest import has_fp8
@@ -44,12 +44,12 @@ def same(ours: Scaled, expected: Scaled) -> None:
 @pytest.mark.parametrize("to", [E4M3, E5M2])
 def test_one_scale_for_a_matrix(to: FloatFormat, where: str) -> None:
     x = numbers(where, to)
-    same(quantize(x, to), low_precision.quantize(x, to))
+    same(quantize(x, to), low_precision.plain_quantize(x, to))
     for amax in (0.0, 1e-40, to.largest, to.largest * 1.01, 3.0):  # the last cuts off
         known = torch.tensor(amax, device=where)
         same(
             quantize(x, to, amax=known, margin=2),
-            low_precision.quantize(x, to, amax=known, margin=2),
+            low_precision.plain_quantize(x, to, amax=known, margin=2),
         )
 
 
@@ -57,14 +57,14 @@ def test_one_scale_for_a_matrix(to: FloatFormat, where: str) -> None:
 def test_a_scale_for_each_block(block: Block, where: str) -> None:
     x = numbers(where, E4M3)
     x[:, 130:] = 0
-    same(quantize(x, E4M3, block), low_precision.quantize(x, E4M3, block))
+    same(quantize(x, E4M3, block), low_precision.plain_quantize(x, E4M3, block))
 
 
 def test_what_is_not_finite_is_not_lost(where: str) -> None:
     for value in (float("nan"), float("inf"), float("-inf")):
         x = numbers(where, E4M3)
         x[70, 3] = value
-        ours, expected = (f(x, E4M3, (1, 32)) for f in (quantize, low_precision.quantize))
+        ours, expected = (f(x, E4M3, (1, 32)) for f in (quantize, low_precision.plain_quantize))
         torch.testing.assert_close(ours.scale, expected.scale, equal_nan=True, **tolerances.BITWISE)
         scaled, amax = quantize_and_look(x, E4M3, torch.tensor(2.0, device=where), 0)
         nothing = torch.full_like(amax, torch.nan)
@@ -74,7 +74,7 @@ def test_what_is_not_finite_is_not_lost(where: str) -> None:
 def test_the_largest_value_is_seen_on_the_way(where: str) -> None:
     x, known = numbers(where, E4M3), torch.tensor(2.0, device=where)
     scaled, amax = quantize_and_look(x, E4M3, known, 1)
-    same(scaled, low_precision.quantize(x, E4M3, amax=known, margin=1))
+    same(scaled, low_precision.plain_quantize(x, E4M3, amax=known, margin=1))
     torch.testing.assert_close(amax, x.abs().max().float(), **tolerances.BITWISE)
 
 
@@ -85,13 +85,13 @@ def test_one_kernel_writes_the_codes_of_both_orientations(
 ) -> None:
     x = numbers(where, to, *shape)
     found = quantize(x, to, turns=True)
-    same(found, low_precision.quantize(x, to))
+    same(found, low_precision.plain_quantize(x, to))
     turned = found.t()
     assert turned.codes.is_contiguous()
     torch.testing.assert_close(turned.codes.float(), found.codes.float().t(), **tolerances.BITWISE)
     known = torch.tensor(2.0, device=where)
     scaled, amax = quantize_and_look(x, to, known, 1, turns=True)
-    same(scaled, low_precision.quantize(x, to, amax=known, margin=1))
+    same(scaled, low_precision.plain_quantize(x, to, amax=known, margin=1))
     torch.testing.assert_close(amax, low_precision.largest(x), **tolerances.BITWISE)
 
 
@@ -117,5 +117,5 @@ def test_a_transposed_matrix_is_multiplied(where: str) -> None:
     x = numbers(where, E4M3, 133, 208)
     a, b = quantize(x, E4M3), quantize(x, E4M3)
     result = product(a.t(), b.t(), torch.bfloat16)
-    expected = low_precision.product(a.t(), b.t(), torch.bfloat16)
+    expected = scaled_mm(a.t(), b.t(), torch.bfloat16, fast=False)
     torch.testing.assert_close(result, expected, **tolerances.BITWISE)

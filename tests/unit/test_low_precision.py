@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import device, low_precision
+from megatron.core.fusions.quantize import product, quantize, scaled_mm
 from megatron.core.low_precision import (
     E2M1,
     E4M3,
@@ -17,10 +18,7 @@ from megatron.core.low_precision import (
     FloatFormat,
     Scaled,
     power_of_two,
-    product,
-    quantize,
     rotated,
-    scaled_mm,
 )
 from tests import tolerances
 

@@ -12,7 +12,7 @@ from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.autograd import Context, Function
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
-from megatron.core.fusions.cpu import glu as cpu_glu
+from megatron.core.fusions.cpu import ops
 
 Activation = Callable[[Tensor], Tensor]
 _FUSED: dict[Activation, str] = {
@@ -116,5 +116,5 @@ def activation(x: Tensor, act: Activation, bias: Tensor | None = None) -> Tensor
             return y
         return act(x + bias)
     if act in _FUSED and x.is_contiguous() and cpu_kernels.take(x):
-        return cpu_glu.activation(x, _FUSED[act])
+        return ops.activation(x, _FUSED[act])
     return act(x)

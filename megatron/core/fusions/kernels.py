@@ -15,14 +15,14 @@ from megatron.core.optional import available, why_missing
 
 _FLOAT64 = torch.float64
 _is_compiling = torch.compiler.is_compiling
-_ON_CPU = {"adam", "cross_entropy", "glu", "rope", "rows"}  # modules of fusions.cpu
+_ON_CPU = {"adam", "cross_entropy", "glu", "permute", "rope"}  # that fusions.cpu.ops has
 
 
 def find(name: str, *tensors: Tensor | None) -> ModuleType | None:
-    """Return the module ``fusions.triton.<name>`` or ``fusions.cpu.<name>``; None for plain torch.
+    """Return the module ``fusions.triton.<name>`` or `fusions.cpu.ops`; None for plain torch.
 
     None also without triton or the compiled kernels, in float64, and inside torch.compile, which
-    fuses by itself.  The modules of both have the same functions, which take contiguous tensors.
+    fuses by itself.  Functions of the same name have the same arguments, contiguous tensors.
     """
     if _is_compiling():
         return None
@@ -35,7 +35,7 @@ def find(name: str, *tensors: Tensor | None) -> ModuleType | None:
     else:
         return _module(name)
     if name in _ON_CPU and all(cpu_kernels.take(t) for t in tensors if t is not None):
-        return importlib.import_module(f"megatron.core.fusions.cpu.{name}")
+        return importlib.import_module("megatron.core.fusions.cpu.ops")
     return None
 
 

@@ -154,7 +154,7 @@ def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup
     log_sum = _sum_over_ranks(log_sum, at_target, group)
     scale, loss = gradient_scale(logits.dtype), (log_sum - at_target).masked_fill_(rows.ignored, 0)
     if fused := _kernels(logits):
-        fused.turn(logits, rows.target, log_sum, rows.first, rows.columns, scale)
+        fused.logits_to_grad_(logits, rows.target, log_sum, rows.first, rows.columns, scale)
         return loss
     parts = _parts(logits)
     scratch = _Scratch(logits, parts)
@@ -187,7 +187,7 @@ def gradient_from_sums(
     cap = vocabulary.cap
     rows = _Rows(target, vocabulary, logits.shape[1])
     if cap is None and (fused := _kernels(logits)):
-        fused.turn(logits, target, log_sum, rows.first, rows.columns, grad)
+        fused.logits_to_grad_(logits, target, log_sum, rows.first, rows.columns, grad)
         return
     _squash(logits, cap)
     rows.hide_padding(logits)

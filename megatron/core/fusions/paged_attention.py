@@ -3,8 +3,11 @@
 ``N`` rows (tokens of a step), ``S`` segments (rows of one request), ``n`` query and ``g`` key/value
 heads, ``d`` width of a query and key head, ``dv`` of a value head.  A cache is [num_pages,
 page_size, g, d]: token t of a request is at ``block_table[segment, t // page_size]``, offset
-``t % page_size``.  A cache of dtype int8 has the rows of `quantized_rows`.  Scores and softmax are
-float32.
+``t % page_size``.  Scores and softmax are float32.
+
+A cache of dtype int8 is [num_pages, page_size, g, d + SCALE_BYTES]: int8 codes of a key or value,
+followed by their float32 scale, the largest absolute value / 127.  So the bits of a row depend on
+its values alone.  d is a multiple of 4, so that scales are aligned.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
-from megatron.core.fusions.quantized_rows import SCALE_BYTES, decode, store_rows
 
+SCALE_BYTES = 4
+_LARGEST = 127  # code
 _LINES = 64  # heads times rows that share the keys which a thread has loaded
 
 
@@ -233,3 +237,39 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rule: PagedRule) -> Tenso
         scores = torch.cat((scores, sink), -1)
     probs = torch.softmax(scores, -1)[..., :num_keys]
     return torch.einsum("grmt,tgd->mgrd", probs, value.to(wide)).flatten(1, 2).to(query.dtype)
+
+
+def store_rows(cache: Tensor, rows: Tensor, at: Tensor) -> None:
+    """Write ``rows`` [N, g, d] into ``cache`` at page * page_size + offset ``at`` [N], int64."""
+    _, groups, width = rows.shape
+    has_kernel = cpu_kernels.take(rows) and cpu_kernels.has("quantize_rows", rows.dtype)
+    if not has_kernel or rows.stride(-1) != 1:
+        cache.flatten(0, 1).index_copy_(0, at, encode(rows))
+        return
+    cpu_kernels.run(
+        "quantize_rows",
+        [rows, cache, at],
+        format=rows.dtype,
+        sizes=(groups, width, *rows.stride()[:2], *cache.stride()[1:3]),
+        count=len(rows) * groups,
+        width=width,
+    )
+
+
+def encode(rows: Tensor) -> Tensor:
+    """Quantise rows [.., d] -> int8 [.., d + SCALE_BYTES].
+
+    A row with NaN or infinity decodes to NaN.
+    """
+    wide = rows.float()
+    amax = wide.abs().amax(-1, keepdim=True)
+    scale = torch.where(amax == 0, 1.0, amax / _LARGEST)
+    scale = scale.masked_fill(~scale.isfinite(), torch.nan)
+    codes = (wide / scale).round().nan_to_num(0).to(torch.int8)
+    return torch.cat([codes, scale.view(torch.int8)], -1)
+
+
+def decode(rows: Tensor) -> Tensor:
+    """Return the values of encoded rows in float32: [.., d + SCALE_BYTES] -> [.., d]."""
+    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return rows[..., :-SCALE_BYTES].float() * scale

@@ -16,7 +16,7 @@ from megatron.core import device
 from megatron.core.autograd import Context, Function
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
-from megatron.core.fusions.cpu import norm
+from megatron.core.fusions.cpu import ops
 
 # A program of a GPU has a row in its registers; a narrow one would leave it too little to do.
 _WIDTHS = range(512, 8193)
@@ -56,7 +56,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if device.is_cuda(x.device):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     if _fits(x, weight) and cpu_kernels.take(x, weight):
-        return norm.norm(x, weight, None, eps)
+        return ops.norm(x, weight, None, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 
@@ -67,7 +67,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return y
     # In float32 torch's own is as fast.
     if x.dtype == torch.bfloat16 and _fits(x, weight) and cpu_kernels.take(x, weight, bias):
-        return norm.norm(x, weight, bias, eps)
+        return ops.norm(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
@@ -118,7 +118,7 @@ def norm_rows_alike(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
     torch's LayerNorm is as fast, and it needs no copy of rows that are not contiguous.
     """
     if weight.shape == x.shape[-1:] and cpu_kernels.take(x, weight, bias):
-        return norm.norm(x.contiguous(), weight, bias, eps)
+        return ops.norm(x.contiguous(), weight, bias, eps)
     return norm_rows(x, weight, bias, eps)
 
 

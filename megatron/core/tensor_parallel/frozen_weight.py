@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.fusions.quantize import quantize
 from megatron.core.fusions.small_linear import quantize_weight
-from megatron.core.low_precision import E2M1, E4M3, Scaled, largest, power_of_two, quantize
+from megatron.core.low_precision import E2M1, E4M3, Scaled, largest, power_of_two
 from megatron.core.tensor_parallel.linear import Gemms, LinearCall, linear_of
 
 StoredFormat = Literal["fp8", "int8", "nvfp4"]

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import Context, Function
-from megatron.core.fusions.quantize import in_rows
-from megatron.core.low_precision import Scaled, is_added_by_gemm
+from megatron.core.fusions.quantize import in_rows, is_added_by_gemm
+from megatron.core.low_precision import Scaled
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
     reduce_from_tensor_model_parallel_region,

@@ -96,8 +96,8 @@ def _launch_cross_entropy(loss: Any) -> None:
         wide = _empty(tokens, dtype=FP32)
         loss.loss_and_gradient(logits, target, width - 7, 1.0)
         loss.own_sums(logits, target, width, width - 7)
-        loss.turn(logits, target, wide, width, width - 7, 1.0)
-        loss.turn(logits, target, wide, width, width - 7, wide)
+        loss.logits_to_grad_(logits, target, wide, width, width - 7, 1.0)
+        loss.logits_to_grad_(logits, target, wide, width, width - 7, wide)
 
 
 def _heads(tokens: int, num_heads: int, width: int) -> Tensor:
@@ -129,12 +129,9 @@ def _launch_router(router: Any) -> None:
             router.gradient(logits, experts, weights, **how)
 
 
-def _launch_order(order: Any) -> None:
-    order.order_by_expert(_empty(2**27, dtype=torch.int64), 512)
-
-
-def _launch_rows(rows: Any) -> None:
-    rows.sum_of_rows(_empty(2**20, 7168), _empty(2**17, 8, dtype=torch.int64))
+def _launch_permute(permute: Any) -> None:
+    permute.order_by_expert(_empty(2**27, dtype=torch.int64), 512)
+    permute.sum_of_rows(_empty(2**20, 7168), _empty(2**17, 8, dtype=torch.int64))
 
 
 def _launch_quantize(quantize: Any) -> None:
@@ -148,32 +145,26 @@ def _launch_quantize(quantize: Any) -> None:
     quantize.by_block(_empty(2**22, 2**12), to, (1, 128))
     quantize.transposed(_empty(*x.shape, dtype=to))
     quantize.transposed(_empty(256, 7168, 2048, dtype=to))
+    rows = _empty(2**21, 7168)
+    ends = _empty(256, dtype=torch.int32)
+    amax = _empty(256, dtype=FP32)
+    quantize.amax_of_groups(rows, ends)
+    for to in _FP8:
+        quantize.quantize_groups(rows, to, ends, amax=amax, turned=True)
+        for block in (128, 32):
+            quantize.quantize_groups(rows, to, ends, block=block, turned=True)
+    matrices = _empty(256, 2048, 7168)
+    quantize.quantize_matrices(matrices, _FP8[0], 128, is_square=True)
+    for turned in (False, True):
+        quantize.quantize_matrices(matrices, _FP8[0], 32, turned=turned)
 
 
-def _launch_grouped_weight_gradient(fusion: Any) -> None:
+def _launch_grouped_matmul(fusion: Any) -> None:
     grad = _empty(2**21, 7168)
     rows = _empty(2**21, 2048)
     ends = _empty(256, dtype=torch.int32)
     for dtype, keep in ((FP32, True), (BF16, False)):
         fusion.add_products(grad, rows, ends, _empty(256, 7168, 2048, dtype=dtype), keep=keep)
-
-
-def _launch_grouped_quantize(fusion: Any) -> None:
-    rows = _empty(2**21, 7168)
-    ends = _empty(256, dtype=torch.int32)
-    amax = _empty(256, dtype=FP32)
-    fusion.amax_of_groups(rows, ends)
-    for to in _FP8:
-        fusion.quantize_groups(rows, to, ends, amax=amax, turned=True)
-        for block in (128, 32):
-            fusion.quantize_groups(rows, to, ends, block=block, turned=True)
-    matrices = _empty(256, 2048, 7168)
-    fusion.quantize_matrices(matrices, _FP8[0], 128, is_square=True)
-    for turned in (False, True):
-        fusion.quantize_matrices(matrices, _FP8[0], 32, turned=turned)
-
-
-def _launch_grouped_scaled(fusion: Any) -> None:
     m = 2**21
     ends = _empty(256, dtype=torch.int32)
     scale = _empty(256, dtype=FP32)
@@ -185,7 +176,7 @@ def _launch_grouped_scaled(fusion: Any) -> None:
         fusion.product((codes, scale), (matrices, scale), ends, BF16, fast=fast)
         turned = _empty(2048, length, dtype=to)
         columns = _empty(7168, length, dtype=_FP8[0])
-        fusion.add_products((turned, scale), (columns, scale), ends, total, keep=True)
+        fusion.add_scaled_products((turned, scale), (columns, scale), ends, total, keep=True)
         for block in (128, 32):
             of_rows = _empty(7168 // block, m, dtype=FP32)
             wide = block == 128
@@ -200,7 +191,7 @@ def _launch_grouped_scaled(fusion: Any) -> None:
             )
             left = turned, _empty(length // block, 2048, dtype=FP32)
             right = columns, _empty(length // block, 7168, dtype=FP32)
-            fusion.add_products(left, right, ends, total, keep=False, block=block)
+            fusion.add_scaled_products(left, right, ends, total, keep=False, block=block)
 
 
 def _launch_matmul(matmul: Any) -> None:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.diagnostics.log_once import warn_once
-from megatron.core.fusions import block_scaled_mm, quantize
+from megatron.core.fusions import quantize
 from megatron.core.low_precision import E4M3, E5M2, Scaled
-from megatron.core.low_precision import product as plain
 from tests import tolerances
 from tests.host_gpu import gemm
 from tests.unit.test_low_precision import draw
@@ -40,9 +39,9 @@ def has_gemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(torch, "_scaled_mm_v2", multiply)
     monkeypatch.setattr(device, "multiplies_fp8", lambda where: True)
-    block_scaled_mm._is_right.cache_clear()
+    quantize._is_right.cache_clear()
     yield calls
-    block_scaled_mm._is_right.cache_clear()
+    quantize._is_right.cache_clear()
 
 
 def operands(name: str, m: int = 144, n: int = 256, k: int = 384) -> tuple[Scaled, Scaled]:
@@ -106,7 +105,7 @@ def test_a_gemm_that_fails_or_is_wrong_is_not_used(
 
     monkeypatch.setattr(torch, "_scaled_mm_v2", multiply)
     a, b = operands(name)
-    expected = plain(a, b, torch.float32)
+    expected = quantize.dequantized_product(a, b, torch.float32)
     for _ in range(2):
         found = quantize.product(a, b, torch.float32)
         torch.testing.assert_close(found, expected, **tolerances.BITWISE)
@@ -121,7 +120,7 @@ def test_other_sizes_are_multiplied_as_values(
     name: str, shape: tuple[int, int, int], has_gemm: list[Any]
 ) -> None:
     a, b = operands(name, *shape)
-    expected = plain(a, b, torch.float32)
+    expected = quantize.dequantized_product(a, b, torch.float32)
     found = quantize.product(a, b, torch.float32)
     torch.testing.assert_close(found, expected, **tolerances.BITWISE)
     assert not has_gemm

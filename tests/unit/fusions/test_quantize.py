@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core import device, low_precision
-from megatron.core.fusions import block_scaled_mm, kernels, quantize
+from megatron.core.fusions import kernels, quantize
 from megatron.core.low_precision import E4M3
 from tests import tolerances
 
@@ -43,11 +43,13 @@ def test_a_gpu_without_fp8_quantizes_and_multiplies_in_plain_torch(
     monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: pytest.fail("fp8 matmul"))
     x = torch.linspace(-3, 3, 32 * 128).view(32, 128).bfloat16()
     for block in (None, (1, 128)):
-        found, expected = (f(x, E4M3, block) for f in (quantize.quantize, low_precision.quantize))
+        found, expected = (
+            f(x, E4M3, block) for f in (quantize.quantize, low_precision.plain_quantize)
+        )
         torch.testing.assert_close(
             found.codes.float(), expected.codes.float(), **tolerances.BITWISE
         )
-        assert not block_scaled_mm.takes(found, found, torch.bfloat16)
+        assert not quantize.multiplies_blocks(found, found, torch.bfloat16)
         y = quantize.product(found, found, torch.bfloat16)
-        z = low_precision.product(expected, expected, torch.bfloat16)
+        z = quantize.dequantized_product(expected, expected, torch.bfloat16)
         torch.testing.assert_close(y, z, **tolerances.BITWISE)

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import cpu_kernels
-from megatron.core.fusions.paged_attention import PagedRule, paged_attention
-from megatron.core.fusions.quantized_rows import SCALE_BYTES, decode, encode, store_rows
+from megatron.core.fusions.paged_attention import (
+    SCALE_BYTES,
+    PagedRule,
+    decode,
+    encode,
+    paged_attention,
+    store_rows,
+)
 from tests import tolerances
 from tests.unit.fusions.conftest import kernels_off
 from tests.unit.fusions.test_paged_attention import Pages, Sizes, batch_of, drawn

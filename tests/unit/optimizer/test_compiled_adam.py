@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions.adam_step import Step, Updated
-from megatron.core.fusions.cpu import adam
+from megatron.core.fusions.cpu import ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -143,7 +143,7 @@ def update(numbers: Numbers) -> None:
     rates = 1e-2, (0.9, 0.95), 1e-8, 0.1
     step = Step(torch.tensor(7.0), corrections, torch.tensor(3.0), None, *rates)
     moments = {k: (numbers[k], None, False) for k in ("mean", "square")}
-    adam.update([Updated(**{**numbers, **moments})], step)  # type: ignore[arg-type]
+    ops.update([Updated(**{**numbers, **moments})], step)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.fusions.quantize import quantize
 from megatron.core.fusions.quantize import quantize as fused_quantize
-from megatron.core.low_precision import E4M3, Scaled, power_of_two, quantize
+from megatron.core.low_precision import E4M3, Scaled, power_of_two
 from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel import quantized_linear
 from megatron.core.tensor_parallel.layers import ReplicatedLinear

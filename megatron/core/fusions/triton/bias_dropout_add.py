@@ -1,7 +1,10 @@
 """residual + dropout(x + bias): one read of both and one write; backward one read and one write.
 
 Plain torch moves three more times the bytes of x for a bias and 2.5 times for dropout, and saves a
-mask of one byte per value, which is recomputed here (dropout.py).
+mask of one byte per value.  A mask is a function of a seed and of the position of a value here:
+nothing is saved.  The seed has 8 bytes and torch's generator draws it on the device.  So ranks that
+hold the same tensor drop the same values under any active random stream, and recomputation repeats
+the mask.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.autograd import Context, Function
-from megatron.core.fusions.triton.dropout import draw_seed, stays
 from megatron.core.fusions.triton.launch import launch
 
 _BLOCK, _WARPS = 1024, 4
+_SEEDS = 2**62
 
 
 class _Values(NamedTuple):
@@ -27,7 +30,7 @@ class _Values(NamedTuple):
     bias_dtype: torch.dtype | None
 
 
-class _Seam(Function[Tensor]):
+class _BiasDropoutAdd(Function[Tensor]):
     @staticmethod
     def forward(
         ctx: Context[_Values], x: Tensor, bias: Tensor | None, residual: Tensor, prob: float
@@ -56,7 +59,22 @@ class _Seam(Function[Tensor]):
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
     """Compute [..., h], [h], [..., h] -> [..., h] in the dtype of ``residual``; all contiguous."""
-    return _Seam.call(x, bias, residual, prob)
+    return _BiasDropoutAdd.call(x, bias, residual, prob)
+
+
+def draw_seed(prob: float, like: Tensor) -> Tensor | None:
+    """Draw the seed of one mask on the device of ``like``; None if nothing is dropped."""
+    return torch.randint(_SEEDS, (1,), device=like.device) if prob else None
+
+
+@triton.jit
+def stays(Seed, first, prob, BLOCK: tl.constexpr):
+    """Return the mask of BLOCK values: four per Philox draw, the first draw is number ``first``."""
+    # Counters of 32 bits: four values each serve 2^34 values.
+    counter = first + tl.arange(0, BLOCK // 4)
+    a, b, c, d = tl.rand4x(tl.load(Seed), counter)
+    draws = tl.join(tl.join(a, b), tl.join(c, d))
+    return tl.reshape(draws, (BLOCK,)) >= prob
 
 
 def _launch(

@@ -48,7 +48,7 @@ def own_sums(logits: Tensor, target: Tensor, first: int, columns: int) -> tuple[
     return log_sum, at_target
 
 
-def turn(
+def logits_to_grad_(
     logits: Tensor, target: Tensor, log_sum: Tensor, first: int, columns: int, scale: float | Tensor
 ) -> None:
     """Overwrite ``logits`` with (softmax - onehot) * scale; ``scale`` is a scalar or [t]."""

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.autograd import Context, Function
-from megatron.core.fusions.triton.dropout import draw_seed, stays
+from megatron.core.fusions.triton.bias_dropout_add import draw_seed, stays
 from megatron.core.fusions.triton.launch import launch, power_of_2
 
 _PROGRAMS = 528  # in backward: four for each of the 132 processors of an H100

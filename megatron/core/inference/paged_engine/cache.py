@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.fusions.quantized_rows import SCALE_BYTES
+from megatron.core.fusions.paged_attention import SCALE_BYTES
 from megatron.core.transformer.kv_cache import State
 
 
 class PagedCache:
     """``num_pages`` pages and ``max_requests`` slots, and one more of each for idle steps.
 
-    ``dtype`` of keys and values; None: that of the model.  With int8 pages have `quantized_rows`.
+    ``dtype`` of keys and values; None: that of the model.  With int8 pages have the rows of
+    `fusions.paged_attention`.
     """
 
     def __init__(

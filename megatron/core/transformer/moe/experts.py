@@ -27,10 +27,7 @@ from megatron.core.transformer.moe.grouped_linear import (
     share_storage,
     unsupported_reason,
 )
-from megatron.core.transformer.moe.grouped_quantized_linear import (
-    GroupQuantizer,
-    grouped_quantized_linear,
-)
+from megatron.core.transformer.moe.grouped_quantized_linear import GroupQuantizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MATRICES = ("linear_fc1", "linear_fc2")
@@ -188,11 +185,7 @@ class Experts(MegatronModule):
             result = self._products[name](rows, list(groups.counts))
         else:
             weights = [linear.weight for linear in linears]
-            quantizer = self._quantizers.get(name)
-            if quantizer is None:
-                result = grouped_linear(rows, groups, weights)
-            else:
-                result = grouped_quantized_linear(rows, groups, weights, quantizer)
+            result = grouped_linear(rows, groups, weights, self._quantizers.get(name))
         if linears[0].lora is not None:
             each = zip(linears, rows.split(list(groups.counts)), strict=True)
             result = result + torch.cat([linear.lora(mine) for linear, mine in each])

@@ -1,6 +1,7 @@
 """Grouped GEMM over all experts of a rank: one in forward, two in backward.
 
-``m`` rows sorted by expert; ``e`` experts with weights [o, i].  The kernel is
+``m`` rows sorted by expert; ``e`` experts with weights [o, i].  `GroupedGemms` stores the weights
+and multiplies, in 16 bits here, in fp8 in `grouped_quantized_linear`.  The kernel here is
 `torch.nn.functional.grouped_mm`, which uses a GPU better than a loop of small GEMMs; on a CPU a
 loop is as fast.  `unsupported_reason` checks the kernel's limits.  Rows after those of the last
 expert belong to none, and the kernel leaves their results undefined.  The host needs no row counts,
@@ -9,8 +10,9 @@ unless the weight gradients are added to main gradients without a Triton kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,13 +77,53 @@ class RowGroups:
         return torch.searchsorted(self.ends, row, right=True)
 
 
-def grouped_linear(rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
+def grouped_linear(
+    rows: Tensor,
+    groups: RowGroups,
+    weights: Sequence[Tensor],
+    gemms: GroupedGemms | None = None,
+) -> Tensor:
     """Multiply each row by its expert's weight: [m, i] -> [m, o].
 
     As in a linear layer, backward puts the weight gradients into a queue or adds them to the main
-    gradients, if either exists.
+    gradients, if either exists.  ``gemms``: default is that of weights in 16 bits.
     """
-    return _GroupedLinear.apply(rows, groups, *weights)
+    return _GroupedLinear.apply(rows, groups, gemms or _DENSE, *weights)
+
+
+Rows = Any  # what a GEMM reads of x or of a gradient: a Tensor [m, i], or codes
+
+
+class GroupedGemms:
+    """The GEMMs of experts with weights in 16 bits; subclasses store them in another way."""
+
+    def input(
+        self, x: Tensor, groups: RowGroups, needs_weight_grad: bool
+    ) -> tuple[Rows, tuple[Tensor, ...]]:
+        """Return the rows of ``x`` for a GEMM, and what the weight gradient needs of it."""
+        return x, (x,)
+
+    def product(
+        self, rows: Rows, groups: RowGroups, weights: Sequence[Tensor], like: Tensor
+    ) -> Tensor:
+        """Multiply rows [m, i] by their experts' weights, in the dtype of ``like``."""
+        return F.grouped_mm(rows, stacked(weights).transpose(1, 2), offs=groups.ends)
+
+    def gradient(
+        self, grad: Tensor, groups: RowGroups, saved: list[Tensor]
+    ) -> tuple[Rows, Callable[[Sequence[Tensor | None]], GroupedWeightGrad]]:
+        """Return the rows of the output gradient, and a function to make weight gradients."""
+        (x,) = saved
+        return grad, lambda weights: GroupedWeightGrad(weights, grad, x, groups)
+
+    def product_of_gradient(
+        self, rows: Rows, groups: RowGroups, weights: Sequence[Tensor], like: Tensor
+    ) -> Tensor:
+        """Multiply rows [m, o] by the transposed weights."""
+        return F.grouped_mm(rows, stacked(weights), offs=groups.ends)
+
+
+_DENSE = GroupedGemms()
 
 
 def bias_of_rows(num_rows: int, groups: RowGroups, biases: Sequence[Tensor]) -> Tensor:
@@ -109,33 +151,37 @@ class _BiasOfRows(Function[Tensor]):
 
 
 # The parameter objects, since queue and main_grad need more than the saved values.
-_Values = tuple[tuple[Tensor, ...], RowGroups]
+_Values = tuple[tuple[Tensor, ...], RowGroups, GroupedGemms]
 
 
 class _GroupedLinear(Function[Tensor]):
     """Grouped GEMMs of outputs, input gradients and, unless deferred, weight gradients."""
 
     @staticmethod
-    def forward(ctx: Context[_Values], rows: Tensor, groups: RowGroups, *weights: Tensor) -> Tensor:
-        rows = rows.contiguous()
-        ctx.save_for_backward(rows, *weights)
-        ctx.values = weights, groups
-        wide = stacked(weights).transpose(1, 2)
-        return F.grouped_mm(rows, wide, offs=groups.ends)
+    def forward(
+        ctx: Context[_Values], x: Tensor, groups: RowGroups, gemms: GroupedGemms, *weights: Tensor
+    ) -> Tensor:
+        x = x.contiguous()
+        rows, saved = gemms.input(x, groups, any(ctx.needs_input_grad[3:]))
+        ctx.save_for_backward(*weights, *saved)
+        ctx.values = weights, groups, gemms
+        return gemms.product(rows, groups, weights, x)
 
     @staticmethod
     def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors
-        params, groups = ctx.values
+        params, groups, gemms = ctx.values
+        saved = [*ctx.saved_tensors[len(params) :]]
         # The kernel checks strides even without rows: allocate a tensor with valid ones.
         grad = grad.contiguous() if len(grad) else grad.new_zeros(grad.shape)
-        needs_rows, _, *needs = ctx.needs_input_grad
-        grad_rows = F.grouped_mm(grad, stacked(weights), offs=groups.ends) if needs_rows else None
+        rows, weight_grad = gemms.gradient(grad, groups, saved)
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        grad_x = gemms.product_of_gradient(rows, groups, params, grad) if needs_x else None
         chosen = [params[k] if needed else None for k, needed in enumerate(needs)]
-        item = GroupedWeightGrad(chosen, grad, rows, groups)
+        item = weight_grad(chosen)
         is_later = not item.params or is_deferred(item)
         computed = iter([None] * len(item.params) if is_later else item.gradients())
-        return grad_rows, None, *(None if param is None else next(computed) for param in chosen)
+        own = (None if param is None else next(computed) for param in chosen)
+        return grad_x, None, None, *own
 
 
 class GroupedWeightGrad(WeightGrad):
@@ -169,7 +215,7 @@ class GroupedWeightGrad(WeightGrad):
 
     def _has_added(self, total: Tensor, *, keep: bool) -> bool:
         """Add the products to ``total`` [e, o, i] with one kernel, if it exists."""
-        fused = kernels.find("grouped_weight_gradient", self.grad)
+        fused = kernels.find("grouped_matmul", self.grad)
         if fused is None or self.grad.dtype.itemsize != 2:
             return False
         fused.add_products(self.grad, self.x, self._groups.ends, total, keep=keep)

@@ -11,16 +11,14 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.autograd import Context, Function
 from megatron.core.fusions import kernels
 from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.layers import Linear
@@ -29,13 +27,14 @@ from megatron.core.tensor_parallel.quantized_linear import (
     INPUT,
     LinearQuantizer,
     Recipe,
+    agreed_amax,
 )
 from megatron.core.tensor_parallel.weight_gradient import (
     add_to_main_grad,
     adds_to_main_grad,
-    is_deferred,
 )
 from megatron.core.transformer.moe.grouped_linear import (
+    GroupedGemms,
     GroupedWeightGrad,
     RowGroups,
     stacked,
@@ -52,19 +51,19 @@ class _Codes(NamedTuple):
     scale: Tensor
 
 
-class GroupQuantizer:
-    """Quantises the GEMM operands of one matrix of all experts, with the experts' quantizers."""
+class GroupQuantizer(GroupedGemms):
+    """Quantizes the GEMM operands of one matrix of all experts, with the experts' quantizers."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         found = [linear.quantizer for linear in linears]
         self._quantizers = [q for q in found if isinstance(q, LinearQuantizer)]
         assert len(self._quantizers) == len(found), "checked by `unsupported_reason`"
-        self._kept: dict[bool, _Codes] = {}  # quantised weights; key: whether transposed
+        self._kept: dict[bool, _Codes] = {}  # quantized weights; key: whether transposed
         self._kept_of: list[tuple[int, int]] = []  # addresses and versions of their weights
 
     @staticmethod
     def unsupported_reason(linears: Sequence[Linear], where: torch.device) -> str | None:
-        """Return why ``where`` has no kernels for these quantised layers; None if it has.
+        """Return why ``where`` has no kernels for these quantized layers; None if it has.
 
         The layers have weights that `grouped_linear.unsupported_reason` supports.
         """
@@ -77,7 +76,7 @@ class GroupQuantizer:
             return "--fp8-param-gather stores their weights in fp8"
         if not device.multiplies_fp8(where):
             return "this GPU has no fp8 matmuls"
-        if kernels.find("grouped_scaled", weight) is None:
+        if kernels.find("grouped_matmul", weight) is None:
             return "fp8 experts need Triton"
         return None
 
@@ -87,14 +86,14 @@ class GroupQuantizer:
         return self._quantizers[0].recipe
 
     def rows(self, which: int, x: Tensor, ends: Tensor, *, turned: bool) -> tuple[_Codes, _Codes]:
-        """Quantise the contiguous rows ``x`` [m, c]; ``which``: INPUT or GRADIENT.
+        """Quantize the contiguous rows ``x`` [m, c]; ``which``: INPUT or GRADIENT.
 
         Return codes for a GEMM that sums over c, and if ``turned`` those for a GEMM that sums over
         the rows.
         """
         recipe = self.recipe
         to = (recipe.forward if which == INPUT else recipe.backward).dtype
-        fused = _found("grouped_quantize", x)
+        fused = _found("quantize", x)
         if recipe.block is not None:
             found = fused.quantize_groups(x, to, ends, block=recipe.block, turned=turned)
         else:
@@ -102,6 +101,55 @@ class GroupQuantizer:
             margin = recipe.margin if recipe.history else 0
             found = fused.quantize_groups(x, to, ends, amax=amax, margin=margin, turned=turned)
         return _Codes(*found[0]), _Codes(*found[1])
+
+    def input(
+        self, x: Tensor, groups: RowGroups, needs_weight_grad: bool
+    ) -> tuple[_Codes, tuple[Tensor, ...]]:
+        """See `GroupedGemms`."""
+        saves_codes = self.recipe.wgrad and needs_weight_grad
+        rows, columns = self.rows(INPUT, x, groups.ends, turned=saves_codes)
+        return rows, tuple(columns) if saves_codes else (x,)
+
+    def product(
+        self, rows: _Codes, groups: RowGroups, weights: Sequence[Tensor], like: Tensor
+    ) -> Tensor:
+        """See `GroupedGemms`."""
+        return self._product(rows, groups, self.weights(weights), like, fast=True)
+
+    def gradient(
+        self, grad: Tensor, groups: RowGroups, saved: list[Tensor]
+    ) -> tuple[_Codes, Callable[[Sequence[Tensor | None]], GroupedWeightGrad]]:
+        """See `GroupedGemms`."""
+        x, *scales = saved
+        rows, columns = self.rows(GRADIENT, grad, groups.ends, turned=bool(scales))
+        if not scales:
+            return rows, lambda weights: GroupedWeightGrad(weights, grad, x, groups)
+        codes = _Codes(x, scales[0])
+        return rows, lambda weights: _QuantizedWeightGrad(
+            weights, columns, codes, groups, self.recipe
+        )
+
+    def product_of_gradient(
+        self, rows: _Codes, groups: RowGroups, weights: Sequence[Tensor], like: Tensor
+    ) -> Tensor:
+        """See `GroupedGemms`."""
+        return self._product(rows, groups, self.weights(weights, transposed=True), like)
+
+    def _product(
+        self, rows: _Codes, groups: RowGroups, weights: _Codes, like: Tensor, *, fast: bool = False
+    ) -> Tensor:
+        recipe = self.recipe
+        is_square = recipe.block is not None and recipe.has_square_blocks
+        y: Tensor = _found("grouped_matmul", rows.codes).product(
+            rows,
+            weights,
+            groups.ends,
+            like.dtype,
+            block=recipe.block or 0,
+            is_square=is_square,
+            fast=fast,
+        )
+        return y
 
     def _range(self, which: int, amax: Tensor) -> Tensor:
         """Return the magnitudes [e] that the scales must represent; note ``amax`` [e]."""
@@ -113,18 +161,12 @@ class GroupQuantizer:
             torch._foreach_maximum_(noted, list(amax.unbind()))
         past = torch.stack([quantizer.amax_history[which] for quantizer in self._quantizers])
         known = past.amax(1) if first.recipe.takes_max else past[:, 0]
-        own = self._agreed(amax.clone())
+        own = agreed_amax(amax.clone(), first.amax_group)
         # A value that is not finite makes all codes of its expert NaN, although `known` clips it.
         return torch.where(known > 0, known + 0 * amax, own)
 
-    def _agreed(self, amax: Tensor) -> Tensor:
-        group = self._quantizers[0].amax_group
-        if group.size() > 1:
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-        return amax
-
     def weights(self, weights: Sequence[Tensor], *, transposed: bool = False) -> _Codes:
-        """Quantise the weights [e, o, i], or ``transposed`` [e, i, o].
+        """Quantize the weights [e, o, i], or ``transposed`` [e, i, o].
 
         Kept until a weight changes, under a wrapper that keeps complete weights; transposed ones
         only with --keep-fp8-transpose-cache.
@@ -150,7 +192,7 @@ class GroupQuantizer:
     def _quantized(self, whole: Tensor, *, turned: bool) -> _Codes:
         recipe = self.recipe
         to = recipe.forward.dtype
-        fused = _found("grouped_quantize", whole)
+        fused = _found("quantize", whole)
         if recipe.block is not None:
             is_square = recipe.has_square_blocks
             blocks = fused.quantize_matrices(
@@ -160,64 +202,9 @@ class GroupQuantizer:
         experts, o, i = whole.shape
         rows = whole.reshape(experts * o, i)
         ends = torch.arange(o, experts * o + 1, o, dtype=torch.int32, device=whole.device)
-        amax = self._agreed(fused.amax_of_groups(rows, ends))
+        amax = agreed_amax(fused.amax_of_groups(rows, ends), self._quantizers[0].amax_group)
         (codes, scale), _ = fused.quantize_groups(rows, to, ends, amax=amax)
         return _Codes(codes.view_as(whole), scale)
-
-
-def grouped_quantized_linear(
-    rows: Tensor, groups: RowGroups, weights: Sequence[Tensor], quantizer: GroupQuantizer
-) -> Tensor:
-    """Multiply each row by its expert's weight, as `grouped_linear` does: [m, i] -> [m, o]."""
-    return _GroupedQuantizedLinear.apply(rows, groups, quantizer, *weights)
-
-
-class _Values(NamedTuple):
-    weights: tuple[Tensor, ...]  # the parameter objects, since queue and main_grad need them
-    groups: RowGroups
-    quantizer: GroupQuantizer
-    saves_codes: bool  # whether the saved x is quantised
-
-
-class _GroupedQuantizedLinear(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Context[_Values],
-        rows: Tensor,
-        groups: RowGroups,
-        quantizer: GroupQuantizer,
-        *weights: Tensor,
-    ) -> Tensor:
-        rows = rows.contiguous()
-        saves_codes = quantizer.recipe.wgrad and any(ctx.needs_input_grad[3:])
-        x, columns = quantizer.rows(INPUT, rows, groups.ends, turned=saves_codes)
-        ctx.save_for_backward(*(columns if saves_codes else (rows,)), *weights)
-        ctx.values = _Values(weights, groups, quantizer, saves_codes)
-        wide = quantizer.weights(weights)
-        return _product(x, wide, groups, quantizer.recipe, rows.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
-        params, groups, quantizer, saves_codes = ctx.values
-        x, *saved = ctx.saved_tensors
-        recipe = quantizer.recipe
-        grad = grad.contiguous()
-        codes, columns = quantizer.rows(GRADIENT, grad, groups.ends, turned=saves_codes)
-        needs_rows, _, _, *needs = ctx.needs_input_grad
-        grad_rows = None
-        if needs_rows:
-            weights = quantizer.weights(params, transposed=True)
-            grad_rows = _product(codes, weights, groups, recipe, grad.dtype)
-        chosen = [params[k] if needed else None for k, needed in enumerate(needs)]
-        item: GroupedWeightGrad
-        if saves_codes:
-            item = _QuantizedWeightGrad(chosen, columns, _Codes(x, saved[0]), groups, recipe)
-        else:
-            item = GroupedWeightGrad(chosen, grad, x, groups)
-        is_later = not item.params or is_deferred(item)
-        computed = iter([None] * len(item.params) if is_later else item.gradients())
-        own = (None if param is None else next(computed) for param in chosen)
-        return grad_rows, None, None, *own
 
 
 class _QuantizedWeightGrad(GroupedWeightGrad):
@@ -238,8 +225,10 @@ class _QuantizedWeightGrad(GroupedWeightGrad):
     def _has_added(self, total: Tensor, *, keep: bool) -> bool:
         grad = self.grad, self._scales[0]
         rows = self.x, self._scales[1]
-        fused = _found("grouped_scaled", self.grad)
-        fused.add_products(grad, rows, self._groups.ends, total, keep=keep, block=self._block)
+        fused = _found("grouped_matmul", self.grad)
+        fused.add_scaled_products(
+            grad, rows, self._groups.ends, total, keep=keep, block=self._block
+        )
         return True
 
     def _computed(self) -> list[Tensor | None]:
@@ -252,24 +241,6 @@ class _QuantizedWeightGrad(GroupedWeightGrad):
             for weight, product in zip(self._weights, products, strict=True)
             if weight is not None
         ]
-
-
-def _product(
-    rows: _Codes,
-    weights: _Codes,
-    groups: RowGroups,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    *,
-    fast: bool = False,
-) -> Tensor:
-    block = recipe.block or 0
-    is_square = recipe.block is not None and recipe.has_square_blocks
-    fused = _found("grouped_scaled", rows.codes)
-    y: Tensor = fused.product(
-        rows, weights, groups.ends, dtype, block=block, is_square=is_square, fast=fast
-    )
-    return y
 
 
 def _found(name: str, x: Tensor) -> ModuleType:

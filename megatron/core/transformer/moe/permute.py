@@ -50,7 +50,7 @@ def by_expert(
     visits with this number, the highest, belong to no row, even if ``num_rows`` leaves one.
     """
     flat = experts.flatten()
-    if highest is not None and (fused := kernels.find("order", flat)):
+    if highest is not None and (fused := kernels.find("permute", flat)):
         visit, row = fused.order_by_expert(flat, highest)
     else:
         visit = torch.argsort(flat, stable=True)
@@ -77,7 +77,7 @@ def _rows_of_visits(x: Tensor, order: Order) -> Tensor:
 
 
 def _sum_of_rows(rows: Tensor, order: Order) -> Tensor:
-    if rows.dim() == 2 and rows.is_contiguous() and (fused := kernels.find("rows", rows)):
+    if rows.dim() == 2 and rows.is_contiguous() and (fused := kernels.find("permute", rows)):
         total: Tensor = fused.sum_of_rows(rows, order.row)
         return total
     if order.is_partial:

@@ -1,10 +1,14 @@
-"""fp8 GEMMs of experts: rows sorted by expert, without row counts on the host.
+"""GEMMs of experts: rows sorted by expert, without row counts on the host.
 
 ``m`` rows, ``e`` experts; ``ends`` [e] int32 is the end of each expert's rows.  Rows after those of
 the last expert belong to none, and their results are undefined.  Codes and scales are those of
-`grouped_quantize`: one scale per expert, or one for each 128 or 32 values that a GEMM sums over.
+`quantize`: one scale per expert, or one for each 128 or 32 values that a GEMM sums over.
 torch's grouped GEMM of fp8 takes e4m3 alone, so that it could not compute the input gradients of
 hybrid formats; it takes no blocks of 128, and cannot add to its output.
+
+`add_products` adds weight gradients to the main gradients of all experts in one launch.  torch's
+grouped GEMM would write the dtype of its inputs: the products would be rounded to 16 bits, then
+read again to be added.  One GEMM per expert can add, but needs the row counts on the host.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.fusions.triton.grouped_quantize import (
+from megatron.core.fusions.triton.quantize import (
     TILE,
     Codes,
     bounds,
@@ -24,6 +28,8 @@ from megatron.core.fusions.triton.grouped_quantize import (
 )
 
 _STEP = 128
+_DENSE_STEP = 64
+_DENSE_STAGES = 3
 _BAND = 8  # rows of tiles that run together, so that they share their inputs in the L2 cache
 _WARPS = 8
 _STAGES = {0: 3, 128: 3, 32: 2}  # by block; all fit into the shared memory of any GPU
@@ -81,7 +87,7 @@ def product(
     return y
 
 
-def add_products(
+def add_scaled_products(
     grad: Codes, rows: Codes, ends: Tensor, total: Tensor, *, keep: bool, block: int = 0
 ) -> None:
     """Add grad^T rows of each expert to ``total`` [e, o, i]; overwrite it unless ``keep``.
@@ -94,7 +100,7 @@ def add_products(
     experts, o, i = total.shape
     tiles = triton.cdiv(o, TILE) * triton.cdiv(i, TILE)
     if total.numel():
-        _add_products[(tiles, experts)](
+        _add_scaled_products[(tiles, experts)](
             left,
             left_scale,
             right,
@@ -116,6 +122,32 @@ def add_products(
             BAND=_BAND,
             num_warps=_WARPS,
             num_stages=_STAGES[block],
+        )
+
+
+def add_products(grad: Tensor, rows: Tensor, ends: Tensor, total: Tensor, *, keep: bool) -> None:
+    """Add grad^T rows of each expert to ``total``; overwrite it unless ``keep``.
+
+    ``grad`` [m, o] and ``rows`` [m, i], both contiguous; ``ends`` [e]: the end of each expert's
+    rows; ``total`` [e, o, i], whose matrices are contiguous.
+    """
+    experts, o, i = total.shape
+    tiles = triton.cdiv(o, TILE) * triton.cdiv(i, TILE)
+    if total.numel():
+        _add_products[(tiles, experts)](
+            grad,
+            rows,
+            ends,
+            total,
+            o,
+            i,
+            total.stride(0),
+            KEEP=keep,
+            TILE=TILE,
+            STEP=_DENSE_STEP,
+            BAND=_BAND,
+            num_warps=_WARPS,
+            num_stages=_DENSE_STAGES,
         )
 
 
@@ -267,7 +299,7 @@ def _product(
 
 
 @triton.jit
-def _add_products(
+def _add_scaled_products(
     Grad,
     GradScale,
     Rows,
@@ -321,11 +353,55 @@ def _add_products(
     )
     if BLOCK == 0:
         sums *= tl.load(GradScale + expert) * tl.load(RowsScale + expert)
-    at = Total + expert.to(tl.int64) * expert_stride
-    at += at_o.to(tl.int64)[:, None] * i + at_i[None, :]
-    if KEEP:  # without rows, neither read nor write
-        is_i = at_i < tl.where(first < last, i, 0)
-    inside = is_o[:, None] & is_i[None, :]
+    total = Total + expert.to(tl.int64) * expert_stride
+    _add_tile(total, sums, at_o, at_i, o, i, first < last, KEEP)
+
+
+@triton.jit
+def _add_tile(total, sums, at_o, at_i, o, i, has_rows, KEEP: tl.constexpr):
+    """Add a tile to an expert's matrix, or overwrite it; without rows, neither read nor write."""
+    at = total + at_o.to(tl.int64)[:, None] * i + at_i[None, :]
+    is_i = at_i < i
+    if KEEP:
+        is_i = at_i < tl.where(has_rows, i, 0)
+    inside = (at_o < o)[:, None] & is_i[None, :]
     if KEEP:
         sums += tl.load(at, mask=inside, other=0).to(tl.float32)
-    tl.store(at, sums.to(Total.dtype.element_ty), mask=inside)
+    tl.store(at, sums.to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_products(
+    Grad,
+    Rows,
+    Ends,
+    Total,
+    o,
+    i,
+    expert_stride,
+    KEEP: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    expert = tl.program_id(1)
+    begin = tl.where(expert > 0, tl.load(Ends + tl.maximum(expert - 1, 0)), 0)
+    end = tl.load(Ends + expert)
+    down, across = _place_of(tl.program_id(0), tl.cdiv(o, TILE), i, TILE, BAND)
+    at_o = down * TILE + tl.arange(0, TILE)
+    at_i = across * TILE + tl.arange(0, TILE)
+    is_o = at_o < o
+    is_i = at_i < i
+    sums = tl.zeros((TILE, TILE), tl.float32)
+    for start in range(begin, end, STEP):
+        row = start + tl.arange(0, STEP)
+        is_row = row < end
+        place = row.to(tl.int64)[:, None]
+        is_a = is_row[:, None] & is_o[None, :]
+        is_b = is_row[:, None] & is_i[None, :]
+        a = tl.load(Grad + place * o + at_o[None, :], mask=is_a, other=0.0)
+        b = tl.load(Rows + place * i + at_i[None, :], mask=is_b, other=0.0)
+        sums = tl.dot(tl.trans(a), b, sums, input_precision="ieee")
+    _add_tile(
+        Total + expert.to(tl.int64) * expert_stride, sums, at_o, at_i, o, i, begin < end, KEEP
+    )
