@@ -237,8 +237,7 @@ def _build(
 
 
 def _load_frozen(inner: ModelImplementation, run: Any) -> None:
-    if inner.load_frozen is not None:
-        inner.load_frozen(run)
+    inner.load_frozen(run)
     require_wrapper(run.model_chunks, DistillationModel, "--export-kd-teacher-load")
     load_teacher(run.config, list(frozen_models(run.model_chunks)), run.groups)
     for chunk in run.model_chunks:

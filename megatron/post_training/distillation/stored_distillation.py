@@ -204,8 +204,7 @@ def _check_wrapper(
     wrapper: type[_LastStage], flag: str, inner: ModelImplementation, run: Any
 ) -> None:
     """Raise ConfigError if the last stage of a program's own model has no ``wrapper``."""
-    if inner.load_frozen is not None:
-        inner.load_frozen(run)
+    inner.load_frozen(run)
     last = run.placement.num_stages - 1
     chunks = zip(run.model_chunks, run.stages, strict=True)
     require_wrapper([chunk for chunk, stage in chunks if stage == last], wrapper, flag)

@@ -133,20 +133,16 @@ class RolloutTraining(Callback):
         is_due = validation.eval_interval and not run.state.iteration % validation.eval_interval
         if not is_due or not validation.eval_iters or not self._num_held_out:
             return
+        assert self.engine is not None, "on_train_start opens it"
         with run.callbacks.paused(run, "evaluation"):
-            found = self._evaluate(run)
+            self.engine.update()
+            found = evaluate_policy(self._config, self.engine.writer.engine, self._source)
         for number, values in enumerate(found):
             several = number if len(found) > 1 else None
             evaluated = EvalResult(
                 losses=values, split="validation", set_index=several, is_final=False
             )
             run.callbacks.on_eval_end(run, evaluated)
-
-    def _evaluate(self, run: TrainingRun) -> list[dict[str, float]]:
-        """Return the results of all held-out environments.  Collective over all ranks."""
-        assert self.engine is not None, "on_train_start opens it"
-        self.engine.update()
-        return evaluate_policy(self._config, self.engine.writer.engine, self._source)
 
     def _hold(self, number: int, rollouts: Rollouts) -> None:
         self._number = number

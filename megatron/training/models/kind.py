@@ -82,6 +82,10 @@ Loss = Callable[
 ]
 
 
+def _load_nothing(_run: Any) -> None:
+    pass
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelImplementation:
     """Functions and classes that build a model and its data from a RunConfig.
@@ -111,7 +115,7 @@ class ModelImplementation:
     apply: Callable[[nn.Module, Batch], Any]
     splits_sequences: bool = False
     loss: Loss | None = None
-    load_frozen: Callable[[Any], None] | None = None
+    load_frozen: Callable[[Any], None] = _load_nothing
     wrap_dataset: Callable[..., Any] | None = None
     joins_rows: bool = False
     prepare_data: Callable[[Any, Any], dict[str, Any]] | None = None

@@ -216,9 +216,7 @@ class ModelRun(RunContext):
         Collective over all ranks.
         """
         fault_point("load.before")
-        load_frozen = implementation_of(self.config).load_frozen
-        if load_frozen is not None:
-            load_frozen(self)
+        implementation_of(self.config).load_frozen(self)
         self.checkpoints.load(self, self.parts)
 
 
