@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
-from megatron.training.callbacks.fault_tolerance import largest_of_ranks
+from megatron.core.parallel.collectives import largest_of_ranks
 from megatron.training.fault_tolerance import sections
 from megatron.training.fault_tolerance.heartbeat import MIN_COUNTS, VARIABLE
 

@@ -31,6 +31,20 @@ How a run goes through the code. `tools/dev/architecture.py` writes this page fr
   It registers its objectives with `megatron/training`, which imports nothing of it.
 - `pretrain_*.py` are the entry scripts: the model, the batch and the loss of one kind of model.
 
+## A run
+
+One object holds everything of a run, and functions get it as their argument `run`:
+
+- `RunContext` is what exists before the model: the frozen configuration (`run.config`), the
+  process groups (`run.groups`), the tokenizer, timers, and the counters that checkpoints save
+  (`run.state`). `start()` returns it to programs that build a model of their own.
+- `ModelRun` adds the model chunks of this rank, the forward step of the entry script, the data
+  (`run.data`), the callbacks and the checkpoints (`run.checkpoints`): enough to evaluate.
+- `TrainingRun` adds the optimizer and its scheduler. The loop, the step and the callbacks get it.
+
+`pretrain()` parses the flags (`configure`), connects the ranks (`connect`), builds the run and
+loads its checkpoint (`set_up`), trains (`train`) and evaluates.
+
 ## Layers
 
 An arrow means "imports". A package imports only the packages that the lists in

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of one tensor, without torch's Python code around them; a barrier.
+"""All-gather and reduce-scatter of one tensor, without torch's Python code around them; helpers.
 
 torch.distributed examines the arguments of each call, which takes 2 us of the host: a layer with
 tensor and sequence parallelism runs ten of these collectives per micro-batch.
@@ -6,6 +6,7 @@ tensor and sequence parallelism runs ten of these collectives per micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -110,3 +111,12 @@ def wait_for_ranks(group: ProcessGroup | None = None) -> None:
         dist.barrier(group=group, device_ids=[device.current().index])
     else:
         dist.barrier(group=group)
+
+
+def largest_of_ranks(values: Sequence[float]) -> list[float]:
+    """Return the maximum of each value over all ranks.  Collective over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(values)
+    largest = torch.tensor(values, dtype=torch.float64, device=device.current())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return [float(value) for value in largest.tolist()]

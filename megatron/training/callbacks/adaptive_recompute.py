@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-
 from megatron.core import device
+from megatron.core.parallel.collectives import largest_of_ranks
 from megatron.core.transformer.adaptive_recompute import SavedBytes, Search, apply
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import StepResult
@@ -36,7 +34,8 @@ class AdaptiveRecompute(Callback):
             if getattr(module, "recomputed_layers", None) is not None
         ]
         layers = sum(len([*block.get_submodule("layers").children()]) for block in self._blocks)
-        self._search = Search(int(_largest(layers)), self._limit)
+        (most,) = largest_of_ranks([layers])
+        self._search = Search(int(most), self._limit)
         apply(self._blocks, self._search.kept)
 
     def on_step_start(self, run: TrainingRun) -> None:
@@ -53,7 +52,8 @@ class AdaptiveRecompute(Callback):
             return
         on_device = device.memory_stats()["max_allocated"]
         taken = on_device if self._meter is None else self._meter.stop()
-        peak, was_settled = _largest(taken), self._search.is_settled
+        (peak,) = largest_of_ranks([taken])
+        was_settled = self._search.is_settled
         changed = self._search.observe(peak)
         apply(self._blocks, self._search.kept)
         if changed or self._search.is_settled > was_settled:
@@ -73,10 +73,3 @@ class AdaptiveRecompute(Callback):
             f"{peak / _GIB:.4f} of {search.limit / _GIB:.4f} GiB; of {search.num_layers} layers a "
             f"rank so many keep: {kept}"
         )
-
-
-def _largest(value: float) -> float:
-    """Return the maximum of ``value`` over all ranks.  Collective over all ranks."""
-    number = torch.tensor(value, dtype=torch.float64, device=device.current())
-    dist.all_reduce(number, op=dist.ReduceOp.MAX)
-    return float(number)

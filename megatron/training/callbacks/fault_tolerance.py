@@ -7,12 +7,7 @@ steps were seen, which is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-import torch.distributed as dist
-
-from megatron.core import device
+from megatron.core.parallel.collectives import largest_of_ranks
 from megatron.training.fault_tolerance import sections
 from megatron.training.fault_tolerance.heartbeat import MIN_COUNTS
 from megatron.training.runtime.context import StepResult
@@ -56,11 +51,3 @@ class Sections(Callback):
 
     def close(self) -> None:
         sections.monitor.close()
-
-
-def largest_of_ranks(values: Sequence[float]) -> list[float]:
-    """Return the maximum of each value over all ranks.  Collective over all ranks."""
-    largest = torch.tensor(values, dtype=torch.float64, device=device.current())
-    if dist.get_world_size() > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return [float(value) for value in largest.tolist()]

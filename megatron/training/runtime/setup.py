@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core import device, distributed
@@ -30,6 +29,7 @@ from megatron.core.optimizer.param_groups import (
     no_weight_decay_on_embeddings,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, schedule_lengths
+from megatron.core.parallel.collectives import largest_of_ranks
 from megatron.core.parallel.communicators import Communicators
 from megatron.core.parallel.json_collectives import all_gather_json
 from megatron.core.parallel.process_groups_config import (
@@ -89,8 +89,9 @@ def build_context(
         config = resolve_pipeline_split(config, padded_vocab_size)
         layout = config.model.pipeline_model_parallel_layout
         print_rank_0(f" > --pipeline-split auto: --pipeline-model-parallel-layout '{layout}'")
-    memory = _least_of_all(device.total_memory(ranks_here()))
-    config = resolve_loss_chunks(config, padded_vocab_size, memory)
+    # Ranks that compute a loss together must split it into the same chunks: the least memory.
+    (memory,) = largest_of_ranks([-device.total_memory(ranks_here())])
+    config = resolve_loss_chunks(config, padded_vocab_size, -int(memory))
     if (line := chunk_line(config, padded_vocab_size)) is not None:
         print_rank_0(line)
     return RunContext(
@@ -103,16 +104,6 @@ def build_context(
         padded_vocab_size=padded_vocab_size,
         train_iters=train_iters,
     )
-
-
-def _least_of_all(number: int) -> int:
-    """Return the minimum over all ranks.  Collective over all ranks.
-
-    Ranks that compute a loss together must split it into the same chunks.
-    """
-    least = torch.tensor(number, device=device.current())
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return int(least)
 
 
 @in_phase("building the model")

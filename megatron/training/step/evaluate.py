@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sized
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 
-from megatron.core import device
 from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.core.parallel.collectives import largest_of_ranks
 from megatron.training.data.loaders import agree_on, chunk_iterators
 from megatron.training.process.phase import in_phase
 from megatron.training.process.rank_print import print_rank_0
@@ -115,7 +114,7 @@ def _report_non_loss_data(run: ModelRun, loader: Loader | None) -> None:
             forward_only=True,
             collect_non_loss_data=True,
         )
-    writer = run.callbacks.tensorboard_writer()  # None except on the last rank
+    writer = run.callbacks.writers().get("tensorboard")  # None except on the last rank
     if process is not None and writer is not None:
         process(collected, run.state.iteration, writer)
 
@@ -132,16 +131,7 @@ def whole_pass_iters(run: ModelRun, loader: Loader | None) -> int:
 
 def received_anywhere(stop_signal: StopSignal) -> bool:
     """Return whether any rank has received the signal.  Collective over all ranks."""
-    return on_any_rank(stop_signal.received)
-
-
-def on_any_rank(flag: bool) -> bool:
-    """Return whether ``flag`` is True on a rank.  Collective over all ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return flag
-    largest = torch.tensor([int(flag)], device=device.current())
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return bool(largest.item())
+    return any(largest_of_ranks([stop_signal.received]))
 
 
 def reason_to_hurry(run: RunContext) -> str | None:
@@ -167,9 +157,5 @@ def minutes_over_limit(run: RunContext) -> float | None:
     limit = run.config.training.exit_duration_in_mins
     if not limit:
         return None
-    minutes = (time.time() - run.started_at_s) / 60.0
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        longest = torch.tensor([minutes], dtype=torch.float64, device=device.current())
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        minutes = float(longest.item())
+    (minutes,) = largest_of_ranks([(time.time() - run.started_at_s) / 60.0])
     return minutes if minutes > limit else None

@@ -107,6 +107,15 @@ class Callback:
         return {}
 
 
+def _on_all(hook: str) -> Any:
+    """Return a method that calls ``hook`` of all callbacks of a list, in order."""
+
+    def call(callbacks: CallbackList, *args: object) -> None:
+        call_each(callbacks._callbacks, lambda callback: getattr(callback, hook)(*args))
+
+    return call
+
+
 class CallbackList(Callback):
     """A list of callbacks that calls each hook on all of them, in order.
 
@@ -127,14 +136,15 @@ class CallbackList(Callback):
     def __len__(self) -> int:
         return len(self._callbacks)
 
-    def on_train_start(self, run: TrainingRun) -> None:
-        call_each(self._callbacks, lambda callback: callback.on_train_start(run))
-
-    def on_step_start(self, run: TrainingRun) -> None:
-        call_each(self._callbacks, lambda callback: callback.on_step_start(run))
-
-    def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
-        call_each(self._callbacks, lambda callback: callback.on_step_end(run, result))
+    on_train_start = _on_all("on_train_start")
+    on_step_start = _on_all("on_step_start")
+    on_step_end = _on_all("on_step_end")
+    on_eval_step_start = _on_all("on_eval_step_start")
+    on_eval_step_end = _on_all("on_eval_step_end")
+    on_eval_end = _on_all("on_eval_end")
+    on_checkpoint = _on_all("on_checkpoint")
+    on_train_end = _on_all("on_train_end")
+    close = _on_all("close")
 
     @contextmanager
     def paused(self, run: TrainingRun, reason: PauseReason) -> Iterator[None]:
@@ -143,34 +153,8 @@ class CallbackList(Callback):
         yield
         call_each(self._callbacks, lambda callback: callback.on_resume(run, reason))
 
-    def on_eval_step_start(self, run: ModelRun) -> None:
-        call_each(self._callbacks, lambda callback: callback.on_eval_step_start(run))
-
-    def on_eval_step_end(self, run: ModelRun) -> None:
-        call_each(self._callbacks, lambda callback: callback.on_eval_step_end(run))
-
-    def on_eval_end(self, run: ModelRun, result: EvalResult) -> None:
-        call_each(self._callbacks, lambda callback: callback.on_eval_end(run, result))
-
-    def on_checkpoint(self, run: TrainingRun, event: CheckpointEvent) -> None:
-        call_each(self._callbacks, lambda callback: callback.on_checkpoint(run, event))
-
-    def on_train_end(self, run: TrainingRun) -> None:
-        call_each(self._callbacks, lambda callback: callback.on_train_end(run))
-
-    def close(self) -> None:
-        call_each(self._callbacks, lambda callback: callback.close())
-
     def writers(self) -> Mapping[str, Any]:
         return {name: w for callback in self._callbacks for name, w in callback.writers().items()}
-
-    def tensorboard_writer(self) -> Any:
-        """Return the SummaryWriter of this rank, or None."""
-        return self.writers().get("tensorboard")
-
-    def wandb_writer(self) -> Any:
-        """Return the wandb module if this rank has started a wandb run, otherwise None."""
-        return self.writers().get("wandb")
 
 
 @dataclass(kw_only=True)

@@ -77,8 +77,8 @@ def test_only_the_last_rank_opens_files_and_only_rank_0_logs_progress(
 
 def test_scripts_find_the_tensorboard_writer(tmp_path: Path) -> None:
     callbacks = default_callbacks(fake_run(f"--no-progress-bar --tensorboard-dir {tmp_path}"))
-    assert type(callbacks.tensorboard_writer()).__name__ == "SummaryWriter"
-    assert callbacks.wandb_writer() is None
+    (found,) = callbacks.writers().items()
+    assert (found[0], type(found[1]).__name__) == ("tensorboard", "SummaryWriter")
     callbacks.close()
 
 

@@ -395,8 +395,7 @@ def test_wandb_gets_the_numbers_under_their_tags(
     sinks = sinks_of(lambda: WandbSink(run.config, {"lr": 1e-3}))
     metrics = Metrics(sinks)
     callbacks = CallbackList([metrics])
-    assert callbacks.wandb_writer() is fake
-    assert callbacks.tensorboard_writer() is None
+    assert callbacks.writers() == {"wandb": fake}
     metrics.on_train_start(run)
     step(run, metrics)
     metrics.on_eval_end(run, EvalResult(losses={"lm loss": 0.0}, set_index=1))
