@@ -71,7 +71,7 @@ def _ours(logits: Tensor, params: dict[str, float]) -> Callable[[], object]:
     for slot in range(len(logits)):
         sampler.admit(Admission(slot, {**params, "seed": slot}, _TEXT, len(_TEXT)))
         segments.append(Segment(slot, len(_TEXT), nothing, nothing, np.array([SAMPLE])))
-    plan = StepPlan(tuple(segments))
+    plan = StepPlan(segments)
     return lambda: sampler.sample(logits, plan).to_result()
 
 

@@ -20,12 +20,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from megatron.core.inference.paged_engine.batch_view import BatchView
-from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.cache import BatchView, PagedCache
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import Request
-from megatron.core.inference.paged_engine.scheduler import EngineLimits, Scheduler
-from megatron.core.inference.paged_engine.step_plan import Integers, StepPlan, StepResult
+from megatron.core.inference.paged_engine.scheduler import EngineLimits, RequestScheduler
+from megatron.core.inference.paged_engine.step_plan import Integers, StepOutput, StepPlan
 from megatron.core.inference.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ _PROMPT = 512
 _NEW = 600
 
 
-def new_scheduler(num_requests: int, top: int, drafts: int) -> Scheduler:
+def new_scheduler(num_requests: int, top: int, drafts: int) -> RequestScheduler:
     """Return a scheduler with requests of random prompts."""
     limits = EngineLimits(
         page_size=_PAGE_SIZE,
@@ -46,7 +45,7 @@ def new_scheduler(num_requests: int, top: int, drafts: int) -> Scheduler:
         num_draft_tokens=drafts,
     )
     pool = PagePool(limits.num_pages, _PAGE_SIZE)
-    scheduler = Scheduler(limits, pool, range(num_requests), 0)
+    scheduler = RequestScheduler(limits, pool, range(num_requests), 0)
     rng = random.Random(0)
     params = SamplingParams(seed=1, num_tokens_to_generate=_NEW, top_n_logprobs=top)
     for i in range(num_requests):
@@ -55,12 +54,12 @@ def new_scheduler(num_requests: int, top: int, drafts: int) -> Scheduler:
     return scheduler
 
 
-def result_of(plan: StepPlan, number: int, top: int, drafts: int) -> StepResult:
+def result_of(plan: StepPlan, number: int, top: int, drafts: int) -> StepOutput:
     """Return a result: the same token in each row if drafts are to be accepted."""
     rows = plan.num_outputs
     tokens = np.full(rows, 7) if drafts else np.arange(1, rows + 1) + number % 3
     log_probs = np.zeros((rows, top), dtype=np.float32)
-    return StepResult(
+    return StepOutput(
         tokens, np.zeros(rows, dtype=np.float32), np.ones((rows, top), dtype=np.int64), log_probs
     )
 

@@ -20,8 +20,13 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from megatron.core.inference.paged_engine.engine import Engine
-from megatron.core.inference.paged_engine.prompt_images import PromptImage, text_of
-from megatron.core.inference.paged_engine.request import FinishReason, RequestError, TokenOutput
+from megatron.core.inference.paged_engine.request import (
+    FinishReason,
+    PromptImage,
+    RequestError,
+    TokenOutput,
+    text_of,
+)
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.text import SampleText, TextDelta, TextRules
 from megatron.training.inference.generation import open_writer

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.core.inference.paged_engine.prompt_images import FIRST_ID
-from megatron.core.inference.paged_engine.request import RequestError
+from megatron.core.inference.paged_engine.request import FIRST_ID, RequestError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
 from megatron.inference import LLM, PromptWithImages

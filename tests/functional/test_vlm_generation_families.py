@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.core.inference.paged_engine.prompt_images import FIRST_ID, PromptImage
+from megatron.core.inference.paged_engine.request import FIRST_ID, PromptImage
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
 from megatron.training.conversion.convert import ConversionRequest, convert

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions.small_linear import small_linear
-from megatron.core.inference.sampling.log_probs import log_probs
+from megatron.core.inference.sampling.sampler import log_probs_of
 from tests import tolerances
 
 
@@ -44,9 +44,9 @@ def test_a_row_has_the_values_of_torch_and_the_bits_of_a_row_alone(
 def test_log_probs_of_a_row_have_the_bits_of_a_row_alone(where: str) -> None:
     logits = torch.randn(19, 150, device=where)
     tokens = torch.randint(0, 150, (19, 3), device=where)
-    found = log_probs(logits.clone(), tokens)
+    found = log_probs_of(logits.clone(), tokens)
     wanted = torch.log_softmax(logits.double(), -1).gather(-1, tokens)
     torch.testing.assert_close(found, wanted.float(), **tolerances.of(torch.float32))
     for place in (0, 16):
-        alone = log_probs(logits[place : place + 1].clone(), tokens[place : place + 1])
+        alone = log_probs_of(logits[place : place + 1].clone(), tokens[place : place + 1])
         torch.testing.assert_close(alone[0], found[place], **tolerances.BITWISE)

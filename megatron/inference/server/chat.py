@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.core.inference.paged_engine.prompt_images import PromptImage
+from megatron.core.inference.paged_engine.request import PromptImage
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.chat_fields import (
     Tools,

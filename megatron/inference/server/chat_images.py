@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.inference.paged_engine.prompt_images import PromptImage
-from megatron.core.inference.paged_engine.request import RequestError
+from megatron.core.inference.paged_engine.request import PromptImage, RequestError
 from megatron.inference.server.errors import ApiError
 from megatron.training.inference.image_prompts import ImagePrompts
 

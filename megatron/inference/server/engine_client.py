@@ -119,9 +119,9 @@ class EngineClient:
         kind = message["type"]
         if kind == "outputs":
             for item in message["items"]:
-                call = self._calls.get(item["id"])
+                call = self._calls.get(item["request_id"])
                 if call is not None:  # else aborted while the step ran
-                    call.put(messages.output_from_json(item))
+                    call.put(RequestOutput.from_json(item))
         elif kind in ("accepted", "refused"):
             call = self._calls.get(message["id"])
             if call is not None:

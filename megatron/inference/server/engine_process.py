@@ -107,11 +107,14 @@ class EngineLoop:
             if output.finish_reason is not None:
                 self._open.discard(output.request_id)
         # Several long outputs may exceed the limit of a message.
-        items = [messages.output_to_json(output) for output in outputs]
-        short = [item for item in items if not {"prompt", "beams"} & item.keys()]
-        groups = [[item] for item in items if {"prompt", "beams"} & item.keys()]
-        for group in (*groups, *([short] if short else [])):
-            self._send("outputs", items=group)
+        short = []
+        for output in outputs:
+            if output.prompt_scores or output.beams:
+                self._send("outputs", items=[output.to_json()])
+            else:
+                short.append(output.to_json())
+        if short:
+            self._send("outputs", items=short)
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["type"]

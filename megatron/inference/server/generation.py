@@ -9,14 +9,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from megatron.core.inference.paged_engine.prompt_images import PromptImage, text_of
 from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,
     FinishReason,
+    PromptImage,
     Request,
     RequestError,
     TokenOutput,
+    text_of,
 )
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.engine_client import Call, EngineClient

@@ -6,26 +6,20 @@ outputs (one for each step, and one for each output that may be long), stats, po
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from megatron.core.config.errors import MegatronError
-from megatron.core.inference.paged_engine.prompt_images import PromptImage
 from megatron.core.inference.paged_engine.request import (
-    Beam,
     BeamParams,
+    PromptImage,
     Request,
-    RequestOutput,
-    TokenOutput,
 )
 from megatron.core.inference.sampling_params import SamplingParams
 
-VERSION = 2
+VERSION = 3
 MAX_BYTES = 64 << 20  # of one message; a request body is smaller
 _REQUEST_FIELDS = ("request_id", "prompt", "source", "grammar", "fork_of")
 
@@ -122,7 +116,7 @@ def request_to_json(request: Request) -> dict[str, Any]:
     """Return a request as JSON values."""
     fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
     params = request.params.to_json()
-    images = [_image_to_json(image) for image in request.images]
+    images = [image.to_json() for image in request.images]
     beam = request.beam and asdict(request.beam)
     return {**fields, "params": params, "beam": beam, "images": images}
 
@@ -133,66 +127,6 @@ def request_from_json(found: Mapping[str, Any]) -> Request:
     if fields["grammar"] is not None:
         fields["grammar"] = tuple(fields["grammar"])
     beam = found["beam"] and BeamParams(**found["beam"])
-    images = tuple(_image_from_json(image) for image in found["images"])
+    images = tuple(map(PromptImage.from_json, found["images"]))
     params = SamplingParams.from_json(found["params"])
     return Request(**fields, params=params, beam=beam, images=images)
-
-
-def _image_to_json(image: PromptImage) -> list[object]:
-    """Return number of rows, size, shape, and pixels as base64 of little-endian float32."""
-    pixels = np.ascontiguousarray(image.pixels, "<f4")
-    data = base64.b64encode(pixels.tobytes()).decode()
-    return [image.num_rows, list(image.size), list(pixels.shape), data]
-
-
-def _image_from_json(found: Sequence[Any]) -> PromptImage:
-    num_rows, size, shape, data = found
-    pixels = np.frombuffer(bytearray(base64.b64decode(data)), "<f4").reshape(shape)
-    return PromptImage(pixels.astype(np.float32, copy=False), num_rows, tuple(size))
-
-
-def output_to_json(output: RequestOutput) -> dict[str, Any]:
-    """Return an output as JSON values, without the fields that have their defaults."""
-    found: dict[str, Any] = {"id": output.request_id, "new": _tokens_to_json(output.new)}
-    if output.prompt_scores:
-        found["prompt"] = _tokens_to_json(output.prompt_scores)
-    if output.finish_reason is not None:
-        found["finish"] = output.finish_reason
-    if output.error:
-        found["error"] = output.error
-        found["error_param"] = output.error_param
-    if output.beams:
-        found["beams"] = [
-            [_tokens_to_json(b.tokens), b.score, b.finish_reason] for b in output.beams
-        ]
-    if output.num_cached_prompt_tokens:
-        found["cached"] = output.num_cached_prompt_tokens
-    if output.weight_version:
-        found["version"] = output.weight_version
-    return found
-
-
-def output_from_json(found: Mapping[str, Any]) -> RequestOutput:
-    """Return the output that `output_to_json` wrote."""
-    return RequestOutput(
-        request_id=found["id"],
-        new=_tokens_from_json(found["new"]),
-        prompt_scores=_tokens_from_json(found.get("prompt", ())),
-        finish_reason=found.get("finish"),
-        num_cached_prompt_tokens=found.get("cached", 0),
-        weight_version=found.get("version", 0),
-        error=found.get("error", ""),
-        error_param=found.get("error_param"),
-        beams=tuple(
-            Beam(_tokens_from_json(tokens), score, reason)
-            for tokens, score, reason in found.get("beams", ())
-        ),
-    )
-
-
-def _tokens_to_json(tokens: tuple[TokenOutput, ...]) -> list[list[object]]:
-    return [[int(t.token), float(t.log_prob), [list(pair) for pair in t.top]] for t in tokens]
-
-
-def _tokens_from_json(found: Any) -> tuple[TokenOutput, ...]:
-    return tuple(TokenOutput(t, p, tuple((i, q) for i, q in top)) for t, p, top in found)

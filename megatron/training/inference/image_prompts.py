@@ -13,8 +13,7 @@ import numpy as np
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
 from megatron.core.datasets.images.tiling import tile_tags
-from megatron.core.inference.paged_engine.prompt_images import PromptImage
-from megatron.core.inference.paged_engine.request import RequestError
+from megatron.core.inference.paged_engine.request import PromptImage, RequestError
 from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.multimodal_tokenizer import (

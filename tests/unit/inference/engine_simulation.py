@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import Request, RequestOutput, TokenOutput
-from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, StepPlan, StepResult
+from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, StepOutput, StepPlan
 
 VOCABULARY = 12
 EOD = 0
@@ -105,7 +105,7 @@ class Model:
             self.cache[page] = _hash(page, self.num_rows)
         self.pool.lost.clear()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepOutput:
         """The result of a plan, as it looks after its way to other ranks."""
         plan = StepPlan.from_array(plan.to_array())
         for admission in plan.admissions:
@@ -120,7 +120,7 @@ class Model:
         rows = [row for s in plan.segments for row in self._rows(s, plan.masks)]
         self.num_rows += plan.num_rows
         tops = [np.argsort(-row[1], kind="stable") for row in rows]
-        return StepResult(
+        return StepOutput(
             np.array([row[0] for row in rows], dtype=np.int64),
             np.array([row[1][row[0]] for row in rows], dtype=np.float32),
             np.array([top[:12] for top in tops], dtype=np.int64).reshape(len(rows), 12),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 from megatron.core.inference.paged_engine.request import Request, RequestOutput, RequestStatus
-from megatron.core.inference.paged_engine.scheduler import EngineLimits, Scheduler
-from megatron.core.inference.paged_engine.step_plan import StepPlan, StepResult
+from megatron.core.inference.paged_engine.scheduler import EngineLimits, RequestScheduler
+from megatron.core.inference.paged_engine.step_plan import StepOutput, StepPlan
 from megatron.core.inference.sampling_params import SamplingParams
 from tests.unit.inference.engine_simulation import (
     EOD,
@@ -47,10 +47,10 @@ class Lanes:
         self.model = Model(self.pool)
         share = self.limits.max_requests // self.num_lanes
         self.schedulers = [
-            Scheduler(self.limits, self.pool, range(i * share, (i + 1) * share), EOD)
+            RequestScheduler(self.limits, self.pool, range(i * share, (i + 1) * share), EOD)
             for i in range(self.num_lanes)
         ]
-        self.results: list[list[tuple[StepPlan, StepResult]]] = [[] for _ in self.schedulers]
+        self.results: list[list[tuple[StepPlan, StepOutput]]] = [[] for _ in self.schedulers]
 
     def add(self, request: Request, lane: int = 0) -> Request:
         self.schedulers[lane].add(request)

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.inference.paged_engine.batch_view import BatchView
-from megatron.core.inference.paged_engine.cache import PagedCache
-from megatron.core.inference.paged_engine.slot_positions import SlotPositions
+from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, StepPlan
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -95,7 +93,7 @@ def plans(lengths: list[int], seed: int) -> Iterator[tuple[StepPlan, list[tuple[
             segments.append(Segment(i, done[i], tokens, held, np.full(wanted, SAMPLE)))
             rows += [(i, at) for at in range(stop - wanted, stop)]
             done[i] = stop
-        yield StepPlan(tuple(segments)), rows
+        yield StepPlan(segments), rows
 
 
 def token(request: int, position: int) -> int:

@@ -164,7 +164,7 @@ def test_beams_share_full_pages_and_copy_the_last_one() -> None:
     pages = [s.pages.tolist() for s in plan.segments]
     assert [s.start for s in plan.segments] == [9, 9, 9]
     assert [p[:2] for p in pages] == [pages[0][:2]] * 3
-    assert plan.copies == ((pages[0][2], pages[1][2]), (pages[0][2], pages[2][2]))
+    assert plan.copies == [(pages[0][2], pages[1][2]), (pages[0][2], pages[2][2])]
     assert all(a.params["top_n_logprobs"] == 6 for a in plan.admissions)
     lanes.schedulers[0].abort("a")
     lanes.finish()

@@ -9,8 +9,12 @@ import torch
 
 from megatron.core import device
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
-from megatron.core.inference.paged_engine.limits import check_tokens
-from megatron.core.inference.paged_engine.request import Request, RequestError, RequestOutput
+from megatron.core.inference.paged_engine.request import (
+    Request,
+    RequestError,
+    RequestOutput,
+    check_tokens,
+)
 from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -18,9 +18,7 @@ from megatron.core.device import cpu_kernels
 from megatron.core.fusions.small_linear import small_linear
 from megatron.core.inference import fast_linear
 from megatron.core.inference.fast_linear import FastLinear, WeightFormat, use_fast_linears
-from megatron.core.inference.paged_engine.batch_view import BatchView
-from megatron.core.inference.paged_engine.cache import PagedCache
-from megatron.core.inference.paged_engine.slot_positions import SlotPositions
+from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Segment, StepPlan
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -87,7 +85,7 @@ def row_by_row(module: nn.Module, request: int, length: int) -> Tensor:
         held = pages[: at // PAGE + 1]
         tokens = ints(token(request, at))
         segment = Segment(0, at, tokens, held, np.full(1, SAMPLE))
-        rows.append(logits(module, cache, StepPlan((segment,))))
+        rows.append(logits(module, cache, StepPlan([segment])))
     return torch.cat(rows)
 
 

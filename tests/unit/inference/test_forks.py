@@ -46,7 +46,7 @@ def test_forks_of_a_request_that_generates_already_share_its_prompt() -> None:
     plan = lanes.step()
     assert plan is not None
     assert [(s.start, len(s.tokens)) for s in plan.segments] == [(13, 1), (9, 1)]
-    assert plan.copies == ((plan.segments[0].pages[2], plan.segments[1].pages[2]),)
+    assert plan.copies == [(plan.segments[0].pages[2], plan.segments[1].pages[2])]
     lanes.run()
 
 
@@ -75,7 +75,7 @@ def test_recurrent_layers_share_nothing() -> None:
     lanes.add(_fork(parent, 1))
     plan = lanes.step()
     assert plan is not None
-    assert (plan.segments[2].start, plan.copies) == (0, ())
+    assert (plan.segments[2].start, plan.copies) == (0, [])
     lanes.run()
 
 

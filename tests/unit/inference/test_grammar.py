@@ -70,7 +70,7 @@ def written(matcher: GrammarMatcher, seed: int, longest: int = 2000) -> bytes:
     nothing = np.zeros(0, dtype=np.int64)
     for position in range(1, longest):
         row = Segment(0, position - 1, np.array([0]), nothing, np.array([SAMPLE]))
-        plan = StepPlan((row,), masks={0: matcher.allowed().astype(np.int64)})
+        plan = StepPlan([row], masks={0: matcher.allowed().astype(np.int64)})
         logits = torch.randn(1, len(TOKENS), generator=generator) * 2
         token = int(sampler.sample(logits, plan).tokens)
         assert token != NO_TOKEN, (matcher.error, text)

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.device import cpu_kernels
-from megatron.core.inference.paged_engine.allocation import cache_dtype
+from megatron.core.inference.paged_engine.engine import cache_dtype
 from megatron.core.inference.paged_engine.options import EngineOptions, KVFormat
 from megatron.core.inference.sampling_params import SamplingParams
 from tests.ranks import run_ranks

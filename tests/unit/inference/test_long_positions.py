@@ -11,8 +11,10 @@ from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import BeamParams, Request
-from megatron.core.inference.paged_engine.request_state import RequestState
-from megatron.core.inference.paged_engine.speculation import NgramDrafter, Speculation
+from megatron.core.inference.paged_engine.request_state import (
+    RequestState,
+    Speculation,
+)
 from megatron.core.inference.sampling_params import SamplingParams
 from tests.ranks import run_ranks
 from tests.unit.inference.test_engine import LENGTH, engine
@@ -115,7 +117,7 @@ def test_drafts_end_where_the_frequencies_change() -> None:
         request = Request("a", [3, 7] * LENGTH, SamplingParams(num_tokens_to_generate=30))
         request.prompt = request.prompt[:length]
         state = RequestState(request, (0, 0), 30, 1, None)
-        state.speculation = Speculation(NgramDrafter(), 8, request.prompt)
+        state.speculation = Speculation(8, request.prompt)
         state.choose_frequencies(pool)
         assert len(state.draft(8, pool)) == expected, length
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +11,10 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
 from megatron.core.inference.paged_engine.request import Request
+from megatron.core.inference.paged_engine.request_state import RequestState
 from megatron.core.inference.paged_engine.runner import GenerationModel
-from megatron.core.inference.paged_engine.speculation import OfferedDrafter
+from megatron.core.inference.paged_engine.scheduler import OutputRows, RequestScheduler
+from megatron.core.inference.paged_engine.step_plan import NO_TOKEN
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -172,23 +173,6 @@ def test_layouts_change_no_token_with_drafts(
     assert found[0][0] == wanted
 
 
-class RecordingDrafter(OfferedDrafter):
-    """Notes the tokens and the draft offered after them, in ``log``."""
-
-    def __init__(self, log: list[tuple[list[int], int]]) -> None:
-        super().__init__()
-        self._log = log
-        self._tokens: list[int] = []
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        super().extend(tokens)
-        self._tokens += tokens
-
-    def offer(self, drafts: Sequence[int]) -> None:
-        super().offer(drafts)
-        self._log += [([*self._tokens], token) for token in self._drafts[:1]]
-
-
 def drafted_in_training(model: GPTModel, tokens: list[int]) -> int:
     """Return the token after the next that the MTP layer expects, without a cache."""
     assert model.mtp is not None
@@ -214,13 +198,23 @@ def drafted_in_training(model: GPTModel, tokens: list[int]) -> int:
 )
 @pytest.mark.parametrize("changes", [{}, MLA, {"position": "alibi"}], ids=["gqa", "mla", "alibi"])
 def test_drafts_are_those_of_a_forward_pass_over_the_text(
-    options: dict[str, Any], changes: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     model = gpt(1, {}, **changes)
     made = engine(model, 1, **options)
     log: list[tuple[list[int], int]] = []
-    for scheduler in made._schedulers.values():
-        scheduler._make_drafter = lambda request: RecordingDrafter(log)
+    accept = RequestScheduler._accept
+
+    def recorded(
+        self: RequestScheduler, state: RequestState, rows: OutputRows, *more: Any
+    ) -> object:
+        found = accept(self, state, rows, *more)
+        log.extend(
+            (state.request.tokens, token) for token in rows.drafts()[:1] if token != NO_TOKEN
+        )
+        return found
+
+    monkeypatch.setattr(RequestScheduler, "_accept", recorded)
     common = [5, 9, 2, 8, 7, 7, 3, 4]  # two pages; what follows them differs
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=9, ignore_eos=True)
     for end in ([], [11], [12, 6], [11, 30, 31, 32, 33], [12, 6, 40]):

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.inference.sampling.blocks import Blocks
-from megatron.core.inference.sampling.filters import Scale
-from megatron.core.inference.sampling.noise import choose, exponentials, row_keys
+from megatron.core.inference.sampling.choice import Blocks, Scale, choose, exponentials, row_keys
 
 
 def keys(seeds: list[int], positions: list[int]) -> Tensor:

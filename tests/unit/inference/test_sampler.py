@@ -17,12 +17,11 @@ from megatron.core.inference.paged_engine.step_plan import (
     SAMPLE,
     Admission,
     Segment,
+    StepOutput,
     StepPlan,
-    StepResult,
 )
-from megatron.core.inference.sampling.log_probs import log_probs
-from megatron.core.inference.sampling.noise import exponentials, row_keys
-from megatron.core.inference.sampling.sampler import Sampler
+from megatron.core.inference.sampling.choice import exponentials, row_keys
+from megatron.core.inference.sampling.sampler import Sampler, log_probs_of
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.unit.one_process import one_rank
 
@@ -48,8 +47,8 @@ def sampler_of(vocab_size: int, *requests: dict[str, object], **more: object) ->
 
 def step(
     sampler: Sampler, logits: Tensor, segments: Sequence[Segment], **more: object
-) -> StepResult:
-    return sampler.sample(logits, StepPlan(tuple(segments), **more)).to_result()  # type: ignore
+) -> StepOutput:
+    return sampler.sample(logits, StepPlan(list(segments), **more)).to_result()  # type: ignore
 
 
 def test_greedy_takes_the_likeliest_and_the_smallest_id_of_a_tie() -> None:
@@ -305,8 +304,8 @@ def test_two_threads_add_one_row_as_they_add_several() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        together = log_probs(logits, targets)
-        alone = [log_probs(logits[n : n + 1], targets[n : n + 1]) for n in range(20)]
+        together = log_probs_of(logits, targets)
+        alone = [log_probs_of(logits[n : n + 1], targets[n : n + 1]) for n in range(20)]
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(torch.cat(alone), together)

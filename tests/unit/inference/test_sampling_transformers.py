@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Admission, Segment, StepPlan
-from megatron.core.inference.sampling.blocks import Blocks
-from megatron.core.inference.sampling.filters import Filters, scale_of
+from megatron.core.inference.sampling.choice import Blocks, Filters, scale_of
 from megatron.core.inference.sampling.sampler import Sampler
 from tests.unit.inference.test_sampler import CPU
 
@@ -75,7 +74,7 @@ def counts_of(logits: Tensor, params: dict[str, float], number: int) -> Tensor:
                 values = {**params, "seed": slot}
                 sampler.admit(Admission(slot, values, tuple(PROMPT), len(PROMPT)))
         row = (np.array([40]), nothing, np.array([SAMPLE]))
-        plan = StepPlan(tuple(Segment(slot, start, *row) for slot in range(slots)))
+        plan = StepPlan([Segment(slot, start, *row) for slot in range(slots)])
         found = sampler.sample(logits.expand(slots, -1), plan)
         seen += torch.bincount(found.tokens, minlength=vocab)
     return seen

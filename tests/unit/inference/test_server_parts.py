@@ -16,10 +16,10 @@ import pytest
 pytest.importorskip("starlette")
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.inference.paged_engine.prompt_images import PromptImage
 from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,
+    PromptImage,
     Request,
     RequestError,
     RequestOutput,
@@ -79,8 +79,8 @@ def test_an_output_is_the_same_on_the_other_side():
         RequestOutput("a", (token,), (token, token), "stop", 5, 2, "why", (beam,)),
         RequestOutput("b"),
     ):
-        line = messages.encode("outputs", items=[messages.output_to_json(output)])
-        assert messages.output_from_json(messages.decode(line)["items"][0]) == output
+        line = messages.encode("outputs", items=[output.to_json()])
+        assert RequestOutput.from_json(messages.decode(line)["items"][0]) == output
 
 
 def test_another_version_is_refused():
@@ -169,9 +169,9 @@ def test_long_outputs_of_a_step_are_messages_of_their_own(monkeypatch):
     monkeypatch.setattr(messages, "MAX_BYTES", 2000)
     scored = replace(PARAMS, return_log_probs=True, return_prompt_log_probs=True)
     found, _ = _step_with([Request(f"r{i}", [5] * 80, scored) for i in range(3)])
-    assert [[item["id"] for item in m["items"]] for m in found] == [["r0"], ["r1"], ["r2"]]
+    assert [[item["request_id"] for item in m["items"]] for m in found] == [["r0"], ["r1"], ["r2"]]
     found, _ = _step_with([Request(f"r{i}", [5] * 80, PARAMS) for i in range(3)])
-    assert [[item["id"] for item in m["items"]] for m in found] == [["r0", "r1", "r2"]]
+    assert [[item["request_id"] for item in m["items"]] for m in found] == [["r0", "r1", "r2"]]
 
 
 def _step_with(requests: list[Request]) -> tuple[list[dict], FakeEngine]:

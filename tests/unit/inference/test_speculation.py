@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from megatron.core.inference.paged_engine.request import RequestError
-from megatron.core.inference.paged_engine.speculation import NgramDrafter, Speculation
-from megatron.core.inference.paged_engine.step_plan import NO_TOKEN, SAMPLE, StepResult
+from megatron.core.inference.paged_engine.request_state import NgramLookup, Speculation
+from megatron.core.inference.paged_engine.step_plan import NO_TOKEN, SAMPLE, StepOutput
 from tests.unit.inference.engine_simulation import EOD, CountingMatcher
 from tests.unit.inference.lanes import LIMITS, Lanes, make_request, random_work
 
 
 def test_a_draft_is_what_followed_the_same_tokens_last() -> None:
-    drafter = NgramDrafter()
+    drafter = NgramLookup([])
     assert drafter.draft(3) == []
     drafter.extend([1, 2, 3, 4, 9, 2, 3, 5, 6, 7])
     assert drafter.draft(3) == []
@@ -27,13 +27,12 @@ def test_a_draft_is_what_followed_the_same_tokens_last() -> None:
 
 
 def test_a_text_that_repeats_itself_is_continued() -> None:
-    drafter = NgramDrafter()
-    drafter.extend([7, 8, 9, 7, 8, 9])
+    drafter = NgramLookup([7, 8, 9, 7, 8, 9])
     assert drafter.draft(7) == [7, 8, 9, 7, 8, 9, 7]
 
 
 def test_the_number_of_drafts_follows_their_success() -> None:
-    speculation = Speculation(NgramDrafter(), 8, [4] * 9)
+    speculation = Speculation(8, [4] * 9)
     lengths = []
     for num_accepted in (3, 0, 1, 2, 4, 8):
         drafts = speculation.draft(100)
@@ -187,8 +186,7 @@ def test_a_grammar_that_fails_ends_its_request_with_the_reason() -> None:
     request.matcher.error = "too much work"
     plan = lanes.schedulers[0].plan()
     assert plan is not None
-    values = np.zeros((1, 0), np.float32)
-    nothing = StepResult(np.array([NO_TOKEN]), values.sum(1), values.astype(int), values)
+    nothing = StepOutput(np.array([NO_TOKEN]), np.zeros(1, np.float32))
     (output,) = lanes.schedulers[0].record(plan, nothing)
     assert (output.finish_reason, output.error) == ("error", "too much work")
     assert output.error_param == "grammar"

@@ -13,16 +13,16 @@ def _ints(*values: int) -> np.ndarray:
 
 def test_a_plan_is_restored_from_its_array() -> None:
     plan = StepPlan(
-        (
+        [
             Segment(3, 16, _ints(5, 6), _ints(9, 2), _ints(6, SAMPLE)),
             Segment(0, 0, _ints(1, 2, 3), _ints(7), _ints()),
-        ),
-        (
+        ],
+        [
             Admission(
                 3, {"temperature": 0.5, "seed": 2**63 - 1, "logit_bias": {"7": -1.5}}, (1, 2), 1
             ),
-        ),
-        ((4, 9), (1, 2)),
+        ],
+        [(4, 9), (1, 2)],
         {3: _ints(-1, 2**31 - 1)},
     )
     array = plan.to_array()
@@ -43,4 +43,4 @@ def test_a_plan_is_restored_from_its_array() -> None:
 
 def test_an_empty_plan_has_no_rows() -> None:
     found = StepPlan.from_array(StepPlan().to_array())
-    assert (found.segments, found.admissions, found.copies, found.num_rows) == ((), (), (), 0)
+    assert (found.segments, found.admissions, found.copies, found.num_rows) == ([], [], [], 0)

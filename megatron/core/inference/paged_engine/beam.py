@@ -16,12 +16,9 @@ from megatron.core.inference.paged_engine.request import (
     BeamParams,
     FinishReason,
     Request,
-    RequestError,
     TokenOutput,
 )
 from megatron.core.inference.paged_engine.request_state import RequestState
-
-_LARGEST_PENALTY = 10  # for lengths: their power is a finite number above 0
 
 
 class BeamGroup:
@@ -146,29 +143,3 @@ class _Text:
             found.append(text.last)
             text = text.before
         return tuple(reversed(found))
-
-
-def check_beam_request(request: Request) -> None:
-    """Raise RequestError if a request with beams asks for something that beam search lacks."""
-    params = request.params
-    if request.beam is None:
-        return
-    if request.beam.width < 1:
-        raise RequestError(f"beam width {request.beam.width}: give 1 or more", "beam_width")
-    penalty = request.beam.length_penalty
-    if not -_LARGEST_PENALTY <= penalty <= _LARGEST_PENALTY:  # also NaN
-        raise RequestError(
-            f"length_penalty {penalty:g}: give a number from {-_LARGEST_PENALTY} to "
-            f"{_LARGEST_PENALTY}",
-            "length_penalty",
-        )
-    neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-    for name, value in neutral.items():
-        if getattr(params, name) != value:
-            raise RequestError(
-                f"{name} {getattr(params, name)} has no effect on beam search: leave it out", name
-            )
-    if params.logit_bias:
-        raise RequestError("logit_bias has no effect on beam search: leave it out", "logit_bias")
-    if request.grammar is not None or request.matcher is not None:
-        raise RequestError("beam search does not support a grammar: leave one out", "grammar")

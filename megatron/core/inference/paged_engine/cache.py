@@ -1,19 +1,41 @@
-"""Memory of the generation engine on one rank: pages of keys and values, and state per slot.
+"""Memory of the generation engine on one rank, and the view that layers have of it in one step.
 
 A page holds ``page_size`` tokens of one request in every attention layer of this stage.  Tensors
-are allocated at the first use of a layer, in the width of what the layer stores.
+are allocated at the first use of a layer, in the width of what the layer stores.  `BatchView`: the
+rows of many requests behind each other: ``N`` rows, ``S`` segments; tensors of layers are
+[N, 1, ..].  See `KVCache`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.fusions.paged_attention import SCALE_BYTES
-from megatron.core.transformer.kv_cache import State
+from megatron.core.device import cpu_kernels, host_array
+from megatron.core.fusions.paged_attention import (
+    SCALE_BYTES,
+    PagedBatch,
+    gather,
+    paged_attention,
+    reads_host,
+    store,
+)
+from megatron.core.inference.paged_engine.request import PromptImage
+from megatron.core.inference.paged_engine.step_plan import (
+    NO_INTEGERS,
+    Admission,
+    Integers,
+    Segment,
+    StepPlan,
+)
+from megatron.core.models.vision.qwen2_vl import MERGE
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.kv_cache import Core, PositionBias, State
 
 
 class PagedCache:
@@ -112,3 +134,258 @@ class PagedCache:
     def _pages(self, like: Tensor) -> Tensor:
         shape = (self.num_pages + 1, self.page_size, *like.shape[2:])
         return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+class SlotPositions:
+    """What determines the rotation of the rows of ``num_slots`` slots.
+
+    ``start_lengths`` [slots]: tokens of the request when it started (LongRoPE).  ``has_grid``:
+    rows have a time, a height and a width (M-RoPE).  The three are equal for text; text after an
+    image begins at the image's first position plus the larger of its height and width.
+    """
+
+    def __init__(self, num_slots: int, *, has_grid: bool = False) -> None:
+        self.has_grid = has_grid
+        self.start_lengths: Integers = np.zeros(num_slots, dtype=np.int64)
+        self._grids: dict[int, Integers] = {}  # by slot: [3, rows up to the end of the last image]
+        self._ends: Integers = np.zeros(num_slots, dtype=np.int64)  # these rows
+        self._offsets: Integers = np.zeros(num_slots, dtype=np.int64)  # of the rows after them
+
+    def admit(self, admission: Admission) -> None:
+        """Take the positions of a request, in place of those of the one before in its slot."""
+        slot = admission.slot
+        self.start_lengths[slot] = admission.start_length
+        if not self.has_grid:
+            return
+        self._grids.pop(slot, None)
+        self._ends[slot] = self._offsets[slot] = 0
+        if admission.images:
+            grid, following = grid_of_prompt(admission.images, admission.image_starts)
+            self._grids[slot] = grid
+            self._ends[slot] = grid.shape[1]
+            self._offsets[slot] = following - grid.shape[1]
+
+    def grid(self, positions: Integers, slots: Integers) -> Integers:
+        """Return time, height and width [3, N] of the rows at ``positions`` of ``slots`` [N]."""
+        out = np.tile(positions + self._offsets[slots], (3, 1))
+        is_before = positions < self._ends[slots]
+        for slot in np.unique(slots[is_before]).tolist():
+            mine = is_before & (slots == slot)
+            out[:, mine] = self._grids[slot][:, positions[mine]]
+        return out
+
+
+def grid_of_prompt(images: Sequence[PromptImage], starts: Sequence[int]) -> tuple[Integers, int]:
+    """Return time, height and width [3, n] of the rows up to the last image, and the next position.
+
+    ``starts``: the first row of each image.
+    """
+    parts: list[Integers] = []
+    row = 0
+    following = 0
+    for image, start in zip(images, starts, strict=True):
+        text = following + np.arange(start - row)
+        parts.append(np.tile(text, (3, 1)))
+        following += start - row
+        height, width = (patches // MERGE for patches in image.size[1:])
+        frame, within = np.divmod(np.arange(image.num_rows), height * width)
+        parts.append(following + np.stack([frame, *np.divmod(within, width)]))
+        following += max(height, width)
+        row = start + image.num_rows
+    return np.concatenate(parts, axis=1), following
+
+
+class BatchView:
+    """Keys, values and states of the requests of one plan; implements `KVCache`.
+
+    ``slots``: positions in each slot.  ``sources``: slot and number of tokens of each sequence that
+    the encoder has read in this step.  ``row_invariant``: recurrent layers run each request alone,
+    so that its bits do not depend on the others.  ``into``: a tensor of `num_integers` that
+    receives the integers of the rows, and the width of the block table.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        plan: StepPlan,
+        device: torch.device,
+        *,
+        slots: SlotPositions,
+        sources: Sequence[tuple[int, int]] = (),
+        row_invariant: bool = False,
+        into: tuple[Tensor, int] | None = None,
+    ) -> None:
+        self._cache = cache
+        self._segments = plan.segments
+        self._sources = sources
+        self._row_invariant = row_invariant
+        self._depth = 0
+        self.reads_host = False  # whether a layer has read the numbers of the plan on the host
+        self.hidden: Tensor | None = None  # of all rows, after the last layer [N, 1, h]
+        numbers, first, tokens, pages, targets, *_ = zip(*plan.segments, strict=True)
+        starts = np.array(first)
+        lengths, num_pages, num_outputs = (
+            np.array([*map(len, arrays)]) for arrays in (tokens, pages, targets)
+        )
+        first_row = np.concatenate([[0], lengths.cumsum()])
+        self._rows = list(map(slice, first_row[:-1].tolist(), first_row[1:].tolist()))
+        of_row = np.arange(len(lengths)).repeat(lengths)
+        positions = _count_up(starts, lengths)
+        width = num_pages.max() if into is None else into[1]
+        table = np.zeros((len(lengths), width), np.int64)
+        table[np.arange(width) < num_pages[:, None]] = np.concatenate(pages)
+        page_of, offsets = np.divmod(positions, cache.page_size)
+        at = table[of_row, page_of] * cache.page_size + offsets
+        slot_of_row = np.array(numbers)[of_row]
+        contexts = np.maximum(positions + 1, slots.start_lengths[slot_of_row])
+        grid = slots.grid(positions, slot_of_row).ravel() if slots.has_grid else NO_INTEGERS
+        outputs = _count_up(first_row[1:] - num_outputs, num_outputs)
+        self.host_ids = np.concatenate(tokens)
+        rows = (
+            self.host_ids,
+            positions,
+            contexts,
+            at,
+            outputs,
+            first_row,
+            starts + lengths,
+            table.ravel(),
+            grid,
+        )
+        # One copy to the device, which the host does not wait for.
+        whole = host_array(torch.from_numpy(np.concatenate(rows)), device)
+        if into is None:
+            on_device = whole.to(device, non_blocking=True)
+        else:
+            on_device = into[0].copy_(whole, non_blocking=True)
+        uploaded = on_device.split([len(x) for x in rows])
+        self.token_ids, self._positions, self._contexts, self._at, self._outputs = uploaded[:5]
+        self._indices = (*uploaded[5:7], uploaded[7].view(table.shape))
+        # Time, height and width of the rows with M-RoPE: [3, 1, N].
+        self.grid = uploaded[8].view(3, 1, -1) if slots.has_grid else None
+        self._batch: PagedBatch | None = None
+        if into is None:
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Convert the indices of this step for the kernels.  With ``into`` the pass calls it."""
+        self._batch = PagedBatch(*(x.int() for x in self._indices))
+
+    def at_depth(self, depth: int) -> BatchView:
+        """Return these rows for the MTP layer of ``depth``, from 1, which has entries of its own.
+
+        MTP layers have the layer index of the last layer.
+        """
+        view = copy(self)
+        view._depth = depth
+        return view
+
+    def positions(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the positions and context lengths of the rows: 2 x [N]."""
+        assert num_tokens == len(self._positions), "a pass has the rows of its plan"
+        return self._positions, self._contexts
+
+    def attend(
+        self,
+        layer_index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        core: Core,
+        *,
+        mask: Tensor | None = None,
+        bias: PositionBias | None = None,
+    ) -> Tensor:
+        """Store keys and values in pages and attend causally within each request."""
+        assert mask is None, "requests are causal"
+        keys, values = self._cache.layer(layer_index + self._depth, key, value)
+        store(keys, values, key[:, 0], value[:, 0], self._at)
+        if not value.shape[-1]:
+            values = keys
+        if bias is None and isinstance(core, DotProductAttention):
+            rule = core.paged_rule(query)
+            assert self._batch is not None, "the pass has called prepare()"
+            given = (query[:, 0], keys, values, self._batch)
+            if cpu_kernels.is_recording() and reads_host(*given):
+                self.reads_host = True
+            out = paged_attention(*given, rule)
+            return out.flatten(1).unsqueeze(1)
+        self.reads_host = True
+        parts = []
+        for segment, rows in zip(self._segments, self._rows, strict=True):
+            k, v = (self._gathered(x, segment).to(query.dtype) for x in (keys, values))
+            table = None if bias is None else bias(segment.start, len(segment.tokens), len(k))
+            parts.append(core(query[rows], k, v, attention_bias=table))
+        return torch.cat(parts)
+
+    def attend_to_other(
+        self,
+        layer_index: int,
+        query: Tensor,
+        project: Callable[[], tuple[Tensor, Tensor]],
+        core: Core,
+        *,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to the sequence that the encoder has read for each request."""
+        assert mask is None, "sources have no padding"
+        self.reads_host = True
+        if self._sources:
+            lengths = [length for _, length in self._sources]
+            keys, values = (x.split(lengths) for x in project())
+            for (slot, _), k, v in zip(self._sources, keys, values, strict=True):
+                self._cache.others[layer_index, slot] = k, v
+        return torch.cat(
+            [
+                core(query[rows], *self._cache.others[layer_index, segment.slot])
+                for segment, rows in zip(self._segments, self._rows, strict=True)
+            ]
+        )
+
+    def scan(
+        self,
+        layer_index: int,
+        rows: State,
+        step: Callable[[State, State | None], tuple[Tensor, State]],
+    ) -> Tensor:
+        """Scan each request from the state of its slot; single tokens go through as one batch."""
+        self.reads_host = True
+        parts: list[Tensor] = [rows[0]] * len(self._segments)
+        single = []
+        for i, (segment, of_segment) in enumerate(zip(self._segments, self._rows, strict=True)):
+            if segment.start and len(segment.tokens) == 1 and not self._row_invariant:
+                single.append(i)
+                continue
+            past = self._cache.state(layer_index, [segment.slot]) if segment.start else None
+            parts[i], state = step(tuple(x[of_segment] for x in rows), past)
+            self._cache.keep_state(layer_index, [segment.slot], state)
+        if single:
+            slots = [self._segments[i].slot for i in single]
+            at = torch.tensor([self._rows[i].start for i in single], device=rows[0].device)
+            batch = tuple(x[at].transpose(0, 1) for x in rows)
+            out, state = step(batch, self._cache.state(layer_index, slots))
+            self._cache.keep_state(layer_index, slots, state)
+            for i, row in zip(single, out.transpose(0, 1).unbind(), strict=True):
+                parts[i] = row.unsqueeze(0)
+        return torch.cat(parts)
+
+    def output_rows(self, hidden: Tensor) -> Tensor:
+        """Return the rows that the plan has targets for: [N, 1, h] -> [r, 1, h]."""
+        self.hidden = hidden
+        return hidden.index_select(0, self._outputs)
+
+    def _gathered(self, pages: Tensor, segment: Segment) -> Tensor:
+        """Copy the tokens of a segment's request out of the pages: [t, 1, g, d]."""
+        own = torch.from_numpy(segment.pages).to(pages.device)
+        return gather(pages, own, 0, segment.num_keys).unsqueeze(1)
+
+
+def num_integers(num_rows: int, table_width: int, *, has_grid: bool) -> int:
+    """Return how many integers a view of ``num_rows`` requests with one token each uploads."""
+    return num_rows * (7 + table_width + 3 * has_grid) + 1
+
+
+def _count_up(starts: Integers, lengths: Integers) -> Integers:
+    """Return the ranges of ``lengths`` numbers from ``starts`` on, behind each other."""
+    before = lengths.cumsum() - lengths
+    return (starts - before).repeat(lengths) + np.arange(lengths.sum())

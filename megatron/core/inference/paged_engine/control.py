@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import LaunchError
-from megatron.core.inference.paged_engine.step_plan import Integers, StepResult
+from megatron.core.inference.paged_engine.step_plan import Integers
 
 _FIRST = 512  # numbers in the first message; longer ones need a second message
 _MOST_PENDING = 256  # messages; each is received within a round of steps
@@ -116,32 +116,3 @@ class ControlChannel:
         """Replace ``numbers`` by their minima over all ranks.  Collective."""
         if self._group is not None:
             dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self._group)
-
-
-def pack_result(result: StepResult) -> Integers:
-    """Return a result as one array; log-probabilities as the bits of float64."""
-    log_probs = result.log_probs.astype(np.float64).view(np.int64)
-    tops = result.top_log_probs.astype(np.float64).ravel().view(np.int64)
-    shape = np.array([*result.top_tokens.shape, *result.drafts.shape], dtype=np.int64)
-    likely = result.top_tokens.ravel()
-    drafts = result.drafts.ravel()
-    return np.concatenate([shape, result.tokens, log_probs, likely, tops, drafts])
-
-
-def unpack_result(array: Integers) -> StepResult:
-    """Return the result that `pack_result` packed."""
-    rows, tops, segments, length = array[:4].tolist()
-    tokens, log_probs, top_tokens, top_log_probs, drafts = np.split(
-        array[4:], np.cumsum([rows, rows, rows * tops, rows * tops])
-    )
-
-    def floats(bits: Integers) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        return np.ascontiguousarray(bits).view(np.float64).astype(np.float32)
-
-    return StepResult(
-        tokens,
-        floats(log_probs),
-        top_tokens.reshape(rows, tops),
-        floats(top_log_probs).reshape(rows, tops),
-        drafts.reshape(segments, length),
-    )

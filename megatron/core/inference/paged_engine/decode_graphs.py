@@ -27,9 +27,12 @@ from megatron.core import device
 from megatron.core.device import cpu_kernels
 from megatron.core.device.host_graph import Arena, HostGraph
 from megatron.core.inference.fast_linear import FastLinear
-from megatron.core.inference.paged_engine.batch_view import BatchView, num_integers
-from megatron.core.inference.paged_engine.cache import PagedCache
-from megatron.core.inference.paged_engine.slot_positions import SlotPositions
+from megatron.core.inference.paged_engine.cache import (
+    BatchView,
+    PagedCache,
+    SlotPositions,
+    num_integers,
+)
 from megatron.core.inference.paged_engine.step_plan import SAMPLE, Integers, Segment, StepPlan
 from megatron.core.tensor_parallel.layers import Linear
 
@@ -138,7 +141,7 @@ class DecodeGraphs:
         slot, page = self._cache.max_requests, self._cache.num_pages  # the extra ones
         idle = Segment(slot, 0, _ints(0), _ints(page), targets=_ints(SAMPLE))
         missing = num_rows - len(plan.segments)
-        return replace(plan, segments=(*plan.segments, *[idle] * missing))
+        return replace(plan, segments=[*plan.segments, *[idle] * missing])
 
     def _version(self) -> int:
         """Return a number that changes when `refit.note_new_weights` is called."""

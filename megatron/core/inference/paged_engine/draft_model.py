@@ -27,9 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.device import host_array
-from megatron.core.inference.paged_engine.batch_view import BatchView
-from megatron.core.inference.paged_engine.cache import PagedCache
-from megatron.core.inference.paged_engine.slot_positions import SlotPositions
+from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
     NO_TOKEN,
@@ -129,7 +127,7 @@ class DraftModel:
                 segments = [Segment(idle_slot, 0, _ONE_TOKEN, idle, NO_INTEGERS)]
                 hidden = hidden.new_zeros(1, *hidden.shape[1:])
                 ids = drafts.new_zeros(1)
-            view = BatchView(self._cache, StepPlan(tuple(segments)), hidden.device, slots=slots)
+            view = BatchView(self._cache, StepPlan(segments), hidden.device, slots=slots)
             hidden = self._predict(hidden, ids.clamp(min=0), layers - 1, view.at_depth(layers))
             if wanting:
                 found.append((wanting, self._sample(hidden, rows, wanting, number)))
@@ -160,7 +158,7 @@ class _Rows:
     position.  ``ahead`` [N]: the token after each row.
     """
 
-    segments: tuple[Segment, ...]
+    segments: list[Segment]
     last_row: Integers
     position: Integers
     ahead: Integers
@@ -220,7 +218,7 @@ class _Rows:
     def plan_of_drafts(self, segments: list[int], number: int) -> StepPlan:
         """Return the plan that samples the tokens of the drafts ``number``."""
         return StepPlan(
-            tuple(
+            [
                 Segment(
                     self.segments[i].slot,
                     int(self.position[i]) + number,
@@ -229,7 +227,7 @@ class _Rows:
                     _SAMPLE_ONLY,
                 )
                 for i in segments
-            )
+            ]
         )
 
 

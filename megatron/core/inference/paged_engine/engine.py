@@ -18,28 +18,15 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+import torch
 
 from megatron.core import device
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointError, ConfigError, MissingDependency
+from megatron.core.device import cpu_kernels
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
-from megatron.core.inference.paged_engine.allocation import (
-    allocate,
-    cache_dtype,
-    idle_plan,
-    num_fitting_pages,
-)
 from megatron.core.inference.paged_engine.cache import PagedCache
-from megatron.core.inference.paged_engine.control import (
-    ControlChannel,
-    pack_result,
-    unpack_result,
-)
-from megatron.core.inference.paged_engine.limits import (
-    EngineLimits,
-    check_grammar,
-    check_tokens,
-    generation_length,
-)
+from megatron.core.inference.paged_engine.control import ControlChannel
+from megatron.core.inference.paged_engine.options import EngineLimits
 from megatron.core.inference.paged_engine.options import EngineOptions as EngineOptions
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
@@ -48,12 +35,19 @@ from megatron.core.inference.paged_engine.request import (
     RequestError,
     RequestOutput,
     TokenOutput,
+    check_grammar,
+    check_tokens,
+    generation_length,
 )
 from megatron.core.inference.paged_engine.runner import GenerationModel, ModelRunner
-from megatron.core.inference.paged_engine.scheduler import Scheduler
+from megatron.core.inference.paged_engine.scheduler import RequestScheduler
 from megatron.core.inference.paged_engine.step_plan import (
+    NO_INTEGERS,
+    Admission,
+    Integers,
+    Segment,
+    StepOutput,
     StepPlan,
-    StepResult,
 )
 from megatron.core.inference.refit import Refit, note_new_weights
 
@@ -61,12 +55,6 @@ _MOST_REQUESTS = 256  # that run at the same time, unless more are asked for
 _IMBALANCE = 4
 _PAUSE_S = 0.001  # of a step without work
 _STOP, _PLAN, _UPDATE = 0, 1, 2  # first number of a message to the other ranks
-_NOTHING = StepResult(
-    np.zeros(0, np.int64),
-    np.zeros(0, np.float32),
-    np.zeros((0, 0), np.int64),
-    np.zeros((0, 0), np.float32),
-)
 
 
 @dataclass(frozen=True)
@@ -144,18 +132,18 @@ class Engine:
         ]
         in_lane = slots // self._num_lanes
         self._schedulers = {
-            (replica, lane): Scheduler(
+            (replica, lane): RequestScheduler(
                 self._limits, pool, range(lane * in_lane, (lane + 1) * in_lane), model.eod
             )
             for replica, pool in enumerate(self._pools)
             for lane in range(self._num_lanes)
         }
-        self._home: dict[str, Scheduler] = {}
+        self._home: dict[str, RequestScheduler] = {}
         # Kind and text of a grammar -> its matcher; None: this engine has no grammars.
         self.make_matcher: Callable[[str, str], Matcher] | None = None
         self._lane = 0
         self._held: list[RequestOutput] = []  # that the next `step` returns
-        self._flights: dict[tuple[int, int], tuple[StepPlan, StepResult | None]] = {}
+        self._flights: dict[tuple[int, int], tuple[StepPlan, StepOutput | None]] = {}
 
     # ---- rank 0 ------------------------------------------------------------------------------
 
@@ -188,7 +176,7 @@ class Engine:
             raise RequestError("this model reads no images: give a text", "images")
         check_tokens(request, self.model.vocab_size)
 
-    def _route(self, request: Request) -> Scheduler:
+    def _route(self, request: Request) -> RequestScheduler:
         """Return a scheduler of the replica whose pages hold most of the prompt already.
 
         Schedulers with `_IMBALANCE` requests more than the least are left out.
@@ -310,9 +298,9 @@ class Engine:
                 continue
             plan, result = self._flights.pop((replica, lane))
             if result is None and plan.num_outputs:
-                result = unpack_result(self._channel.receive(self._sampling_rank(replica)))
+                result = StepOutput.from_array(self._channel.receive(self._sampling_rank(replica)))
             if plan is not self._idle:
-                outputs += self._schedulers[replica, lane].record(plan, result or _NOTHING)
+                outputs += self._schedulers[replica, lane].record(plan, result or StepOutput())
         for output in outputs:
             if output.finish_reason is not None:
                 self._home.pop(output.request_id, None)
@@ -377,7 +365,7 @@ class Engine:
                 continue
             result = self._runner.execute(StepPlan.from_array(message[1:]))
             if result is not None and len(result.tokens):
-                self._channel.send(pack_result(result), self._channel.root)
+                self._channel.send(result.to_array(), self._channel.root)
 
     # ---- set-up ------------------------------------------------------------------------------
 
@@ -407,3 +395,89 @@ class Engine:
         return self._channel.ranks[
             grid.rank(**{axis: coordinate.get(axis, 0) for axis in grid.sizes})
         ]
+
+
+_BUFFER = "--inference-dynamic-batching-buffer-size-gb"
+_PAGES_WITHOUT_ATTENTION = 2**20  # of a model whose layers are all recurrent
+_DTYPES = {"auto": None, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+def cache_dtype(options: EngineOptions, model: GenerationModel) -> torch.dtype | None:
+    """Return the dtype of keys and values in pages; None: that of the model.
+
+    Raises ConfigError on a GPU, whose kernels read the dtype of the model only, and
+    MissingDependency if the compiled kernels that batch invariance needs cannot read the dtype.
+    """
+    flag = f"--inference-kv-cache-dtype {options.kv_cache}"
+    dtype = _DTYPES[options.kv_cache]
+    if dtype is None:
+        return None
+    if device.is_cuda(model.device):
+        raise ConfigError(
+            f"{flag} runs on a CPU only: use auto; a model in bf16 has keys and values of 16 bits"
+        )
+    if options.batch_invariant and not cpu_kernels.has("paged_attention", dtype):
+        raise MissingDependency(
+            f"{flag} with --inference-batch-invariant needs compiled kernels of this version: "
+            "python setup.py build_ext --inplace"
+        )
+    return dtype
+
+
+def num_fitting_pages(runner: ModelRunner, buffer_bytes: int, channel: ControlChannel) -> int:
+    """Return how many pages fit into every rank's buffer.
+
+    An idle step of ``runner``, whose cache has one page, shows what the layers store.  Collective
+    over all ranks.  Raises ConfigError if no page fits.
+    """
+    runner.execute(idle_plan(runner.model, 1, 1))
+    cost = runner.cache.bytes_per_page
+    fitting = buffer_bytes // cost if cost else _PAGES_WITHOUT_ATTENTION
+    found = torch.tensor([fitting])
+    channel.all_reduce_min(found)
+    num_pages = int(found)
+    if num_pages == 0:
+        raise ConfigError(
+            f"{_BUFFER} {buffer_bytes / 2**30:g}: the KV cache holds no page of "
+            f"{runner.cache.page_size} tokens, which takes {cost} bytes; give more"
+        )
+    return num_pages
+
+
+def allocate(
+    runner: ModelRunner, like: PagedCache, buffer_bytes: int, channel: ControlChannel
+) -> bool:
+    """Allocate the cache for the layers of ``like``; return if there are recurrent layers.
+
+    Collective over all ranks.  Raises ConfigError on all if one has too little memory.
+    """
+    cache = runner.cache
+    world = runner.model.groups.world
+    lacking = world.size()
+    try:
+        cache.allocate(like)
+    except (RuntimeError, MemoryError):  # of torch: it only allocates
+        lacking = world.rank()
+        cache.clear()
+    found = torch.tensor([lacking, not like.states])
+    channel.all_reduce_min(found)
+    lacking, is_stateless = found.tolist()
+    if lacking < world.size():
+        size = cache.num_pages * like.bytes_per_page
+        raise ConfigError(
+            f"{_BUFFER} {buffer_bytes / 2**30:g}: rank {lacking} has too little memory for "
+            f"the KV cache of {cache.num_pages} pages of {cache.page_size} tokens, "
+            f"{size / 2**30:.3g} GB on this rank; lower it"
+        )
+    return not is_stateless
+
+
+def idle_plan(model: GenerationModel, num_pages: int, slots: int) -> StepPlan:
+    """Return a step of one row in the cache's extra page and slot, without output."""
+
+    def ints(*values: int) -> Integers:
+        return np.array(values, dtype=np.int64)
+
+    segment = Segment(slots, 0, ints(0), ints(num_pages), NO_INTEGERS)
+    source = (0,) if model.decoder_start is not None else ()
+    return StepPlan([segment], [Admission(slots, {}, source=source)])

@@ -1,4 +1,4 @@
-"""Sizes of a generation engine.  No torch."""
+"""Sizes of a generation engine, asked for and resolved.  No torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class EngineOptions:
     of longest sequences that the cache holds.  ``guaranteed_fraction`` of the pages is reserved for
     running requests when another one starts.  ``weights`` and ``batch_invariant`` are properties of
     the model too: see `use_fast_linears`.  ``kv_cache``: format of keys and values in pages, "auto"
-    is that of the model.  ``draft_model``: what gives the ``num_draft_tokens``:
-    earlier text, or the model's layers for multi-token prediction.  Raises ConfigError for a value
-    that is out of range.
+    is that of the model.  ``draft_model``: source of the ``num_draft_tokens``: earlier text, or
+    the model's layers for multi-token prediction.  Raises ConfigError for a value that is out of
+    range.
     """
 
     buffer_bytes: int = 2**30
@@ -103,3 +103,20 @@ class EngineOptions:
                 "ask for 1 draft token or more"
             )
         return min(num_mtp_layers, self.num_draft_tokens)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes of the engine; a request holds one of ``max_requests`` slots while it runs."""
+
+    page_size: int
+    num_pages: int
+    max_requests: int
+    max_step_tokens: int
+    max_sequence_length: int
+    max_waiting: int
+    has_prefix_cache: bool = True
+    has_recurrent_layers: bool = False  # their state is not in pages: nothing can be shared
+    num_draft_tokens: int = 0
+    num_draft_layers: int = 0  # MTP layers that draft; 0: drafts come from earlier text
+    num_reserved_pages: int = 0  # kept for requests that run: none starts with fewer free

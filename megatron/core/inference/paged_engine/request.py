@@ -1,19 +1,34 @@
-"""A request to the engine, and what the engine reports of it.  Tokens only, no text."""
+"""Requests to the engine, and what it reports of them: token ids and images, no text.  No torch.
+
+Each embedding of an image is a row of the prompt.  Its id is `FIRST_ID` or more and holds its
+image, by the pixels, and its place in the image: requests with equal images share their pages.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.core.config.errors import MegatronError
-from megatron.core.inference.paged_engine.prompt_images import PromptImage
+from megatron.core.inference.paged_engine.options import EngineLimits
 from megatron.core.inference.sampling_params import SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+FIRST_ID = 1 << 62
+PLACE_BITS = 20
+_KEY_BITS = 62 - PLACE_BITS
+_LARGEST_BIAS = 100.0  # of a token's logit, as in OpenAI's API
+_LARGEST_PENALTY = 10  # for lengths: their power is a finite number above 0
 
 
 class RequestError(MegatronError, ValueError):
@@ -49,6 +64,61 @@ class Matcher(Protocol):
         """Advance by an allowed token, which does not end the text."""
 
 
+@dataclass(frozen=True, eq=False)
+class PromptImage:
+    """An image of a prompt: ``pixels`` f32 [t, 3, H, W] of its tiles, and how many rows it has.
+
+    ``size``: what the model must know of an image whose tiles it arranges (rows and columns of
+    tiles, height and width in pixels), or that has any size (patches along time, height and width;
+    ``pixels`` are then [blocks, 4, values of a patch]).
+    """
+
+    pixels: npt.NDArray[np.float32]
+    num_rows: int
+    size: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert 0 < self.num_rows < 1 << PLACE_BITS, f"an image of {self.num_rows} rows has no ids"
+
+    @cached_property
+    def key(self) -> int:
+        """The image's content as a number."""
+        seen = hashlib.blake2b(repr((self.pixels.shape, self.size)).encode(), digest_size=8)
+        seen.update(np.ascontiguousarray(self.pixels).tobytes())
+        return int.from_bytes(seen.digest()) >> (64 - _KEY_BITS)
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of its rows."""
+        first = FIRST_ID + (self.key << PLACE_BITS)
+        return list(range(first, first + self.num_rows))
+
+    def to_json(self) -> list[object]:
+        """Return number of rows, size, shape, and pixels as base64 of little-endian float32."""
+        pixels = np.ascontiguousarray(self.pixels, "<f4")
+        data = base64.b64encode(pixels.tobytes()).decode()
+        return [self.num_rows, list(self.size), list(pixels.shape), data]
+
+    @staticmethod
+    def from_json(found: Sequence[Any]) -> PromptImage:
+        """Return the image that `to_json` wrote."""
+        num_rows, size, shape, data = found
+        pixels = np.frombuffer(bytearray(base64.b64decode(data)), "<f4").reshape(shape)
+        return PromptImage(pixels.astype(np.float32, copy=False), num_rows, tuple(size))
+
+
+def text_of(ids: Iterable[int]) -> list[int]:
+    """Return the ids of a prompt that are tokens of text."""
+    return [token for token in ids if token < FIRST_ID]
+
+
+def starts_of_images(ids: Ids) -> list[int]:
+    """Return where the first row of each image is."""
+    is_first = (ids >= FIRST_ID) & ((ids - FIRST_ID) % (1 << PLACE_BITS) == 0)
+    found: list[int] = np.flatnonzero(is_first).tolist()
+    return found
+
+
 @dataclass(frozen=True)
 class BeamParams:
     """Beam search with ``width`` beams.  A score is sum of log-probs / length ** length_penalty.
@@ -63,14 +133,13 @@ class BeamParams:
 
 @dataclass(eq=False)
 class Request:
-    """One sequence to generate.  The fields after ``params`` belong to the engine.
+    """One sequence to generate.  The fields after ``matcher`` belong to the engine.
 
-    ``prompt``: token ids, of the decoder; ``source``: those that an encoder reads.  ``images``:
-    those whose ids the prompt has.
-    ``grammar``: a constraint as its kind ("json_schema", "regex", "lark", "choice") and its text;
-    ``matcher`` is what follows it.
-    ``fork_of``: id of a request that was added before with the same prompt, whose pages this one
-    shares as soon as they hold the prompt.  ``beam``: search instead of sampling.
+    ``prompt``: token ids, of the decoder; ``source``: token ids for an encoder.  ``images``: those
+    whose ids the prompt has.  ``grammar``: a constraint as its kind ("json_schema", "regex",
+    "lark", "choice") and its text; ``matcher`` follows it.  ``fork_of``: id of a request that was
+    added before with the same prompt, whose pages this one shares as soon as they hold the prompt.
+    ``beam``: search instead of sampling.
     """
 
     request_id: str
@@ -129,3 +198,136 @@ class RequestOutput(NamedTuple):
     error: str = ""
     beams: tuple[Beam, ...] = ()
     error_param: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that have not their defaults, as JSON values."""
+        defaults = self._field_defaults
+        found = {k: v for k, v in self._asdict().items() if v != defaults.get(k)}
+        for name in ("new", "prompt_scores"):
+            if name in found:
+                found[name] = _tokens_to_json(found[name])
+        if self.beams:
+            beams = [[_tokens_to_json(b.tokens), b.score, b.finish_reason] for b in self.beams]
+            found["beams"] = beams
+        return found
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> RequestOutput:
+        """Return the output that `to_json` wrote."""
+        lists = {name: _tokens_from_json(found.get(name, ())) for name in ("new", "prompt_scores")}
+        beams = tuple(
+            Beam(_tokens_from_json(tokens), score, reason)
+            for tokens, score, reason in found.get("beams", ())
+        )
+        return RequestOutput(**{**found, **lists, "beams": beams})
+
+
+def _tokens_to_json(tokens: tuple[TokenOutput, ...]) -> list[list[object]]:
+    return [[int(t.token), float(t.log_prob), [list(pair) for pair in t.top]] for t in tokens]
+
+
+def _tokens_from_json(found: Any) -> tuple[TokenOutput, ...]:
+    return tuple(TokenOutput(t, p, tuple((i, q) for i, q in top)) for t, p, top in found)
+
+
+# ---- checks ------------------------------------------------------------------------------------
+
+
+def generation_length(request: Request, limits: EngineLimits) -> int:
+    """Return how many tokens a request generates at most; RequestError: it can never run."""
+    params = request.params
+    length = len(request.prompt)
+    if not length:
+        raise RequestError("prompt has no tokens: give at least one")
+    wanted = 0 if params.prompt_log_probs_only else params.num_tokens_to_generate
+    longest = limits.max_sequence_length - (wanted > 0)
+    if length > longest:
+        raise RequestError(
+            f"prompt has {length} tokens, but at most {longest} fit into a sequence of "
+            f"{limits.max_sequence_length}: shorten it or raise --inference-max-seq-length"
+        )
+    max_new = min(wanted, limits.max_sequence_length - length)
+    num_pages = -(-max(length, length + max_new - 1) // limits.page_size)
+    if num_pages > limits.num_pages:
+        raise RequestError(
+            f"prompt of {length} tokens and {max_new} to generate need {num_pages} pages of "
+            f"{limits.page_size} tokens, but the cache has {limits.num_pages}: ask for fewer "
+            "tokens or raise --inference-dynamic-batching-buffer-size-gb",
+            "num_tokens_to_generate" if max_new else "prompt",
+        )
+    return max_new
+
+
+def check_grammar(request: Request) -> None:
+    """Raise RequestError if a request has a grammar that cannot be followed."""
+    if request.grammar is not None and request.matcher is None:
+        raise RequestError("this engine has no grammars: leave it out", "grammar")
+    if request.matcher is not None and request.matcher.error:
+        raise RequestError(request.matcher.error, "grammar")
+    if request.matcher is not None and request.params.min_tokens:
+        raise RequestError(
+            f"min_tokens {request.params.min_tokens} does not go with a grammar, which decides "
+            "where the text ends: leave one out",
+            "min_tokens",
+        )
+
+
+def check_beam(request: Request) -> None:
+    """Raise RequestError if a request with beams asks for something that beam search lacks."""
+    if request.beam is None:
+        return
+    if request.beam.width < 1:
+        raise RequestError(f"beam width {request.beam.width}: give 1 or more", "beam_width")
+    penalty = request.beam.length_penalty
+    if not -_LARGEST_PENALTY <= penalty <= _LARGEST_PENALTY:  # also NaN
+        raise RequestError(
+            f"length_penalty {penalty:g}: give a number from {-_LARGEST_PENALTY} to "
+            f"{_LARGEST_PENALTY}",
+            "length_penalty",
+        )
+    neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    for name, value in neutral.items():
+        if (found := getattr(request.params, name)) != value:
+            raise RequestError(f"{name} {found} has no effect on beam search: leave it out", name)
+    if request.params.logit_bias:
+        raise RequestError("logit_bias has no effect on beam search: leave it out", "logit_bias")
+    if request.grammar is not None or request.matcher is not None:
+        raise RequestError("beam search does not support a grammar: leave one out", "grammar")
+
+
+def check_tokens(request: Request, vocab_size: int) -> None:
+    """Raise RequestError if a token id of a request is not one of the model's."""
+    last = vocab_size - 1
+    params = request.params
+    if request.images:
+        _check_images(request)
+    ids = {
+        "prompt": text_of(request.prompt) if request.images else request.prompt,
+        "source": request.source,
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+        "forbidden_after": [token for group in params.forbidden_after for token in group],
+    }
+    for param, tokens in ids.items():
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token <= last:
+                text = f"{param} has token {token}: token ids of this model are 0 to {last}"
+                raise RequestError(text, param)
+    for token, bias in params.logit_bias.items():
+        if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:  # also NaN
+            text = f"logit_bias of token {token} is {bias}: give a number from -100 to 100"
+            raise RequestError(text, "logit_bias")
+
+
+def _check_images(request: Request) -> None:
+    """Raise RequestError if the prompt has other images than the request, or wants their scores."""
+    named = {token - token % (1 << PLACE_BITS) for token in request.prompt if token >= FIRST_ID}
+    if named != {image.ids[0] for image in request.images}:
+        raise RequestError("prompt has ids of other images than the request: give all its images")
+    params = request.params
+    if params.return_prompt_log_probs or params.prompt_log_probs_only:
+        raise RequestError(
+            "log-probabilities of a prompt with images: an image is no token; ask for those of the "
+            "generated tokens",
+            "return_prompt_log_probs",
+        )

@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request that waits or runs.
+"""The state of a request that waits or runs, and its draft tokens.
 
 Position p holds token p of prompt + output.  The row of position p gives the log-probabilities of
 token p + 1.  A request is ready to sample when the rows of all its tokens but the last are done.
@@ -6,23 +6,101 @@ token p + 1.  A request is ready to sample when the rows of all its tokens but t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 
 from megatron.core.inference.paged_engine.pages import PagePool
-from megatron.core.inference.paged_engine.prompt_images import starts_of_images, text_of
-from megatron.core.inference.paged_engine.request import FinishReason, Request, TokenOutput
-from megatron.core.inference.paged_engine.speculation import Speculation
+from megatron.core.inference.paged_engine.request import (
+    FinishReason,
+    Request,
+    TokenOutput,
+    starts_of_images,
+    text_of,
+)
 from megatron.core.inference.paged_engine.step_plan import (
     NO_INTEGERS,
+    NO_TOKEN,
     SAMPLE,
     Admission,
     Integers,
 )
 
+_LONGEST, _SHORTEST = 3, 2  # n-grams that are looked up
 _SAMPLE_ONLY: Integers = np.array([SAMPLE], dtype=np.int64)
+
+
+class NgramLookup:
+    """Earlier text of a request; what followed its last tokens before is their draft."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens, in constant time for each."""
+        known = self._tokens
+        for token in tokens:
+            for n in range(_SHORTEST, min(_LONGEST, len(known)) + 1):
+                self._next[tuple(known[-n:])] = len(known)
+            known.append(token)
+
+    def draft(self, limit: int) -> list[int]:
+        """Return the tokens after the last occurrence of the longest n-gram that was seen before.
+
+        If that is less than ``limit`` tokens ago, the text repeats itself: so does the draft.
+        """
+        known = self._tokens
+        for n in range(_LONGEST, _SHORTEST - 1, -1):
+            at = self._next.get(tuple(known[-n:]))
+            if at is not None and len(known) >= n:
+                period = known[at : at + limit]
+                return [period[i % len(period)] for i in range(limit)]
+        return []
+
+
+class Speculation:
+    """Draft tokens of one request; a step processes them and samples after each of them.
+
+    The noise of a sample depends on seed, position and token only, so the samples up to the first
+    that differs from its draft are the tokens of steps without drafts.
+
+    ``prompt``: earlier text to look drafts up in; None: MTP layers offer them.  The draft length
+    adapts to recent acceptance: it doubles, up to ``max_tokens``, after a step that accepted all
+    drafts; else it becomes the number of tokens that the step gave.
+    """
+
+    def __init__(self, max_tokens: int, prompt: Sequence[int] | None) -> None:
+        self._lookup = None if prompt is None else NgramLookup(prompt)
+        self._offered: list[int] = []
+        self._max_tokens = max_tokens
+        self._num_tokens = max_tokens
+
+    def draft(self, limit: int) -> list[int]:
+        """Return at most ``limit`` drafts."""
+        limit = min(limit, self._num_tokens)
+        if limit <= 0:
+            return []
+        return self._offered[:limit] if self._lookup is None else self._lookup.draft(limit)
+
+    @property
+    def num_next(self) -> int:
+        """Largest number of drafts that the step after the next one may have."""
+        return min(2 * self._num_tokens, self._max_tokens)
+
+    def record(self, num_drafts: int, new: Sequence[int], offered: Sequence[int] = ()) -> None:
+        """Append the tokens of a step that had ``num_drafts`` drafts.
+
+        ``offered``: drafts of MTP layers after them, up to the first `NO_TOKEN`.
+        """
+        if self._lookup is not None:
+            self._lookup.extend(new)
+        self._offered = list(takewhile(lambda token: token != NO_TOKEN, offered))
+        if num_drafts:
+            self._num_tokens = self.num_next if len(new) > num_drafts else len(new)
 
 
 class GrowingInts:
@@ -155,13 +233,16 @@ class RequestState:
         params["seed"] = self.seed
         params["top_n_logprobs"] = self.num_top
         params["stop_token_ids"] = sorted(self.end_tokens)
-        history = tuple(text_of(self.tokens.to_list())) if found.has_penalty else ()
-        source = tuple(self.request.source)
-        slot = self.request.slot
-        length = self.tokens.size
-        starts = starts_of_images(self.tokens.values[:length]) if self.request.images else ()
+        tokens = self.tokens.values[: self.tokens.size]
         return Admission(
-            slot, params, history, self.num_prompt, source, length, image_starts=tuple(starts)
+            self.request.slot,
+            params,
+            history=tuple(text_of(tokens.tolist())) if found.has_penalty else (),
+            num_prompt=self.num_prompt,
+            source=tuple(self.request.source),
+            start_length=self.tokens.size,
+            image_starts=tuple(starts_of_images(tokens)) if self.request.images else (),
+            images=self.request.images,
         )
 
     def targets(self, end: int) -> Integers:

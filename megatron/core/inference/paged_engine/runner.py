@@ -11,25 +11,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.diagnostics.fault_injection import fault_point
-from megatron.core.inference.paged_engine.batch_view import BatchView
-from megatron.core.inference.paged_engine.cache import PagedCache
+from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
 from megatron.core.inference.paged_engine.decode_graphs import DecodeGraphs
 from megatron.core.inference.paged_engine.draft_model import DraftModel
-from megatron.core.inference.paged_engine.images import ImageStore
-from megatron.core.inference.paged_engine.prompt_images import FIRST_ID
-from megatron.core.inference.paged_engine.request import Request
-from megatron.core.inference.paged_engine.slot_positions import SlotPositions
+from megatron.core.inference.paged_engine.request import (
+    FIRST_ID,
+    PLACE_BITS,
+    Ids,
+    PromptImage,
+    Request,
+)
 from megatron.core.inference.paged_engine.step_plan import (
     Admission,
     Integers,
+    StepOutput,
     StepPlan,
-    StepResult,
 )
 from megatron.core.inference.sampling.sampler import Sampler
 from megatron.core.inference.sampling_params import SamplingParams
@@ -145,7 +148,7 @@ class ModelRunner:
         self._sent_dtype = torch.float32 if c.fp32_residual_connection else c.params_dtype
 
     @torch.no_grad()
-    def execute(self, plan: StepPlan) -> StepResult | None:
+    def execute(self, plan: StepPlan) -> StepOutput | None:
         """Run one step; return the result on the rank that samples, None on the others.
 
         Collective over tp and pp of the replica, and over ep.
@@ -154,12 +157,9 @@ class ModelRunner:
         fault_point("inference.step", step=self._num_steps)
         sources = [a for a in plan.admissions if a.source]
         for admission in plan.admissions:
-            images = plan.images.get(admission.slot, ())
-            self._slots.admit(admission, images)
-            if self._sampler is not None:
-                self._sampler.admit(admission)
-            if self._images is not None:
-                self._images.admit(admission.slot, images)
+            for holder in (self._slots, self._sampler, self._images):
+                if holder is not None:
+                    holder.admit(admission)
         self.cache.copy_pages(plan.copies)
         if not plan.segments:
             return None
@@ -317,3 +317,62 @@ def _runs_alone(model: GenerationModel) -> bool:
         and model.config.num_moe_experts is None
         and model.decoder_start is None
     )
+
+
+class ImageStore:
+    """Embeddings of the images of running requests, on a rank of the first stage.
+
+    ``encode(pixels [t, 3, H, W], sizes)`` returns the rows [n, h]; collective over the
+    tensor-parallel group; see `GenerationModel`.  An image is encoded when a step first has rows of
+    it: never if the prefix cache has all.  ``weight_version()`` changes with the weights, which
+    makes embeddings old.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[Tensor, Tensor | None], Tensor],
+        device: torch.device,
+        weight_version: Callable[[], int],
+    ) -> None:
+        self._weight_version = weight_version
+        self._encoded_by = weight_version()
+        self._encode = encode
+        self._device = device
+        self._of_slot: dict[int, tuple[PromptImage, ...]] = {}
+        self._rows: dict[int, Tensor] = {}  # by key of the image
+
+    def admit(self, admission: Admission) -> None:
+        """Take the images of a request, in place of those of the one before in its slot."""
+        self._of_slot[admission.slot] = admission.images
+        kept = {image.key for held in self._of_slot.values() for image in held}
+        self._rows = {key: rows for key, rows in self._rows.items() if key in kept}
+
+    def embed(self, ids: Ids, text: Callable[[Ids], Tensor]) -> Tensor | None:
+        """Return the embeddings [N, 1, h] of rows ``ids``; None if they are all text.
+
+        ``text`` embeds ids of text, which stand in the places of images too.
+        """
+        of_image = np.flatnonzero(ids >= FIRST_ID)
+        if not len(of_image):
+            return None
+        if self._encoded_by != (version := self._weight_version()):
+            self._rows.clear()
+            self._encoded_by = version
+        embedded = text(np.where(ids >= FIRST_ID, 0, ids))
+        keys, places = np.divmod(ids[of_image] - FIRST_ID, 1 << PLACE_BITS)
+        for key in dict.fromkeys(keys.tolist()):
+            mine = keys == key
+            rows = self._encoded(key)[torch.from_numpy(places[mine]).to(self._device)]
+            at = torch.from_numpy(of_image[mine]).to(self._device)
+            embedded[at, 0] = rows.to(embedded.dtype)
+        return embedded
+
+    def _encoded(self, key: int) -> Tensor:
+        if key not in self._rows:
+            known = (image for held in self._of_slot.values() for image in held)
+            image = next(image for image in known if image.key == key)
+            sizes = torch.tensor([image.size], device=self._device) if image.size else None
+            pixels = torch.from_numpy(image.pixels).to(self._device)
+            self._rows[key] = self._encode(pixels, sizes)
+            assert len(self._rows[key]) == image.num_rows, "the ids have been counted"
+        return self._rows[key]

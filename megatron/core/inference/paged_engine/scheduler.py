@@ -13,12 +13,14 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
-from megatron.core.inference.paged_engine.beam import BeamGroup, check_beam_request
-from megatron.core.inference.paged_engine.limits import EngineLimits as EngineLimits
-from megatron.core.inference.paged_engine.limits import check_fork, check_grammar, generation_length
+import numpy as np
+
+from megatron.core.inference.paged_engine.beam import BeamGroup
+from megatron.core.inference.paged_engine.options import EngineLimits
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import (
     Beam,
@@ -29,24 +31,35 @@ from megatron.core.inference.paged_engine.request import (
     RequestOutput,
     RequestStatus,
     TokenOutput,
+    check_beam,
+    check_grammar,
+    generation_length,
 )
-from megatron.core.inference.paged_engine.request_state import RequestState
-from megatron.core.inference.paged_engine.speculation import (
-    MakeDrafter,
-    drafter_of,
-    new_speculation,
-)
+from megatron.core.inference.paged_engine.request_state import RequestState, Speculation
 from megatron.core.inference.paged_engine.step_plan import (
+    NO_INTEGERS,
     NO_TOKEN,
+    SAMPLE,
     Segment,
+    StepOutput,
     StepPlan,
-    StepResult,
 )
-from megatron.core.inference.paged_engine.step_rows import ResultRows, StepBuilder, StepInFlight
-from megatron.core.inference.paged_engine.waiting_queue import WaitingQueue
 
 
-class Scheduler:
+@dataclass
+class PlannedStep:
+    """A plan, the states of its segments, and the version of the weights that execute it.
+
+    ``room``: rows that the plan may still get.
+    """
+
+    room: int
+    weight_version: int
+    plan: StepPlan = field(default_factory=StepPlan)
+    states: list[RequestState] = field(default_factory=list)
+
+
+class RequestScheduler:
     """Requests of one lane.  Lanes share ``pool``; this one owns ``slots``."""
 
     def __init__(
@@ -55,7 +68,6 @@ class Scheduler:
         pool: PagePool,
         slots: range,
         eod: int | None,
-        make_drafter: MakeDrafter | None = None,
     ) -> None:
         self.limits = limits
         self.pool = pool
@@ -63,7 +75,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_drafts = 0
         self.num_accepted_drafts = 0
-        self._make_drafter = make_drafter or drafter_of(limits.num_draft_layers)
         self.admits = True  # False: requests that have not run yet wait
         self._seeds = random.SystemRandom()
         self._slots = list(reversed(slots))
@@ -73,7 +84,7 @@ class Scheduler:
         self._num_children = 0  # requests that wait for the prompt of another one
         self._running: list[RequestState] = []  # by order
         self._num_added = 0
-        self._in_flight: dict[int, StepInFlight] = {}  # by id of the plan
+        self._in_flight: dict[int, PlannedStep] = {}  # by id of the plan
 
     @property
     def num_running(self) -> int:
@@ -100,7 +111,7 @@ class Scheduler:
 
         RequestError: it can never run.  QueueFullError: ``max_waiting`` requests wait already.
         """
-        check_beam_request(request)
+        check_beam(request)
         check_grammar(request)
         max_new = generation_length(request, self.limits)
         first = request.fork_of or ""
@@ -111,8 +122,9 @@ class Scheduler:
         beam = request.beam if max_new else None
         own = request if beam is None else replace(request, output=[])
         state = RequestState(own, (self._num_added, 0), max_new, seed, self.eod)
-        max_drafts = 0 if self.limits.has_recurrent_layers else self.limits.num_draft_tokens
-        state.speculation = new_speculation(request, max_drafts, self._make_drafter)
+        if self._drafts(request):
+            text = None if self.limits.num_draft_layers else request.prompt
+            state.speculation = Speculation(self.limits.num_draft_tokens, text)
         if beam is not None:
             self._groups[request.request_id] = BeamGroup(request, beam, state)
         self._num_added += 1
@@ -137,47 +149,34 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if no request can advance."""
-        step = StepBuilder(self.limits.max_step_tokens, self.limits.num_draft_layers)
-        if self.pool.longest_short is not None:
-            self._pre_empt_long()
-        ready = [s for s in self._running if not (s.is_in_flight or s.is_held) and s.has_mask]
-        prompts = [s for s in ready if s.num_remaining > 1]
-        spare = step.room - len(ready)  # for drafts
-        spare -= sum(s.num_remaining - 1 for s in prompts)
-        for state in ready:
-            if step.room and state.num_remaining == 1 and state.request.slot is not None:
-                drafts = state.draft(spare, self.pool) if state.speculation is not None else ()
-                spare -= self._add_rows(step, state, 1, drafts)
-        for state in prompts:
-            if step.room and state.request.slot is not None:
-                self._add_rows(step, state, min(state.num_remaining, step.room))
+        step = PlannedStep(self.limits.max_step_tokens, self.pool.weight_version)
+        self._pre_empt_long()
+        self._add_running(step)
         self._start_waiting(step)
-        while not step.segments and self._queue and not self._in_flight:
+        while not step.states and self._queue and not self._in_flight:
             held = next((s for s in reversed(self._running) if s.is_held), None)
             if held is None:
                 break
             self._pre_empt(held)  # the beams that it waits for need its slot or pages
             self._start_waiting(step)
-        if not step.segments:
+        if not step.states:
             return None
-        plan = step.plan()
-        self._in_flight[id(plan)] = StepInFlight(plan, step.states, self.pool.weight_version)
-        return plan
+        self._in_flight[id(step.plan)] = step
+        return step.plan
 
-    def record(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take what a plan of `plan` gave; return what it added to its requests."""
-        planned = self._in_flight.pop(id(plan))
-        rows = ResultRows(result, planned.weight_version)
+    def record(self, plan: StepPlan, output: StepOutput) -> list[RequestOutput]:
+        """Take the output of a plan; return what it added to the requests."""
+        step = self._in_flight.pop(id(plan))
+        rows = OutputRows(output, step.weight_version)
         outputs = []
-        for state, segment in zip(planned.states, plan.segments, strict=True):
+        for state, segment in zip(step.states, plan.segments, strict=True):
             state.is_in_flight = False
             if state.is_ended:
                 self._free(state)
-            else:
-                output = self._record_rows(state, segment, rows)
-                if output is not None:
-                    outputs.append(output)
-            rows.advance(len(segment.targets))
+            elif (found := self._record_rows(state, segment, rows)) is not None:
+                outputs.append(found)
+            rows.at += len(segment.targets)
+            rows.segment += 1
         return outputs
 
     def invalidate(self, weight_version: int) -> None:
@@ -198,14 +197,38 @@ class Scheduler:
                 f"request_id {request.request_id!r} is in use: give each request its own",
                 "request_id",
             )
-        if parent is not None:
-            check_fork(request, parent.request)
+        own = request.prompt, request.source
+        if parent is not None and own != (parent.request.prompt, parent.request.source):
+            raise RequestError(
+                f"the prompt of fork_of {request.fork_of!r} is another one: give the same prompt",
+                "fork_of",
+            )
         if self.num_waiting >= self.limits.max_waiting:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait, the most that the queue holds: try again later"
             )
 
-    def _start_waiting(self, step: StepBuilder) -> None:
+    def _drafts(self, request: Request) -> bool:
+        """Return whether a request has drafts: its samples depend on nothing but the tokens."""
+        limits = self.limits
+        if not limits.num_draft_tokens or limits.has_recurrent_layers:
+            return False
+        # Earlier text repeats the ids of images.
+        params = request.params
+        return not (params.has_penalty or request.matcher or request.beam or request.images)
+
+    def _add_running(self, step: PlannedStep) -> None:
+        """Add a row of each request that generates, with drafts, then parts of prompts."""
+        ready = [s for s in self._running if not (s.is_in_flight or s.is_held) and s.has_mask]
+        num_spare = step.room - sum(s.num_remaining for s in ready)  # for drafts
+        for state in sorted(ready, key=lambda s: s.num_remaining > 1):
+            if not step.room or state.request.slot is None:  # pre-empted for a page of another one
+                continue
+            count = min(state.num_remaining, step.room)
+            drafts = state.draft(num_spare, self.pool) if state.num_remaining == 1 else ()
+            num_spare -= self._add_rows(step, state, count, drafts)
+
+    def _start_waiting(self, step: PlannedStep) -> None:
         """Start requests in the order of their arrival, as long as slots, pages and rows last."""
         while step.room and self._slots and self._queue:
             state = self._queue.first()
@@ -214,7 +237,7 @@ class Scheduler:
                 break
             self._add_rows(step, state, min(state.num_remaining, step.room))
 
-    def _start(self, step: StepBuilder, state: RequestState) -> bool:
+    def _start(self, step: PlannedStep, state: RequestState) -> bool:
         """Give the first waiting request pages and a slot; False if too few pages are free."""
         state.choose_frequencies(self.pool)
         pages, num_tokens = self._reusable_pages(state)
@@ -228,7 +251,7 @@ class Scheduler:
         more = self.pool.allocate(num_more)
         assert more is not None, "pages were counted wrongly"
         if num_full < len(pages):  # this request writes to the rest of that page
-            step.copies.append((pages[num_full], more[0]))
+            step.plan.copies.append((pages[num_full], more[0]))
         for page in (*full, *more):
             state.pages.append(page)
         self._queue.pop()
@@ -241,7 +264,7 @@ class Scheduler:
         if state.num_cached_prompt_tokens is None:
             state.num_cached_prompt_tokens = num_tokens
         insort(self._running, state, key=_ORDER)
-        step.admit(state)
+        step.plan.admissions.append(state.admission())
         return True
 
     def _reusable_pages(self, state: RequestState) -> tuple[list[int], int]:
@@ -263,30 +286,48 @@ class Scheduler:
         return found, num_tokens
 
     def _add_rows(
-        self, step: StepBuilder, state: RequestState, count: int, drafts: Sequence[int] = ()
+        self, step: PlannedStep, state: RequestState, count: int, drafts: Sequence[int] = ()
     ) -> int:
         """Add the next rows of a running request and drafts; return the number of drafts added.
 
         The rows may need a page, for which requests are pre-empted; for drafts none is.  Drafts of
         MTP layers beyond their number take entries behind the rows.
         """
-        end = state.request.num_cached + count
+        request = state.request
+        start = request.num_cached
+        end = start + count
         num_pages = self.pool.pages_for(end)
         if num_pages > state.pages.size and not self._add_page(state):
             return 0
-        if state.speculation is None:
-            step.add(state, count, (), num_pages)
-            return 0
-        layers = self.limits.num_draft_layers
-        samples = end == state.goal and state.generates
-        num_wanted = state.num_wanted_drafts if layers and samples else 0
-        num_behind = max(num_wanted - layers, 0)
-        num_more = self.pool.pages_for(end + len(drafts) + num_behind) - state.pages.size
-        for page in self.pool.allocate(max(num_more, 0)) or ():
-            state.pages.append(page)
-        drafts = drafts[: state.pages.size * self.pool.page_size - end]
-        num_pages = self.pool.pages_for(end + len(drafts) + num_behind)
-        step.add(state, count, drafts, min(num_pages, state.pages.size), num_wanted)
+        assert request.slot is not None, "a request without a slot does not run"
+        num_ahead = self.limits.num_draft_layers
+        num_wanted = 0
+        if state.speculation is not None:
+            if num_ahead and end == state.goal and state.generates:
+                num_wanted = state.num_wanted_drafts
+            num_behind = max(num_wanted - num_ahead, 0)
+            num_more = self.pool.pages_for(end + len(drafts) + num_behind) - state.pages.size
+            for page in self.pool.allocate(max(num_more, 0)) or ():
+                state.pages.append(page)
+            drafts = drafts[: state.pages.size * self.pool.page_size - end]
+            num_pages = self.pool.pages_for(end + len(drafts) + num_behind)
+        tokens = state.tokens.values[start:end]
+        targets = state.targets(end)
+        if drafts:
+            tokens = np.concatenate([tokens, np.array(drafts, dtype=np.int64)])
+            targets = np.full(1 + len(drafts), SAMPLE, dtype=np.int64)
+        if request.matcher is not None and end == state.goal:
+            step.plan.masks[request.slot] = request.matcher.allowed().astype(np.int64)
+        pages = state.pages.values[: min(num_pages, state.pages.size)]
+        ahead = NO_INTEGERS
+        if num_ahead:
+            ahead = state.tokens.values[end : min(end + num_ahead, state.tokens.size)]
+        step.plan.segments.append(
+            Segment(request.slot, start, tokens, pages, targets, ahead, num_wanted)
+        )
+        step.states.append(state)
+        step.room -= len(tokens)
+        state.is_in_flight = True
         return len(drafts)
 
     def _add_page(self, state: RequestState) -> bool:
@@ -311,6 +352,8 @@ class Scheduler:
 
         The keys of all their tokens are then computed again with the long ones.
         """
+        if self.pool.longest_short is None:
+            return
         for state in list(self._running):
             if state.is_long != self.pool.is_long(state.tokens.size) and not state.is_in_flight:
                 self._pre_empt(state)
@@ -358,7 +401,7 @@ class Scheduler:
         state.children = []
 
     def _record_rows(
-        self, state: RequestState, segment: Segment, rows: ResultRows
+        self, state: RequestState, segment: Segment, rows: OutputRows
     ) -> RequestOutput | None:
         """Add the rows of one segment to its request; return what it reports, if anything."""
         request = state.request
@@ -407,7 +450,7 @@ class Scheduler:
         )
 
     def _accept(
-        self, state: RequestState, rows: ResultRows, first: int, drafts: list[int]
+        self, state: RequestState, rows: OutputRows, first: int, drafts: list[int]
     ) -> tuple[tuple[TokenOutput, ...], FinishReason | None]:
         """Add the token of row ``first``, and those after it while they follow their drafts."""
         if state.speculation is None:
@@ -448,3 +491,69 @@ class Scheduler:
 
 
 _ORDER = attrgetter("order")
+
+
+class OutputRows:
+    """Output rows of a step; ``at``: the first row of the current segment, ``segment``."""
+
+    def __init__(self, output: StepOutput, weight_version: int) -> None:
+        self.at = self.segment = 0
+        self.weight_version = weight_version
+        self._output = output
+        self._tokens = output.tokens.tolist()
+        self._log_probs = output.log_probs.tolist()
+
+    def drafts(self) -> list[int]:
+        """Return what MTP layers expect after the tokens of the segment."""
+        found = self._output.drafts
+        return found[self.segment].tolist() if len(found) else []
+
+    def output(self, row: int, num_top: int) -> TokenOutput:
+        """Return row ``row`` of the segment with its ``num_top`` most likely tokens."""
+        row += self.at
+        top: tuple[tuple[int, float], ...] = ()
+        if num_top:
+            tokens = self._output.top_tokens[row, :num_top].tolist()
+            log_probs = self._output.top_log_probs[row, :num_top].tolist()
+            top = tuple(zip(tokens, log_probs, strict=True))
+        return TokenOutput(self._tokens[row], self._log_probs[row], top)
+
+
+class WaitingQueue:
+    """A heap by arrival: a pre-empted request is first again.
+
+    A removed request leaves its entry in the heap until that is first, or until such entries are
+    most of the heap: `remove` takes constant time on average.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], RequestState]] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, state: RequestState) -> None:
+        """Add a request that is not in the queue and was not removed from it."""
+        state.is_queued = True
+        heappush(self._heap, (state.order, state))
+        self._size += 1
+
+    def first(self) -> RequestState:
+        """Return the request that arrived first."""
+        while not self._heap[0][1].is_queued:
+            heappop(self._heap)
+        return self._heap[0][1]
+
+    def pop(self) -> None:
+        """Remove the request that `first` has returned."""
+        heappop(self._heap)[1].is_queued = False
+        self._size -= 1
+
+    def remove(self, state: RequestState) -> None:
+        """Remove a request for good, wherever it is in the queue."""
+        state.is_queued = False
+        self._size -= 1
+        if len(self._heap) > 2 * self._size + 64:
+            self._heap = [entry for entry in self._heap if entry[1].is_queued]
+            heapify(self._heap)

@@ -15,9 +15,9 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.inference.paged_engine.cache import PagedCache
-from megatron.core.inference.paged_engine.collective_engine import CollectiveEngine
 from megatron.core.inference.paged_engine.decode_graphs import captured_sizes
 from megatron.core.inference.paged_engine.engine import EngineOptions
+from megatron.core.inference.v014.collective_engine import CollectiveEngine
 from megatron.core.transformer.kv_cache import Core, PositionBias, State
 
 _ROUND_TO = 64  # tokens, of Megatron-LM's batches

@@ -15,12 +15,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from megatron.core.inference.paged_engine.collective_engine import CollectiveEngine, TimedOutput
 from megatron.core.inference.paged_engine.engine import EngineOptions
-from megatron.core.inference.paged_engine.prompt_images import PromptImage, text_of
-from megatron.core.inference.paged_engine.request import FinishReason, Request, TokenOutput
-from megatron.core.inference.sampling.one_step import sample_tokens
+from megatron.core.inference.paged_engine.request import (
+    FinishReason,
+    PromptImage,
+    Request,
+    TokenOutput,
+    text_of,
+)
+from megatron.core.inference.sampling.choice import sample_tokens
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.v014.collective_engine import CollectiveEngine, TimedOutput
 from megatron.core.inference.v014.requests import (
     AsyncStream,
     DynamicInferenceRequest,

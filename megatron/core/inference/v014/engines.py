@@ -20,10 +20,10 @@ from torch import Tensor
 
 from megatron.core.config.errors import ConfigError, MegatronError
 from megatron.core.diagnostics.log_once import warn_once
-from megatron.core.inference.paged_engine.collective_engine import CollectiveEngine
 from megatron.core.inference.paged_engine.request import Request, RequestError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import Counter
+from megatron.core.inference.v014.collective_engine import CollectiveEngine
 from megatron.core.inference.v014.contexts import (
     ChunkOverflowError,
     DynamicInferenceContext,

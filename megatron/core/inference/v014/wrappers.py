@@ -23,7 +23,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.inference import communication_utils as stages
 from megatron.core.inference.paged_engine.runner import GenerationModel, token_of
-from megatron.core.inference.replicated_sequences import ReplicatedSequences
+from megatron.core.inference.v014.collective_engine import ReplicatedSequences
 from megatron.core.inference.v014.contexts import (
     BaseInferenceContext,
     InferenceWrapperConfig,

@@ -13,31 +13,31 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
+from torch import nn
 
 from megatron.core.device import is_cuda
 from megatron.core.inference.fast_linear import FastLinears
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
-from megatron.core.inference.paged_engine.limits import EngineLimits
+from megatron.core.inference.paged_engine.options import EngineLimits
 from megatron.core.inference.paged_engine.request import (
-    Beam,
     Request,
     RequestOutput,
-    TokenOutput,
 )
 from megatron.core.inference.paged_engine.runner import GenerationModel
-from megatron.core.inference.paged_engine.step_plan import Integers
-from megatron.core.inference.replicated_sequences import ReplicatedSequences
+from megatron.core.inference.paged_engine.step_plan import array_to_text, text_to_array
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.rank_grid import RankGrid
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
 class TimedOutput:
-    """What a step added to a request, and how long the step took."""
+    """Output of a request in one step, and how long the step took."""
 
     output: RequestOutput
     elapsed_s: float
@@ -123,13 +123,15 @@ class CollectiveEngine(Engine):
                 if not to_end:
                     break
             self.close()
-            message = _pack(found)
+            items = [[timed.elapsed_s, timed.output.to_json()] for timed in found]
+            message = text_to_array(json.dumps(items))
             for rank in self._channel.ranks[1:]:
                 self._channel.send(message, rank)
             self._channel.flush()
         else:
             self.follow()
-            found = _unpack(self._channel.receive(self._channel.root))
+            text = array_to_text(self._channel.receive(self._channel.root))
+            found = [TimedOutput(RequestOutput.from_json(o), s) for s, o in json.loads(text)]
         return found
 
     def _timed_steps(self, count: int) -> list[TimedOutput]:
@@ -167,31 +169,47 @@ def _groups_of_replica(groups: ProcessGroupCollection) -> ProcessGroupCollection
     )
 
 
-def _pack(found: list[TimedOutput]) -> Integers:
-    """Return outputs as one array: their JSON text."""
-
-    def tokens(items: tuple[TokenOutput, ...]) -> list[object]:
-        return [[t.token, t.log_prob, t.top] for t in items]
-
-    items = []
-    for timed in found:
-        fields = timed.output._asdict()
-        lists = {name: tokens(fields[name]) for name in ("new", "prompt_scores")}
-        beams = [[tokens(b.tokens), b.score, b.finish_reason] for b in timed.output.beams]
-        items.append([timed.elapsed_s, {**fields, **lists, "beams": beams}])
-    return np.frombuffer(json.dumps(items).encode(), dtype=np.uint8).astype(np.int64)
+# Attributes of layers that decide whether a rank holds a part of the sequence, and their values
+# for complete sequences.
+_REPLICATED = {
+    "sequence_parallel": False,
+    "is_sequence_sharded": False,
+    "reduce_scatter_embeddings": False,
+    "overlapped": None,
+}
 
 
-def _unpack(array: Integers) -> list[TimedOutput]:
-    """Return the outputs that `_pack` packed."""
+class ReplicatedSequences:
+    """The layers of ``model`` that shard sequences; none if it has no sequence parallelism."""
 
-    def tokens(items: list[tuple[int, float, list[tuple[int, float]]]]) -> tuple[TokenOutput, ...]:
-        return tuple(TokenOutput(t, p, tuple((a, b) for a, b in top)) for t, p, top in items)
+    def __init__(self, model: nn.Module) -> None:
+        self._sharded: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        configs: dict[int, TransformerConfig] = {}
+        for module in model.modules():
+            attributes = vars(module)
+            changes: dict[str, Any] = {
+                name: value for name, value in _REPLICATED.items() if attributes.get(name)
+            }
+            config = attributes.get("config")
+            if isinstance(config, TransformerConfig) and config.sequence_parallel:
+                if id(config) not in configs:
+                    configs[id(config)] = replace(config, sequence_parallel=False)
+                changes["config"] = configs[id(config)]
+            # Transformer Engine's module is no submodule of its layer.
+            inner = getattr(attributes.get("engine"), "module", None)
+            if isinstance(inner, nn.Module) and vars(inner).get("sequence_parallel"):
+                self._sharded.append((vars(inner), {"sequence_parallel": False}))
+            if changes:
+                self._sharded.append((attributes, changes))
 
-    found = []
-    for elapsed, fields in json.loads(array.astype(np.uint8).tobytes()):
-        lists = {name: tokens(fields[name]) for name in ("new", "prompt_scores")}
-        beams = tuple(Beam(tokens(t), score, reason) for t, score, reason in fields["beams"])
-        output = RequestOutput(**{**fields, **lists, "beams": beams})
-        found.append(TimedOutput(output, elapsed))
-    return found
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let every rank compute complete sequences until the context ends."""
+        before = [{name: held[name] for name in changes} for held, changes in self._sharded]
+        for held, changes in self._sharded:
+            held.update(changes)
+        try:
+            yield
+        finally:
+            for (held, _), values in zip(self._sharded, before, strict=True):
+                held.update(values)
