@@ -47,7 +47,7 @@ class Ours:
         import torch
 
         from megatron.core.inference.paged_engine.options import EngineOptions
-        from megatron.training.inference.generation import open_writer
+        from megatron.inference.generation import open_writer
 
         torch.set_num_threads(1)
         options = EngineOptions(

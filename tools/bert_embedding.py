@@ -18,13 +18,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.inference.embedding import (
+from megatron.inference.embedding import (
     Corpus,
     huggingface_embedder,
     megatron_embedder,
     write_vectors,
 )
+from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.initialize import shut_down
 from megatron.training.preprocess.cli import add_format_arguments, record_format, run_tool
 from megatron.training.process.rank_print import is_rank0

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config.errors import ConfigError, MegatronError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM
+from megatron.inference.engine_flags import engine_options, layout_of
 from megatron.inference.llm import Answer, Prompt
 from megatron.training.arguments.parser import parse_args
-from megatron.training.inference.engine_flags import engine_options, layout_of
 from megatron.training.process.exit_report import exit_code
 from megatron.training.process.rank_print import is_rank0
 

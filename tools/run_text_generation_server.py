@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config.errors import ConfigError, LaunchError, MegatronError
 from megatron.core.inference.grammar import Grammars
 from megatron.core.optional import available
+from megatron.inference.engine_flags import engine_options, layout_of
+from megatron.inference.generation import Writer, open_writer
 from megatron.inference.server.messages import EngineInfo
 from megatron.training.arguments.parser import parse_args
-from megatron.training.inference.engine_flags import engine_options, layout_of
-from megatron.training.inference.generation import Writer, open_writer
 from megatron.training.initialize import shut_down
 from megatron.training.process.exit_report import exit_code
 from megatron.training.process.rank_print import is_rank0

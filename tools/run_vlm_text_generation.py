@@ -23,8 +23,8 @@ from megatron.core.config.errors import ConfigError, DataError, MegatronError
 from megatron.core.datasets.images.decode import decode_image
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
+from megatron.inference.engine_flags import engine_options, layout_of
 from megatron.training.arguments.parser import parse_args
-from megatron.training.inference.engine_flags import engine_options, layout_of
 from megatron.training.process.exit_report import exit_code
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.tokenizer.multimodal_tokenizer import IMAGE_TOKEN, MultimodalTokenizer

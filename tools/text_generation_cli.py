@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from megatron.training.inference.engine_flags import (
+from megatron.inference.engine_flags import (
     add_engine_flags,
     engine_options,
     layout_of,

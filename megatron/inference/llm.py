@@ -28,9 +28,9 @@ from megatron.core.inference.paged_engine.request import (
     text_of,
 )
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference.generation import open_writer
+from megatron.inference.image_prompts import Image, ImagePrompts
 from megatron.inference.text import SampleText, TextDelta, TextRules
-from megatron.training.inference.generation import open_writer
-from megatron.training.inference.image_prompts import Image, ImagePrompts
 from megatron.training.initialize import shut_down
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.tokenizer import MegatronTokenizer

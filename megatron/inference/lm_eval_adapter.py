@@ -7,7 +7,8 @@ ranks call `follow` with the same model arguments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias, cast
 
@@ -16,9 +17,9 @@ from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import QueueFullError, Request, TokenOutput
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.optional import require
-from megatron.inference.text import Detokenizer, StopFinder
-from megatron.training.inference.engine_flags import GenerationLayout
-from megatron.training.inference.generation import DeviceKind, Writer, open_writer
+from megatron.inference.engine_flags import GenerationLayout
+from megatron.inference.generation import DeviceKind, Writer, open_writer
+from megatron.inference.text import SampleText, TextRules
 
 Tokens: TypeAlias = list[int]
 Score: TypeAlias = tuple[float, bool]  # log-probability, whether each token is the most likely one
@@ -181,67 +182,39 @@ class _Adapter:
 
     def _run(
         self, asked: Iterable[tuple[Tokens, SamplingParams, tuple[str, ...]]]
-    ) -> list[_Answer]:
+    ) -> list[_Result]:
         """Run requests to their end, as many at a time as the engine takes."""
         engine = self._writer.engine
-        answers = {}
-        waiting: Iterator[_Answer] = iter(
-            [
-                _Answer(Request(str(i), tokens, params), self._detokenize, stops)
-                for i, (tokens, params, stops) in enumerate(asked)
-            ]
-        )
+        results = {}
+        waiting = iter([(str(i), *request) for i, request in enumerate(asked)])
         following = next(waiting, None)
         while following is not None or engine.has_unfinished:
             try:
                 while following is not None:
-                    engine.add(following.request)
-                    answers[following.request.request_id] = following
+                    name, tokens, params, stops = following
+                    engine.add(Request(name, tokens, params))
+                    rules = TextRules(frozenset({self.eot_token_id}), stops)
+                    results[name] = _Result(SampleText(self._tokenizer.detokenize, rules))
                     following = next(waiting, None)
             except QueueFullError:
                 pass  # the engine has enough to do: the rest waits here
             for output in engine.step():
-                answer = answers[output.request_id]
-                answer.scores += output.prompt_scores
-                if answer.add([item.token for item in output.new]):
+                result = results[output.request_id]
+                result.scores += output.prompt_scores
+                delta = result.state.add(output)
+                result.text += delta.text
+                if isinstance(delta.stopped_by, str):
                     engine.abort(output.request_id)
-        for answer in answers.values():
-            answer.end()
-        return list(answers.values())
-
-    def _detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without the one that ends a text."""
-        return self._tokenizer.detokenize([t for t in tokens if t != self.eot_token_id])
+        return list(results.values())
 
 
-class _Answer:
-    """A request with what it has so far: the scores of its prompt, and its text."""
+@dataclass
+class _Result:
+    """What a request has so far: the scores of its prompt, and its text."""
 
-    def __init__(self, request: Request, decode: Any, stops: tuple[str, ...]) -> None:
-        self.request = request
-        self.text = ""
-        self.scores: list[TokenOutput] = []
-        self._detokenizer = Detokenizer(decode)
-        self._finder = StopFinder(stops)
-        self._is_stopped = False
-
-    def add(self, tokens: Tokens) -> bool:
-        """Append tokens; return whether the text has reached a stop string."""
-        for token in tokens:
-            self._append(self._detokenizer.add(token))
-        return self._is_stopped
-
-    def end(self) -> None:
-        """Append the text that waited for more tokens."""
-        self._append(self._detokenizer.end())
-        if not self._is_stopped:
-            self.text += self._finder.end()
-
-    def _append(self, text: str) -> None:
-        if not self._is_stopped:
-            new, stop = self._finder.add(text)
-            self.text += new
-            self._is_stopped = stop is not None
+    state: SampleText
+    text: str = ""
+    scores: list[TokenOutput] = field(default_factory=list)
 
 
 def _score(found: Sequence[TokenOutput]) -> Score:

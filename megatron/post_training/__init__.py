@@ -15,6 +15,7 @@ register_objectives(
         GRPO: "megatron.post_training.rl.objective:GRPO",
         "teacher": "megatron.post_training.distillation.objective:add_teacher",
         "store": "megatron.post_training.distillation.stored_distillation:add_stored_logits_loss",
+        "eval_generate": "megatron.post_training.eval_generate:EvalGenerate",
         "save": "megatron.post_training.distillation.stored_distillation:save_top_tokens",
     }
 )

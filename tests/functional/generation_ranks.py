@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.training.inference.generation import GenerationLayout, open_writer
+from megatron.inference.generation import GenerationLayout, open_writer
 
 
 def generate(

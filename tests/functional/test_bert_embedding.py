@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.training.inference import embedding, generation
+from megatron.inference import embedding, generation
 from tests.functional.runs import TINY, run_gpt
 from tests.ranks import run_ranks
 from tools import bert_embedding

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.inference.generation import GenerationLayout
+from megatron.inference.generation import GenerationLayout
 from tests.functional.generation_ranks import generate
 from tests.ranks import run_ranks
 from tests.support import selection

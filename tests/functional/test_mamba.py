@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM
-from megatron.training.inference.generation import open_writer
+from megatron.inference.generation import open_writer
 from tests.functional.runs import losses, run_gpt
 from tests.ranks import run_ranks
 

@@ -15,8 +15,8 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import CheckpointReader
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
+from megatron.inference.engine_flags import GenerationLayout
 from megatron.training.conversion.convert import HF, ConversionRequest, convert
-from megatron.training.inference.engine_flags import GenerationLayout
 from tests import tolerances
 from tests.functional.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.training.inference.generation import GenerationLayout, open_writer
+from megatron.inference.generation import GenerationLayout, open_writer
 from tests import tolerances
 from tests.functional.runs import TINY, losses, run_gpt, run_gpt_in_virtual_ranks
 from tests.functional.test_pretrain_gpt import steps

@@ -16,9 +16,8 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.training.inference.engine_flags import GenerationLayout
-from megatron.training.inference.generation import Writer, open_writer
-from megatron.training.inference.refit import TrainingEngine, open_engine
+from megatron.inference.engine_flags import GenerationLayout
+from megatron.inference.generation import TrainingEngine, Writer, open_engine, open_writer
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 from tests import host_gpu

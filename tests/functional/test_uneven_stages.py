@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.inference.generation import GenerationLayout
+from megatron.inference.generation import GenerationLayout
 from tests.functional.generation_ranks import generate
 from tests.functional.runs import run_gpt
 from tests.ranks import run_ranks

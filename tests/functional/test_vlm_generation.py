@@ -100,7 +100,7 @@ def test_the_engine_writes_what_the_logits_say(saved: str) -> None:
 
 
 def written_in(rank: int, world_size: int, load: str, sizes: dict[str, int]) -> list[list[int]]:
-    from megatron.training.inference.generation import GenerationLayout
+    from megatron.inference.generation import GenerationLayout
 
     return written(rank, world_size, load, {"layout": GenerationLayout(**sizes)})
 

@@ -14,8 +14,8 @@ from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import FIRST_ID, PromptImage
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
+from megatron.inference.generation import GenerationLayout
 from megatron.training.conversion.convert import ConversionRequest, convert
-from megatron.training.inference.generation import GenerationLayout
 from tests import tolerances
 from tests.functional.test_vlm_generation import drawn
 from tests.ranks import run_ranks

@@ -63,7 +63,6 @@ TRAINING_LAYERS = (
     {"compat"},
     {"entry"},  # files directly in megatron/training
     {"conversion", "preprocess"},
-    {"inference"},
 )
 _ENTRY_ROW = TRAINING_LAYERS.index({"entry"})
 ENTRY = {"__init__", "initialize", "startup_log", "training"}
@@ -140,7 +139,11 @@ PURE = (
     "megatron/core/pipeline_parallel/simulate.py",
     "megatron/core/pipeline_parallel/zero_bubble.py",
     "megatron/training/config/",
-    "megatron/inference/",  # the front end, and the text of its answers
+    # The front end, the text of its answers, its images, and the flags of tools.
+    "megatron/inference/server/",
+    "megatron/inference/text.py",
+    "megatron/inference/image_prompts.py",
+    "megatron/inference/engine_flags.py",
 )
 
 

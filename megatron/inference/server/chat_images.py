@@ -17,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.request import PromptImage, RequestError
+from megatron.inference.image_prompts import ImagePrompts
 from megatron.inference.server.errors import ApiError
-from megatron.training.inference.image_prompts import ImagePrompts
 
 PARAM = "messages.content.image_url"
 _DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w.=+-]+)*;base64,", re.IGNORECASE)

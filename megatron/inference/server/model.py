@@ -12,11 +12,11 @@ from typing import Any
 from megatron.core.config.errors import DataError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.limited_processes import LimitedProcesses, exceeded, receive, send
+from megatron.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.inference.server import tokenizer_worker
 from megatron.inference.server.errors import ApiError
 from megatron.inference.server.image_worker import LimitedImageProcessor
 from megatron.inference.server.messages import EngineInfo
-from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.multimodal_tokenizer import MultimodalTokenizer
 

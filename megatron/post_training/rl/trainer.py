@@ -20,6 +20,8 @@ from megatron.core.config.value_types import JsonObject
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.parallel.json_collectives import broadcast_json
+from megatron.inference.engine_flags import GenerationLayout
+from megatron.inference.generation import TrainingEngine, open_engine
 from megatron.post_training.reference import ReferencePolicy, score, sum_over_ranks
 from megatron.post_training.rl.environment import (
     open_environments,
@@ -41,8 +43,6 @@ from megatron.post_training.rl.rounds import (
 )
 from megatron.training.config.run import GRPO, RunConfig
 from megatron.training.data.loaders import chunk_iterators, reads_data
-from megatron.training.inference.engine_flags import GenerationLayout
-from megatron.training.inference.refit import TrainingEngine, open_engine
 from megatron.training.models.kind import Batch
 from megatron.training.process.phase import in_phase
 from megatron.training.runtime.context import StepResult

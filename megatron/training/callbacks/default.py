@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from megatron.training.callbacks.user import user_callbacks
 from megatron.training.callbacks.wandb import WandbSink, wandb_folder
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.fault_tolerance import sections
+from megatron.training.models.registry import registered
 from megatron.training.process.rank_print import ranks_here
 from megatron.training.process.signals import catch_stop_signal
 from megatron.training.step.run import Callback, CallbackList, ModelRun
@@ -58,8 +58,7 @@ def _in_order(run: ModelRun) -> Iterator[Callback]:
         yield _straggler(config.resilience)
     yield EvaluationCallback()
     if config.validation.eval_generate is not None:
-        # By name: engines are of a higher layer, and imported for runs that generate.
-        yield pkgutil.resolve_name("megatron.training.inference.eval_generate:EvalGenerate")()
+        yield registered("eval_generate")()
     if config.training.manual_gc:
         yield ManualGC()
     if config.logging.log_progress and config.checkpoint.save and run.is_rank_0:

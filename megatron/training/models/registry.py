@@ -42,7 +42,7 @@ def model_kind_of(config: RunConfig) -> ModelKind:
 
 
 def register_objectives(paths: Mapping[str, str]) -> None:
-    """Register objectives and methods of distillation: name -> ``package.module:NAME``.
+    """Register objectives, methods of distillation and callbacks: name -> ``package.module:NAME``.
 
     What a path names is imported when a run needs it.
     """
@@ -56,14 +56,15 @@ def implementation_of(config: RunConfig) -> ModelImplementation:
     the objective.
     """
     kind = model_kind_of(config)
-    found = kind.load() if config.objective == PRETRAINING else _registered(config.objective)
+    found = kind.load() if config.objective == PRETRAINING else registered(config.objective)
     if (method := config.distillation.method) is not None:
-        found = _registered(method)(found)
+        found = registered(method)(found)
     assert isinstance(found, ModelImplementation), f"{found} is no ModelImplementation"
     return found
 
 
-def _registered(name: str) -> Any:
+def registered(name: str) -> Any:
+    """Import and return what `register_objectives` has registered.  Raise ConfigError."""
     if name not in _OBJECTIVES:
         raise ConfigError(
             f"the flags select {name!r}, which this program has not registered: add "

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.inference.generation import open_writer
 from megatron.training.checkpointing.checkpoint_args import (
     apply_checkpoint_args,
     without_code_and_paths,
 )
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import save_run
-from megatron.training.inference.generation import open_writer
 from tests.unit.checkpointing.tiny_run import counters, make_parts, options
 
 SAVED = {

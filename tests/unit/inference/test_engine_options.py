@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.training.inference.engine_flags import add_engine_flags, engine_options
+from megatron.inference.engine_flags import add_engine_flags, engine_options
 from tests.unit.inference.test_engine import engine, requests
 
 BATCHING = "--inference-dynamic-batching"

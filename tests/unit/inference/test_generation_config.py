@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.errors import ConfigError
+from megatron.inference import generation
+from megatron.inference.generation import GenerationLayout, generation_config
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.inference import generation
-from megatron.training.inference.generation import GenerationLayout, generation_config
 from tests.reference_checkpoints import unpack
 
 

@@ -14,7 +14,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTextDatasetConfig
 from megatron.core.datasets.images.pixels import ImageSettings
 from megatron.core.inference.paged_engine.request import FIRST_ID, PLACE_BITS
-from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
+from megatron.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
 from tests.unit.datasets.test_tar_shards import write_tar
 

@@ -1,7 +1,16 @@
-"""Load a model from a checkpoint directory and generate text; no other flags are needed.
+"""Load a model from a checkpoint directory, or from a run in training, to generate text with it.
 
 A checkpoint of any layout loads into the layout of this run: one process, or ``torchrun`` with
-tensor, pipeline and expert parallelism and several replicas of the model.
+tensor, pipeline and expert parallelism and several replicas of the model.  No other flags are
+needed (`open_writer`).  While a model is trained, an engine on the same ranks has a layout of its
+own and takes the weights of the run (`open_engine`):
+
+    engine = open_engine(run, layout=GenerationLayout(tensor=1))     # after the optimizer is built
+    for each round:
+        ... training steps ...
+        engine.update()                        # all ranks: the engine gets the weights
+        if rank 0: answers = engine.writer.engine.generate(requests); engine.writer.engine.close()
+        else:      engine.writer.engine.follow()
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from torch import nn
 
@@ -21,15 +30,19 @@ from megatron.core.config.option import dest_of, options_of
 from megatron.core.config.value_types import Arguments
 from megatron.core.device.cpu_tuning import use_huge_pages
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.inference.fast_linear import use_fast_linears
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.runner import GenerationModel, token_of
+from megatron.core.inference.refit import Refit, share_parameters
 from megatron.core.models.mimo import MimoModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
 from megatron.core.parallel.json_collectives import all_or_none
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.inference.engine_flags import GenerationLayout as GenerationLayout
+from megatron.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.checkpointing.checkpoint_args import (
@@ -38,21 +51,29 @@ from megatron.training.checkpointing.checkpoint_args import (
     saved_namespace,
     without_code_and_paths,
 )
-from megatron.training.checkpointing.checkpoint_tensors import RunParts
+from megatron.training.checkpointing.checkpoint_tensors import (
+    RunParts,
+    main_param_tensors,
+    model_tensors,
+)
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint, resolve_folder
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.fault_tolerance.failure_watch import FailureWatch, failure_watch
-from megatron.training.inference.engine_flags import GenerationLayout as GenerationLayout
-from megatron.training.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.initialize import connect, create_context, install_groups, is_set_up
 from megatron.training.models.mimo import image_embeddings
 from megatron.training.models.registry import model_kind, model_kind_of
 from megatron.training.models.vlm import embeddings_per_tile, image_settings
 from megatron.training.process.rank_print import world_size
 from megatron.training.runtime.context import RunContext
-from megatron.training.runtime.setup import build_model_chunks, build_stage
+from megatron.training.runtime.setup import (
+    build_context,
+    build_model_chunks,
+    build_stage,
+    create_groups,
+)
+from megatron.training.step.run import TrainingRun
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec
 
 # Sections of the saved flags that generation uses: those of model and tokenizer.  The others
@@ -326,3 +347,66 @@ def _start_of_decoder(tokenizer: MegatronTokenizer) -> int:
     Without both, as with NullTokenizer, it is 0: the PAD of the published T5.
     """
     return token_of(tokenizer, "bos", "pad") or 0
+
+
+@dataclass(frozen=True)
+class TrainingEngine:
+    """An engine that takes its weights from a run in training."""
+
+    writer: Writer
+    weights: Refit
+
+    def update(self, *, drain: bool = False) -> None:
+        """Give the engine the run's weights of this moment; see `Engine.refit`."""
+        self.writer.engine.refit(self.weights, drain=drain)
+
+
+def open_engine(
+    run: TrainingRun,
+    *,
+    layout: GenerationLayout = ONE_REPLICA,
+    options: EngineOptions = DEFAULT_OPTIONS,
+    flags: Mapping[str, object] = NO_FLAGS,
+    share_memory: bool = False,
+) -> TrainingEngine:
+    """Build an engine for the model of ``run``, with its weights.  Collective over all ranks.
+
+    ``flags``, dest -> value, override the run's; in a higher precision than the run's weights the
+    engine gets the main parameters of the optimizer.  It is batch invariant if the run is: then
+    both compute the same log-probabilities.  ``share_memory``: parameters that a rank
+    holds alike in both models are not copied, so that a training step changes the engine at once:
+    call `TrainingEngine.update` before the engine goes on.
+    """
+    is_invariant = options.batch_invariant or run.config.model.batch_invariant_mode
+    options = replace(options, batch_invariant=is_invariant)
+    asked = {**run.config.asked, **flags}
+    device_kind = cast(DeviceKind, run.config.distributed.device)
+    config = generation_config(
+        asked,
+        None,
+        step=None,
+        device_kind=device_kind,
+        layout=layout,
+        drafts_ahead=options.draft_model == "mtp",
+    )
+    groups = create_groups(config)
+    own = build_context(config, groups, started_at_s=run.started_at_s)
+    (module,) = build_model_chunks(
+        own, partial(build_stage, own, parallel_output=False), wrap=False
+    )
+    module.eval()
+    if share_memory:
+        share_parameters(run.model_chunks, module)
+    parts = RunParts(model_chunks=run.model_chunks, groups=run.groups, optimizer=run.optimizer)
+    is_wider = config.model.params_dtype.itemsize > run.config.model.params_dtype.itemsize
+    sources = partial(_sources, parts, with_main_params=is_wider)
+    weights = Refit(sources, model_tensors(model_parts(own, module)), groups.world)
+    weights.copy()
+    engine = Engine(generation_model(own, module, options), options)
+    spec = TokenizerSpec.of(own.config.tokenizer)
+    return TrainingEngine(Writer(engine, own.tokenizer, spec), weights)
+
+
+def _sources(parts: RunParts, *, with_main_params: bool) -> list[ShardedTensor]:
+    """Return this rank's weights and, where there are, main parameters under the same keys."""
+    return [*model_tensors(parts), *(main_param_tensors(parts) if with_main_params else ())]

@@ -16,9 +16,9 @@ from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.inference.engine_flags import GenerationLayout
+from megatron.inference.generation import TrainingEngine, open_engine
 from megatron.training.config.run import RunConfig
-from megatron.training.inference.engine_flags import GenerationLayout
-from megatron.training.inference.refit import TrainingEngine, open_engine
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 from megatron.training.tokenizer.base import MegatronTokenizer

@@ -24,15 +24,15 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.models.bert.pooler import mean_of_text
 from megatron.core.optional import require
-from megatron.training.checkpointing.checkpoint_args import without_code_and_paths
-from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.conversion.hf_folder import has_tokenizer
-from megatron.training.inference.generation import (
+from megatron.inference.generation import (
     DeviceKind,
     generation_config,
     load_model,
     longest_sequence,
 )
+from megatron.training.checkpointing.checkpoint_args import without_code_and_paths
+from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.conversion.hf_folder import has_tokenizer
 from megatron.training.initialize import connect
 from megatron.training.models.registry import model_kind
 from megatron.training.preprocess.documents import RecordFormat, read_documents

@@ -1,1 +1,0 @@
-"""Generate text and compute embeddings from a checkpoint."""
