@@ -20,11 +20,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from megatron.core.inference.paged_engine.cache import BatchView, PagedCache
+from megatron.core.inference.paged_engine.cache import BatchView, PagedCache, SlotPositions
 from megatron.core.inference.paged_engine.pages import PagePool
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.paged_engine.scheduler import EngineLimits, RequestScheduler
-from megatron.core.inference.paged_engine.step_plan import Integers, StepOutput, StepPlan
+from megatron.core.inference.paged_engine.step_plan import StepOutput, StepPlan
 from megatron.core.inference.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -64,9 +64,9 @@ def result_of(plan: StepPlan, number: int, top: int, drafts: int) -> StepOutput:
     )
 
 
-def view_of(plan: StepPlan, cache: PagedCache, start_lengths: Integers) -> BatchView:
+def view_of(plan: StepPlan, cache: PagedCache, slots: SlotPositions) -> BatchView:
     """Return what the layers of a model see of a plan."""
-    return BatchView(cache, plan, torch.device("cpu"), start_lengths=start_lengths)
+    return BatchView(cache, plan, torch.device("cpu"), slots=slots)
 
 
 def timed(times: list[float], work: Callable[[], T]) -> T:
@@ -81,7 +81,7 @@ def measure(num_requests: int, top: int, drafts: int) -> str:
     """Return a row of a table: medians over all steps but the first two."""
     scheduler = new_scheduler(num_requests, top, drafts)
     cache = PagedCache(scheduler.limits.num_pages, _PAGE_SIZE, num_requests)
-    start_lengths = np.full(num_requests, _PROMPT)
+    slots = SlotPositions(num_requests + 1)
     plans: list[float] = []
     arrays: list[float] = []
     views: list[float] = []
@@ -89,7 +89,7 @@ def measure(num_requests: int, top: int, drafts: int) -> str:
     number = 0
     while (plan := timed(plans, scheduler.plan)) is not None:
         timed(arrays, plan.to_array)
-        timed(views, lambda p=plan: view_of(p, cache, start_lengths))  # type: ignore[misc]
+        timed(views, lambda p=plan: view_of(p, cache, slots))  # type: ignore[misc]
         result = result_of(plan, number, top, drafts)
         timed(records, lambda p=plan, r=result: scheduler.record(p, r))  # type: ignore[misc]
         number += 1

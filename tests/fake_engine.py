@@ -22,7 +22,7 @@ from megatron.core.inference.paged_engine.request import (
     RequestOutput,
     TokenOutput,
 )
-from megatron.inference.server.messages import EngineInfo
+from megatron.inference.server.engine_link import EngineInfo
 from tools.lib.front_end_process import FrontEndProcess, add_front_end_flags
 
 LIMITS = ("drain_limit_s", "header_limit_s", "unread_limit_s")

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config.errors import ConfigError, MegatronError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM
-from megatron.inference.engine_flags import engine_options, layout_of
+from megatron.inference.engine_flags import engine_options, generation_layout
 from megatron.inference.llm import Answer, Prompt
 from megatron.training.arguments.parser import parse_args
 from megatron.training.process.exit_report import exit_code
@@ -75,7 +75,7 @@ def main() -> None:
             args.load,
             step=args.ckpt_step,
             device_kind=args.device,
-            layout=layout_of(args),
+            layout=generation_layout(args),
             # Both runs have the same prompts: shared pages would hide the cost of the second.
             options=dataclasses.replace(engine_options(args), has_prefix_cache=False),
             flags={name: given[name] for name in ("cache_mla_latents", "spec") if given[name]},

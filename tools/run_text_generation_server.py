@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config.errors import ConfigError, LaunchError, MegatronError
 from megatron.core.inference.grammar import Grammars
 from megatron.core.optional import available
-from megatron.inference.engine_flags import engine_options, layout_of
+from megatron.inference.engine_flags import engine_options, generation_layout
 from megatron.inference.generation import Writer, open_writer
-from megatron.inference.server.messages import EngineInfo
+from megatron.inference.server.engine_link import EngineInfo
 from megatron.training.arguments.parser import parse_args
 from megatron.training.initialize import shut_down
 from megatron.training.process.exit_report import exit_code
@@ -160,7 +160,7 @@ def open_engine(args: argparse.Namespace, watch: ExitStack) -> Writer:
         args.load,
         step=args.ckpt_step,
         device_kind=args.device,
-        layout=layout_of(args),
+        layout=generation_layout(args),
         options=options,
         flags=model_flags(args),
         watch=watch,

@@ -23,7 +23,7 @@ from megatron.core.config.errors import ConfigError, DataError, MegatronError
 from megatron.core.datasets.images.decode import decode_image
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
-from megatron.inference.engine_flags import engine_options, layout_of
+from megatron.inference.engine_flags import engine_options, generation_layout
 from megatron.training.arguments.parser import parse_args
 from megatron.training.process.exit_report import exit_code
 from megatron.training.process.rank_print import is_rank0
@@ -104,7 +104,7 @@ def main() -> None:
             args.load,
             step=args.ckpt_step,
             device_kind=args.device,
-            layout=layout_of(args),
+            layout=generation_layout(args),
             options=engine_options(args),
             flags={name: given[name] for name in ("cache_mla_latents", "spec") if given[name]},
         )

@@ -24,7 +24,7 @@ from megatron.core.config.errors import ConfigError, MegatronError
 from megatron.inference.engine_flags import (
     add_engine_flags,
     engine_options,
-    layout_of,
+    generation_layout,
 )
 from megatron.training.process.exit_report import exit_code
 from megatron.training.process.user_code import parse_tool_args
@@ -106,7 +106,7 @@ def main() -> None:
                 step=args.ckpt_step,
                 device_kind=args.device,
                 flags=_model_flags(args),
-                layout=layout_of(args),
+                layout=generation_layout(args),
                 options=engine_options(args),
                 watch=watch,
             )

@@ -28,7 +28,12 @@ _MEMORY_LIMIT_BYTES = 256 << 20
 LENGTH = struct.Struct("<I")  # before each message: its number of bytes
 _START_AT_ONCE = 4  # forked processes that may have `one_of_few` at the same time
 _NICENESS = 5  # engine and front end come first
+_PATIENCE_S = 60.0  # with a process that is stopped, or has no processor
 _CONTROL_LIMIT_S = 1.0  # for a first process to take a connection, once many wait for it
+
+
+class ProcessFailed(Exception):
+    """A process has ended without an answer, or does not answer; the message is the reason."""
 
 
 class Process(Protocol):
@@ -69,6 +74,7 @@ class LimitedProcesses:
     def open(self) -> socket.socket:
         """Return the connection to a new process; the process ends when it is closed."""
         mine, other = socket.socketpair()
+        mine.settimeout(_PATIENCE_S)
         with other, self._lock:
             try:
                 socket.send_fds(self._started(), [b"c"], [other.fileno()])
@@ -76,6 +82,24 @@ class LimitedProcesses:
                 self._end()
                 socket.send_fds(self._started(), [b"c"], [other.fileno()])
         return mine
+
+    def ask(self, data: bytes, time_limit_s: float) -> bytes:
+        """Return the answer of a new process to one message.  Raises ProcessFailed."""
+        with self.failures(time_limit_s), self.open() as connection:
+            send(connection, data)
+            return receive(connection)
+
+    @contextmanager
+    def failures(self, time_limit_s: float = TIME_LIMIT_S) -> Iterator[None]:
+        """Raise ProcessFailed for the error of a connection to a process with this limit."""
+        try:
+            yield
+        except TimeoutError:
+            self.close()
+            reason = f"its process has not answered for {_PATIENCE_S:g} s"
+            raise ProcessFailed(reason) from None
+        except (EOFError, OSError):
+            raise ProcessFailed(exceeded(time_limit_s)) from None
 
     def start(self) -> None:
         """Start the first process if it does not run; do not wait for it."""

@@ -45,7 +45,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def layout_of(args: argparse.Namespace) -> GenerationLayout:
+def generation_layout(args: argparse.Namespace) -> GenerationLayout:
     """Return the layout that a command line asks for."""
     return GenerationLayout(
         tensor=args.tensor_model_parallel_size,

@@ -17,7 +17,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
 from megatron.inference.server.chat_images import ImageFiles
-from megatron.inference.server.errors import ApiError
+from megatron.inference.server.fields import ApiError
 from tests import forked
 from tests.functional.runs import TINY, run_gpt
 from tests.pages import python_of

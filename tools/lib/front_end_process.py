@@ -19,8 +19,7 @@ from typing import Any
 from megatron.core.config.errors import LaunchError
 from megatron.core.limited_processes import Main
 from megatron.core.optional import require
-from megatron.inference.server.engine_process import EngineLoop, ServedEngine
-from megatron.inference.server.messages import EngineInfo
+from megatron.inference.server.engine_link import EngineInfo, EngineLoop, ServedEngine
 
 ROOT = str(Path(__file__).resolve().parents[2])
 _FRONT_END = """

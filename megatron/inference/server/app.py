@@ -1,38 +1,31 @@
-"""The routes of the front end, and what it does before and after each request."""
+"""The routes of the front end, its frame of each request, and endpoints that generate nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.optional import require
-from megatron.inference.server.chat import answer_chat
-from megatron.inference.server.completions import answer_completion
-from megatron.inference.server.endpoint import Service, json_answer
-from megatron.inference.server.engine_client import EngineDied
-from megatron.inference.server.errors import ApiError, as_api_error
-from megatron.inference.server.fields import Body
+from megatron.inference.server.engine_link import EngineDied
+from megatron.inference.server.fields import ApiError, Body, Fields, as_api_error
+from megatron.inference.server.generation import Service
 from megatron.inference.server.http import (
     ClientGone,
     check_framing,
     check_key,
     check_site,
+    json_answer,
     read_json,
     responses,
 )
 from megatron.inference.server.megatron_api import answer_api
-from megatron.inference.server.other_endpoints import (
-    answer_detokenize,
-    answer_models,
-    answer_tokenize,
-    answer_tokenizer_info,
-    answer_update_weights,
-)
+from megatron.inference.server.openai_api import answer_chat, answer_completion
 
 starlette = require("starlette.applications", "the server")
 routing = require("starlette.routing", "the server")
@@ -47,7 +40,7 @@ _PAGE_POLICY = (
 )
 _HEALTH_TIMEOUT_S = 10.0
 
-Answer = Callable[[Service, Any, Body], Awaitable[Any]]
+Endpoint = Callable[[Service, Any, Body], Awaitable[Any]]
 Work = Callable[[Any], Awaitable[Any]]  # request -> answer
 
 
@@ -68,7 +61,7 @@ class FrontEnd:
         self._num_active = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        posts: dict[str, Answer] = {
+        posts: dict[str, Endpoint] = {
             "/v1/completions": answer_completion,
             "/completions": answer_completion,
             "/v1/chat/completions": answer_chat,
@@ -144,7 +137,7 @@ class FrontEnd:
 
         return routing.Route(path, endpoint, methods=[method])
 
-    def _json(self, answer: Answer) -> Work:
+    def _json(self, answer: Endpoint) -> Work:
         async def work(request: Any) -> Any:
             service = self._ready()
             body = await read_json(request, self._max_body_bytes)
@@ -216,3 +209,82 @@ async def _no_route(request: Any, error: Any) -> Any:
 async def _unexpected(request: Any, error: Exception) -> Any:
     found = ApiError("the server made a mistake; its log has the details", status=500)
     return responses.JSONResponse(found.body, 500)
+
+
+_STARTED_AT = int(time.time())
+_MAX_TOKENS = 1 << 20
+_UPDATE_TIMEOUT_S = 600.0
+
+
+def answer_models(service: Service, name: str | None) -> Any:
+    """GET /v1/models and /v1/models/NAME."""
+    info = service.model.info
+    found = {
+        "id": info.model,
+        "object": "model",
+        "created": _STARTED_AT,
+        "owned_by": "megatron",
+        "max_model_len": info.max_sequence_length,
+    }
+    if name is None:
+        return json_answer({"object": "list", "data": [found]})
+    if name != info.model:
+        raise ApiError(
+            f"the model {name[:80]!r} does not exist", "model", status=404, code="model_not_found"
+        )
+    return json_answer(found)
+
+
+def answer_tokenizer_info(service: Service) -> Any:
+    """GET /tokenizer_info: what a client needs that tokenizes by this server, such as lm-eval."""
+    model = service.model
+    return json_answer(
+        {
+            "tokenizer_class": model.tokenizer.name,
+            "bos_token": model.special_text("bos"),
+            "eos_token": model.special_text("eos") or model.special_text("eod"),
+            "pad_token": model.special_text("pad"),
+            "chat_template": None if service.template is None else service.template.source,
+        }
+    )
+
+
+async def answer_tokenize(service: Service, request: Any, body: Body) -> Any:
+    """POST /tokenize: text -> ids."""
+    fields = Fields(body)
+    model = service.model
+    service.check_model(fields)
+    text = fields.text("prompt", None)
+    if text is None:
+        raise ApiError("prompt: give a text", "prompt")
+    is_plain = not fields.boolean("add_special_tokens", True)
+    fields.refuse_others()
+    (ids,) = await model.tokenize([text], is_plain=is_plain)
+    longest = model.info.max_sequence_length
+    return json_answer({"tokens": ids, "count": len(ids), "max_model_len": longest})
+
+
+async def answer_detokenize(service: Service, request: Any, body: Body) -> Any:
+    """POST /detokenize: ids -> text."""
+    fields = Fields(body)
+    model = service.model
+    service.check_model(fields)
+    ids = fields.token_ids("tokens", fields.get("tokens"), model.info.vocab_size, _MAX_TOKENS)
+    fields.refuse_others()
+    (text,) = await model.decode_all([ids])
+    return json_answer({"prompt": text})
+
+
+async def answer_update_weights(service: Service, request: Any, body: Body) -> Any:
+    """POST /update_weights: load the weights of another checkpoint of the same model."""
+    if "update_weights" not in service.model.info.features:
+        raise ApiError("the engine of this server cannot update its weights", status=501)
+    fields = Fields(body)
+    path = fields.text("load", None)
+    if not path:
+        raise ApiError("load: give the directory of a checkpoint", "load")
+    fields.refuse_others()
+    found = await service.client.ask("update_weights", _UPDATE_TIMEOUT_S, load=path)
+    if found["error"]:
+        raise ApiError(f"load: {found['error']}", "load")
+    return json_answer({"weight_version": found["version"]})

@@ -12,13 +12,12 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.paged_engine.request import PromptImage, RequestError
 from megatron.inference.image_prompts import ImagePrompts
-from megatron.inference.server.errors import ApiError
+from megatron.inference.server.fields import ApiError
 
 PARAM = "messages.content.image_url"
 _DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w.=+-]+)*;base64,", re.IGNORECASE)
@@ -26,14 +25,6 @@ _MAX_FILE_BYTES = 64 << 20
 # Pixels of all samples of a request: each sample's message to the engine holds them as base64.
 _MAX_PIXEL_BYTES = 40 << 20
 _SHOWN = 80  # characters of a URL in an error message
-
-
-@dataclass(frozen=True)
-class ImageLimits:
-    """Largest images of a request: rows of its prompt, and samples that repeat the pixels."""
-
-    max_rows: int
-    num_samples: int
 
 
 class ImageFiles:
@@ -93,11 +84,14 @@ def prompt_of(
     rows: Sequence[list[int]],
     urls: Sequence[str],
     files: ImageFiles,
-    limits: ImageLimits,
+    *,
+    max_rows: int,
+    num_samples: int,
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Return the ids of a rendered chat with its images.  Raises ApiError.
 
-    ``rows``: the ids of its texts, as `ImagePrompts.rendered` takes them.
+    ``rows``: the ids of its texts, as `ImagePrompts.rendered` takes them.  ``max_rows``: of all
+    images; ``num_samples``: each repeats the pixels.
     It reads files and decodes images, for a thread.  At most one image above the limits is decoded.
     """
     images: list[PromptImage] = []
@@ -108,14 +102,14 @@ def prompt_of(
         except RequestError as error:
             raise ApiError(f"{PARAM}: {error}", PARAM) from None
         num_rows = sum(image.num_rows for image in images)
-        if num_rows > limits.max_rows:
+        if num_rows > max_rows:
             raise ApiError(
                 f"{PARAM}: {name}: images up to this one need {num_rows} positions, the model has "
-                f"{limits.max_rows}: send fewer",
+                f"{max_rows}: send fewer",
                 PARAM,
                 code="context_length_exceeded",
             )
-        num_bytes = sum(image.pixels.nbytes for image in images) * limits.num_samples
+        num_bytes = sum(image.pixels.nbytes for image in images) * num_samples
         if num_bytes > _MAX_PIXEL_BYTES:
             raise _fail(
                 name,

@@ -1,14 +1,17 @@
-"""Samples of one HTTP request: from prompts to requests of the engine, and their text."""
+"""From the prompts of an HTTP request to requests of the engine, and their texts; see `Service`."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
+from megatron.core.config.errors import MegatronError
 from megatron.core.inference.paged_engine.request import (
     Beam,
     BeamParams,
@@ -20,23 +23,35 @@ from megatron.core.inference.paged_engine.request import (
     text_of,
 )
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.inference.server.engine_client import Call, EngineClient
-from megatron.inference.server.errors import ApiError
+from megatron.inference.server.chat_images import ImageFiles
+from megatron.inference.server.engine_link import Call, EngineClient
+from megatron.inference.server.fields import ApiError, Fields, as_api_error
+from megatron.inference.server.http import DONE, EventStream, event, until_disconnect
 from megatron.inference.server.metrics import Metrics, RequestTimer
 from megatron.inference.server.model import Model
-from megatron.inference.server.sampling_fields import sample_params
+from megatron.inference.server.workers import ChatTemplate
 from megatron.inference.text import PlacedToken, SampleText, TextDelta, TextRules
 
 T = TypeVar("T")
 
-MAX_VALUES = 300_000  # of one answer, see `Wanted.num_values`; some 10 MB of JSON
+SEED_LIMIT = 2**63
+# Fields of OpenAI's API that concern its accounts and hosts: accepted, without effect.
+WITHOUT_EFFECT = (
+    "metadata",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+MAX_VALUES = 300_000  # of one answer, see `GenerationRequest.num_values`; some 10 MB of JSON
 MAX_PROMPT_TOKENS = 1 << 24  # of all samples of a request: the engine keeps each one's prompt
 _LONG_ANSWER = 1000  # values; a longer answer is written in a thread
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What an HTTP request asks for: ``num_samples`` texts of each prompt (token ids).
+class GenerationRequest:
+    """The request of an HTTP client: ``num_samples`` texts of each prompt (token ids).
 
     ``images``: those whose ids the prompts have.  ``keeps_tokens``: samples have tokens at their
     end, not only text; each takes much more memory than its text.
@@ -104,7 +119,7 @@ class Generation:
     """Samples that the engine generates.  `start` it, and always `close` it."""
 
     def __init__(
-        self, client: EngineClient, model: Model, metrics: Metrics, wanted: Wanted
+        self, client: EngineClient, model: Model, metrics: Metrics, wanted: GenerationRequest
     ) -> None:
         self.id = uuid.uuid4().hex
         self._metrics = metrics
@@ -231,12 +246,106 @@ def usage_of(samples: Sequence[Sample], num_per_prompt: int) -> dict[str, object
 
 
 def _request(
-    request_id: str, prompt: list[int], wanted: Wanted, number: int, model: Model
+    request_id: str, prompt: list[int], wanted: GenerationRequest, number: int, model: Model
 ) -> Request:
-    params = sample_params(wanted.params, number)
+    params = wanted.params
+    if params.seed is not None and number:  # each sample has its own seed
+        params = replace(params, seed=(params.seed + number) % SEED_LIMIT)
     start = model.info.decoder_start
     ids, source = (list(prompt), []) if start is None else ([start], list(prompt))
     request = Request(request_id, ids, params, source=source, images=wanted.images)
     request.grammar = wanted.grammar
     request.beam = wanted.beam
     return request
+
+
+_LOG = logging.getLogger(__name__)
+
+# Samples with what is new of them -> the objects to send for it.
+ToEvents = Callable[[Sample, TextDelta], list[dict[str, Any]]]
+
+
+@dataclass(eq=False)
+class Service:
+    """The engine's connection, the model, and the counters."""
+
+    client: EngineClient
+    model: Model
+    metrics: Metrics
+    template: ChatTemplate | None = None
+    image_files: ImageFiles = field(default_factory=lambda: ImageFiles(None))
+    max_api_tokens: int = 12000
+    announced: set[str] = field(default_factory=set)
+
+    def close(self) -> None:
+        """End the processes that work on requests."""
+        self.model.close()
+        if self.template is not None:
+            self.template.close()
+
+    def generation(self, wanted: GenerationRequest) -> Generation:
+        """Return a generation that is not started yet.  Raises ApiError for a prompt too long."""
+        return Generation(self.client, self.model, self.metrics, wanted)
+
+    async def samples(self, wanted: GenerationRequest, request: Any) -> list[Sample]:
+        """Generate all samples.  Raises ClientGone if the client leaves before."""
+        generation = self.generation(wanted)
+
+        async def work() -> list[Sample]:
+            await generation.start()
+            return await generation.finish()
+
+        try:
+            return await until_disconnect(request.receive, work())
+        finally:
+            generation.close()
+
+    async def stream(
+        self,
+        generation: Generation,
+        request: Any,
+        to_events: ToEvents,
+        last: Callable[[list[Sample]], list[dict[str, Any]]],
+    ) -> EventStream:
+        """Answer with events; ``last`` gives the objects after the last sample."""
+        await until_disconnect(request.receive, generation.start())
+        return EventStream(_events(generation, to_events, last), generation.close)
+
+    def check_model(self, fields: Fields) -> None:
+        """Raise ApiError (404) if the request names another model than the served one."""
+        name = fields.text("model", None)
+        if name is not None and name != self.model.info.model:
+            raise ApiError(
+                f"model: {name[:80]!r} is not served here; the model is {self.model.info.model!r}",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+
+    def finish_reading(self, fields: Fields) -> None:
+        """Refuse unknown fields, and announce once each field without effect."""
+        for name in fields.without_effect(WITHOUT_EFFECT):
+            if name not in self.announced:
+                self.announced.add(name)
+                _LOG.warning("a client sends %s, which has no effect on this server", name)
+        fields.refuse_others()
+
+
+async def _events(
+    generation: Generation,
+    to_events: ToEvents,
+    last: Callable[[list[Sample]], list[dict[str, Any]]],
+) -> AsyncIterator[str]:
+    begun: set[int] = set()
+    try:
+        async for sample, delta in generation.deltas():
+            # The first event may have the scores of a long prompt.
+            num_values = 0 if sample.index in begun else len(sample.prompt_scores)
+            begun.add(sample.index)
+            for found in await write(num_values, partial(to_events, sample, delta)):
+                yield event(found)
+        for found in last(list(generation.samples.values())):
+            yield event(found)
+    except MegatronError as error:
+        yield event(as_api_error(error).body)
+    yield DONE

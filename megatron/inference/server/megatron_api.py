@@ -11,12 +11,11 @@ from typing import Any
 
 from megatron.core.inference.paged_engine.request import BeamParams
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.inference.server.endpoint import Service, json_answer
-from megatron.inference.server.errors import ApiError
-from megatron.inference.server.fields import Body, log_prob_of
-from megatron.inference.server.generation import Sample, Wanted, write
+from megatron.inference.server.fields import ApiError, Body, log_prob_of
+from megatron.inference.server.generation import GenerationRequest, Sample, Service, write
+from megatron.inference.server.http import json_answer
 from megatron.inference.server.model import Model
-from megatron.inference.server.sampling_fields import with_log_probs
+from megatron.inference.server.openai_fields import with_log_probs
 from megatron.inference.text import Detokenizer, TextRules
 
 MAX_PROMPTS = 128
@@ -71,7 +70,7 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
     if asked.beam is not None:
         return await _search(service, request, asked, prompts[0], asked.beam)
     rules = TextRules(model.end_tokens(params), asked.stops, keeps_stop=True)
-    samples = await service.samples(Wanted(prompts, params, rules), request)
+    samples = await service.samples(GenerationRequest(prompts, params, rules), request)
     return await write(num_tokens, partial(_answer, model, asked, rules, samples))
 
 
@@ -113,7 +112,7 @@ async def _search(
         if not 0 <= asked.stop_token < model.info.vocab_size:
             raise ApiError(f"stop_token must be below {model.info.vocab_size}")
         params = replace(params, ignore_eos=True, stop_token_ids=(asked.stop_token,))
-    wanted = Wanted([prompt], params, TextRules(), beam=beam)
+    wanted = GenerationRequest([prompt], params, TextRules(), beam=beam)
     (sample,) = await service.samples(wanted, request)
     ends = model.end_tokens(params)
     return await write(wanted.num_values, partial(_beams, model, asked, sample, ends))

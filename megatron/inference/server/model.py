@@ -1,9 +1,8 @@
-"""What the front end knows of the model: its tokenizer, its limits and its special tokens."""
+"""The model as the front end needs it: its tokenizer, its limits and its special tokens."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -11,18 +10,21 @@ from typing import Any
 
 from megatron.core.config.errors import DataError
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.core.limited_processes import LimitedProcesses, exceeded, receive, send
+from megatron.core.limited_processes import ProcessFailed
 from megatron.inference.image_prompts import ImageInput, ImagePrompts
-from megatron.inference.server import tokenizer_worker
-from megatron.inference.server.errors import ApiError
-from megatron.inference.server.image_worker import LimitedImageProcessor
-from megatron.inference.server.messages import EngineInfo
+from megatron.inference.server.engine_link import EngineInfo
+from megatron.inference.server.fields import ApiError
+from megatron.inference.server.workers import (
+    READ_ERRORS,
+    LimitedImageProcessor,
+    LimitedTokenizer,
+    apply_tokenizer,
+)
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.multimodal_tokenizer import MultimodalTokenizer
 
 _LONG_TEXT = 2000  # characters or ids of a request; more are for another process
 _AT_ONCE = 4  # processes that tokenize
-_PATIENCE_S = 60.0  # with a process that is stopped, or has no processor
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,37 +102,18 @@ class Model:
 
     async def _apply(self, kind: str, items: list[Any], param: str) -> list[Any]:
         """Call a method of the tokenizer for each item; long ones in another process."""
+        size = sum(map(len, items))
         try:
-            if sum(map(len, items)) <= _LONG_TEXT:
-                return tokenizer_worker.apply(self.tokenizer, kind, items)
-            data = json.dumps([kind, items]).encode()
-            async with self._places[sum(map(len, items)) > self.most_characters]:
-                is_done, found = await asyncio.to_thread(self._ask, data)
-        except tokenizer_worker.READ_ERRORS as error:
-            is_done = False
-            found = error
-        if not is_done:
-            raise ApiError(f"{param}: the tokenizer cannot read it: {found}", param)
-        return list(found)
-
-    def _ask(self, data: bytes) -> tuple[bool, Any]:
-        """Send items to a process; return whether it has read them, and its answer or why not."""
-        try:
-            with self._processes.open() as connection:
-                connection.settimeout(_PATIENCE_S)
-                send(connection, data)
-                is_done, found = json.loads(receive(connection))
-        except TimeoutError:
-            self._processes.close()
-            return False, f"its process has not answered for {_PATIENCE_S:g} s"
-        except (EOFError, OSError):
-            return False, exceeded(tokenizer_worker.TIME_LIMIT_S)
-        return bool(is_done), found
+            if size <= _LONG_TEXT:
+                return apply_tokenizer(self.tokenizer, kind, items)
+            async with self._places[size > self.most_characters]:
+                return await asyncio.to_thread(self._elsewhere.apply, kind, items)
+        except (*READ_ERRORS, ProcessFailed) as error:
+            raise ApiError(f"{param}: the tokenizer cannot read it: {error}", param) from None
 
     @cached_property
-    def _processes(self) -> LimitedProcesses:
-        setup = tokenizer_worker.setup_of(self.info.tokenizer, self.info.modules)
-        return LimitedProcesses(tokenizer_worker.main, setup)
+    def _elsewhere(self) -> LimitedTokenizer:
+        return LimitedTokenizer(self.info.tokenizer, self.info.modules)
 
     @cached_property
     def _places(self) -> tuple[asyncio.Semaphore, asyncio.Semaphore]:
@@ -139,7 +122,7 @@ class Model:
 
     def close(self) -> None:
         """End the processes."""
-        self._processes.close()
+        self._elsewhere.close()
 
     def special_text(self, role: str) -> str | None:
         """Return the text of a special token; None if the tokenizer does not read it as one."""

@@ -84,7 +84,7 @@ def test_pages_of_older_weights_are_not_kept_by_forks() -> None:
     parent = lanes.add(make_request("p", 12))
     lanes.step()
     lanes.finish()
-    lanes.schedulers[0].invalidate(1)
+    lanes.pool.invalidate(1)
     lanes.add(_fork(parent, 0))
     plan = lanes.step()
     assert plan is not None

@@ -18,10 +18,12 @@ from megatron.core import limited_processes
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
 from megatron.core.limited_processes import LimitedProcesses
-from megatron.inference.server import image_worker, template_worker
-from megatron.inference.server.chat_template import ChatTemplate
-from megatron.inference.server.errors import ApiError
-from megatron.inference.server.image_worker import LimitedImageProcessor
+from megatron.inference.server.fields import ApiError
+from megatron.inference.server.workers import (
+    ChatTemplate,
+    LimitedImageProcessor,
+    render_templates,
+)
 
 Image = pytest.importorskip("PIL.Image")
 SETTINGS = ImageSettings(img_h=24, img_w=24, tiling="dynamic", max_num_tiles=4)
@@ -71,8 +73,9 @@ def test_an_image_whose_process_is_lost_is_refused(monkeypatch: pytest.MonkeyPat
 def test_an_image_whose_process_is_stopped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = LimitedImageProcessor(SETTINGS)
     mine, _other = socket.socketpair()
+    mine.settimeout(0.01)
     monkeypatch.setattr(limited._processes, "open", lambda: mine)
-    monkeypatch.setattr(image_worker, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(limited_processes, "_PATIENCE_S", 0.01)
     with pytest.raises(DataError, match="image 0: .* its process has not answered for 0.01 s"):
         limited.read(b"", "image 0")
 
@@ -82,7 +85,7 @@ def test_connections_are_opened_although_the_first_process_is_stopped(
 ) -> None:
     monkeypatch.setattr(limited_processes, "_CONTROL_LIMIT_S", 0.1)
     before = {*multiprocessing.active_children()}
-    processes = LimitedProcesses(template_worker.main, b'"x"')
+    processes = LimitedProcesses(render_templates, b'"x"')
     processes.start()
     (process,) = {*multiprocessing.active_children()} - before
     assert process.pid is not None
@@ -97,7 +100,7 @@ def test_connections_are_opened_although_the_first_process_is_stopped(
 
 def test_a_stopped_first_process_ends_with_its_owner() -> None:
     before = {*multiprocessing.active_children()}
-    processes = LimitedProcesses(template_worker.main, b'"x"')
+    processes = LimitedProcesses(render_templates, b'"x"')
     processes.start()
     (process,) = {*multiprocessing.active_children()} - before
     assert process.pid is not None

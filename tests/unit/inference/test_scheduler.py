@@ -114,7 +114,7 @@ def test_pages_of_other_content_or_with_wanted_scores_are_not_reused(change: str
     lanes.run()
     request = make_request("b", 16, random.Random(1), return_prompt_log_probs=change == "scores")
     if change == "weights":
-        lanes.schedulers[0].invalidate(1)
+        lanes.pool.invalidate(1)
     request.source = [1] if change == "source" else []
     request.prompt[0] += change == "token"
     lanes.add(request)
@@ -129,7 +129,7 @@ def test_pages_that_older_weights_computed_are_not_kept() -> None:
     lanes = Lanes()
     lanes.add(make_request("a", 16, random.Random(1)))
     lanes.step()
-    lanes.schedulers[0].invalidate(1)
+    lanes.pool.invalidate(1)
     lanes.run()
     lanes.add(make_request("b", 16, random.Random(1)))
     plan = lanes.step()

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from megatron.inference.server.connections import IdleConnections
+from megatron.inference.server.http import IdleConnections
 
 
 class Connection:

@@ -26,18 +26,21 @@ from megatron.core.inference.paged_engine.request import (
     TokenOutput,
 )
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.inference.server import messages
-from megatron.inference.server.completions import LogProbTable
-from megatron.inference.server.engine_client import EngineDied
-from megatron.inference.server.engine_process import EngineLoop
-from megatron.inference.server.errors import ApiError, as_api_error
-from megatron.inference.server.fields import parse_json
+from megatron.inference.server import engine_link
+from megatron.inference.server.engine_link import (
+    EngineDied,
+    EngineInfo,
+    EngineLoop,
+    LineBuffer,
+    ProtocolError,
+)
+from megatron.inference.server.fields import ApiError, as_api_error, parse_json
 from megatron.inference.server.front_end import watch_engine
-from megatron.inference.server.generation import Generation, Wanted
+from megatron.inference.server.generation import Generation, GenerationRequest
 from megatron.inference.server.megatron_api import answer_api
-from megatron.inference.server.messages import EngineInfo, LineBuffer, ProtocolError
 from megatron.inference.server.model import Model
-from megatron.inference.server.tool_calls import ToolCallParser
+from megatron.inference.server.openai_api import LogProbTable
+from megatron.inference.server.openai_fields import ToolCallParser
 from megatron.inference.text import PlacedToken, TextRules
 from megatron.training.tokenizer import TokenizerSpec
 from tests.fake_engine import FakeEngine
@@ -56,8 +59,8 @@ REQUEST = Request(
 
 
 def test_a_request_is_the_same_on_the_other_side():
-    line = messages.encode("add", request=messages.request_to_json(REQUEST))
-    found = messages.request_from_json(messages.decode(line)["request"])
+    line = engine_link.encode("add", request=engine_link.request_to_json(REQUEST))
+    found = engine_link.request_from_json(engine_link.decode(line)["request"])
     assert vars(found) == vars(REQUEST)
 
 
@@ -65,8 +68,8 @@ def test_images_are_the_same_on_the_other_side():
     pixels = np.random.default_rng(1).standard_normal((2, 3, 4, 5)).astype(np.float32)
     image = PromptImage(pixels, 6, (1, 2, 30, 20))
     request = Request("r1", [5, *image.ids], PARAMS, images=(image,))
-    line = messages.encode("add", request=messages.request_to_json(request))
-    found = messages.request_from_json(messages.decode(line)["request"])
+    line = engine_link.encode("add", request=engine_link.request_to_json(request))
+    found = engine_link.request_from_json(engine_link.decode(line)["request"])
     assert found.prompt == request.prompt == [5, *found.images[0].ids]
     assert found.images[0].pixels.tobytes() == pixels.tobytes()
     assert found.images[0].size == (1, 2, 30, 20)
@@ -79,15 +82,15 @@ def test_an_output_is_the_same_on_the_other_side():
         RequestOutput("a", (token,), (token, token), "stop", 5, 2, "why", (beam,)),
         RequestOutput("b"),
     ):
-        line = messages.encode("outputs", items=[output.to_json()])
-        assert RequestOutput.from_json(messages.decode(line)["items"][0]) == output
+        line = engine_link.encode("outputs", items=[output.to_json()])
+        assert RequestOutput.from_json(engine_link.decode(line)["items"][0]) == output
 
 
 def test_another_version_is_refused():
-    hello = messages.decode(messages.hello(INFO))
-    assert messages.read_hello(hello) == INFO
+    hello = engine_link.decode(engine_link.hello_line(INFO))
+    assert engine_link.read_hello(hello) == INFO
     with pytest.raises(ProtocolError, match="version 99"):
-        messages.read_hello({**hello, "version": 99})
+        engine_link.read_hello({**hello, "version": 99})
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -99,19 +102,19 @@ def test_lines_are_found_in_parts_of_any_size(size):
 
 
 def test_a_message_without_an_end_is_refused(monkeypatch):
-    monkeypatch.setattr(messages, "MAX_BYTES", 100)
+    monkeypatch.setattr(engine_link, "MAX_BYTES", 100)
     buffer = LineBuffer()
     buffer.add(b"a" * 90)
     with pytest.raises(ProtocolError, match="more than 100"):
         buffer.add(b"a" * 20)
     with pytest.raises(ProtocolError, match="at most 100"):
-        messages.encode("add", text="a" * 200)
+        engine_link.encode("add", text="a" * 200)
 
 
 @pytest.mark.parametrize("line", [b"{", b"[]", b"{}", b'{"type": 5}', b"[" * 100_000, b"\xff"])
 def test_a_line_that_is_no_message_is_refused(line):
     with pytest.raises(ProtocolError):
-        messages.decode(line)
+        engine_link.decode(line)
 
 
 def _run(lines: list[bytes], **options) -> tuple[list[dict], FakeEngine]:
@@ -133,10 +136,10 @@ def test_the_loop_answers_each_message():
     plain = Request("r1", [5, 6], PARAMS)
     found, engine = _run(
         [
-            messages.encode("ping", call=1),
-            messages.encode("add", request=messages.request_to_json(plain)),
-            messages.encode("stats", call=2),
-            messages.encode("abort", id="unknown"),
+            engine_link.encode("ping", call=1),
+            engine_link.encode("add", request=engine_link.request_to_json(plain)),
+            engine_link.encode("stats", call=2),
+            engine_link.encode("abort", id="unknown"),
         ]
     )
     assert [message["type"] for message in found[:4]] == ["hello", "pong", "accepted", "stats"]
@@ -156,9 +159,14 @@ def test_a_request_waits_for_its_grammar_while_others_are_added(monkeypatch):
     lost = Request("lost", [5], PARAMS, grammar=("regex", "b+"))
     found, engine = _run(
         [
-            *(messages.encode("add", request=messages.request_to_json(r)) for r in (slow, lost)),
-            messages.encode("abort", id="lost"),
-            messages.encode("add", request=messages.request_to_json(Request("r1", [5], PARAMS))),
+            *(
+                engine_link.encode("add", request=engine_link.request_to_json(r))
+                for r in (slow, lost)
+            ),
+            engine_link.encode("abort", id="lost"),
+            engine_link.encode(
+                "add", request=engine_link.request_to_json(Request("r1", [5], PARAMS))
+            ),
         ]
     )
     assert [m["id"] for m in found if m["type"] == "accepted"] == ["r1", "slow"]
@@ -166,7 +174,7 @@ def test_a_request_waits_for_its_grammar_while_others_are_added(monkeypatch):
 
 
 def test_long_outputs_of_a_step_are_messages_of_their_own(monkeypatch):
-    monkeypatch.setattr(messages, "MAX_BYTES", 2000)
+    monkeypatch.setattr(engine_link, "MAX_BYTES", 2000)
     scored = replace(PARAMS, return_log_probs=True, return_prompt_log_probs=True)
     found, _ = _step_with([Request(f"r{i}", [5] * 80, scored) for i in range(3)])
     assert [[item["request_id"] for item in m["items"]] for m in found] == [["r0"], ["r1"], ["r2"]]
@@ -190,7 +198,7 @@ def _step_with(requests: list[Request]) -> tuple[list[dict], FakeEngine]:
 @pytest.mark.parametrize("keeps_tokens", [False, True])
 def test_tokens_are_kept_for_answers_that_have_them(keeps_tokens):
     spec = vars(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=99))
-    wanted = Wanted([[5, 6]], PARAMS, TextRules(), keeps_tokens=keeps_tokens)
+    wanted = GenerationRequest([[5, 6]], PARAMS, TextRules(), keeps_tokens=keeps_tokens)
     timer = SimpleNamespace(received=lambda number: None, finished=lambda reason: None)
     metrics = SimpleNamespace(timer=lambda: timer)
     generation = Generation(None, Model.of(replace(INFO, tokenizer=spec)), metrics, wanted)
@@ -210,7 +218,7 @@ def test_values_of_an_answer_are_counted():
     prompts = [[5, 6], [7]]
 
     def count(params, **more):
-        return Wanted(prompts, params, TextRules(), **more).num_values
+        return GenerationRequest(prompts, params, TextRules(), **more).num_values
 
     scored = replace(params, return_log_probs=True)
     assert count(params, num_samples=9) == 0
@@ -220,21 +228,23 @@ def test_values_of_an_answer_are_counted():
     assert count(replace(top, return_prompt_log_probs=True)) == 2 * 3 * 5 + 3
     every = {"return_prompt_log_probs": True, "return_prompt_top_n_logprobs": True}
     assert count(replace(top, **every)) == 2 * 3 * 5 + 3 * 5
-    assert Wanted([[5, 6]], params, TextRules(), beam=BeamParams(4)).num_values == 4 * (2 + 3)
+    assert GenerationRequest([[5, 6]], params, TextRules(), beam=BeamParams(4)).num_values == 4 * (
+        2 + 3
+    )
 
 
 def test_a_request_whose_samples_have_many_prompt_tokens_is_refused():
     model = SimpleNamespace(info=replace(INFO, max_sequence_length=5000))
-    wanted = Wanted([[5] * 4096] * 64, PARAMS, TextRules(), num_samples=65)
+    wanted = GenerationRequest([[5] * 4096] * 64, PARAMS, TextRules(), num_samples=65)
     with pytest.raises(ApiError, match="17039360 tokens of prompts, at most 16777216") as error:
         Generation(None, model, None, wanted)
     assert error.value.param == "prompt"
 
 
 def test_wrong_parameters_are_refused():
-    bad = messages.request_to_json(Request("r1", [5], PARAMS))
+    bad = engine_link.request_to_json(Request("r1", [5], PARAMS))
     bad["params"]["temperature"] = -1
-    found, engine = _run([messages.encode("add", request=bad)])
+    found, engine = _run([engine_link.encode("add", request=bad)])
     assert (found[1]["type"], found[1]["reason"]) == ("refused", "request")
     assert engine.num_added == 0
 
@@ -250,7 +260,9 @@ def test_a_failed_update_keeps_the_engine():
             raise ConfigError("bad weights")
         return 3
 
-    lines = [messages.encode("update_weights", call=i, load=w) for i, w in enumerate(["bad", "x"])]
+    lines = [
+        engine_link.encode("update_weights", call=i, load=w) for i, w in enumerate(["bad", "x"])
+    ]
     found, _ = _run(lines, update_weights=update)
     assert [(m["error"], m["version"]) for m in found[1:]] == [("bad weights", None), ("", 3)]
     found, _ = _run(lines[:1])
@@ -325,7 +337,7 @@ class _SlowRequest:
 
 def test_a_body_that_does_not_arrive_is_given_up(monkeypatch):
     from megatron.inference.server import http
-    from megatron.inference.server.errors import ApiError
+    from megatron.inference.server.fields import ApiError
 
     monkeypatch.setattr(http, "_BODY_TIMEOUT_S", 0.01)
     with pytest.raises(ApiError, match="did not arrive") as error:

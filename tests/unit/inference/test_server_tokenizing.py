@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from megatron.inference.server.completions import read_prompts
-from megatron.inference.server.errors import ApiError
-from megatron.inference.server.fields import Fields
-from megatron.inference.server.messages import EngineInfo
+from megatron.inference.server.engine_link import EngineInfo
+from megatron.inference.server.fields import ApiError, Fields
 from megatron.inference.server.model import Model
+from megatron.inference.server.openai_api import read_prompts
+from megatron.inference.server.workers import LimitedTokenizer
 from megatron.training.tokenizer import TokenizerSpec
 
 SPEC = vars(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=99))
@@ -73,14 +73,14 @@ def test_this_process_tokenizes_short_texts():
 def test_a_prompt_does_not_wait_for_documents(model, monkeypatch):
     is_over = threading.Event()
     document = "1 " * model.most_characters
-    ask = Model._ask
+    apply = LimitedTokenizer.apply
 
-    def wait_with_documents(self, data):
-        if len(data) > self.most_characters:
+    def wait_with_documents(self, kind, items):
+        if sum(map(len, items)) >= model.most_characters:
             assert is_over.wait(60)
-        return ask(self, data)
+        return apply(self, kind, items)
 
-    monkeypatch.setattr(Model, "_ask", wait_with_documents)
+    monkeypatch.setattr(LimitedTokenizer, "apply", wait_with_documents)
 
     async def prompt_beside_documents():
         waiting = [asyncio.create_task(model.tokenize([document])) for _ in range(8)]

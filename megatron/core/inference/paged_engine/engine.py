@@ -112,7 +112,7 @@ class Engine:
             self._runner, probe.cache, options.buffer_bytes, self._channel
         )
         self._idle = idle_plan(model, num_pages, slots)
-        self._limits = EngineLimits(
+        self.limits = EngineLimits(
             page_size=self._page_size,
             num_pages=num_pages,
             max_requests=slots,
@@ -133,7 +133,7 @@ class Engine:
         in_lane = slots // self._num_lanes
         self._schedulers = {
             (replica, lane): RequestScheduler(
-                self._limits, pool, range(lane * in_lane, (lane + 1) * in_lane), model.eod
+                self.limits, pool, range(lane * in_lane, (lane + 1) * in_lane), model.eod
             )
             for replica, pool in enumerate(self._pools)
             for lane in range(self._num_lanes)
@@ -169,7 +169,7 @@ class Engine:
         """Raise RequestError if a request can never run; other ranks can call it too."""
         self._check_content(request)
         check_grammar(request)
-        generation_length(request, self._limits)
+        generation_length(request, self.limits)
 
     def _check_content(self, request: Request) -> None:
         if request.images and not self.model.reads_images:
@@ -184,7 +184,7 @@ class Engine:
         loads = {key: s.num_running + s.num_waiting for key, s in self._schedulers.items()}
         least = min(loads.values())
         known = [0] * len(self._pools)
-        if len(self._pools) > 1 and self._limits.has_prefix_cache:
+        if len(self._pools) > 1 and self.limits.has_prefix_cache:
             known = [p.num_known_tokens(request.prompt, request.source) for p in self._pools]
         free = [key for key, load in loads.items() if load <= least + _IMBALANCE]
         return self._schedulers[min(free, key=lambda key: (-known[key[0]], loads[key]))]
@@ -208,7 +208,7 @@ class Engine:
             sum(s.num_running for s in schedulers),
             sum(s.num_waiting for s in schedulers),
             sum(pool.num_free for pool in self._pools),
-            self._limits.num_pages * len(self._pools),
+            self.limits.num_pages * len(self._pools),
             sum(s.num_drafts for s in schedulers),
             sum(s.num_accepted_drafts for s in schedulers),
         )
@@ -325,8 +325,8 @@ class Engine:
         version = self.weight_version + 1
         for scheduler in self._schedulers.values():
             scheduler.pre_empt_all()
-        for scheduler in self._schedulers.values():
-            scheduler.invalidate(version)
+        for pool in self._pools:
+            pool.invalidate(version)
 
     # ---- all ranks ---------------------------------------------------------------------------
 

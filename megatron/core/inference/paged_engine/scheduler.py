@@ -179,10 +179,6 @@ class RequestScheduler:
             rows.segment += 1
         return outputs
 
-    def invalidate(self, weight_version: int) -> None:
-        """Note that the weights have changed: kept pages cannot be used by later requests."""
-        self.pool.invalidate(weight_version)
-
     def pre_empt_all(self) -> None:
         """Pre-empt all running requests, which go on with keys of new weights; none in flight."""
         for state in list(self._running):

@@ -23,7 +23,6 @@ from torch import nn
 from megatron.core.device import is_cuda
 from megatron.core.inference.fast_linear import FastLinears
 from megatron.core.inference.paged_engine.engine import Engine, EngineOptions
-from megatron.core.inference.paged_engine.options import EngineLimits
 from megatron.core.inference.paged_engine.request import (
     Request,
     RequestOutput,
@@ -66,11 +65,6 @@ class CollectiveEngine(Engine):
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._unfinished)
-
-    @property
-    def limits(self) -> EngineLimits:
-        """Sizes of this engine."""
-        return self._limits
 
     @property
     def is_decode_only(self) -> bool:

@@ -1,22 +1,133 @@
-"""Fields of a chat request: messages, tools, and the form of the answer."""
+"""Fields of OpenAI's and vLLM's requests: sampling, the end of a text, messages and tools.
+
+A model writes calls of tools in the form of Hermes:
+
+<tool_call>
+{"name": "weather", "arguments": {"city": "Paris"}}
+</tool_call>
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.chat_images import PARAM
-from megatron.inference.server.errors import ApiError
-from megatron.inference.server.fields import Fields, parse_json
+from megatron.inference.server.fields import ApiError, Fields, parse_json
+from megatron.inference.server.generation import SEED_LIMIT
 from megatron.inference.server.model import Model
+from megatron.inference.text import StopFinder, TextRules
 from megatron.training.tokenizer.multimodal_tokenizer import IMAGE_TOKEN
 
+MAX_SAMPLES = 128
+MAX_LOG_PROBS = 20
+_MAX_STOPS = 16
+_MAX_STOP_TOKENS = 128
+_MAX_STOP_CHARACTERS = 256
+# Default, least and largest value.
+_NUMBERS = {
+    "temperature": (1.0, 0.0, 2.0),
+    "min_p": (0.0, 0.0, 1.0),
+    "presence_penalty": (0.0, -2.0, 2.0),
+    "frequency_penalty": (0.0, -2.0, 2.0),
+}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
 _MAX_TOOLS = 128
 _ANY_OBJECT = '{"type": "object"}'
+
+
+def read_params(fields: Fields, model: Model, num_tokens: int) -> SamplingParams:
+    """Read the sampling parameters of a request that generates ``num_tokens`` at most."""
+    seed = fields.integer("seed", None, -SEED_LIMIT, SEED_LIMIT - 1)
+    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
+    if top_p == 0:
+        raise fields.fail("top_p", "give a number above 0; temperature 0 is greedy")
+    repetition_penalty = fields.number("repetition_penalty", 1.0, 0.0, 100.0)
+    if repetition_penalty == 0:
+        raise fields.fail("repetition_penalty", "give a number above 0")
+    top_k = fields.integer("top_k", 0, -1, model.info.vocab_size)
+    stop_ids = fields.get("stop_token_ids")
+    stop_ids = [] if stop_ids is None else stop_ids
+    fields.token_ids("stop_token_ids", stop_ids, model.info.vocab_size, _MAX_STOP_TOKENS)
+    numbers: dict[str, Any] = {n: fields.number(n, *limits) for n, limits in _NUMBERS.items()}
+    return SamplingParams(
+        **numbers,
+        top_k=max(top_k, 0),  # -1 is vLLM's "no limit"
+        top_p=top_p,
+        seed=None if seed is None else seed % SEED_LIMIT,
+        repetition_penalty=repetition_penalty,
+        logit_bias=_logit_bias(fields, model.info.vocab_size),
+        min_tokens=fields.integer("min_tokens", 0, 0, num_tokens),
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=fields.boolean("ignore_eos"),
+        num_tokens_to_generate=num_tokens,
+        prompt_log_probs_only=num_tokens == 0,
+    )
+
+
+def with_log_probs(params: SamplingParams, top: int | None, prompt: int | None) -> SamplingParams:
+    """Ask for log-probabilities too.
+
+    ``top`` and ``prompt``: number of likely tokens for each generated token and each token of the
+    prompt; None: no log-probabilities of those.
+    """
+    return replace(
+        params,
+        return_log_probs=top is not None or prompt is not None,
+        top_n_logprobs=max(top or 0, prompt or 0),
+        return_prompt_log_probs=prompt is not None,
+        return_prompt_top_n_logprobs=bool(prompt),
+    )
+
+
+def read_rules(fields: Fields, model: Model, params: SamplingParams) -> TextRules:
+    """Read the fields that end a text."""
+    value = fields.get("stop")
+    if isinstance(value, str):
+        stops = [fields.check_text("stop", value)]
+    else:
+        stops = fields.list_of("stop", fields.check_text, _MAX_STOPS)
+    for stop in stops:
+        if not 0 < len(stop) <= _MAX_STOP_CHARACTERS:
+            raise fields.fail("stop", f"a stop string has 1 to {_MAX_STOP_CHARACTERS} characters")
+    return TextRules(
+        end_tokens=model.end_tokens(params),
+        stops=tuple(stops),
+        min_tokens=params.min_tokens,
+        keeps_stop=fields.boolean("include_stop_str_in_output"),
+    )
+
+
+def read_stream(fields: Fields) -> tuple[bool, bool]:
+    """Read whether to stream, and whether a last event then has the usage."""
+    is_stream = fields.boolean("stream")
+    options = fields.sub_object("stream_options")
+    if options is None:
+        return is_stream, False
+    if not is_stream:
+        raise ApiError("stream_options: only with stream: true", "stream_options")
+    has_usage = options.boolean("include_usage")
+    options.refuse_others()
+    return is_stream, has_usage
+
+
+def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
+    given = fields.sub_object("logit_bias")
+    names: Any = fields.get("logit_bias") or {}
+    if len(names) > vocab_size:
+        raise fields.fail("logit_bias", f"the vocabulary has {vocab_size} tokens")
+    biases: dict[int, float] = {}
+    for name in names:
+        if given is None or not name.isdecimal() or len(name) > 9 or int(name) >= vocab_size:
+            reason = f"its fields are token ids from 0 to {vocab_size - 1}"
+            raise fields.fail("logit_bias", reason)
+        biases[int(name)] = given.number(name, 0.0, -100.0, 100.0)
+    return biases
 
 
 @dataclass(frozen=True)
@@ -221,3 +332,75 @@ def need_grammar(model: Model, param: str) -> None:
     """Raise ApiError if the engine cannot constrain the text."""
     if "grammar" not in model.info.features:
         raise ApiError(f"{param}: the engine of this server has no grammars; leave it out", param)
+
+
+_BEGIN = "<tool_call>"
+_END = "</tool_call>"
+
+
+@dataclass
+class ToolCallParser:
+    """Separate content from calls in a text that comes in parts.
+
+    What is between the tags and is no call stays content.
+    """
+
+    _finder: StopFinder = field(default_factory=lambda: StopFinder([_BEGIN]))
+    _inside: str | None = None  # the text since a begin tag
+    num_calls: int = 0
+
+    def add(self, text: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """Return new content and new calls."""
+        content = ""
+        calls = []
+        while True:
+            if self._inside is None:
+                shown, tag = self._finder.add(text)
+                content += shown
+                if tag is None:
+                    break
+                text = self._finder.rest
+                self._inside = ""
+            self._inside += text
+            inside, tag, text = self._inside.partition(_END)
+            if not tag:
+                break
+            self._inside = None
+            call = read_call(inside)
+            if call is None:
+                content += _BEGIN + inside + _END
+            else:
+                calls.append(call)
+                self.num_calls += 1
+        if is_last:
+            content += self._finder.end()
+            if self._inside is not None:
+                call = read_call(self._inside)  # a text may end before the end tag
+                if call is None:
+                    content += _BEGIN + self._inside
+                else:
+                    calls.append(call)
+                    self.num_calls += 1
+                self._inside = None
+        return content, calls
+
+
+def read_call(text: str) -> dict[str, Any] | None:
+    """Return OpenAI's object for a call, or None if ``text`` is no call."""
+    try:
+        found = parse_json(text.encode(), "a call")  # its values must fit into an answer
+    except ApiError:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    arguments = found.get("arguments", found.get("parameters", {}))
+    return call_object(found["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def call_object(name: str, arguments: str) -> dict[str, Any]:
+    """Return OpenAI's object for a call."""
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
