@@ -41,7 +41,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--expert-tensor-parallel-size",
         type=int,
         metavar="N",
-        help="Size of tensor parallelism of experts; default: that of the other layers.",
+        help="Size of tensor parallelism of experts; default: as for the other layers.",
     )
 
 

@@ -76,7 +76,7 @@ from megatron.training.runtime.setup import (
 from megatron.training.step.run import TrainingRun
 from megatron.training.tokenizer import MegatronTokenizer, TokenizerSpec
 
-# Sections of the saved flags that generation uses: those of model and tokenizer.  The others
+# Sections of the saved flags that generation uses: model and tokenizer.  The others
 # (saving, data, logging, layout, optimizer) are for training, and may name files and programs.
 _TAKEN = ("model", "language_model", "vision", "tokenizer", "inference")
 # Layout and speed of training; and dropped tokens of experts, which would depend on the batch.
@@ -100,7 +100,7 @@ _OWN = {
     "perform_initialization": False,  # the checkpoint has all weights
 }
 _MTP_LAYERS = ("mtp.",)  # prefix of the names of their tensors
-_PATIENCE_S = 30.0  # without progress in a step, then all ranks report what they do
+_PATIENCE_S = 30.0  # without progress in a step, then all ranks report their collectives
 
 
 DeviceKind: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -211,7 +211,7 @@ def load_model(config: RunConfig, **of_stage: bool) -> tuple[RunContext, nn.Modu
 
 
 def model_parts(run: RunContext, module: nn.Module) -> RunParts:
-    """Return what a checkpoint is loaded into: the model without an optimizer."""
+    """Return the parts to load a checkpoint into: the model without an optimizer."""
     return RunParts(
         model_chunks=[module],
         groups=run.groups,
@@ -241,6 +241,9 @@ def generation_model(
             encode_images = whole.rows_of_images
         text = whole.language_model
         module = Float16Module(text.config, text) if isinstance(module, Float16Module) else text
+    start = None
+    if kind.has_encoder:  # as in training: BOS, else PAD, which is 0 in the published T5
+        start = token_of(run.tokenizer, "bos", "pad") or 0
     return GenerationModel(
         module=module,
         config=run.config.model,
@@ -249,7 +252,7 @@ def generation_model(
         vocab_size=run.tokenizer.vocab_size,
         max_sequence_length=longest_sequence(run),
         eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
-        decoder_start=_start_of_decoder(run.tokenizer) if kind.has_encoder else None,
+        decoder_start=start,
         load_weights=load_weights,
         encode_images=encode_images,
         reads_images=kind.reads_images,
@@ -339,14 +342,6 @@ def generation_config(
         namespace.mtp_num_layers = None
     namespace.sequence_parallel = False
     return resolve(namespace, ranks, extra={}, trains=False)
-
-
-def _start_of_decoder(tokenizer: MegatronTokenizer) -> int:
-    """Return the first decoder token, as in training: BOS, else PAD as in the published T5.
-
-    Without both, as with NullTokenizer, it is 0: the PAD of the published T5.
-    """
-    return token_of(tokenizer, "bos", "pad") or 0
 
 
 @dataclass(frozen=True)

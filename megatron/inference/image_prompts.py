@@ -40,7 +40,7 @@ class ImageInput:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> ImageInput:
-        """Return what `dataclasses.asdict` wrote, also after JSON has made lists of tuples."""
+        """Return an object from its `dataclasses.asdict`; JSON has made lists of its tuples."""
         settings = dict(found["settings"])
         settings["resolutions"] = tuple(map(tuple, settings["resolutions"]))
         return cls(ImageSettings(**settings), found["rows_per_tile"], found["has_tile_tags"])
@@ -102,7 +102,7 @@ class ImagePrompts:
     def texts_of(self, text: str) -> list[str]:
         """Return the texts to tokenize of a text that a chat template has written.
 
-        The first has what begins a text, such as BOS, unless the text ``is_conversation``.
+        The first begins with special tokens, such as BOS, unless the text ``is_conversation``.
         """
         return [text] if self.is_conversation else text.split(IMAGE_TOKEN)
 
@@ -150,7 +150,7 @@ class ImagePrompts:
         if isinstance(tokenizer, MultimodalTokenizer):
             return self._split(tokenizer.tokenize(text))
         first, *others = self.texts_of(text)
-        ids = [tokenizer.tokenize(first) if first else []]  # with what begins a text, such as BOS
+        ids = [tokenizer.tokenize(first) if first else []]  # with special tokens, such as BOS
         return ids + [tokenizer.tokenize_plain(part) if part else [] for part in others]
 
     def _parts_of_turns(self, turns: Sequence[Turn]) -> list[list[int]]:
@@ -167,7 +167,7 @@ class ImagePrompts:
         return self._split(ids)
 
     def _split(self, ids: Sequence[int]) -> list[list[int]]:
-        """Return the ids between those of tags."""
+        """Return the ids between the tags."""
         assert isinstance(self._tokenizer, MultimodalTokenizer), "it has an id of the tag"
         image = self._tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         ends = [i for i, token in enumerate(ids) if token == image]

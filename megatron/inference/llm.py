@@ -54,7 +54,7 @@ Prompt: TypeAlias = str | Sequence[int] | PromptWithImages
 
 @dataclass
 class Answer:
-    """What follows a prompt.
+    """The text and tokens that follow a prompt.
 
     ``tokens`` have the log-probabilities that the parameters ask for.  ``finish_reason``: "stop"
     (an end token or a stop string) or "length".  ``prompt_scores``: of the prompt's tokens after
@@ -91,9 +91,9 @@ class LLM:
     def load(cls, path: str, **options: Any) -> LLM:
         """Load the checkpoint directory ``path``, saved in any layout.
 
-        ``options``: those of `open_writer` (layout, engine sizes, device).  Raises CheckpointError
-        if there is no checkpoint, ConfigError if the model generates no text, LaunchError if the
-        process has another model: `shut_down` that one first.
+        ``options``: arguments of `open_writer` (layout, engine sizes, device).  Raises
+        CheckpointError if there is no checkpoint, ConfigError if the model generates no text,
+        LaunchError if the process has another model: `shut_down` that one first.
         """
         writer = open_writer(path, **options)
         return cls(writer.engine, writer.tokenizer, writer.image_prompts)
@@ -165,7 +165,7 @@ class LLM:
     def _complete(
         self, answers: list[Answer], params: SamplingParams | None, stop: str | Sequence[str]
     ) -> Iterator[TextDelta]:
-        """Complete ``answers`` on rank 0, yielding what is new."""
+        """Complete ``answers`` on rank 0; yield new text and tokens."""
         engine = self.engine
         params = params or SamplingParams()
         unfinished: dict[str, tuple[Answer, SampleText]] = {}

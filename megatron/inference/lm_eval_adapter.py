@@ -78,7 +78,7 @@ def _open(model_args: dict[str, Any]) -> Writer:
 
 
 class _Adapter:
-    """What lm-eval asks of a model; its `TemplateLM` splits texts into context and continuation."""
+    """Methods that lm-eval calls; its `TemplateLM` splits texts into context and continuation."""
 
     opened: list[Writer]
 
@@ -210,7 +210,7 @@ class _Adapter:
 
 @dataclass
 class _Result:
-    """What a request has so far: the scores of its prompt, and its text."""
+    """Scores of a request's prompt, and its text so far."""
 
     state: SampleText
     text: str = ""

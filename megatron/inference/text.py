@@ -40,7 +40,7 @@ class Detokenizer:
         return self._show(text)
 
     def end(self) -> str:
-        """Return what still waits for the rest of a character."""
+        """Return the text that still waits for the rest of a character."""
         if len(self._ids) == self._num_done:
             return ""
         return self._show(self._decode(self._ids))
@@ -84,7 +84,7 @@ class StopFinder:
         return text[: len(text) - keep], None
 
     def end(self) -> str:
-        """Return what was kept back."""
+        """Return the text that was kept back."""
         held = self._held
         self._held = ""
         return held
@@ -98,7 +98,7 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True)
 class TextRules:
-    """What ends a text, besides its length.
+    """Rules that end a text, besides its length.
 
     ``end_tokens``: end the text and have no text themselves.  ``min_tokens``: no stop string is
     looked for before.  ``keeps_stop``: the stop string stays in the text.
@@ -149,7 +149,7 @@ class SampleText:
         self._waiting: list[PlacedToken] = []
 
     def add(self, output: RequestOutput) -> TextDelta:
-        """Return what ``output`` adds."""
+        """Return the text and tokens that ``output`` adds."""
         text = ""
         stopped_by = None
         for token in output.new:
@@ -189,7 +189,7 @@ class SampleText:
         return TextDelta(text, tuple(ready))
 
     def _end(self, text: str, reason: FinishReason, stopped_by: str | int | None) -> TextDelta:
-        """Keep the tokens of the text; those of a stop string go."""
+        """Keep the tokens of the text, without the tokens of a stop string."""
         self._shown += len(text)
         is_cut = isinstance(stopped_by, str)
         ready = [t for t in self._waiting if not is_cut or t.offset < self._shown]

@@ -46,7 +46,10 @@ BREACHES = {
             "from megatron.training.compat.global_vars import get_run",
         ),
     ],
-    "pure_modules_import_no_torch": [("megatron/core/config/x.py", "import torch.nn")],
+    "pure_modules_import_no_torch": [
+        ("megatron/core/config/x.py", "import torch.nn"),
+        ("megatron/inference/server/x.py", "from torch import Tensor"),
+    ],
     "imports_stand_at_the_top": [
         ("megatron/core/x.py", "def f():\n    import os"),
         ("tools/x.py", "class A:\n    def main(self):\n        import os"),

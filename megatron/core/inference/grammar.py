@@ -114,8 +114,8 @@ class Grammars:
     """Compiles grammars for a vocabulary.
 
     ``tokens``: bytes of each token id; None: a special token, which no text has.  ``eod``: ends a
-    text.  ``start``: starts the process that forks those of grammars.  Raises MissingDependency
-    without llguidance.
+    text.  ``start``: starts the process that forks a process for each grammar.
+    Raises MissingDependency without llguidance.
     """
 
     def __init__(self, tokens: Sequence[bytes | None], eod: int, start: Start = spawn) -> None:
@@ -199,7 +199,7 @@ class _GrammarProcess:
         self._send(STEP.pack(number, token))
 
     def exchange(self, seconds: float) -> None:
-        """Send and receive what can be, waiting for it at most so long."""
+        """Send and receive as much as possible; wait at most ``seconds``."""
         if not self.failure:
             poll = select.poll()
             poll.register(self._connection, select.POLLIN | (select.POLLOUT * bool(self._unsent)))

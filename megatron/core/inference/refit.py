@@ -207,7 +207,7 @@ def _described(tensors: Sequence[ShardedTensor]) -> list[_Description]:
 
 
 def _dtype_of(tensor: ShardedTensor) -> str:
-    """Return the name of the dtype in memory, which need not be that of a file."""
+    """Return the name of the dtype in memory; a file may have another one."""
     dtypes = [p.data.dtype for p in tensor.pieces if isinstance(p, Piece)]
     return str(dtypes[0] if dtypes else tensor.dtype).removeprefix("torch.")
 

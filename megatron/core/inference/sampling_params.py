@@ -15,7 +15,7 @@ class SamplingParams:
     """``temperature`` 0 or ``top_k`` 1 is greedy.  Filters apply in the order of the fields below.
 
     Order on logits: ``logit_bias``, penalties, ``min_tokens`` and ``forbidden_after``, temperature,
-    ``top_k``, ``top_p``, ``min_p``.  Log-probabilities are those of the model, before all of these.
+    ``top_k``, ``top_p``, ``min_p``.  Log-probabilities are of the model, before all of these.
     """
 
     temperature: float = 1.0
@@ -78,7 +78,7 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Return what `to_json` wrote; fields may be missing.  Raises ConfigError."""
+        """Return parameters from values of `to_json`, some or all fields.  Raises ConfigError."""
         bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
         stop = tuple(values.get("stop_token_ids", ()))
         before, forbidden = values.get("forbidden_after", ((), ()))

@@ -155,7 +155,7 @@ class FrontEnd:
         return self.service
 
     async def _guarded(self, request: Any, work: Work, needs_key: bool) -> Any:
-        """Return the answer of ``work``, or the error object for what it raises."""
+        """Return the answer of ``work``, or an error object for its exception."""
         try:
             if self._keys and needs_key:
                 check_key(request.headers.get("authorization", ""), self._keys)
@@ -236,7 +236,7 @@ def answer_models(service: Service, name: str | None) -> Any:
 
 
 def answer_tokenizer_info(service: Service) -> Any:
-    """GET /tokenizer_info: what a client needs that tokenizes by this server, such as lm-eval."""
+    """GET /tokenizer_info: for clients that tokenize by this server, such as lm-eval."""
     model = service.model
     return json_answer(
         {

@@ -46,11 +46,11 @@ class ProtocolError(MegatronError):
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the front end must know of the engine and its model.
+    """Facts about the engine and its model for the front end.
 
     ``tokenizer``: fields of `TokenizerSpec`.  ``modules``: user modules to import, which may
     register tokenizers.  ``decoder_start``: the first token of a decoder whose encoder reads the
-    prompt.  ``features``: those of "grammar" and "update_weights" that the engine has.  ``images``:
+    prompt.  ``features``: "grammar" and "update_weights", if the engine has them.  ``images``:
     fields of `ImageInput`, for models that read images.
     """
 
@@ -116,7 +116,7 @@ def hello_line(info: EngineInfo) -> bytes:
 
 
 def read_hello(message: Mapping[str, Any]) -> EngineInfo:
-    """Return what `hello` wrote.  Raises ProtocolError for another version."""
+    """Return the content of `hello_line`.  Raises ProtocolError for another version."""
     if message["type"] != "hello" or message.get("version") != VERSION:
         raise ProtocolError(
             f"the engine speaks version {message.get('version')} of the messages, this front end "
@@ -153,7 +153,7 @@ _PREPARING_WAIT_S = 0.002  # of an idle engine, for grammars that are being comp
 
 
 class ServedEngine(Protocol):
-    """What the loop calls of an engine."""
+    """Methods of an engine that the loop calls."""
 
     def prepare(self, request: Request) -> bool: ...
     def add(self, request: Request) -> None: ...
@@ -382,7 +382,7 @@ class EngineClient:
         self._writer.write(encode(kind, **content))
 
     async def flush(self) -> None:
-        """Let the engine take what has been sent, and other tasks run.  Raises EngineDied."""
+        """Let the engine receive the messages sent, and other tasks run.  Raises EngineDied."""
         try:
             async with self._flush_lock:  # one task can wait at a time in Python 3.10
                 await self._writer.drain()

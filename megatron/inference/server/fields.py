@@ -1,8 +1,8 @@
 """The fields of a JSON object from a client, each with its type and range, and the errors of them.
 
-Every function raises ApiError, which names the field, the value found and what fits.  An error is
-answered as {"error": {message, type, param, code}, "message": ...}: the first is OpenAI's object,
-the second is what clients of Megatron-LM's server print.
+Every function raises ApiError, which names the field, the value found and the values that fit.  The
+answer is {"error": {message, type, param, code}, "message": ...}: the first is OpenAI's object, the
+second is printed by clients of Megatron-LM's server.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Fields:
         return self._body.get(name)
 
     def path(self, name: str) -> str:
-        """Return the field's name with those of the objects around it."""
+        """Return the field's name after the names of the objects around it."""
         return f"{self._prefix}.{name}" if self._prefix else name
 
     def fail(self, name: str, reason: str) -> ApiError:
@@ -200,7 +200,7 @@ class Fields:
         return value
 
     def without_effect(self, names: Iterable[str]) -> list[str]:
-        """Return those of ``names`` that are given; they count as read."""
+        """Return the given fields among ``names``; they count as read."""
         return [name for name in names if self.get(name) is not None]
 
     def refuse_others(self) -> None:
@@ -212,10 +212,10 @@ class Fields:
 
 
 def parse_json(data: bytes, name: str) -> Any:
-    """Return the value of a JSON text; ``name`` is that of the text in error messages.
+    """Return the value of a JSON text; ``name``: of the text in error messages.
 
-    Raises ApiError for what later code could not handle: deep nesting, which exceeds the limit of
-    recursion; very many objects; and half of a surrogate pair, which no answer can be encoded with.
+    Raises ApiError for text that later code could not handle: deep nesting, which exceeds the
+    limit of recursion; very many objects; and half of a surrogate pair, which UTF-8 cannot encode.
     """
     _check_structure(data, name)
     try:

@@ -44,7 +44,7 @@ _PATIENCE_S = 30.0  # with an engine that has requests, for an answer between tw
 
 @dataclass(frozen=True)
 class FrontEndOptions:
-    """What the engine's process passes, as JSON."""
+    """Options that the engine's process passes, as JSON."""
 
     engine_fd: int
     listen_fd: int

@@ -86,7 +86,7 @@ class GenerationRequest:
 
 @dataclass
 class Sample:
-    """One text: what has arrived of it."""
+    """One text, as far as it has arrived."""
 
     generation_id: str
     index: int
@@ -106,7 +106,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Number of generated tokens, with those of a stop string."""
+        """Number of generated tokens, a stop string included."""
         return self.state.num_tokens
 
     @property
@@ -166,7 +166,7 @@ class Generation:
         self._metrics.started(len(sample.prompt) for sample in self.samples.values())
 
     async def deltas(self) -> AsyncIterator[tuple[Sample, TextDelta]]:
-        """Yield what is new, sample by sample, until all have finished."""
+        """Yield new text and tokens, sample by sample, until all have finished."""
         async for output in self._call.outputs():
             if output.finish_reason == "error":
                 if output.error_param is not None:
@@ -199,7 +199,7 @@ class Generation:
         return list(self.samples.values())
 
     def close(self) -> None:
-        """Abort what has not finished."""
+        """Abort the samples that have not finished."""
         for sample in self.samples.values():
             if sample.finish_reason is None:
                 sample.timer.finished("abort")
@@ -261,7 +261,7 @@ def _request(
 
 _LOG = logging.getLogger(__name__)
 
-# Samples with what is new of them -> the objects to send for it.
+# Sample and its new text -> the objects to send.
 ToEvents = Callable[[Sample, TextDelta], list[dict[str, Any]]]
 
 

@@ -1,4 +1,4 @@
-"""What every endpoint does with a connection: read a JSON body, check the key, notice its end.
+"""Connections of clients: read a JSON body, check the key, notice their end.
 
 `IdleConnections` and `Protocol` end connections whose clients hold them without using them, or send
 a body in tiny parts.  uvicorn waits without a limit for the headers of a request and for a client
@@ -191,7 +191,7 @@ _MAX_HEADER_BYTES = 1 << 16
 
 
 class _State(NamedTuple):
-    """What a connection waits for; while nothing happens the state stays equal."""
+    """The event that a connection waits for; while nothing happens the state stays equal."""
 
     request: Any  # the last one whose headers are complete, as uvicorn's object
     num_unread: int  # bytes that the client has not taken; 0: it owes us headers
@@ -212,7 +212,7 @@ class IdleConnections:
         self._since: dict[Any, tuple[_State, float]] = {}  # by uvicorn's protocol object
 
     async def end_for_ever(self, connections: Iterable[Any]) -> None:
-        """End what exceeds its limit until the task is cancelled; ``connections`` is uvicorn's."""
+        """Call `end` regularly until the task is cancelled; ``connections`` is uvicorn's."""
         while True:
             await asyncio.sleep(min(self._limits_s) / _LOOKS_PER_LIMIT)
             self.end(connections)
@@ -235,7 +235,7 @@ class IdleConnections:
 
 
 def _state_of(connection: Any) -> _State | None:
-    """Return what a connection waits for; None while the server works for it."""
+    """Return the state of a connection; None while the server works for it."""
     num_unread = connection.transport.get_write_buffer_size()
     cycle = connection.cycle
     if num_unread == 0 and cycle is not None and not cycle.response_complete:
@@ -250,7 +250,7 @@ class _Connection(_H11Connection):  # type: ignore[misc]
     _num_bytes = 0
 
     def next_event(self) -> Any:
-        """Return what comes next of the request."""
+        """Return the next event of the request."""
         found = super().next_event()
         if isinstance(found, h11.Data):
             self._num_parts += 1

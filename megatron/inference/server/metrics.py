@@ -38,7 +38,7 @@ class Metrics:
         self._engine: dict[str, Any] = {}
 
     def answered(self, path: str, status: int) -> None:
-        """Count an HTTP answer; ``path`` is that of a route."""
+        """Count an HTTP answer; ``path``: of a route."""
         self._answers.labels(path, str(status)).inc()
 
     def started(self, num_prompt_tokens: Iterable[int]) -> None:

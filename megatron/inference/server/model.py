@@ -80,7 +80,7 @@ class Model:
         return found
 
     def check_characters(self, text: str, param: str) -> None:
-        """Raise ApiError for a prompt that is too long whatever its tokens are."""
+        """Raise ApiError for a prompt that is too long for any tokens."""
         if len(text) > self.most_characters:
             raise ApiError(
                 f"{param}: a text has {len(text)} characters; {self.info.max_sequence_length} "
@@ -135,7 +135,7 @@ class Model:
         return text if is_read else None
 
     def turns(self, messages: list[dict[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return messages for a chat template, with what the prompt format adds to them.
+        """Return messages for a chat template, with the additions of the prompt format.
 
         Raises ApiError if the format cannot render them.
         """
@@ -151,13 +151,13 @@ class Model:
         return await asyncio.to_thread(_newlines_after_colons, self)
 
     def first_token(self) -> list[int]:
-        """Return what an empty prompt is replaced with: BOS, else the end-of-document token."""
+        """Return the tokens of an empty prompt: BOS, else the end-of-document token."""
         bos = self.tokenizer.id_of("bos")
         first = self.info.eod if bos is None else bos
         return [] if first is None else [first]
 
     def with_one_bos(self, ids: Sequence[int]) -> list[int]:
-        """Return ``ids`` without the BOS of the tokenizer before that of a chat template."""
+        """Return ``ids`` without a BOS of the tokenizer before the BOS of a chat template."""
         bos = self.tokenizer.id_of("bos")
         has_two = bos is not None and list(ids[:2]) == [bos, bos]
         return list(ids[1:] if has_two else ids)

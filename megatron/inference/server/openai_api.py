@@ -51,7 +51,7 @@ _BROKEN = "\ufffd"
 
 @dataclass(frozen=True, kw_only=True)
 class _OpenAIRequest:
-    """A request whose fields have been checked, and what its stream has sent."""
+    """A request whose fields have been checked, and the state of its stream."""
 
     id_prefix: ClassVar[str]
     kinds: ClassVar[tuple[str, str]]  # of a complete answer, and of a chunk
@@ -318,7 +318,7 @@ class LogProbTable:
 
 @dataclass
 class _Sent:
-    """What a stream has sent of one sample."""
+    """Parts of one sample that a stream has sent."""
 
     is_begun: bool = False
     parser: ToolCallParser = field(default_factory=ToolCallParser)

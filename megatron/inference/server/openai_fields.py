@@ -223,7 +223,7 @@ def _tool_call(name: str, value: object) -> dict[str, Any]:
     assert isinstance(value, dict), "it has a function"
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):  # templates write objects themselves
-        # A text cannot have surrogates that UTF-8 lacks: those of the body have been refused.
+        # A text has no half of a surrogate pair: `parse_json` of the body has refused it.
         try:
             arguments = parse_json(arguments.encode(), "function.arguments")
         except ApiError as error:
@@ -342,7 +342,7 @@ _END = "</tool_call>"
 class ToolCallParser:
     """Separate content from calls in a text that comes in parts.
 
-    What is between the tags and is no call stays content.
+    Text between the tags that holds no call stays content.
     """
 
     _finder: StopFinder = field(default_factory=lambda: StopFinder([_BEGIN]))

@@ -1,11 +1,11 @@
-"""Work on what clients send, in processes with limits: chat templates, images and long texts.
+"""Work for clients in processes with limits: chat templates, images and long texts.
 
 No client is trusted, nor the template in a tokenizer's folder; and most tokenizers hold the GIL for
 all of a text: in the front end, one long prompt would stop every other request.
 
 Messages: to a template first nothing, then each object of variables; to a decoder of images the
 name, a zero byte and the bytes of the file; to a tokenizer [method, items].  Answers are JSON
-lists, whether it succeeded and the result or the reason; that of an image is a line of JSON,
+lists, whether it succeeded and the result or the reason; for an image a line of JSON,
 [width, height, shape] with pixel values f32 after it, or the reason as a string.
 """
 
@@ -101,7 +101,7 @@ def render_templates(control: socket.socket) -> None:
 def _template_work(setup: bytes) -> Work:
     source = json.loads(setup)
     errors = template_errors(_WANTED_BY)
-    compile_template("", _WANTED_BY)  # imports what templates need
+    compile_template("", _WANTED_BY)  # imports the modules of templates
 
     def render(connection: socket.socket, limits: Limits) -> None:
         problem = ""

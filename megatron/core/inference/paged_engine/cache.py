@@ -41,7 +41,7 @@ from megatron.core.transformer.kv_cache import Core, PositionBias, State
 class PagedCache:
     """``num_pages`` pages and ``max_requests`` slots, and one more of each for idle steps.
 
-    ``dtype`` of keys and values; None: that of the model.  With int8 pages have the rows of
+    ``dtype`` of keys and values; None: the dtype of the model.  Pages in int8 hold the rows of
     `fusions.paged_attention`.
     """
 
@@ -137,7 +137,7 @@ class PagedCache:
 
 
 class SlotPositions:
-    """What determines the rotation of the rows of ``num_slots`` slots.
+    """Positions that rotate the rows of ``num_slots`` slots (LongRoPE, M-RoPE).
 
     ``start_lengths`` [slots]: tokens of the request when it started (LongRoPE).  ``has_grid``:
     rows have a time, a height and a width (M-RoPE).  The three are equal for text; text after an
@@ -152,7 +152,7 @@ class SlotPositions:
         self._offsets: Integers = np.zeros(num_slots, dtype=np.int64)  # of the rows after them
 
     def admit(self, admission: Admission) -> None:
-        """Take the positions of a request, in place of those of the one before in its slot."""
+        """Take the positions of a request; its slot forgets the request before it."""
         slot = admission.slot
         self.start_lengths[slot] = admission.start_length
         if not self.has_grid:

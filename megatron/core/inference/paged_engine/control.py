@@ -30,8 +30,8 @@ class ControlChannel:
 
     Construction is collective over all ranks.  ``peers``: ranks of every channel that they
     construct at the same time, in the same order on all of them; default: ``world`` alone.
-    ``timeout_s``: the longest wait for a result.  The group is apart from those of the model, whose
-    collectives may be in flight at the same time.
+    ``timeout_s``: the longest wait for a result.  The channel has a group of its own:
+    collectives of the model may be in flight at the same time.
     """
 
     def __init__(

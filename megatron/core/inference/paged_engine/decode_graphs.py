@@ -7,8 +7,8 @@ captured number with rows that use the extra page and slot of the cache, and blo
 power of two pages.  The integers of a step are copied into the buffer that the graph reads.
 Sampling is not part of a graph.
 
-On a GPU these are CUDA graphs.  Collectives are those of the model: all ranks execute equal plans,
-so they capture together.  On a CPU they are `HostGraph`s of every number of rows up to
+On a GPU these are CUDA graphs.  All ranks execute equal plans, so they capture the
+collectives of the model together.  On a CPU they are `HostGraph`s of every number of rows up to
 `_MOST_HOST_ROWS`, for a model that one rank holds; they do not change a bit.
 """
 

@@ -107,7 +107,7 @@ class DraftModel:
         found: list[tuple[list[int], Tensor]],
         slots: SlotPositions,
     ) -> None:
-        """Add to ``found`` what the last depth drafts again after its rows ``hidden`` [w, 1, h]."""
+        """Apply the last depth again to its rows ``hidden`` [w, 1, h]; add drafts to ``found``."""
         layers = self._num_layers
         idle_slot = self._cache.max_requests
         count = max(s.num_drafts for s in rows.segments)

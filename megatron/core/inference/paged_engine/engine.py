@@ -215,7 +215,7 @@ class Engine:
 
     @waiting_for_work(False)
     def step(self) -> list[RequestOutput]:
-        """Run the next step of one lane of each replica; return what it added to requests."""
+        """Run the next step of one lane of each replica; return its outputs of requests."""
         lane = self._lane
         outputs = self._held
         self._held = []
@@ -242,7 +242,7 @@ class Engine:
 
     @waiting_for_work(False)
     def update_weights(self, checkpoint: str, *, drain: bool = False) -> int:
-        """Replace the weights by those of a checkpoint directory, while the other ranks follow.
+        """Load the weights of a checkpoint directory, while the other ranks follow.
 
         Returns the new weight version.  Running requests go on: the new weights compute the keys
         of their tokens again.  With ``drain`` they end first, by the old weights.
@@ -279,7 +279,7 @@ class Engine:
         self._runner.release_graphs()
 
     def _run(self, plans: dict[int, StepPlan], lane: int) -> None:
-        """Send the plans to the ranks of their replicas; execute that of this rank's replica."""
+        """Send each plan to the ranks of its replica; execute the plan of this rank's replica."""
         for replica, plan in plans.items():
             others = [rank for rank in self._ranks(replica) if rank != self._channel.root]
             if others:
@@ -291,7 +291,7 @@ class Engine:
             self._flights[0, lane] = plans[0], self._runner.execute(plans[0])
 
     def _collected(self, lane: int) -> list[RequestOutput]:
-        """Wait for the results of the steps in flight and record them."""
+        """Wait for the output of the lane's steps in flight, and record it."""
         outputs = []
         for replica in range(len(self._pools)):
             if (replica, lane) not in self._flights:
@@ -321,7 +321,7 @@ class Engine:
         self._held += outputs
 
     def _start_anew(self) -> None:
-        """Raise the weight version: nothing that the cache holds can be used."""
+        """Raise the weight version; keys and values of the weights before are not used again."""
         version = self.weight_version + 1
         for scheduler in self._schedulers.values():
             scheduler.pre_empt_all()
@@ -403,7 +403,7 @@ _DTYPES = {"auto": None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def cache_dtype(options: EngineOptions, model: GenerationModel) -> torch.dtype | None:
-    """Return the dtype of keys and values in pages; None: that of the model.
+    """Return the dtype of keys and values in pages; None: the dtype of the model.
 
     Raises ConfigError on a GPU, whose kernels read the dtype of the model only, and
     MissingDependency if the compiled kernels that batch invariance needs cannot read the dtype.
@@ -427,8 +427,8 @@ def cache_dtype(options: EngineOptions, model: GenerationModel) -> torch.dtype |
 def num_fitting_pages(runner: ModelRunner, buffer_bytes: int, channel: ControlChannel) -> int:
     """Return how many pages fit into every rank's buffer.
 
-    An idle step of ``runner``, whose cache has one page, shows what the layers store.  Collective
-    over all ranks.  Raises ConfigError if no page fits.
+    An idle step of ``runner``, whose cache has one page, shows the size of a page in all layers.
+    Collective over all ranks.  Raises ConfigError if no page fits.
     """
     runner.execute(idle_plan(runner.model, 1, 1))
     cost = runner.cache.bytes_per_page

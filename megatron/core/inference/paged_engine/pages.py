@@ -117,7 +117,7 @@ class PagePool:
         return max(num_tokens - self.num_ahead, 0) // self.page_size
 
     def digest(self, previous: bytes, tokens: Integers, page: int) -> bytes:
-        """Return the digest of the ``page``-th page of ``tokens``, after that of ``previous``."""
+        """Return the digest of a page of ``tokens``; ``previous``: digest of the page before it."""
         start = page * self.page_size
         size = self.page_size + self.num_ahead
         return page_digest(previous, tokens[start : start + size])
@@ -139,7 +139,7 @@ class PagePool:
         return self.longest_short is not None and num_tokens > self.longest_short
 
     def root(self, source: Sequence[int], *, is_long: bool = False) -> bytes:
-        """Return the digest that precedes that of the first page.
+        """Return the digest to put before the first page.
 
         ``source``: tokens of the encoder.  ``is_long``: see `is_long`; no token is below 0.
         """

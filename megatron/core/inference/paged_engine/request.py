@@ -1,4 +1,4 @@
-"""Requests to the engine, and what it reports of them: token ids and images, no text.  No torch.
+"""Requests to the engine and its outputs: token ids and images, no text.  No torch.
 
 Each embedding of an image is a row of the prompt.  Its id is `FIRST_ID` or more and holds its
 image, by the pixels, and its place in the image: requests with equal images share their pages.
@@ -68,9 +68,9 @@ class Matcher(Protocol):
 class PromptImage:
     """An image of a prompt: ``pixels`` f32 [t, 3, H, W] of its tiles, and how many rows it has.
 
-    ``size``: what the model must know of an image whose tiles it arranges (rows and columns of
-    tiles, height and width in pixels), or that has any size (patches along time, height and width;
-    ``pixels`` are then [blocks, 4, values of a patch]).
+    ``size``: rows and columns of tiles, height and width in pixels of an image whose tiles the
+    model arranges; or patches along time, height and width of an image of any size (its
+    ``pixels`` are [blocks, 4, values of a patch]).
     """
 
     pixels: npt.NDArray[np.float32]
@@ -180,7 +180,7 @@ class Beam:
 
 
 class RequestOutput(NamedTuple):
-    """What a step added to a request.
+    """Tokens and results that a step adds to a request.
 
     ``prompt_scores``: of the prompt's tokens after its first, if the request asks for them; they
     come with the first token.  ``weight_version``: of the weights that computed the tokens.

@@ -33,7 +33,7 @@ _SAMPLE_ONLY: Integers = np.array([SAMPLE], dtype=np.int64)
 
 
 class NgramLookup:
-    """Earlier text of a request; what followed its last tokens before is their draft."""
+    """Earlier text of a request: tokens that have followed its last n-gram before are drafts."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens: list[int] = []
@@ -141,7 +141,7 @@ class RequestState:
 
     ``max_new``: the most tokens to generate.  ``goal``: number of tokens to process before the
     request samples or ends.  ``num_kept``: pages at its start that the prefix cache knows.
-    ``order``: of arrival; those of a lower one run first and are pre-empted last.
+    ``order``: of arrival; requests of a lower one run first and are pre-empted last.
     ``parent``: a request whose pages hold the start of this one, until this one has started.
     ``is_held``: it waits for other beams, with or without a slot.
     """
@@ -226,7 +226,7 @@ class RequestState:
         return state
 
     def admission(self) -> Admission:
-        """Return what ranks must know of the request, which has a slot."""
+        """Return the message to all ranks about the request, which has a slot."""
         assert self.request.slot is not None, "a request without a slot is not admitted"
         found = self.request.params
         params = found.to_json()

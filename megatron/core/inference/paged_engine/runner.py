@@ -61,7 +61,7 @@ class GenerationModel:
     of a checkpoint; collective over all ranks.  If it raises CheckpointError, it does so on all
     ranks and the weights are unchanged.  A model that ``reads_images`` has on its first stage
     ``encode_images(pixels, sizes)``: [t, 3, H, W] -> [n, h], collective over tp; ``sizes`` [1, f]
-    or None: that of the image.  ``has_grid``: positions are those of M-RoPE in images.
+    or None: size of the image.  ``has_grid``: positions are those of M-RoPE in images.
     """
 
     module: nn.Module
@@ -235,10 +235,10 @@ class ModelRunner:
         return self._images.embed(view.host_ids, text)
 
     def _forward_encoder_decoder(self, view: BatchView, sources: list[Admission]) -> Tensor:
-        """Return logits, or what this stage sends on: the first stages hold the encoder.
+        """Return logits, or the hidden states that this stage sends on; the first stages encode.
 
-        A stage of the encoder sends all sources' hidden states [S, 1, h], and nothing in a step
-        without sources; one of the decoder sends them followed by those of the rows.
+        A stage of the encoder sends the hidden states [S, 1, h] of all sources, and nothing in a
+        step without sources; a stage of the decoder sends these and then the states of the rows.
         """
         pp = self.model.groups.pp
         module = self.model.module
@@ -342,7 +342,7 @@ class ImageStore:
         self._rows: dict[int, Tensor] = {}  # by key of the image
 
     def admit(self, admission: Admission) -> None:
-        """Take the images of a request, in place of those of the one before in its slot."""
+        """Take the images of a request; its slot forgets the request before it."""
         self._of_slot[admission.slot] = admission.images
         kept = {image.key for held in self._of_slot.values() for image in held}
         self._rows = {key: rows for key, rows in self._rows.items() if key in kept}

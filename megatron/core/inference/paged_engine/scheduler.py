@@ -165,7 +165,7 @@ class RequestScheduler:
         return step.plan
 
     def record(self, plan: StepPlan, output: StepOutput) -> list[RequestOutput]:
-        """Take the output of a plan; return what it added to the requests."""
+        """Record the output of a plan; return the outputs of its requests."""
         step = self._in_flight.pop(id(plan))
         rows = OutputRows(output, step.weight_version)
         outputs = []
@@ -399,7 +399,7 @@ class RequestScheduler:
     def _record_rows(
         self, state: RequestState, segment: Segment, rows: OutputRows
     ) -> RequestOutput | None:
-        """Add the rows of one segment to its request; return what it reports, if anything."""
+        """Add the rows of one segment to its request; return the request's output, if any."""
         request = state.request
         request.num_cached = min(segment.num_keys, state.goal)
         num_drafts = segment.num_keys - request.num_cached
@@ -500,7 +500,7 @@ class OutputRows:
         self._log_probs = output.log_probs.tolist()
 
     def drafts(self) -> list[int]:
-        """Return what MTP layers expect after the tokens of the segment."""
+        """Return the drafts of MTP layers after the tokens of the segment."""
         found = self._output.drafts
         return found[self.segment].tolist() if len(found) else []
 

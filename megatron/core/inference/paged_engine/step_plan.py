@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Admission:
-    """A request that takes ``slot`` in this step: what ranks must know besides its rows.
+    """A request that takes ``slot`` in this step: its parameters and other facts for all ranks.
 
     ``params``: fields of `SamplingParams` with the seed set, as JSON values.  ``history``: all its
     tokens so far if penalties need them.  ``num_prompt``: number of tokens of its prompt.
@@ -164,8 +164,8 @@ class StepOutput:
     ``tokens`` [r]: the sampled token, or the row's target, or `NO_TOKEN`: the request cannot go
     on.  ``log_probs`` [r]: its log-probability; 0 where the request does not ask for it.
     ``top_tokens`` and ``top_log_probs`` [r, n]: the most likely tokens, best first; n is the
-    largest number that a request of the step asks for.  ``drafts`` [segments, d]: what MTP layers
-    expect after the sampled token of a segment; `NO_TOKEN` after its last draft.
+    largest number that a request of the step asks for.  ``drafts`` [segments, d]: of MTP layers,
+    after the sampled token of a segment; `NO_TOKEN` after its last draft.
     """
 
     tokens: Integers = field(default_factory=lambda: NO_INTEGERS)

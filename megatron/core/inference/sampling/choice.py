@@ -85,7 +85,7 @@ class Blocks:
     def likeliest(self, count: int) -> Tensor:
         """Return the columns [r, count] of the ``count`` largest logits, best first.
 
-        Of equal logits the first columns come first, whatever ``count`` is.
+        Of equal logits the first columns come first, for any ``count``.
         """
         blocks = _first_of_largest(self.maxima, min(count, self.maxima.size(1))).sort().values
         candidates = self.values(blocks).flatten(1)
@@ -120,7 +120,7 @@ class Filters:
 
 @dataclass(frozen=True)
 class Scale:
-    """How logits [r, ...] become those of the sampled distribution: all tensors are [r].
+    """Scale and shift logits [r, ...] to the sampled distribution: all tensors are [r].
 
     The largest becomes 0, so that a small temperature cannot overflow to infinity.
     """
@@ -145,7 +145,7 @@ class Scale:
 def scale_of(logits: Blocks, filters: Filters, upload: Callable[[npt.ArrayLike], Tensor]) -> Scale:
     """Return temperature and least logit of each row, where the filters of ``filters`` give one.
 
-    Rows are searched together by what they need: their largest k logits, or all in order.
+    Rows with a top-k are searched together for their largest logits; the others are sorted.
     """
     scale = Scale(logits.maxima.amax(-1), upload(filters.temperature))
     is_limited = filters.top_k < logits.logits.size(1)
@@ -185,11 +185,11 @@ def _last_of_top_p(best: Tensor, last: Tensor, top_p: Tensor) -> Tensor:
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_BLOCKS = 32  # of a row: their best token rules out nearly all others
-_ROUNDING = 1e-4  # larger than that of a noisy logit near the largest
+_ROUNDING = 1e-4  # more than the rounding error of a noisy logit near the largest
 
 
 def row_keys(seeds: list[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return two 32-bit keys [r, 2] for each row; ``positions`` are those of the new tokens.
+    """Return two 32-bit keys [r, 2] for each row; ``positions``: of the new tokens.
 
     Any integer is a seed; its lowest 64 bits count.
     """
@@ -250,9 +250,10 @@ class _Search:
 
 
 def _best_of_few(search: _Search) -> tuple[Tensor, Tensor]:
-    """Return what `_Search.best_of` returns of all blocks, from those that can have the token.
+    """Return the result of `_Search.best_of` for all blocks, from a search of few blocks.
 
-    The host waits for the number of these blocks, which is free on a CPU.
+    Blocks whose bound is below the best noisy logit of the first ones are skipped.  The host waits
+    for the number of the others, which costs nothing on a CPU.
     """
     bound = search.scale(search.logits.maxima).sub_(search.least.log())
     likely = bound.topk(_FIRST_BLOCKS + 1)

@@ -67,7 +67,7 @@ class Sampler:
         self._slots = Slots(max_requests, vocab_size, device)
 
     def admit(self, admission: Admission) -> None:
-        """Put a request into its slot, in place of what the slot had."""
+        """Put a request into its slot; the slot forgets the request before it."""
         self._slots.admit(admission)
 
     def sample(self, logits: Tensor, plan: StepPlan) -> SampledRows:
@@ -306,7 +306,7 @@ class Slots:
         self.bias = SlotRows(vocab_size, torch.float32, device)
 
     def admit(self, admission: Admission) -> None:
-        """Put a request into its slot, in place of what the slot had."""
+        """Put a request into its slot; the slot forgets the request before it."""
         slot = admission.slot
         params = SamplingParams.from_json(admission.params)
         self.params[slot] = params
@@ -415,7 +415,7 @@ class Penalties:
             rows.free(slot)
 
     def apply(self, logits: Tensor, at: Tensor, slots: Integers, values: Tensor, size: int) -> None:
-        """Change the rows ``at`` [s] of ``logits``, of ``slots``.
+        """Apply the penalties of ``slots`` to the rows ``at`` [s] of ``logits``, in place.
 
         ``values`` [s, 3]: repetition, presence and frequency.  ``size``: of the longest text.
         """

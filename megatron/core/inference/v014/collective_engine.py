@@ -95,7 +95,7 @@ class CollectiveEngine(Engine):
         return was_there
 
     def advance(self, *, to_end: bool) -> list[TimedOutput]:
-        """Run one step of each lane, or all requests ``to_end``; return what it added to requests.
+        """Run one step of each lane, or all requests ``to_end``; return the outputs.
 
         Collective over the ranks of the engine.
         """
@@ -189,7 +189,7 @@ class ReplicatedSequences:
                 if id(config) not in configs:
                     configs[id(config)] = replace(config, sequence_parallel=False)
                 changes["config"] = configs[id(config)]
-            # Transformer Engine's module is no submodule of its layer.
+            # Transformer Engine's module is not registered as a submodule of its layer.
             inner = getattr(attributes.get("engine"), "module", None)
             if isinstance(inner, nn.Module) and vars(inner).get("sequence_parallel"):
                 self._sharded.append((vars(inner), {"sequence_parallel": False}))

@@ -1,4 +1,4 @@
-"""Sizes of generation, the cache of a script's own forward passes, and that of a dynamic engine."""
+"""Sizes of generation, and contexts: a cache for forward passes of scripts, and engine sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class InferenceWrapperConfig:
     """Sizes of generation.
 
     ``inference_max_requests`` run at the same time, each of up to ``inference_max_seq_length``
-    tokens.  The other fields are taken from the model and the tokenizer, whatever they say.
+    tokens.  The other fields have no effect: model and tokenizer decide.
     """
 
     hidden_size: int

@@ -45,8 +45,8 @@ _ENDLESS = 2**62  # bytes, requests: no limit
 class RunningRequest:
     """A request in the paged engine, whose outputs become the fields of ``request``.
 
-    ``prompt``: the tokens that the generated ones follow.  ``eod``: ends a text and is no part of
-    it.
+    ``prompt``: the tokens that the generated ones follow.  ``eod``: ends a text without being a
+    part of it.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class TextGenerationController:
         detokenize_segments: bool,
         skip_special_tokens: bool = True,
     ) -> tuple[str, list[list[str]] | None]:
-        """Return the text of tokens [s], and with ``detokenize_segments`` that of each token.
+        """Return the text of tokens [s], and with ``detokenize_segments`` the text of each token.
 
         ``lengths_gpu_tensor``: number of tokens to read.  End-of-document tokens are text only
         without ``skip_special_tokens``.
@@ -401,7 +401,7 @@ class VLMTextGenerationController(TextGenerationController):
     inference_wrapped_model: VLMInferenceWrapper
 
     def prompt_rows(self, request: InferenceRequest) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Return the ids of the prompt with those of its images, and the images."""
+        """Return the ids of the prompt with the ids of its images, and the images."""
         ids, _ = super().prompt_rows(request)
         tokens = self._image_tokens()
         places = [i for i, token in enumerate(ids) if token in tokens]

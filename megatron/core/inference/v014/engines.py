@@ -244,7 +244,7 @@ class DynamicInferenceEngine(AbstractEngine):
         prompt: str | list[int] | Tensor,
         num_tokens_to_generate: int | None = None,
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """Queue a prompt, text or tokens; the parameters are those of the next step.
+        """Queue a prompt, text or tokens; the next step sets its parameters.
 
         The result is a future of the finished request.  MaxSequenceLengthOverflowError: prompt and
         tokens to generate are too long.  ChunkOverflowError: the cache is too small for them.
@@ -282,7 +282,7 @@ class DynamicInferenceEngine(AbstractEngine):
     ) -> FinishedStep:
         """Run one forward pass; return its unfinished and its finished requests, and its seconds.
 
-        ``sampling_params`` are those of the requests that have been added since the last step.
+        ``sampling_params``: of the requests that have been added since the last step.
         Collective over the ranks of the model.
         """
         active: list[DynamicInferenceRequest] = []

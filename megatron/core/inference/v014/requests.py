@@ -32,7 +32,7 @@ class Status(Enum):
 class InferenceRequest:
     """A prompt, and after generation the tokens and text that follow it.
 
-    Log-probabilities are those of the model, in the order of the tokens; prompts have none for
+    Log-probabilities are of the model, in the order of the tokens; prompts have none for
     their first token.  Top-n entries map the text of a token to its log-probability.  Segments are
     the texts of single tokens.  ``tpot`` holds the seconds that each generated token took.
     """

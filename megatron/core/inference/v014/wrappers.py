@@ -132,7 +132,7 @@ class AbstractModelInferenceWrapper(abc.ABC):
 
     @abc.abstractmethod
     def prep_inference_input(self, prompt_tokens: Tensor) -> dict[str, Any]:
-        """Return what `get_batch_for_context_window` reads, from tokens [b, s]."""
+        """Return the input of `get_batch_for_context_window`, from tokens [b, s]."""
 
     @abc.abstractmethod
     def get_batch_for_context_window(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -397,7 +397,7 @@ class VLMInferenceWrapper(GPTInferenceWrapper):
         tiles = self._tiles(is_image, inference_input["num_tiles"])
         images: Tensor | None = inference_input["images"]
         if images is not None:
-            # Rows have all their tiles in one tensor; a window has those of its tokens.
+            # Rows have all their tiles in one tensor; a window has the tiles of its tokens.
             inside = torch.zeros_like(tiles, dtype=torch.bool)
             inside[:, window] = True
             images = images[inside.flatten().repeat_interleave(tiles.flatten())]
