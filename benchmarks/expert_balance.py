@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.routing import RoutingResult
 from megatron.training.training import pretrain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +94,7 @@ def work(found: Path) -> None:
     """Run once in this process; write the load of each step to ``found``."""
     counts: list[list[Tensor]] = []  # by layer and micro-batch
 
-    def note(router: nn.Module, _: Any, routing: Routing) -> None:
+    def note(router: nn.Module, _: Any, routing: RoutingResult) -> None:
         if router.training and torch.is_grad_enabled():
             counts[places[router]].append(routing.counts().float())
 

@@ -24,22 +24,22 @@ from megatron.core.transformer.moe.grouped_linear import RowGroups, grouped_line
 from megatron.core.transformer.moe.grouped_quantized_linear import GroupQuantizer
 from megatron.core.transformer.moe.lazy_token_counts import LazyTokenCounts
 from megatron.core.transformer.moe.permute import by_expert
-from megatron.core.transformer.moe.routing import Choice
+from megatron.core.transformer.moe.routing import RoutingRule
 from tests import tolerances
 from tests.gpu.conftest import has_fp8
 from tests.unit.one_process import one_rank, tiny_config
 
 CHOICES = {
-    "softmax over the chosen": Choice(k=3),
-    "one expert": Choice(k=1, pre_softmax=True, scaling_factor=2.0),
-    "softmax over all": Choice(k=2, pre_softmax=True, scaling_factor=1.5),
-    "sigmoid": Choice(k=4, score_function="sigmoid", scaling_factor=2.5),
-    "one by sigmoid": Choice(k=1, score_function="sigmoid"),
-    "groups": Choice(k=4, score_function="sigmoid", num_groups=3, group_topk=2),
-    "groups by one score": Choice(
+    "softmax over the chosen": RoutingRule(k=3),
+    "one expert": RoutingRule(k=1, pre_softmax=True, scaling_factor=2.0),
+    "softmax over all": RoutingRule(k=2, pre_softmax=True, scaling_factor=1.5),
+    "sigmoid": RoutingRule(k=4, score_function="sigmoid", scaling_factor=2.5),
+    "one by sigmoid": RoutingRule(k=1, score_function="sigmoid"),
+    "groups": RoutingRule(k=4, score_function="sigmoid", num_groups=3, group_topk=2),
+    "groups by one score": RoutingRule(
         k=3, pre_softmax=True, num_groups=4, group_topk=3, group_score_topk=1
     ),
-    "all experts": Choice(k=12),
+    "all experts": RoutingRule(k=12),
 }
 
 
@@ -48,10 +48,10 @@ def tokens(where: str) -> int:
     return 9 if where == "cpu" else 64
 
 
-def routed(route: Any, logits: Tensor, choice: Choice, bias: Tensor | None) -> list[Tensor]:
+def routed(route: Any, logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> list[Tensor]:
     """Experts, weights, and the gradient of the logits."""
     leaf = logits.clone().requires_grad_()
-    found = route(leaf, choice, bias)
+    found = route(leaf, rule, bias)
     grad = torch.linspace(-1, 1, found.weights.numel(), device=logits.device)
     found.weights.backward(grad.view_as(found.weights).to(logits.dtype))
     assert leaf.grad is not None
@@ -62,12 +62,12 @@ def routed(route: Any, logits: Tensor, choice: Choice, bias: Tensor | None) -> l
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("name", CHOICES)
 def test_routing(name: str, has_bias: bool, where: str) -> None:
-    choice = CHOICES[name]
+    rule = CHOICES[name]
     logits = torch.randn(tokens(where), 12, device=where).mul_(3)
     bias = torch.randn(12, device=where).mul_(0.1) if has_bias else None
-    found = routed(fused_routing.route, logits, choice, bias)
+    found = routed(fused_routing.route, logits, rule, bias)
     wide = None if bias is None else bias.double()
-    expected = routed(routing.route, logits.double(), choice, wide)
+    expected = routed(routing.route, logits.double(), rule, wide)
     torch.testing.assert_close(found[0], expected[0], **tolerances.BITWISE)
     for ours, plain in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(ours, plain.float(), **tolerances.of(torch.float32))
@@ -76,11 +76,11 @@ def test_routing(name: str, has_bias: bool, where: str) -> None:
 @pytest.mark.parametrize("name", CHOICES)
 def test_equal_scores_go_to_the_lower_number(name: str, where: str) -> None:
     """Few different logits: nearly every choice is a tie; zeros of both signs are equal."""
-    choice = CHOICES[name]
+    rule = CHOICES[name]
     signs = torch.tensor([1.0, -1.0], device=where).repeat(6)
     logits = torch.randint(-1, 2, (tokens(where), 12), device=where).float() * signs
     logits[0], logits[1] = 0.0, -100.0
-    found, plain = fused_routing.route(logits, choice), routing.route(logits.double(), choice)
+    found, plain = fused_routing.route(logits, rule), routing.route(logits.double(), rule)
     torch.testing.assert_close(found.experts, plain.experts, **tolerances.BITWISE)
     torch.testing.assert_close(found.weights, plain.weights.float(), **tolerances.of(torch.float32))
 

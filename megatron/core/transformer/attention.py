@@ -131,7 +131,7 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
             (
                 "context-parallel-size",
                 self.cp_group.size() > 1,
-                "exchange",
+                "cp_comm",
                 "does not support context parallelism",
             ),
             (

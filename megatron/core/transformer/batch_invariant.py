@@ -60,7 +60,7 @@ def make_batch_invariant(model: nn.Module, flag: str) -> None:
             module.norm_rows = norm_rows_alike
         elif isinstance(module, TopKRouter):
             module.multiply = multiply
-            module.choice = replace(module.choice, sigmoid=sigmoid)
+            module.rule = replace(module.rule, sigmoid=sigmoid)
         elif isinstance(module, SharedExpertMLP):
             module.multiply = multiply
             module.sigmoid = sigmoid
@@ -109,7 +109,7 @@ def _dependence(module: nn.Module) -> str | None:
         )
     if isinstance(module, DotProductAttention) and module.attn_mask_type not in CAUSAL:
         return "only causal attention has a kernel whose bits do not depend on the number of rows"
-    if isinstance(module, DotProductAttention) and module.exchange is not None:
+    if isinstance(module, DotProductAttention) and module.cp_comm is not None:
         return "with context parallelism the order of sums depends on the ranks"
     if isinstance(module, Linear) and isinstance(module.quantizer, LinearQuantizer):
         return "scales of fp8 and fp4 depend on all rows"

@@ -57,7 +57,7 @@ class AttentionContext(NamedTuple):
 
 
 class Core(Protocol):
-    """The interface of an attention core that `Exchange` calls."""
+    """The interface of an attention core that `ContextParallelComm` calls."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
@@ -74,7 +74,7 @@ class Core(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class ContextParallelComm:
     """The context-parallel communication of one layer.
 
     ``heads`` alone is a2a, ``ring`` alone p2p, both are a2a+p2p, none is allgather.
@@ -212,9 +212,9 @@ def comm_type_of_layer(config: ModelParallelConfig, layer_index: int) -> str:
     return types[layer_index] if len(types) > 1 else types[0]
 
 
-def exchange_of(
+def context_parallel_comm_of(
     config: ModelParallelConfig, layer_index: int, groups: ProcessGroupCollection | None
-) -> Exchange | None:
+) -> ContextParallelComm | None:
     """Return the communication of layer ``layer_index`` (from 0); None if cp has one rank."""
     if groups is None or groups.cp.size() == 1:
         return None
@@ -225,7 +225,7 @@ def exchange_of(
     if kind == "a2a+p2p":
         levels = (groups.cp_inner, groups.cp_outer)
         heads, ring = (group if group.size() > 1 else None for group in levels)
-    return Exchange(cp=cp, heads=heads, ring=ring)
+    return ContextParallelComm(cp=cp, heads=heads, ring=ring)
 
 
 def _with_own_rows(context: AttentionContext, num_rows: int, num_columns: int) -> AttentionContext:

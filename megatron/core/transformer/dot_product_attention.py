@@ -43,7 +43,11 @@ from megatron.core.transformer.attention_masks import (
     visible_window,
     window_of_layer,
 )
-from megatron.core.transformer.context_parallel import AttentionContext, attend_alone, exchange_of
+from megatron.core.transformer.context_parallel import (
+    AttentionContext,
+    attend_alone,
+    context_parallel_comm_of,
+)
 from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
 from megatron.core.transformer.cudnn_attention import attend_to_narrow
 from megatron.core.transformer.flash_attention import attend_to_band
@@ -82,7 +86,7 @@ class DotProductAttention(MegatronModule):
         self.softcap = config.attn_logit_softcapping
         is_cross = attention_type == "cross"  # a window needs positions in one sequence
         self.window = None if is_cross else window_of_layer(config, layer_number - 1)
-        self.exchange = exchange_of(config, layer_number - 1, pg_collection)
+        self.cp_comm = context_parallel_comm_of(config, layer_number - 1, pg_collection)
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
         self.scale = 1 / math.sqrt(config.kv_channels) if scale is None else scale
         # Scores of deep layers are divided by the depth before the softmax and multiplied inside
@@ -123,11 +127,11 @@ class DotProductAttention(MegatronModule):
         """
         documents: PackedBounds | None = None
         if isinstance(attention_mask, PackedBounds):
-            assert self.exchange is None, "documents are a mask with context parallelism"
+            assert self.cp_comm is None, "documents are a mask with context parallelism"
             documents = attention_mask
             attention_mask = None
         is_causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
-        num_keys = key.shape[0] * (1 if self.exchange is None else self.exchange.cp.size())
+        num_keys = key.shape[0] * (1 if self.cp_comm is None else self.cp_comm.cp.size())
         # Padding comes after the last sequence: a causal mask hides it already.
         if packed_seq_params is not None and not is_causal:
             padding = packed_seq_params.is_padding(num_keys)
@@ -144,13 +148,13 @@ class DotProductAttention(MegatronModule):
             if self._attends_to_narrow(query, value, context):
                 return attend_to_narrow(query, key, value, self.scale)
             value = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
-        if self.exchange is None:
+        if self.cp_comm is None:
             return self.attend(query, key, value, context)
-        return self.exchange.attend(self, query, key, value, context)
+        return self.cp_comm.attend(self, query, key, value, context)
 
     def _attends_to_narrow(self, query: Tensor, value: Tensor, context: AttentionContext) -> bool:
         """Return whether a kernel takes ``value`` as it is, narrower than ``query``."""
-        hiding = (context.hidden, context.packed, context.documents, context.sink, self.exchange)
+        hiding = (context.hidden, context.packed, context.documents, context.sink, self.cp_comm)
         is_special = any(x is not None for x in hiding) or self.is_batch_invariant
         is_grouped = query.shape[2] != value.shape[2]
         names = self._choose(
@@ -206,60 +210,77 @@ class DotProductAttention(MegatronModule):
             return self._attend_one_by_one(query, key, value, context)
         if context.sink is not None and _is_one_row(query, key, context):
             return attend_alone(self, query, key, value, context)
-        num_queries = query.shape[0]
-        num_keys = key.shape[0]
-        visible = VisibleKeys(
-            num_queries=num_queries,
-            num_keys=num_keys,
-            window=visible_window(num_keys, self.window, context.is_causal),
+        visible = self._visible_keys(query, key, context)
+        names = self._kernels_for(query, context, visible)
+        dropout = self._dropout()
+        is_band = visible.needs_mask and visible.is_band
+        if is_band and FLASH in names and device.is_cuda(query.device):
+            return attend_to_band(query, key, value, visible, self.scale)
+        if BLOCKS in names:
+            with fork_if(dropout > 0):
+                fused = self.config.masked_softmax_fusion
+                out = causal_attention(query, key, value, self.scale, dropout, fused=fused)
+                return out.flatten(2)
+        bnsd = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+        mask, is_causal = self._mask(names, query, key, context, visible)
+        with fork_if(dropout > 0):
+            if PLAIN in names:
+                out = self._plain(*bnsd, mask, context)
+            else:
+                out = self._kernel(names, bnsd, mask, is_causal, dropout)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _visible_keys(self, query: Tensor, key: Tensor, context: AttentionContext) -> VisibleKeys:
+        return VisibleKeys(
+            num_queries=len(query),
+            num_keys=len(key),
+            window=visible_window(len(key), self.window, context.is_causal),
             hidden=context.hidden,
             packed=context.packed,
             documents=context.documents,
             num_rows=query.shape[1],
             first_query=context.first_query,
         )
-        dropout = self._dropout()
-        is_causal = visible.is_causal
-        needs_mask = visible.needs_mask
-        is_band = needs_mask and visible.is_band
-        names: tuple[str, ...] = (PLAIN,)
-        if context.sink is None:
-            names = self._choose(
-                query,
-                context,
-                has_mask=needs_mask and not is_band,
-                has_band=is_band,
-                # Decided by training mode, not by grad mode: the forward pass without gradients
-                # and its recomputation must choose the same kernel, or they would sample
-                # different dropout.
-                causal_tokens=num_queries if is_causal and self.training else 0,
-            )
-        if is_band and FLASH in names and device.is_cuda(query.device):
-            return attend_to_band(query, key, value, visible, self.scale)
-        mask = visible.mask(query.device) if needs_mask else None
+
+    def _kernels_for(
+        self, query: Tensor, context: AttentionContext, visible: VisibleKeys
+    ) -> tuple[str, ...]:
+        """Return the names of the kernels that may run."""
+        if context.sink is not None:
+            return (PLAIN,)
+        is_band = visible.needs_mask and visible.is_band
+        return self._choose(
+            query,
+            context,
+            has_mask=visible.needs_mask and not is_band,
+            has_band=is_band,
+            # Decided by training mode, not by grad mode: the forward pass without gradients and its
+            # recomputation must choose the same kernel, or they would sample different dropout.
+            causal_tokens=len(query) if visible.is_causal and self.training else 0,
+        )
+
+    def _mask(
+        self,
+        names: tuple[str, ...],
+        query: Tensor,
+        key: Tensor,
+        context: AttentionContext,
+        visible: VisibleKeys,
+    ) -> tuple[Tensor | None, bool]:
+        """Return the mask for a kernel, with the bias, and whether the kernel hides later keys."""
+        bias = context.bias
+        mask = visible.mask(query.device) if visible.needs_mask else None
         if mask is not None and self.window is not None and not context.is_causal:
             # A query in the padding may attend to no key, and an empty softmax is NaN: let it
             # attend to all keys.
             mask = mask | ~mask.any(-1, keepdim=True)
-        if BLOCKS in names:
-            with fork_if(dropout > 0):
-                fused = self.config.masked_softmax_fusion
-                out = causal_attention(query, key, value, self.scale, dropout, fused=fused)
-                return out.flatten(2)
-        if is_causal and (PLAIN in names or context.bias is not None):
+        is_causal = visible.is_causal
+        if is_causal and (PLAIN in names or bias is not None):
             mask, is_causal = band(len(query), len(key), -1, 0, query.device), False
-        q_bnsd = query.permute(1, 2, 0, 3)
-        k_bnsd = key.permute(1, 2, 0, 3)
-        v_bnsd = value.permute(1, 2, 0, 3)
-        with fork_if(dropout > 0):
-            if PLAIN in names:
-                out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, context)
-            else:
-                if context.bias is not None:
-                    bias = context.bias.to(query.dtype)
-                    mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
-                out = self._kernel(names, (q_bnsd, k_bnsd, v_bnsd), mask, is_causal, dropout)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        if bias is not None and PLAIN not in names:
+            bias = bias.to(query.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+        return mask, is_causal
 
     def _attend_one_by_one(
         self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext

@@ -46,7 +46,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
-class Ahead:
+class ShiftedTargets:
     """Token, label and loss mask k positions after each token of this rank: [b, s/cp] each.
 
     All are 0 where the sequence has ended.
@@ -60,7 +60,7 @@ class Ahead:
 
 def tokens_ahead(
     rows: tuple[Tensor, Tensor, Tensor], num_depths: int, lengths: tuple[int, ...], cp: ProcessGroup
-) -> list[Ahead]:
+) -> list[ShiftedTargets]:
     """Return the tokens, labels and loss masks k positions ahead, for k = 1 .. ``num_depths``.
 
     ``rows``: this rank's tokens, labels and loss mask [b, s/cp].  ``lengths``: lengths of the
@@ -81,7 +81,7 @@ def tokens_ahead(
         shifted = table.roll(-k, 0).masked_fill(places + k >= ends, 0)
         tokens, labels, mask = shifted[own].permute(1, 2, 0)
         result.append(
-            Ahead(
+            ShiftedTargets(
                 tokens=tokens.long(),
                 labels=labels.long(),
                 loss_mask=mask.to(rows[2].dtype),
@@ -168,7 +168,7 @@ class MultiTokenPrediction(MegatronModule):
                 losses.layer_index = config.num_layers + depth
         self.aux_losses = AuxLosses(config.num_layers)
 
-    def attach(self, hidden: Tensor, depth: int, losses: Tensor, ahead: Ahead) -> Tensor:
+    def attach(self, hidden: Tensor, depth: int, losses: Tensor, ahead: ShiftedTargets) -> Tensor:
         """Return ``hidden`` with the token ``losses`` [b, s/cp] of ``depth`` (from 0) attached.
 
         The backward pass of the result also runs backward through the losses.  Their mean enters

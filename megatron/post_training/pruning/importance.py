@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.json_collectives import broadcast_json, gather_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim, all_reduce
-from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.routing import RoutingResult
 from megatron.core.transformer.pending_sum import summed
 
 HIDDEN = "hidden"
@@ -95,7 +95,7 @@ class Importance:
             distance = (1 - F.cosine_similarity(x, y, dim=-1)).sum()
             self._add(key(index, LAYER), distance.reshape(1))
 
-        def add_experts(_inputs: Any, output: Routing) -> None:
+        def add_experts(_inputs: Any, output: RoutingResult) -> None:
             total = output.weights.new_zeros(output.num_experts + 1, dtype=torch.float64)
             total.index_add_(0, output.experts.flatten(), output.weights.flatten().double())
             self._add(key(index, EXPERTS), total[:-1])

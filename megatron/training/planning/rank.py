@@ -48,7 +48,7 @@ from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import frozen_models
-from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.routing import RoutingResult
 from megatron.core.transformer.moe.token_dispatcher import TokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
@@ -129,7 +129,7 @@ def _run_without_values(config: TransformerConfig, model: nn.Module) -> None:
 
 
 def _even_counts(
-    share: float, num_experts: int, routing: Routing, group: dist.ProcessGroup | None
+    share: float, num_experts: int, routing: RoutingResult, group: dist.ProcessGroup | None
 ) -> list[list[int]]:
     """Return the rows of each expert, if ``share`` of all rows is divided evenly."""
     rows = -int(-routing.experts.numel() * share // num_experts)

@@ -170,8 +170,8 @@ def test_the_rings_of_all_layers_share_their_second_stream(monkeypatch: pytest.M
     monkeypatch.setattr(device, "side_stream", object)
     monkeypatch.setattr(device, "current", lambda: torch.device("meta"))
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
-    exchange: Any = SimpleNamespace(heads=None, ring="ring", cp="cp")
-    streams = [attention._exchange(exchange)["cp_stream"] for _ in range(2)]
+    comm: Any = SimpleNamespace(heads=None, ring="ring", cp="cp")
+    streams = [attention._comm_arguments(comm)["cp_stream"] for _ in range(2)]
     assert streams[0] is streams[1]
 
 

@@ -17,7 +17,7 @@ from megatron.core.extensions.transformer_engine import engine
 from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
 from megatron.core.tensor_parallel.random import fork_if
 from megatron.core.transformer.attention_masks import causal_window
-from megatron.core.transformer.context_parallel import Exchange
+from megatron.core.transformer.context_parallel import ContextParallelComm
 from megatron.core.transformer.dot_product_attention import CAUSAL, DotProductAttention
 
 # Environment variables, read by the package in each call, that allow its three kinds of kernels.
@@ -41,8 +41,8 @@ class TEDotProductAttention(DotProductAttention):
         # Created in the first call; in a list, so that it is not a registered submodule.
         self._module: list[nn.Module] = []
         backend = self.config.attention_backend
-        has_many_ranks = self.exchange is not None
-        trading = None if self.exchange is None else self.exchange.heads
+        has_many_ranks = self.cp_comm is not None
+        trading = None if self.cp_comm is None else self.cp_comm.heads
         self._ranks_of_heads = 1 if trading is None else trading.size()
         self._may_compute = (
             backend in _BACKENDS
@@ -103,7 +103,7 @@ class TEDotProductAttention(DotProductAttention):
                 attention_type=self.attention_type,
                 layer_number=1,  # only query-key layer scaling, not used here, would read it
                 **more,
-                **({} if self.exchange is None else _exchange(self.exchange)),
+                **({} if self.cp_comm is None else _comm_arguments(self.cp_comm)),
             )
             self._module.append(module)
         (module,) = self._module
@@ -118,10 +118,10 @@ def _packed(packed: PackedSeqParams) -> dict[str, object]:
     return {"qkv_format": "thd", **values}
 
 
-def _exchange(exchange: Exchange) -> dict[str, object]:
+def _comm_arguments(comm: ContextParallelComm) -> dict[str, object]:
     """Return the package's arguments for context-parallel communication."""
-    heads, ring = exchange.heads, exchange.ring
-    group: object = exchange.cp
+    heads, ring = comm.heads, comm.ring
+    group: object = comm.cp
     kind = "p2p" if ring is not None else "all_gather"
     if heads is not None:
         kind = "a2a"
@@ -129,7 +129,7 @@ def _exchange(exchange: Exchange) -> dict[str, object]:
             kind, group = "a2a+p2p", [heads, ring]
     return {
         "cp_group": group,
-        "cp_global_ranks": dist.get_process_group_ranks(exchange.cp),
+        "cp_global_ranks": dist.get_process_group_ranks(comm.cp),
         "cp_stream": _second_stream(device.current()),
         "cp_comm_type": kind,
     }

@@ -19,7 +19,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.pass_interleaving import yield_to_peer
 from megatron.core.rank_local import each_rank_owns
 from megatron.core.tensor_parallel.mappings import through
-from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.routing import RoutingResult
 from megatron.core.transformer.moe.token_dispatcher import (
     DispatchedTokens,
     FlexDispatcher,
@@ -73,7 +73,7 @@ class DeepEPDispatcher(FlexDispatcher):
         self.num_sms = num_sms
 
     def dispatch(
-        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+        self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
         if self.tp_ep.size() == 1:
             return super().dispatch(x, routing, meanwhile)
@@ -93,7 +93,7 @@ class DeepEPDispatcher(FlexDispatcher):
         counts, handled = sent[0]
         mine = here.masked_fill(here < 0, self.num_local)
         weights = weights.to(routing.weights.dtype)
-        arrived = sorted_here(rows, Routing(mine, weights, self.num_local), counts)
+        arrived = sorted_here(rows, RoutingResult(mine, weights, self.num_local), counts)
 
         def back(results: Tensor) -> Tensor:
             return through(arrived.back(results), handled, _combined, _dispatched)

@@ -15,16 +15,16 @@ from torch import Tensor
 from megatron.core.autograd import Context, Function
 from megatron.core.fusions import kernels
 from megatron.core.transformer.moe import routing
-from megatron.core.transformer.moe.routing import Choice, Routing
+from megatron.core.transformer.moe.routing import RoutingResult, RoutingRule
 
 
-def route(logits: Tensor, choice: Choice, bias: Tensor | None = None) -> Routing:
+def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> RoutingResult:
     """Choose experts and weights [n, k] from logits [n, E]; same result as `routing.route`."""
     fused = _kernels(logits)
     if fused is None:
-        return routing.route(logits, choice, bias)
-    experts, weights = _Route.apply(logits.contiguous(), bias, choice, fused)
-    return Routing(experts, weights, logits.shape[-1])
+        return routing.route(logits, rule, bias)
+    experts, weights = _Route.apply(logits.contiguous(), bias, rule, fused)
+    return RoutingResult(experts, weights, logits.shape[-1])
 
 
 def _kernels(scores: Tensor) -> ModuleType | None:
@@ -36,12 +36,12 @@ class _Options(TypedDict):
     scale: float
 
 
-def _options(choice: Choice, fused: ModuleType) -> _Options:
-    if choice.score_function == "sigmoid":
+def _options(rule: RoutingRule, fused: ModuleType) -> _Options:
+    if rule.score_function == "sigmoid":
         score = fused.SIGMOID
     else:
-        score = fused.SOFTMAX if choice.pre_softmax else fused.CHOSEN_SOFTMAX
-    return {"score": score, "scale": choice.scaling_factor or 1.0}
+        score = fused.SOFTMAX if rule.pre_softmax else fused.CHOSEN_SOFTMAX
+    return {"score": score, "scale": rule.scaling_factor or 1.0}
 
 
 class _Values(NamedTuple):
@@ -57,17 +57,17 @@ class _Route(Function[tuple[Tensor, Tensor]]):
         ctx: Context[_Values],
         logits: Tensor,
         bias: Tensor | None,
-        choice: Choice,
+        rule: RoutingRule,
         fused: ModuleType,
     ) -> tuple[Tensor, Tensor]:
-        ctx.values = _Values(fused, _options(choice, fused))
+        ctx.values = _Values(fused, _options(rule, fused))
         groups = 1, 1, 1
-        if choice.num_groups:
-            assert choice.group_topk, "checked at start"
-            scores = choice.group_score_topk or choice.k // choice.group_topk
-            groups = choice.num_groups, choice.group_topk, scores
+        if rule.num_groups:
+            assert rule.group_topk, "checked at start"
+            scores = rule.group_score_topk or rule.k // rule.group_topk
+            groups = rule.num_groups, rule.group_topk, scores
         options = ctx.values.options
-        experts, weights = fused.choose(logits, bias, choice.k, groups=groups, **options)
+        experts, weights = fused.choose(logits, bias, rule.k, groups=groups, **options)
         ctx.mark_non_differentiable(experts)
         ctx.save_for_backward(logits, experts)
         return experts, weights

@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.random import fork_for_tokens
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import fused_routing
 from megatron.core.transformer.moe import routing as arithmetic
-from megatron.core.transformer.moe.routing import Choice, Routing
+from megatron.core.transformer.moe.routing import RoutingResult, RoutingRule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -52,7 +52,7 @@ class TopKRouter(MegatronModule):
         self.layer_number, self.groups = layer_number, pg_collection
         self.num_experts = config.num_moe_experts
         self.is_sequence_sharded = config.sequence_parallel and pg_collection.tp.size() > 1
-        self.choice = Choice(
+        self.rule = RoutingRule(
             k=config.moe_router_topk,
             score_function=config.moe_router_score_function,
             pre_softmax=config.moe_router_pre_softmax,
@@ -85,7 +85,7 @@ class TopKRouter(MegatronModule):
         """The ranks over which the tokens of a micro-batch are sharded."""
         return self.groups.tp_cp if self.is_sequence_sharded else self.groups.cp
 
-    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Routing:
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> RoutingResult:
         """Route the s*b tokens of this rank, hidden states [s, b, h].
 
         ``padding_mask`` [b, s] is True for padding, which visits no expert and is not counted by
@@ -101,7 +101,7 @@ class TopKRouter(MegatronModule):
             routing = self._round_robin(logits, hidden)
         else:
             route = fused_routing.route if self.config.moe_router_fusion else arithmetic.route
-            routing = route(logits, self.choice, self.expert_bias)
+            routing = route(logits, self.rule, self.expert_bias)
         if padding is not None:
             routing = arithmetic.without_padding(routing, padding)
         if self.training:
@@ -208,10 +208,10 @@ class TopKRouter(MegatronModule):
         return self._sum_over_sharers(counts).clamp(min=1).to(dtype)
 
     def _within_capacity(
-        self, routing: Routing, hidden: Tensor, num_tokens: int | Tensor
-    ) -> Routing:
+        self, routing: RoutingResult, hidden: Tensor, num_tokens: int | Tensor
+    ) -> RoutingResult:
         """Drop visits beyond the capacity; with padding the host waits for the number of tokens."""
-        config, k = self.config, self.choice.k
+        config, k = self.config, self.rule.k
         assert config.moe_expert_capacity_factor is not None
         capacity = arithmetic.capacity_of(
             int(num_tokens), self.num_experts, k, config.moe_expert_capacity_factor
@@ -224,9 +224,9 @@ class TopKRouter(MegatronModule):
         )
         return arithmetic.drop(routing, kept, capacity)
 
-    def _sinkhorn(self, logits: Tensor, hidden: Tensor, padding: Tensor | None) -> Routing:
+    def _sinkhorn(self, logits: Tensor, hidden: Tensor, padding: Tensor | None) -> RoutingResult:
         """Choose experts by Sinkhorn's balanced assignment of all tokens; weigh by plain scores."""
-        k = self.choice.k
+        k = self.rule.k
 
         def assign(every: Tensor) -> Tensor:
             return arithmetic.best(arithmetic.sinkhorn(every), k)
@@ -242,16 +242,16 @@ class TopKRouter(MegatronModule):
         else:
             marked = torch.cat([logits, padding.unsqueeze(1).to(logits.dtype)], 1)
             experts = self._of_all_tokens(marked, hidden, assign_tokens)
-        scores = torch.sigmoid(logits) if k == 1 else arithmetic.scores_of(logits, Choice(k=k))
-        return Routing(experts, scores.gather(1, experts), self.num_experts)
+        scores = torch.sigmoid(logits) if k == 1 else arithmetic.scores_of(logits, RoutingRule(k=k))
+        return RoutingResult(experts, scores.gather(1, experts), self.num_experts)
 
-    def _round_robin(self, logits: Tensor, hidden: Tensor) -> Routing:
+    def _round_robin(self, logits: Tensor, hidden: Tensor) -> RoutingResult:
         """Assign experts round-robin, ignoring the scores: equal load for speed measurements."""
-        first = self._places(hidden)[self.sharers.rank()] * self.choice.k + self.layer_number
-        visits = torch.arange(self.choice.k, device=first.device)
+        first = self._places(hidden)[self.sharers.rank()] * self.rule.k + self.layer_number
+        visits = torch.arange(self.rule.k, device=first.device)
         experts = (first.unsqueeze(1) + visits) % self.num_experts
-        weights = arithmetic.weights_of(logits, experts, self.choice)
-        return Routing(experts, weights, self.num_experts)
+        weights = arithmetic.weights_of(logits, experts, self.rule)
+        return RoutingResult(experts, weights, self.num_experts)
 
     # -- losses ----------------------------------------------------------------------------
 
@@ -288,19 +288,19 @@ class TopKRouter(MegatronModule):
 
     def _with_balance_losses(
         self,
-        routing: Routing,
+        routing: RoutingResult,
         logits: Tensor,
         hidden: Tensor,
         tokens: tuple[Tensor | None, int | Tensor],
-    ) -> Routing:
+    ) -> RoutingResult:
         """Attach the balance losses to the weights.  ``tokens``: padding, number of tokens."""
-        config, k = self.config, self.choice.k
+        config, k = self.config, self.rule.k
         weights = routing.weights
         padding, num_tokens = tokens
         terms = balance_terms(config)
         if not terms:
             return routing
-        scores = arithmetic.balance_scores(logits, self.choice)
+        scores = arithmetic.balance_scores(logits, self.rule)
         plain = arithmetic.best(scores.detach(), k)
         if padding is not None:
             scores = scores.masked_fill(padding.unsqueeze(1), 0.0)

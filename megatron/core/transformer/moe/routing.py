@@ -23,7 +23,7 @@ _TIE = 2.0**-12  # weights closer than this are equal when visits have to be dro
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutingResult:
     """The chosen experts of each token.
 
     ``experts`` [n, k]: expert numbers, E for a dropped visit.  ``weights`` [n, k]: factor of each
@@ -43,7 +43,7 @@ class Routing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class RoutingRule:
     """Settings of the choice of experts from router logits."""
 
     k: int
@@ -69,34 +69,34 @@ def tally(numbers: Tensor, size: int, padding: Tensor | None = None) -> Tensor:
     )
 
 
-def route(logits: Tensor, choice: Choice, bias: Tensor | None = None) -> Routing:
+def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> RoutingResult:
     """Choose experts by score plus ``bias`` [E], weigh by score alone.  ``logits``: [n, E]."""
-    is_sigmoid = choice.score_function == "sigmoid"
-    scores = scores_of(logits, choice) if is_sigmoid or choice.pre_softmax else logits
+    is_sigmoid = rule.score_function == "sigmoid"
+    scores = scores_of(logits, rule) if is_sigmoid or rule.pre_softmax else logits
     ranked = scores.detach() if bias is None else scores.detach() + bias
-    if choice.num_groups:
-        ranked = _within_best_groups(ranked, choice)
-    experts = best(ranked, choice.k)
-    return Routing(experts, weights_of(logits, experts, choice), logits.shape[-1])
+    if rule.num_groups:
+        ranked = _within_best_groups(ranked, rule)
+    experts = best(ranked, rule.k)
+    return RoutingResult(experts, weights_of(logits, experts, rule), logits.shape[-1])
 
 
-def weights_of(logits: Tensor, experts: Tensor, choice: Choice) -> Tensor:
+def weights_of(logits: Tensor, experts: Tensor, rule: RoutingRule) -> Tensor:
     """Return the weights of the given experts: [n, k]."""
-    if choice.score_function == "sigmoid":
-        weights = scores_of(logits, choice).gather(-1, experts)
-        if choice.k > 1:
+    if rule.score_function == "sigmoid":
+        weights = scores_of(logits, rule).gather(-1, experts)
+        if rule.k > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    elif choice.pre_softmax:
-        weights = scores_of(logits, choice).gather(-1, experts)
+    elif rule.pre_softmax:
+        weights = scores_of(logits, rule).gather(-1, experts)
     else:
         weights = _softmax(logits.gather(-1, experts))
-    return weights if choice.scaling_factor is None else weights * choice.scaling_factor
+    return weights if rule.scaling_factor is None else weights * rule.scaling_factor
 
 
-def scores_of(logits: Tensor, choice: Choice) -> Tensor:
+def scores_of(logits: Tensor, rule: RoutingRule) -> Tensor:
     """Return the score of every expert: [n, E]."""
-    if choice.score_function == "sigmoid":
-        return choice.sigmoid(_at_least_fp32(logits)).to(logits.dtype)
+    if rule.score_function == "sigmoid":
+        return rule.sigmoid(_at_least_fp32(logits)).to(logits.dtype)
     return _softmax(logits)
 
 
@@ -116,25 +116,25 @@ def best(scores: Tensor, k: int) -> Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _within_best_groups(scores: Tensor, choice: Choice) -> Tensor:
+def _within_best_groups(scores: Tensor, rule: RoutingRule) -> Tensor:
     """Mask scores with -inf outside the groups with the highest sums of best scores."""
-    assert choice.num_groups, "called only with groups"
-    assert choice.group_topk, "checked at start"
-    groups: Tensor = scores.unflatten(-1, (choice.num_groups, -1))
-    num_scores = choice.group_score_topk or choice.k // choice.group_topk
+    assert rule.num_groups, "called only with groups"
+    assert rule.group_topk, "checked at start"
+    groups: Tensor = scores.unflatten(-1, (rule.num_groups, -1))
+    num_scores = rule.group_score_topk or rule.k // rule.group_topk
     of_group = groups.topk(num_scores, dim=-1).values.sum(-1)
     is_out = torch.ones_like(of_group, dtype=torch.bool)
-    is_out.scatter_(-1, best(of_group, choice.group_topk), False)
+    is_out.scatter_(-1, best(of_group, rule.group_topk), False)
     return groups.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 # -- balance ---------------------------------------------------------------------------------
 
 
-def balance_scores(logits: Tensor, choice: Choice) -> Tensor:
+def balance_scores(logits: Tensor, rule: RoutingRule) -> Tensor:
     """Return scores that sum to 1 over the experts: [n, E]."""
-    scores = scores_of(_at_least_fp32(logits), choice)
-    if choice.score_function == "softmax":
+    scores = scores_of(_at_least_fp32(logits), rule)
+    if rule.score_function == "softmax":
         return scores
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
@@ -221,7 +221,7 @@ def fits(visits: Tensor, capacity: int, policy: str) -> Tensor:
     return kept & is_visit
 
 
-def dense_visits(routing: Routing) -> Tensor:
+def dense_visits(routing: RoutingResult) -> Tensor:
     """Return the weight of each visit, -inf for experts that are not visited: [n, E]."""
     table = torch.full(
         (len(routing.experts), routing.num_experts + 1),
@@ -232,18 +232,18 @@ def dense_visits(routing: Routing) -> Tensor:
     return table.scatter_(1, routing.experts, routing.weights.detach())[:, :-1]
 
 
-def drop(routing: Routing, kept: Tensor, capacity: int) -> Routing:
+def drop(routing: RoutingResult, kept: Tensor, capacity: int) -> RoutingResult:
     """Return ``routing`` with visits dropped where ``kept`` [n, E] is False."""
     is_kept = F.pad(kept, (0, 1)).gather(1, routing.experts)
     return replace(_keeping(routing, is_kept), capacity=capacity)
 
 
-def without_padding(routing: Routing, padding: Tensor) -> Routing:
+def without_padding(routing: RoutingResult, padding: Tensor) -> RoutingResult:
     """Return ``routing`` without visits of the tokens where ``padding`` [n] is True."""
     return _keeping(routing, ~padding.unsqueeze(1))
 
 
-def _keeping(routing: Routing, is_kept: Tensor) -> Routing:
+def _keeping(routing: RoutingResult, is_kept: Tensor) -> RoutingResult:
     return replace(
         routing,
         experts=routing.experts.masked_fill(~is_kept, routing.num_experts),

@@ -40,10 +40,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.grouped_linear import RowGroups
 from megatron.core.transformer.moe.lazy_token_counts import LazyTokenCounts
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
-from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.routing import RoutingResult
 
 Back = Callable[[Tensor], Tensor]
-CountRows = Callable[[Routing, "ProcessGroup | None"], list[list[int]]]
+CountRows = Callable[[RoutingResult, "ProcessGroup | None"], list[list[int]]]
 Meanwhile = Callable[[], None]
 
 
@@ -113,7 +113,7 @@ class TokenDispatcher(ABC):
 
     @abstractmethod
     def dispatch(
-        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+        self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
         """Send tokens [n, h] to the ranks of their experts.
 
@@ -126,7 +126,7 @@ class LocalDispatcher(TokenDispatcher):
     """All experts are on this rank; on a GPU the host does not read the counts."""
 
     def dispatch(
-        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+        self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
         if is_in_a_gpu(x):
             return sorted_here(x, routing, LazyTokenCounts(routing.counts()))
@@ -137,7 +137,7 @@ class AllGatherDispatcher(TokenDispatcher):
     """All-gather all tokens; every rank selects those of its experts."""
 
     def dispatch(
-        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+        self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
         assert meanwhile is None, "the command line is refused"
         group = self.tp_ep
@@ -147,7 +147,7 @@ class AllGatherDispatcher(TokenDispatcher):
         first = self.local_experts.start
         is_mine = (experts >= first) & (experts < self.local_experts.stop)
         mine = (experts - first).masked_fill(~is_mine, self.num_local)
-        here = Routing(mine, weights, self.num_local)
+        here = RoutingResult(mine, weights, self.num_local)
         arrived = sorted_here(x, here, self.count_rows(here, None)[0])
 
         def back(rows: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class AllToAllDispatcher(TokenDispatcher):
     """All-to-all over ep to one rank per expert, then over expt_tp to the expert's other shards."""
 
     def dispatch(
-        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+        self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
         row_counts = self.count_rows(routing, self.tp_ep)
         arrived = sorted_here(x, routing, row_counts[self.tp_ep.rank()])
@@ -179,7 +179,7 @@ class FlexDispatcher(TokenDispatcher):
     """One all-to-all over tp_ep to all ranks with shards of the expert."""
 
     def dispatch(
-        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+        self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
         row_counts = self.count_rows(routing, self.tp_ep)
         arrived = sorted_here(x, routing, row_counts[self.tp_ep.rank()])
@@ -193,7 +193,7 @@ DISPATCHERS: dict[str, type[TokenDispatcher]] = {
 }
 
 
-def counts_of(routing: Routing, group: ProcessGroup | None = None) -> list[list[int]]:
+def counts_of(routing: RoutingResult, group: ProcessGroup | None = None) -> list[list[int]]:
     """Return [rank][expert] row counts of ``routing``; without ``group``, of this rank alone.
 
     Waits for the device once.  Collective over ``group``.
@@ -208,7 +208,7 @@ def is_in_a_gpu(x: Tensor) -> bool:
     return device.launches_kernels(x.device)
 
 
-def sorted_here(x: Tensor, routing: Routing, counts: Sequence[int]) -> DispatchedTokens:
+def sorted_here(x: Tensor, routing: RoutingResult, counts: Sequence[int]) -> DispatchedTokens:
     """Return the local tokens' rows sorted by expert, without dropped ones.
 
     With `LazyTokenCounts` the host does not know how many tokens are dropped: there are as many
@@ -274,16 +274,16 @@ def _sent(
     sorting = by_expert(by_source.unsqueeze(1), highest=num_local - 1)
 
     def back(rows: Tensor) -> Tensor:
-        (rows,) = _Exchange.apply(receiving, sending, group, combine(rows, sorting))
+        (rows,) = _AllToAll.apply(receiving, sending, group, combine(rows, sorting))
         return arrived.back(rows if doubled is None else combine(rows, doubled))
 
     weights, rows = arrived.weights.unsqueeze(1), arrived.rows
     if doubled is not None:
         weights, rows = expand(weights, doubled), expand(rows, doubled)
     if meanwhile is None:
-        weights, rows = _Exchange.apply(sending, receiving, group, weights, rows)
+        weights, rows = _AllToAll.apply(sending, receiving, group, weights, rows)
     else:
-        (weights,) = _Exchange.apply(sending, receiving, group, weights)
+        (weights,) = _AllToAll.apply(sending, receiving, group, weights)
         flight = _Flight(sending, receiving, group)
         # Autograd runs the nodes created last first: the second node below starts the all-to-all of
         # the gradients, then the nodes of `meanwhile` run, then the first node waits.
@@ -319,7 +319,7 @@ def _repeated(numbers: Sequence[int], times: Sequence[int], where: torch.device)
 _Sizes = tuple[list[int], list[int], ProcessGroup]  # rows to send and receive, by rank
 
 
-class _Exchange(Function[tuple[Tensor, ...]]):
+class _AllToAll(Function[tuple[Tensor, ...]]):
     """All-to-all of several tensors with the same counts of rows per rank."""
 
     @staticmethod
@@ -331,15 +331,15 @@ class _Exchange(Function[tuple[Tensor, ...]]):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.values = sending, receiving, group
-        return _exchanged(sending, receiving, group, tensors)
+        return _all_to_all(sending, receiving, group, tensors)
 
     @staticmethod
     def backward(ctx: Context[_Sizes], *grads: Tensor) -> tuple[Tensor | None, ...]:
         sending, receiving, group = ctx.values
-        return None, None, None, *_exchanged(receiving, sending, group, grads)
+        return None, None, None, *_all_to_all(receiving, sending, group, grads)
 
 
-def _exchanged(
+def _all_to_all(
     sending: list[int], receiving: list[int], group: ProcessGroup, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Run the all-to-alls; between start and wait an interleaved pass may compute."""
