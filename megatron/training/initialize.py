@@ -40,12 +40,12 @@ from megatron.core.rerun.faults import steps_to_skip
 from megatron.core.rerun.state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import inprocess_restart, planning
+from megatron.training.arguments.flat_values import resolve_args
 from megatron.training.arguments.parser import OF_PROGRAM, apply_defaults, parse_args
 from megatron.training.arguments.rules.parallel import GLOO_RULES
 from megatron.training.arguments.rules.requirements import NEEDS_GPU
 from megatron.training.arguments.rules.rule import problems_of
 from megatron.training.arguments.sections import SECTIONS
-from megatron.training.arguments.validated import resolve_args
 from megatron.training.callbacks.user import callback_problems
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpointing.paths import find, is_same_directory

@@ -16,7 +16,7 @@ from megatron.core.params.param_info import local_part
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.initialize import configure
-from megatron.training.models.image_encoder import image_encoder
+from megatron.training.models.encoders import image_encoder
 from megatron.training.models.registry import implementation_of
 from megatron.training.planning.run_plan import plan_run
 from megatron.training.planning.tracing import Tracker

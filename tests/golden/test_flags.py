@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments.changed_defaults import CHANGED_DEFAULTS
-from megatron.training.arguments.options import GROUPS
+from megatron.training.arguments.options import CHANGED_DEFAULTS, GROUPS
 from megatron.training.arguments.parser import build_parser
 
 GOLDEN: list[dict[str, Any]] = json.loads(

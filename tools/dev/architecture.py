@@ -90,7 +90,7 @@ ARGV_TO_STEP = _in(
         "configure",
         _in(f"{_TRAINING}/arguments/parser.py", "parse_args"),
         _in(
-            f"{_TRAINING}/arguments/validated.py",
+            f"{_TRAINING}/arguments/flat_values.py",
             "resolve_args",
             _in(
                 f"{_TRAINING}/arguments/resolve.py",

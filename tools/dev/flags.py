@@ -16,8 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron.core.config.option import Option, dest_of, flag_of, options_of  # noqa: E402
-from megatron.training.arguments.describe import default_text, state, state_text  # noqa: E402
-from megatron.training.arguments.options import GROUPS  # noqa: E402
+from megatron.training.arguments.options import (  # noqa: E402
+    GROUPS,  # noqa: E402
+    default_text,
+    state,
+    state_text,
+)
 from megatron.training.arguments.sections import ALL_CLASSES  # noqa: E402
 
 TARGET = ROOT / "docs/flags.md"

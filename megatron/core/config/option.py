@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 _KEY = "option"
@@ -56,6 +57,7 @@ def option(value: object, help: str, /, *, group: str, **spelling: Any) -> Any:
     return field(default=value, metadata={_KEY: Option(help=help, group=group, **spelling)})
 
 
+@cache
 def options_of(config_class: type) -> list[tuple[dataclasses.Field[object], Option]]:
     """Return the fields of ``config_class`` that are flags, inherited ones first."""
     return [(f, f.metadata[_KEY]) for f in fields(config_class) if _KEY in f.metadata]

@@ -1,11 +1,12 @@
-"""All settings of a run as one flat mapping, by the dests of their flags."""
+"""All settings of a run as one flat mapping by dest, and runs resolved from such values."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 from megatron.core.config.option import dest_of, options_of
-from megatron.training.arguments.resolve import DERIVED_FIELDS
+from megatron.training.arguments.resolve import DERIVED_FIELDS, resolve
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.config.run import RunConfig
 
@@ -46,3 +47,26 @@ def flat_values(run: RunConfig) -> dict[str, Any]:
         variable_seq_lengths=False,
     )
     return values
+
+
+# Attribute of a namespace in which validate_args() stores its RunConfig.
+VALIDATED = "validated_run"
+
+
+def resolve_args(args: Namespace, world_size: int, *, trains: bool = True) -> RunConfig:
+    """Return the resolved configuration of ``args``.  Raises ConfigError.  See `resolve`.
+
+    Also accepts validated arguments that a script has changed since: unchanged derived values are
+    then derived again.
+    """
+    before = vars(args).get(VALIDATED)
+    if before is None:
+        return resolve(args, world_size, trains=trains)
+    filled_in = {**flat_values(before), **dict.fromkeys(COUNTERS, 0), VALIDATED: before}
+    changed = {
+        dest: value
+        for dest, value in vars(args).items()
+        if dest not in filled_in or filled_in[dest] != value
+    }
+    given = {"yaml_cfg": None, **before.asked, **before.extra, **changed}
+    return resolve(Namespace(**given), world_size, trains=trains)

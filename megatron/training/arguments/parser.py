@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron.core.config.option import flag_of, options_of
 from megatron.training.arguments.argument_parser import Parser
 from megatron.training.arguments.config_file import read_config_file, set_defaults_from
-from megatron.training.arguments.describe import help_line
-from megatron.training.arguments.options import add_options, groups_of
+from megatron.training.arguments.options import add_options, groups_of, help_line
 from megatron.training.arguments.sections import ALL_CLASSES, flags_and_defaults
 from megatron.training.config.mimo import MimoConfig
 from megatron.training.process.user_code import modules_to_import, problems_of_imports

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from megatron.core.config.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parser as parsing
-from megatron.training.arguments.flat_values import COUNTERS, flat_values
+from megatron.training.arguments.flat_values import COUNTERS, VALIDATED, flat_values, resolve_args
 from megatron.training.arguments.options import read_config
 from megatron.training.arguments.resolve import assemble
-from megatron.training.arguments.validated import VALIDATED, resolve_args
 from megatron.training.estimates.theoretical_memory import print_memory
 from megatron.training.process.rank_print import rank, world_size
 

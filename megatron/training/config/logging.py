@@ -1,4 +1,4 @@
-"""Flags for logging: which values, to which sink, how often."""
+"""Flags of logging and profiling."""
 
 from __future__ import annotations
 
@@ -87,3 +87,27 @@ class LoggingConfig:
     one_logger_async: bool = _one_logger(False, "Report to one logger in the background.")
     app_tag_run_name: str | None = _one_logger(None, "Tag of the run in one logger.")
     app_tag_run_version: str = _one_logger("0.0.0", "Version of the run in one logger.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilingConfig:
+    profile: bool = _training(
+        False, "Profile the steps between --profile-step-start and --profile-step-end."
+    )
+    profile_step_start: int = _training(10, "First step that is profiled.")
+    profile_step_end: int = _training(12, "Step at which profiling ends, not profiled itself.")
+    use_pytorch_profiler: bool = _training(
+        False,
+        "Write a PyTorch profiler trace to --tensorboard-dir instead of NVTX ranges for "
+        "Nsight Systems.",
+    )
+    profile_ranks: tuple[int, ...] = _training((0,), "Global ranks to profile.", nargs="+")
+    record_memory_history: bool = _training(
+        False,
+        "Record GPU memory allocations. The last rank writes --memory-snapshot-path at each "
+        "--log-interval, and each rank writes oom_rank-RANK_FILE beside it when memory runs "
+        "out.",
+    )
+    memory_snapshot_path: str = _training(
+        "snapshot.pickle", "Output file of --record-memory-history, for pytorch.org/memory_viz."
+    )

@@ -15,21 +15,17 @@ from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distillation import DistillationConfig
 from megatron.training.config.distributed import DistributedConfig
-from megatron.training.config.extensions import ExtensionsConfig
-from megatron.training.config.image_classifier import ImageClassifierConfig
 from megatron.training.config.inference import InferenceConfig
 from megatron.training.config.language_model import LanguageModelConfig
-from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.logging import LoggingConfig, ProfilingConfig
 from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.preference import PreferenceConfig
-from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.rl import RLConfig
 from megatron.training.config.scheduler import SchedulerConfig
 from megatron.training.config.tokenizer import TokenizerConfig
-from megatron.training.config.training import TrainingConfig
-from megatron.training.config.validation import ValidationConfig
-from megatron.training.config.vision import VisionConfig
+from megatron.training.config.training import ExtensionsConfig, TrainingConfig, ValidationConfig
+from megatron.training.config.vision import ImageClassifierConfig, VisionConfig
 
 PRETRAINING = "pretraining"
 SFT = "sft"

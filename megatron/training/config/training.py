@@ -1,4 +1,4 @@
-"""Flags for batch sizes, run length and exit conditions."""
+"""Flags of batch sizes, run length, evaluation, and code of the user."""
 
 from __future__ import annotations
 
@@ -110,4 +110,49 @@ class TrainingConfig:
         "Allow the reference's experimental features.",
         group="experimental",
         ignored="nothing here waits for it",
+    )
+
+
+_validation = partial(option, group="validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    full_validation: bool = _validation(
+        False, "Evaluate on the complete validation set instead of --eval-iters batches."
+    )
+    multiple_validation_sets: bool = _validation(
+        False, "Evaluate separately on each validation data set; needs --full-validation."
+    )
+    eval_iters: int = _validation(100, "Batches per evaluation.")
+    eval_interval: int = _validation(
+        1000, "Steps between evaluations.", at_least=1, at_most=INT64_MAX
+    )
+    skip_train: bool = _validation(False, "Only evaluate, on the loaded weights.")
+    eval_generate: str | None = _validation(
+        None,
+        "File of conversations or prompts (jsonl, parquet) that the model answers at each "
+        "evaluation; rank 0 prints the answers.",
+    )
+    eval_generate_tokens: int = _validation(
+        64, "Maximum number of tokens of an answer to --eval-generate.", at_least=1
+    )
+
+
+_extensions = partial(option, group="extensions", nargs="+", repeatable=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtensionsConfig:
+    import_module: tuple[str, ...] = _extensions(
+        (),
+        "Python modules to import at start, from PYTHONPATH or the working directory, that "
+        "register model kinds, metrics, optimizers, tokenizers or datasets. May be given several "
+        "times.",
+    )
+    callback: tuple[str, ...] = _extensions(
+        (),
+        "Callbacks to add after the built-in ones, each as MODULE:CLASS, a subclass of "
+        "megatron.training.callbacks.Callback whose constructor needs no arguments. May be given "
+        "several times.",
     )

@@ -17,7 +17,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.conversion.hf_folder import read_weights
 from megatron.training.conversion.verify import groups_of_one_rank
 from megatron.training.conversion.vision import build_encoder, import_encoder
-from megatron.training.models.audio_encoder import whisper_config
+from megatron.training.models.encoders import whisper_config
 from megatron.training.models.mimo import AUDIO_ENCODER
 
 _LANGUAGE = "language_model."

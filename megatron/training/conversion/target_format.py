@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
-from megatron.training.models.image_encoder import format_problem
+from megatron.training.models.encoders import format_problem
 from megatron.training.models.registry import model_kind
 
 

@@ -29,7 +29,7 @@ from megatron.training.conversion.vision import (
 )
 from megatron.training.conversion.vision import FAMILIES as ENCODERS
 from megatron.training.conversion.vision_qwen import layers_of_qwen
-from megatron.training.models.image_encoder import encoder_config
+from megatron.training.models.encoders import encoder_config
 
 _OF_ENCODER = (
     "activation_func add_bias_linear ffn_hidden_size gated_linear_unit hidden_size kv_channels "

@@ -24,9 +24,10 @@ from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
-from megatron.training.models.audio_encoder import AudioEncoder, encoders_of
-from megatron.training.models.image_encoder import (
+from megatron.training.models.encoders import (
+    AudioEncoder,
     ImageEncoder,
+    encoders_of,
     num_patches,
     pixels_of_patch,
 )

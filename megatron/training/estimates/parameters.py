@@ -9,9 +9,11 @@ from megatron.core.ssm.mixer_shape import mixer_shape
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
-from megatron.training.models.audio_encoder import AudioEncoder, audio_encoder, encoders_of
-from megatron.training.models.image_encoder import (
+from megatron.training.models.encoders import (
+    AudioEncoder,
     ImageEncoder,
+    audio_encoder,
+    encoders_of,
     image_encoder,
     num_patches,
     pixels_of_patch,

@@ -22,8 +22,7 @@ from megatron.training.estimates.parameters import (
     layer_parameters,
     projector_parameters,
 )
-from megatron.training.models.audio_encoder import AudioEncoder, encoders_of
-from megatron.training.models.image_encoder import ImageEncoder
+from megatron.training.models.encoders import AudioEncoder, ImageEncoder, encoders_of
 from megatron.training.models.registry import model_kind_of
 
 _MIB = 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core import device
 from megatron.core.transformer.attention_backends import FLASH, AttentionRequest, choose
 from megatron.training.config.run import RunConfig
-from megatron.training.models.image_encoder import encoder_config
+from megatron.training.models.encoders import encoder_config
 from megatron.training.models.registry import model_kind_of
 
 

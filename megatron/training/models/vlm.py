@@ -24,8 +24,8 @@ from megatron.core.text_files import parse_yaml, read_text
 from megatron.training.config.run import RunConfig
 from megatron.training.config.vision import VisionConfig
 from megatron.training.models.attention_request import documents_are_bounds
+from megatron.training.models.encoders import image_encoder
 from megatron.training.models.gpt import gpt_layer_spec, text_arguments
-from megatron.training.models.image_encoder import image_encoder
 from megatron.training.models.kind import (
     Batch,
     BatchTable,

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.option import flag_of
-from megatron.training.arguments.changed_defaults import CHANGED_DEFAULTS
-from megatron.training.arguments.describe import state
+from megatron.training.arguments.options import CHANGED_DEFAULTS, state
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.sections import flags_and_defaults
 from tests.unit.arguments.commands import problems_of

@@ -15,9 +15,9 @@ import torch
 
 import megatron.training.arguments as facade
 from megatron.core.config.errors import ConfigError
+from megatron.training.arguments.flat_values import resolve_args
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.arguments.validated import resolve_args
 from megatron.training.compat import global_vars
 from megatron.training.config.run import RunConfig
 from megatron.training.runtime.context import TrainState

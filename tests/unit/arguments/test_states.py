@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.option import Option, dest_of, flag_of, options_of
-from megatron.training.arguments.describe import state
+from megatron.training.arguments.options import state
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import states
 from megatron.training.arguments.sections import ALL_CLASSES

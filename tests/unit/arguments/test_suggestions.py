@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from megatron.training.arguments.argument_parser import SYNONYMS, suggestion
 from megatron.training.arguments.parser import build_parser
-from megatron.training.arguments.suggestions import SYNONYMS, suggestion
 
 KNOWN = [s for action in build_parser()._actions for s in action.option_strings]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from megatron.core.models.vision.kinds import KINDS, image_problems
 from megatron.training.arguments.rules.rule import Rule, Settings, first_of, given, refusal, where
 from megatron.training.config.mimo import MODALITIES
-from megatron.training.models.audio_encoder import whisper_config
-from megatron.training.models.image_encoder import format_problem, image_encoder
+from megatron.training.models.encoders import format_problem, image_encoder, whisper_config
 
 _CLASSIFIER = where(
     lambda c: c.kind.classifies_images,

@@ -13,11 +13,10 @@ from megatron.core.distributed.sharding import shares_instances
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP
 from megatron.training.arguments.rules.rule import Settings, needs
-from megatron.training.config.image_classifier import ImageClassifierConfig
 from megatron.training.config.mimo import MimoConfig
 from megatron.training.config.resilience import RESTART_FLAGS
 from megatron.training.config.rl import RL_FLAGS
-from megatron.training.config.vision import VisionConfig
+from megatron.training.config.vision import ImageClassifierConfig, VisionConfig
 
 
 def _optimizer_of_vectors(c: Settings) -> object:

@@ -128,14 +128,17 @@ _STATEMENT = re.compile(rf"{_TERM} (needs|and) {_TERM}(?: exclude each other)?(?
 
 def _breaks(message: str, settings: Settings) -> bool:
     """Return whether the settings contradict "A needs B" or "A and B exclude each other"."""
+    first, second, is_second_wrong = _parse_statement(message)
+    return bool(given(first)(settings)) and bool(given(second)(settings)) == is_second_wrong
+
+
+@cache
+def _parse_statement(message: str) -> tuple[str, str, bool]:
+    """Return both flags, each with a value if it has one, and whether the second is excluded."""
     statement = _STATEMENT.match(message)
     assert statement, f"neither a statement about two flags, nor a breach: {message}"
-    flag, value, verb, other, value_of_other = statement.groups()
-    has_first, has_second = (
-        bool(given(name + (wanted or ""))(settings))
-        for name, wanted in ((flag, value), (other, value_of_other))
-    )
-    return has_first and has_second == (verb == "and")
+    flag, value, verb, other, value_of_other = statement.groups(default="")
+    return flag + value, other + value_of_other, verb == "and"
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ def given(
 
     By default these are the flags that are given, with the value that follows them in ``flags``.
     """
-    terms = re.findall(r"(--\S+)(?: (?!--)(\S+))?", flags)
+    terms = _parse_flags(flags)
 
     def is_found(value: Any, wanted: str) -> bool:
         if is_wrong is not None:
@@ -204,6 +207,12 @@ def given(
         return str(value) == wanted if wanted else is_set(value)
 
     return lambda c: [c.shown(flag) for flag, wanted in terms if is_found(c.value(flag), wanted)]
+
+
+@cache
+def _parse_flags(flags: str) -> list[tuple[str, str]]:
+    """Return each flag, and the value that follows it or ""."""
+    return re.findall(r"(--\S+)(?: (?!--)(\S+))?", flags)
 
 
 def several(flags: str) -> Callable[[Settings], str]:
