@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 
+from megatron.core import process_memory
 from megatron.core.config.errors import CheckpointError
-from megatron.core.device import process_memory
 from megatron.core.dist_checkpointing.local import Replication
 from megatron.training.checkpointing import non_persistent
 from megatron.training.checkpointing.non_persistent import (

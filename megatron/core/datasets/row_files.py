@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 import numpy as np
 
 from megatron.core.config.errors import DataError
-from megatron.core.device.process_memory import free_for_job
 from megatron.core.optional import require
+from megatron.core.process_memory import free_for_job
 
 T = TypeVar("T")
 _BLOCK = 1 << 24  # bytes of a jsonl file that one read searches for line ends

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from megatron.core.device import process_memory
+from megatron.core import process_memory
 from megatron.core.rank_local import each_rank_owns
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
+from megatron.core import process_memory
 from megatron.core.config.errors import CheckpointError, ConfigError
-from megatron.core.device import process_memory
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import (
     CheckpointChoice,
