@@ -171,7 +171,7 @@ def tokenizers_batch(corpus: Path, directory: Path, workers: int) -> None:
 
 def tiktoken_batch(corpus: Path, directory: Path, workers: int) -> None:
     from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
-    from megatron.training.tokenizer.fast_tiktoken import TiktokenEncoder
+    from megatron.training.tokenizer.fast import TiktokenEncoder
 
     spec = TokenizerSpec(
         tokenizer_type="GPT2BPETokenizer",

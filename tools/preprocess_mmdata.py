@@ -33,12 +33,10 @@ from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import get_bin_path, get_idx_path
 from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
 from megatron.training.preprocess.cli import run_tool, tokenizer_of
-from megatron.training.preprocess.progress import Progress
-from megatron.training.preprocess.workers import limit_workers
+from megatron.training.preprocess.workers import Progress, limit_workers
 from megatron.training.process.user_code import parse_tool_args
 from megatron.training.tokenizer.base import MegatronTokenizer
-from megatron.training.tokenizer.checks import check_eod
-from megatron.training.tokenizer.fingerprint import Fingerprint
+from megatron.training.tokenizer.fingerprint import Fingerprint, check_eod
 
 _TEXT_MODE = 0
 _IMAGE_MODE = 1

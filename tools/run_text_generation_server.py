@@ -30,7 +30,7 @@ from megatron.training.initialize import shut_down
 from megatron.training.process.exit_report import exit_code
 from megatron.training.process.rank_print import is_rank0
 from megatron.training.process.signals import end_with_launcher
-from megatron.training.tokenizer.token_bytes import token_bytes
+from megatron.training.tokenizer.fast import token_bytes
 from tools.lib.front_end_process import FrontEndProcess, add_front_end_flags, start_worker
 
 # Flags of the server of Megatron-LM that each request sets for itself.

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.preprocess.documents import RecordFormat
 from megatron.training.preprocess.run import PreprocessOptions, preprocess
 from megatron.training.preprocess.train import TrainingOptions, train_wordpiece
-from megatron.training.tokenizer.bert_wordpiece import _BertWordPieceTokenizer
+from megatron.training.tokenizer.library import _BertWordPieceTokenizer
 from tests.functional.runs import TINY, losses, refusal, run_gpt
 from tests.ranks import run_ranks
 from tests.tokenizer_files import CORPUS

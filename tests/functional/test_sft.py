@@ -10,9 +10,9 @@ import torch
 
 from megatron.core.datasets.utils import Split
 from megatron.post_training.sft.dataset import SFTDataset, SFTDatasetConfig, SFTLowLevelDataset
-from megatron.training.tokenizer.build import create_tokenizer
+from megatron.training.tokenizer.base import TokenizerSpec
 from megatron.training.tokenizer.chat import load_chat_template
-from megatron.training.tokenizer.spec import TokenizerSpec
+from megatron.training.tokenizer.tokenizer import create_tokenizer
 from tests import tolerances
 from tests.chat_templates import write_chat_tokenizer, write_conversations
 from tests.functional.runs import heard, losses, refusal, run_gpt

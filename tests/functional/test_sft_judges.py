@@ -12,9 +12,9 @@ import torch
 from megatron.core.datasets.conversations import Conversation
 from megatron.post_training.sft.dataset import encode_conversation
 from megatron.training.conversion.convert import HF, ConversionRequest, convert
-from megatron.training.tokenizer.build import create_tokenizer
+from megatron.training.tokenizer.base import TokenizerSpec
 from megatron.training.tokenizer.chat import load_chat_template
-from megatron.training.tokenizer.spec import TokenizerSpec
+from megatron.training.tokenizer.tokenizer import create_tokenizer
 from tests.functional.runs import losses, run_gpt
 from tests.golden.make_sft_losses import GOLDEN, conversations, digest, write_model
 

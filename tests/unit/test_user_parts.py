@@ -24,8 +24,8 @@ from megatron.training.config.tokenizer import TOKENIZER_TYPES
 from megatron.training.data import register_dataset
 from megatron.training.data.datasets import build_user_datasets
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, register_tokenizer
+from megatron.training.tokenizer.base import _NullTokenizer
 from megatron.training.tokenizer.fingerprint import Fingerprint
-from megatron.training.tokenizer.null import _NullTokenizer
 from tests.unit.arguments.commands import argv, problems_of
 from tests.unit.callbacks.helpers import fake_run, step_result
 

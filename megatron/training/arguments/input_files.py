@@ -15,8 +15,8 @@ from megatron.core.datasets.tar_shards import shard_paths
 from megatron.training.config.preference import reads_conversations
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.models.registry import model_kind
-from megatron.training.tokenizer.build import create_tokenizer
-from megatron.training.tokenizer.spec import TokenizerSpec
+from megatron.training.tokenizer.base import TokenizerSpec
+from megatron.training.tokenizer.tokenizer import create_tokenizer
 
 _FILES = (
     "language_model_checkpoint",

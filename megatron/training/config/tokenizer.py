@@ -17,7 +17,7 @@ TOKENIZER_TYPES = Registry[object](
             "GPTSentencePieceTokenizer HuggingFaceTokenizer Llama2Tokenizer TikTokenizer "
             "MultimodalTokenizer NullTokenizer NullMultimodalTokenizer SFTTokenizer"
         ).split(),
-        "megatron.training.tokenizer.build:create_tokenizer",
+        "megatron.training.tokenizer.tokenizer:create_tokenizer",
     ),
 )
 # Of the conversations of MultimodalTokenizer; see megatron.training.tokenizer.

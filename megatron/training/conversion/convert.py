@@ -7,7 +7,7 @@ From and to Hugging Face, only the weights and the description of the model are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,16 +38,15 @@ from megatron.training.checkpointing.paths import find, resolve_folder
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder, peft
-from megatron.training.conversion.adapters import merged
 from megatron.training.conversion.family import Config, Family
+from megatron.training.conversion.hf import as_classifier, without_heads
 from megatron.training.conversion.image_classifier import (
     classifier_from_hf,
     classifier_to_hf,
     is_image_classifier,
 )
 from megatron.training.conversion.lazy import made_ahead
-from megatron.training.conversion.peft_config import CONFIG
-from megatron.training.conversion.reward import as_classifier, without_heads
+from megatron.training.conversion.peft import CONFIG, merged
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.source import BESIDE as BESIDE
 from megatron.training.conversion.source import HF as HF
@@ -59,6 +58,7 @@ from megatron.training.conversion.source import (
     config_beside,
     embedding_of,
     layout_of,
+    special_ids,
     vocab_size_of,
     weights_of,
     with_changes,
@@ -67,23 +67,20 @@ from megatron.training.conversion.source import (
 from megatron.training.conversion.source import ConversionRequest as ConversionRequest
 from megatron.training.conversion.source import read_source as read_source
 from megatron.training.conversion.source import run_config as run_config
-from megatron.training.conversion.special_tokens import special_ids
-from megatron.training.conversion.target_format import check_format
 from megatron.training.conversion.verify import compare_logits
 from megatron.training.conversion.vision_language import (
     VisionLanguageShape,
     check_encoder,
     config_of,
+    export_tensors,
     flags_of,
+    import_tensors,
     is_vision_language,
     shape_of_config,
-)
-from megatron.training.conversion.vision_language_tensors import (
-    export_tensors,
-    import_tensors,
     with_attention_bias,
 )
 from megatron.training.estimates.automatic_settings import resolve_pipeline_split
+from megatron.training.models.encoders import format_problem
 from megatron.training.models.registry import layers_of_stages, model_kind, model_kind_of
 from megatron.training.runtime.context import TrainState
 from megatron.training.tokenizer import (
@@ -91,6 +88,34 @@ from megatron.training.tokenizer import (
     create_tokenizer,
     pad_vocab_size,
 )
+
+
+def check_format(checkpoint_format: str, keys: Iterable[str], kind: str) -> None:
+    """Raise CheckpointError unless the format can hold the tensors of a model of ``kind``.
+
+    The formats torch and torch_dcp number the parameters and store the same state for each, and
+    they hold no encoder of images.
+    """
+    if model_kind(kind).reads_images and (problem := format_problem(checkpoint_format)):
+        raise CheckpointError(f"--format {problem}")
+    if model_kind(kind).classifies_images and FORMATS[checkpoint_format].is_foreign:
+        raise CheckpointError(
+            f"--format {checkpoint_format}: Megatron-LM's image classifiers have other tensors; "
+            "use safetensors_dist, or hf"
+        )
+    if checkpoint_format not in ("torch", "torch_dcp"):
+        return
+    names: dict[str, set[str]] = {}
+    for key in keys:
+        if key.startswith(OPTIMIZER_PREFIX) and "fp32_param" not in key:
+            state, _, name = key.removeprefix(f"{OPTIMIZER_PREFIX}state.").partition(".")
+            names.setdefault(state, set()).add(name)
+    if any(members != next(iter(names.values())) for members in names.values()):
+        raise CheckpointError(
+            f"--format {checkpoint_format} has no room for state of some parameters alone, and "
+            f"the checkpoint has {' and '.join(sorted(names))}: use safetensors_dist or torch_dist"
+        )
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALWAYS_FP32 = (".router.expert_bias", AMAX_HISTORY)

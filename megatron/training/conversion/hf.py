@@ -2,6 +2,9 @@
 
 Tensors are `LazyTensor`s, computed when they are written.  Only those that must be zero or equal to
 another tensor are read at once, to check this.
+
+A reward model is a language model with one score in place of the output layer; Hugging Face calls
+it a sequence classifier of one label.
 """
 
 from __future__ import annotations
@@ -15,16 +18,80 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.config.value_types import JsonObject
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.conversion.families import FAMILIES, PARTS
-from megatron.training.conversion.family import Config, Family
-from megatron.training.conversion.lazy import Entries, shared_parts, stacked, unstacked
-from megatron.training.conversion.quantized import plain_numbers
-from megatron.training.conversion.reward import is_reward_model, scoring
+from megatron.training.conversion.family import Config, Family, Field, Values
+from megatron.training.conversion.lazy import (
+    Entries,
+    plain_numbers,
+    shared_parts,
+    stacked,
+    unstacked,
+)
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule, output_of, size_of, tensors_of
 from megatron.training.models.registry import model_kind
+
+SCORE = "score.weight"  # here and at Hugging Face
+CLASSIFIER = "ForSequenceClassification"
+_LANGUAGE_MODEL = "ForCausalLM"
+_LABELS: Values = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def is_reward_model(config: Config) -> bool:
+    """Return whether config.json names a sequence classifier."""
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and str(architectures[:1]).endswith(f"{CLASSIFIER}']")
+
+
+def scoring(family: Family) -> Family:
+    """Return the family of the reward models of ``family``.
+
+    Raises CheckpointError if that is no family of left-to-right language models.
+    """
+    if not family.architecture.endswith(_LANGUAGE_MODEL) or family.kind != "gpt":
+        raise CheckpointError(f"{family.model_type}: its sequence classifiers are not converted")
+    return replace(
+        family,
+        architecture=family.architecture.replace(_LANGUAGE_MODEL, CLASSIFIER),
+        fields=(*family.fields, Field(_check_labels, _labels)),
+        outside={**family.outside, "score": "score"},
+        always={**family.always, "is_reward": True},
+    )
+
+
+def without_heads(weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the weights that the adapters of a reward model leave frozen.
+
+    Its score is trained; an output layer of the language model that it begins with is not in it.
+    """
+    return {name: t for name, t in weights.items() if name not in (SCORE, "output_layer.weight")}
+
+
+def as_classifier(config: Config) -> JsonObject:
+    """Return the config.json of a language model as that of its reward model."""
+    if is_reward_model(config) or not config:
+        return dict(config)
+    names = [name.replace(_LANGUAGE_MODEL, CLASSIFIER) for name in config.get("architectures", ())]
+    return {**config, "architectures": names, **_LABELS}
+
+
+def _labels(shape: ModelShape) -> Values:
+    return dict(_LABELS)
+
+
+def _check_labels(config: Config) -> Values:
+    """Raise CheckpointError unless the classifier has one label."""
+    number = len(config.get("id2label", (0, 1)))
+    if number != 1:
+        raise CheckpointError(
+            f"config.json has {number} labels: only classifiers of one label, which are reward "
+            "models, can be converted"
+        )
+    return {}
+
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MANY = 100  # counts as more differences than any two models have

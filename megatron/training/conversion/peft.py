@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,21 +27,219 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments, JsonObject
+from megatron.core.dist_checkpointing.manifest import json_object
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor, write_file
-from megatron.core.peft.lora import WHOLE
-from megatron.training.conversion.adapters import EMBEDDING, Pair, lora_of, pairs_of, rows_of
-from megatron.training.conversion.family import Family
-from megatron.training.conversion.hf_folder import read_safetensors
-from megatron.training.conversion.peft_config import (
-    CONFIG,
-    has_score,
-    rank_of,
-    read_config,
-    scale_of,
+from megatron.core.peft.lora import (
+    ALL_LINEAR,
+    WHOLE,
+    LoraConfig,
+    is_of_adapter,
+    split_name,
+    stack_rows,
 )
-from megatron.training.conversion.reward import SCORE
+from megatron.training.config.adapters import AdaptersConfig
+from megatron.training.conversion.family import Family
+from megatron.training.conversion.hf import SCORE
+from megatron.training.conversion.hf_folder import read_safetensors
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule, size_of, tensors_of
+
+EMBEDDING = "embedding.word_embeddings"
+_OUTPUT = "output_layer"
+FLAGS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A [r, i] and B [o, r] of one matrix; its weight grows by scale * B A."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def lora_of(args: Arguments) -> LoraConfig:
+    """Return the settings of the adapters that a checkpoint's command line describes."""
+    given = {name: args[name] for name in FLAGS if args.get(name) is not None}
+    given["lora_target_modules"] = tuple(given.get("lora_target_modules", (ALL_LINEAR,)))
+    found = AdaptersConfig(**given).lora
+    if found is None:
+        raise CheckpointError("the checkpoint names a base and no --lora-rank")
+    return found
+
+
+def merged(
+    weights: Mapping[str, LazyTensor], args: Arguments, shape: ModelShape
+) -> dict[str, LazyTensor]:
+    """Return the weights of the base with the adapters added, computed in float32.
+
+    Raises CheckpointError for an adapter of a tied embedding or output layer.
+    """
+    out = {name: tensor for name, tensor in weights.items() if not is_of_adapter(name)}
+    for layer, pairs in pairs_of(weights, lora_of(args), shape).items():
+        name = f"{layer}.weight"
+        if name not in out or (layer == EMBEDDING and shape.is_tied):
+            raise CheckpointError(
+                f"the adapter of {layer} cannot be merged: embedding and output layer share one "
+                "weight; train without an adapter there, or with "
+                "--untie-embeddings-and-output-weights"
+            )
+        tensor = out[name]
+        make = partial(_sum, tensor, pairs, rows_of(layer, tensor.shape, shape), layer)
+        out[name] = LazyTensor(name, tensor.dtype, tensor.shape, make)
+    return out
+
+
+def _sum(
+    tensor: LazyTensor, pairs: Mapping[str, Pair], rows: Mapping[str, int], layer: str
+) -> Tensor:
+    weight = tensor.make()
+    groups = weight.shape[0] // max(1, sum(rows.values()))
+    deltas = {part: (p.b.float() @ p.a.float()) * p.scale for part, p in pairs.items()}
+    if WHOLE in deltas:
+        delta = deltas[WHOLE].t() if layer == EMBEDDING else deltas[WHOLE]
+        if len(delta) < len(weight):  # padding of the vocabulary
+            delta = F.pad(delta, (0, 0, 0, len(weight) - len(delta)))
+    else:
+        columns = [deltas[part].t() if part in deltas else None for part in rows]
+        like = next(each for each in columns if each is not None)
+        delta = stack_rows(columns, tuple(rows.values()), like, groups).t()
+    return (weight.float() + delta).to(weight.dtype)
+
+
+def pairs_of(
+    weights: Mapping[str, LazyTensor], config: LoraConfig, shape: ModelShape
+) -> dict[str, dict[str, Pair]]:
+    """Return the matrices of all adapters by layer and part, without padding of the vocabulary.
+
+    An embedding has [r, v] and [h, r], as in PEFT.
+    """
+    found: dict[str, dict[str, Pair]] = {}
+    for name in sorted(filter(is_of_adapter, weights)):
+        layer, matrix, part = split_name(name)
+        if matrix == "b":
+            continue
+        a = weights[name].make()
+        b = weights[f"{name[:-1]}b"].make()
+        a = a[: shape.vocab_size].t() if layer == EMBEDDING else a
+        b = b[: shape.vocab_size] if layer == _OUTPUT else b
+        found.setdefault(layer, {})[part] = Pair(a, b, config.scale)
+    return found
+
+
+def rows_of(layer: str, size: Sequence[int], shape: ModelShape) -> dict[str, int]:
+    """Return the parts of a layer's weight of shape ``size``, with their rows in one group."""
+    own = layer.rsplit(".", 1)[-1]
+    if own == "linear_qkv":
+        heads = shape.num_attention_heads // shape.num_query_groups
+        return {"q": heads * shape.kv_channels, "k": shape.kv_channels, "v": shape.kv_channels}
+    if own == "linear_fc1" and shape.is_gated:
+        return {"gate": size[0] // 2, "up": size[0] // 2}
+    return {WHOLE: size[0]}
+
+
+CONFIG = "adapter_config.json"
+_UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases of adapters",
+}
+_TOO_LARGE = 1e6  # of ranks and scales
+# Patterns for which Python's `re` could search for hours: repeated groups, and many repetitions.
+_REPEATED_GROUP = re.compile(r"\)[*+?{]*[*+{]")
+_MOST_REPETITIONS = 3
+_MOST_LETTERS = 1000
+
+
+def read_config(folder: Path) -> JsonObject:
+    """Return adapter_config.json.  Raises CheckpointError for adapters of another kind."""
+    try:
+        config = json_object((folder / CONFIG).read_bytes(), str(folder / CONFIG))
+    except OSError as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{folder / CONFIG} has peft_type {kind}: only LORA can be read")
+    for name, words in _UNSUPPORTED.items():
+        if config.get(name):
+            raise CheckpointError(f"{folder / CONFIG} has {name}: {words} are not available")
+    if not (_is_rank(config.get("r")) and _is_size(config.get("lora_alpha", 8))):
+        raise CheckpointError(f"{folder / CONFIG} has no rank r or lora_alpha above 0")
+    _check_patterns(folder, config.get("rank_pattern") or {}, _is_rank)
+    _check_patterns(folder, config.get("alpha_pattern") or {}, _is_size)
+    dropout = config.get("lora_dropout") or 0.0
+    if not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+        raise CheckpointError(
+            f"{folder / CONFIG} has lora_dropout {str(dropout)[:80]}: give a number from 0 to 1"
+        )
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{folder / CONFIG} has bias {config['bias']}: train it with none")
+    return config
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < _TOO_LARGE
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and _is_size(value)
+
+
+def _check_patterns(folder: Path, patterns: object, is_valid: Callable[[object], bool]) -> None:
+    """Raise CheckpointError unless ``patterns`` maps names or simple patterns to sizes."""
+    if not isinstance(patterns, dict) or not all(map(is_valid, patterns.values())):
+        raise CheckpointError(
+            f"{folder / CONFIG} has a rank_pattern or alpha_pattern that is no table of names and "
+            "numbers"
+        )
+    for pattern in patterns:
+        if not _is_pattern(pattern):
+            raise CheckpointError(
+                f"{folder / CONFIG} has the pattern {pattern[:80]!r}: a name of modules is needed, "
+                f"or a regular expression of at most {_MOST_REPETITIONS} repetitions, none of a "
+                "group"
+            )
+
+
+def _is_pattern(pattern: str) -> bool:
+    repetitions = sum(map(pattern.count, "*+{"))
+    if repetitions > _MOST_REPETITIONS or _REPEATED_GROUP.search(pattern):
+        return False
+    try:
+        return len(pattern) <= _MOST_LETTERS and bool(re.compile(pattern))
+    except (re.error, OverflowError, RecursionError):
+        return False
+
+
+def scale_of(module: str, rank: int, config: JsonObject) -> float:
+    """Return alpha / rank of a module; its alpha may be that of a pattern."""
+    patterns = config.get("alpha_pattern") or {}
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            alpha = value
+            break
+    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def rank_of(module: str, config: JsonObject) -> int:
+    """Return the rank of a module, which may be that of a pattern."""
+    for pattern, rank in (config.get("rank_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return int(rank)
+    return int(config["r"])
+
+
+def has_score(folder: Path, config: JsonObject) -> bool:
+    """Return whether the adapters are those of a reward model.  Raises CheckpointError."""
+    modules = config.get("modules_to_save") or []
+    known = ("score", "classifier")  # PEFT lists both names of a classifier's head
+    if not isinstance(modules, list) or not all(module in known for module in modules):
+        raise CheckpointError(
+            f"{folder / CONFIG} has modules_to_save {str(modules)[:80]}: the score of a reward "
+            "model is the only complete module that can be read; train the adapters without others"
+        )
+    return bool(modules)
+
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

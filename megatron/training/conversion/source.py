@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.manifest import TRUE_VOCAB_SIZE, Common, L
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.models.multimodal.llava_model import IMAGE_TOKEN
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.checkpointing.checkpoint_args import (
@@ -239,3 +240,32 @@ def _first_rows(tensor: LazyTensor, count: int) -> Tensor:
 def embedding_of(tensors: Mapping[str, LazyTensor]) -> LazyTensor:
     """Return the embedding of words, which may be that of a part of the model."""
     return next(tensor for name, tensor in tensors.items() if name.endswith(_EMBEDDING))
+
+
+def special_ids(run: RunConfig) -> dict[str, int | None]:
+    """Return the tokenizer's bos, eos and pad ids under config.json's names; None if unknown."""
+    spec = TokenizerSpec.of(run.tokenizer)
+    ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if spec.tokenizer_type in (None, "NullTokenizer"):
+        return ids
+    try:
+        tokenizer = create_tokenizer(spec)
+    except (MegatronError, OSError):  # its files may be on another machine
+        return ids
+    return {name: tokenizer.id_of(name.removesuffix("_token_id")) for name in ids}
+
+
+def image_token(run: RunConfig) -> int:
+    """Return the id of the tokenizer's token for an image."""
+    tokenizer = create_tokenizer(TokenizerSpec.of(run.tokenizer))
+    try:
+        ids = tokenizer.tokenize(IMAGE_TOKEN)
+    except MegatronError:
+        ids = []
+    if len(ids) != 1:
+        raise CheckpointError(
+            f"the tokenizer has no token {IMAGE_TOKEN}, whose id config.json needs: give "
+            "--tokenizer-model with one, or put a config.json into the checkpoint's folder "
+            "huggingface"
+        )
+    return int(ids[0])

@@ -28,7 +28,7 @@ from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import RunContext
 from megatron.training.tokenizer.base import MegatronTokenizer
-from megatron.training.tokenizer.checks import check_data
+from megatron.training.tokenizer.fingerprint import check_data
 
 
 def build_datasets(run: RunContext, num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:

@@ -12,10 +12,9 @@ from megatron.core.config.errors import MegatronError
 from megatron.training.preprocess.documents import RecordFormat
 from megatron.training.preprocess.inputs import SAMPLE_BY
 from megatron.training.process.exit_report import exit_code
-from megatron.training.tokenizer.base import MegatronTokenizer
-from megatron.training.tokenizer.build import create_tokenizer
+from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.fast import BACKENDS
-from megatron.training.tokenizer.spec import TokenizerSpec
+from megatron.training.tokenizer.tokenizer import create_tokenizer
 
 
 def add_backend_argument(parser: argparse.ArgumentParser) -> None:

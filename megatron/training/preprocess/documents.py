@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.training.preprocess.compressed import pieces
-from megatron.training.preprocess.file_kinds import is_parquet
 from megatron.training.preprocess.inputs import (
     BLOCK_BYTES,
     SEPARATORS,
     Block,
     blocks,
     find_inputs,
+    is_parquet,
     is_plain_text,
+    pieces,
 )
 
 Text = str | list[str]  # a list: text already split into sentences

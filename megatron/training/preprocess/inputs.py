@@ -2,22 +2,179 @@
 
 A record is a line, a paragraph or a file.  A block is a few megabytes of records.  For a plain file
 it is a range of bytes, which a worker reads itself; for a compressed file it holds the bytes.
+Parquet files are read as JSON lines, in batches from one row group after the other, so memory does
+not grow with the file; other binary files are refused.
 """
 
 from __future__ import annotations
 
 import glob
+import gzip
 import io
 import itertools
+import json
 import os
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from functools import partial
+from types import ModuleType
+from typing import Any, BinaryIO
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.training.preprocess.compressed import SUFFIXES, pieces, uncompressed_extension
-from megatron.training.preprocess.file_kinds import HEAD_BYTES, is_parquet, refuse_binary
+from megatron.core.optional import require
+
+HEAD_BYTES = 512
+_PARQUET = b"PAR1"
+_SMALLEST_PARQUET = 12  # both magics, and the length of the footer
+_TAR = b"ustar"
+_TAR_AT = 257
+# (first bytes, description, suggested fix).  Neither JSON nor text can begin with these bytes.
+_SIGNATURES = (
+    (b"\x1f\x8b", "gzip-compressed", "give it a name that ends in .gz"),
+    (b"\x28\xb5\x2f\xfd", "zstd-compressed", "give it a name that ends in .zst"),
+    (b"\xfd7zXZ\x00", "xz-compressed", "decompress it"),
+    (b"\x04\x22\x4d\x18", "lz4-compressed", "decompress it"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "extract it"),
+    (b"PK\x03\x04", "a zip archive (or .npz, .pt)", "extract it"),
+    (b"PK\x05\x06", "an empty zip archive", "extract it"),
+    (b"ARROW1\x00\x00", "an Arrow (Feather) file", "convert it to Parquet or JSON lines"),
+    (b"\xff\xff\xff\xff", "an Arrow stream", "convert it to Parquet or JSON lines"),
+    (b"FEA1\x00", "a Feather file", "convert it to Parquet or JSON lines"),
+    (b"PAR1\x15", "a Parquet file without its end", "copy it again"),
+    (b"Obj\x01", "an Avro file", "convert it to Parquet or JSON lines"),
+    (b"\x89HDF\r\n", "an HDF5 file", "convert it to Parquet or JSON lines"),
+    (b"SQLite format 3\x00", "an SQLite database", "export it as JSON lines"),
+    (b"\x93NUMPY", "a numpy array", "write its texts as JSON lines"),
+    (b"MMIDIDX\x00", "the index of token files", "give the text that they were made from"),
+    (b"\xff\xfe", "UTF-16 text", "save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "save it as UTF-8"),
+    *((b"\x80" + bytes([i]), "a pickled object", "write it as JSON lines") for i in range(2, 6)),
+    *(
+        (b"BZh%d1AY&SY" % i, "bzip2-compressed", "decompress it, or compress it with gzip")
+        for i in range(1, 10)
+    ),
+)
+
+
+def is_parquet(path: str) -> bool:
+    """Return whether the file begins and ends as Parquet does, whatever its name."""
+    if os.path.getsize(path) < _SMALLEST_PARQUET:
+        return False
+    with open(path, "rb", buffering=0) as file:
+        if file.read(len(_PARQUET)) != _PARQUET:
+            return False
+        file.seek(-len(_PARQUET), os.SEEK_END)
+        return file.read() == _PARQUET
+
+
+def refuse_binary(path: str, head: bytes, inside: str = "") -> None:
+    """Raise DataError if ``head``, the first bytes of a file, is of a known binary format.
+
+    ``inside``, for the message, names the compression that the bytes were in.
+    """
+    found = next((known for known in _SIGNATURES if head.startswith(known[0])), None)
+    if found is None and head[_TAR_AT:].startswith(_TAR):
+        found = (_TAR, "a tar archive", "extract it")
+    if found is not None:
+        raise DataError(f"--input {path} is {found[1]}{inside}, not JSON lines or text: {found[2]}")
+
+
+_ROWS_AT_ONCE = 64  # one dictionary entry may stand for all of them
+
+
+def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
+    """Yield ``{"text": ..., ...}`` lines of a batch of rows, and the bytes read so far."""
+    wanted_by = f"--input {path} is a Parquet file"
+    arrow = require("pyarrow", wanted_by)
+    parquet = require("pyarrow.parquet", wanted_by)
+    num_rows, stored_bytes = 0, os.path.getsize(path)
+    try:
+        # Without threads: workers are forked while the file is open.
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            columns = _text_columns(path, file.schema_arrow, arrow.types)
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
+                rows = batch.to_pylist()
+                num_rows += len(rows)
+                lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                yield lines.encode(), stored_bytes * num_rows // file.metadata.num_rows
+    except MemoryError:
+        raise DataError(
+            f"{path}: {_ROWS_AT_ONCE} rows after row {num_rows} do not fit into memory: cut its "
+            "texts"
+        ) from None
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is damaged after row {num_rows}: {error}; copy it again"
+        ) from error
+
+
+def _text_columns(path: str, schema: Any, types: ModuleType) -> list[str]:
+    columns = [field.name for field in schema if _is_text(field.type, types)]
+    if not columns:
+        raise DataError(
+            f"--input {path} has no column of text or lists of text: its columns are "
+            + ", ".join(f"{field.name} ({field.type})" for field in schema)
+        )
+    return columns
+
+
+def _is_text(kind: Any, types: ModuleType) -> bool:
+    if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
+        return _is_text(kind.value_type, types)
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+SUFFIXES = (".gz", ".zst")
+_STORED_BYTES = 1 << 14  # of zstandard, read from disk in one call: 4 may stand for 128 KiB
+
+
+def pieces(path: str, num_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the bytes of a file: decompressed as its name says, Parquet as JSON lines.
+
+    A piece has about ``num_bytes`` bytes; with it comes the position reached in the file on disk.
+    Raises DataError if the file is damaged.
+    """
+    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+    with open(path, "rb") as raw:
+        if path.endswith(".gz"):
+            source = iter(partial(gzip.GzipFile(fileobj=raw).read, num_bytes), b"")
+        elif path.endswith(".zst"):
+            zstandard = require("zstandard", f"--input {path}")
+            errors = (*errors, zstandard.ZstdError)
+            source = _zstandard_pieces(raw, zstandard)
+        elif is_parquet(path):
+            yield from json_lines(path)
+            return
+        else:
+            source = iter(partial(raw.read, num_bytes), b"")
+        try:
+            for piece in source:
+                yield piece, raw.tell()
+        except errors as error:
+            raise DataError(f"{path} is damaged: {error}; copy it again") from error
+
+
+def _zstandard_pieces(raw: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
+    """Decompress frame by frame: zstandard's own reader accepts a truncated last frame."""
+    decompressor = zstandard.ZstdDecompressor()
+    frame = None  # None: between two frames
+    while stored := raw.read(_STORED_BYTES):
+        while stored:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(stored)
+            stored = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends inside a compressed frame")
+
+
+def uncompressed_extension(path: str) -> str:
+    """Return the extension without compression: ``.jsonl`` for ``a.jsonl.gz``."""
+    stem, extension = os.path.splitext(path)
+    return os.path.splitext(stem)[1] if extension in SUFFIXES else extension
+
 
 BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK = 1 << 16

@@ -61,7 +61,7 @@ from megatron.training.tokenizer import (
     pad_vocab_size,
     padding_message,
 )
-from megatron.training.tokenizer.checks import check_vocab
+from megatron.training.tokenizer.fingerprint import check_vocab
 
 ModelProvider = Callable[..., nn.Module]
 

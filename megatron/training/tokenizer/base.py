@@ -1,21 +1,55 @@
 """Interface of all tokenizers: text to ids and back, vocabulary, special ids, identity.
 
 Reading a special id that the vocabulary lacks raises `MissingToken`, rather than returning a None
-that fails later as an index.
+that fails later as an index.  `BpeRules` are the rules of a byte-level BPE in the form that faster
+libraries load (see `fast`), `TokenizerSpec` the options from which a tokenizer is built.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.tokenizer.bpe_rules import BpeRules
+
+
+@dataclass(frozen=True)
+class BpeRules:
+    """``tokenizer.json`` without post-processor, and the ids to add around each text."""
+
+    tokenizer_json: str
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    added_tokens: tuple[str, ...] = ()  # matched in a text before it is split
+
+
+def without_post_processor(tokenizer_json: str) -> str:
+    """Return the rules without post-processor, truncation and padding."""
+    rules = json.loads(tokenizer_json)
+    for key in ("post_processor", "truncation", "padding"):
+        rules[key] = None
+    return json.dumps(rules, ensure_ascii=False)
+
+
+@cache
+def byte_of_character() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for.
+
+    Printable Latin-1 characters stand for themselves.  The characters from U+0100 on stand for the
+    other bytes, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 class MissingToken(ConfigError, AttributeError):
@@ -173,3 +207,105 @@ def surround(batch: TokenBatch, prefix: Sequence[int], suffix: Sequence[int]) ->
         is_text[at] = False
     ids[is_text] = batch.ids
     return TokenBatch(ids, lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSpec:
+    """Tokenizer options of the command line."""
+
+    tokenizer_type: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+    vocab_extra_ids: int = 0
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tiktoken_special_tokens: Sequence[str] | None = None
+    tokenizer_prompt_format: str | None = None
+    special_tokens: Sequence[str] = ("<image>",)
+    image_tag_type: str = ""
+    force_system_message: bool = False
+    sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
+    chat_template: str | None = None
+
+    @classmethod
+    def of(cls, source: object) -> TokenizerSpec:
+        """Read the fields from a namespace or a config; missing fields and None get defaults."""
+        if dataclasses.is_dataclass(source):
+            names = {f.name for f in dataclasses.fields(source)}
+            values = {name: getattr(source, name) for name in names}
+        else:
+            values = vars(source)
+        known = {f.name for f in dataclasses.fields(cls)}
+        said = {name: value for name, value in values.items() if value is not None}
+        return cls(**{name: value for name, value in said.items() if name in known})
+
+    def need(self, field: str) -> Any:
+        """Return the value of ``field``.  Raises ConfigError if it is not set."""
+        value = getattr(self, field)
+        if value is None:
+            flag = "--" + field.replace("_", "-")
+            raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs {flag}; give {flag}")
+        return value
+
+
+_IMAGE_TOKEN = "<image>"
+_IMAGE_TOKEN_ID = -200  # outside the vocabulary: the model inserts image features
+
+
+class _NullTokenizer(MegatronTokenizer):
+    """Tokenizer of ids 0 to ``vocab_size`` - 1; the id ``vocab_size`` is EOD."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(None, vocab_size=vocab_size)
+        self._num_ids = int(vocab_size)
+
+    def tokenize(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError as error:
+            raise ConfigError(f"{self.name} reads ids in decimal: {error}") from error
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(index) for index in ids)
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        starts = [0]
+        for index in ids[:-1]:
+            starts.append(starts[-1] + len(str(index)) + 1)
+        return starts[: len(ids)]
+
+    @property
+    def vocab(self) -> Mapping[str, int]:
+        return {str(index): index for index in range(self._num_ids)} | {"<eod>": self._num_ids}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._num_ids + 1
+
+    def _special(self, role: str) -> int:
+        return self._num_ids if role == "eod" else super()._special(role)
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int] | None:
+        """None: EOD is the only special token."""
+        return None
+
+
+class _NullMultimodalTokenizer(_NullTokenizer):
+    """NullTokenizer with a token that stands for an image."""
+
+    def __init__(
+        self, vocab_size: int, image_token: str | None = None, image_token_id: int | None = None
+    ) -> None:
+        super().__init__(vocab_size)
+        self._image_token = _IMAGE_TOKEN if image_token is None else image_token
+        self._image_token_id = _IMAGE_TOKEN_ID if image_token_id is None else image_token_id
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int]:
+        """Return the id of a word, or of each of several, including the image token."""
+        if isinstance(tokens, str):
+            is_image = tokens == self._image_token
+            return self._image_token_id if is_image else self.tokenize(tokens)[0]
+        return [self._image_token_id if t == self._image_token else int(t) for t in tokens]

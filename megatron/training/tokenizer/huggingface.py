@@ -17,8 +17,14 @@ from typing import Any
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.optional import require
-from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken, TokenBatch, pack
-from megatron.training.tokenizer.bpe_rules import BpeRules, without_post_processor
+from megatron.training.tokenizer.base import (
+    BpeRules,
+    MegatronTokenizer,
+    MissingToken,
+    TokenBatch,
+    pack,
+    without_post_processor,
+)
 
 _WANTED_BY = "--tokenizer-type HuggingFaceTokenizer"
 # Classes of transformers that use tokenizer.json unchanged.

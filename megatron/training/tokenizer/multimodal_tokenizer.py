@@ -16,9 +16,8 @@ import numpy as np
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.optional import require
 from megatron.training.config.tokenizer import IMAGE_TAG_TYPES, PROMPT_FORMATS
-from megatron.training.tokenizer.base import MegatronTokenizer
+from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.huggingface import load_wrapper
-from megatron.training.tokenizer.spec import TokenizerSpec
 
 IGNORE_INDEX = -100  # target of a token without loss
 IMAGE_TOKEN = "<image>"

@@ -14,11 +14,10 @@ import numpy as np
 from megatron.core.chat_templates import read_chat_template
 from megatron.core.config.errors import ConfigError
 from megatron.training.config.tokenizer import SFT_PROMPT_FORMATS, TokenizerConfig
-from megatron.training.tokenizer.base import MegatronTokenizer
+from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.chat import ChatTemplate, Message, load_chat_template
 from megatron.training.tokenizer.huggingface import _HuggingFaceTokenizer
 from megatron.training.tokenizer.multimodal_tokenizer import IGNORE_INDEX
-from megatron.training.tokenizer.spec import TokenizerSpec
 
 _TURNS = (
     "{% for turn in messages %}{% set text = turn['content'] | trim %}"

@@ -14,8 +14,13 @@ from operator import index
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
-from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken, TokenBatch, pack
-from megatron.training.tokenizer.spec import TokenizerSpec
+from megatron.training.tokenizer.base import (
+    MegatronTokenizer,
+    MissingToken,
+    TokenBatch,
+    TokenizerSpec,
+    pack,
+)
 
 # Patterns that split a text before bytes are merged; each is published with its ranks.
 PATTERN_TIKTOKEN_V1 = (

@@ -19,7 +19,6 @@ from megatron.core.optional import why_missing
 from megatron.core.params.param_info import info_of
 from megatron.core.peft.lora import attach_adapters, is_of_adapter
 from megatron.training.conversion import hf
-from megatron.training.conversion.adapters import lora_of
 from megatron.training.conversion.convert import (
     HF,
     PEFT,
@@ -28,6 +27,7 @@ from megatron.training.conversion.convert import (
     read_source,
     run_config,
 )
+from megatron.training.conversion.peft import lora_of
 from megatron.training.conversion.shape import ModelShape, shape_of
 from megatron.training.conversion.tensors import tensors_of
 from megatron.training.conversion.verify import our_model, our_outputs

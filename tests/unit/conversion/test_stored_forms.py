@@ -21,7 +21,7 @@ from megatron.training.conversion.convert import (
     read_source,
     run_config,
 )
-from megatron.training.conversion.quantized import plain_numbers
+from megatron.training.conversion.lazy import plain_numbers
 from megatron.training.conversion.verify import our_model
 from tests import tolerances
 from tests.unit.conversion import models

@@ -29,12 +29,10 @@ from megatron.training.conversion.vision_language import (
     VisionLanguageShape,
     check_encoder,
     config_of,
-    flags_of,
-    shape_of_config,
-)
-from megatron.training.conversion.vision_language_tensors import (
     export_tensors,
+    flags_of,
     import_tensors,
+    shape_of_config,
     with_attention_bias,
 )
 from megatron.training.models.registry import build_model_stage

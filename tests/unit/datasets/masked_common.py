@@ -19,7 +19,7 @@ from megatron.core.datasets.t5_dataset import (
     T5MaskedWordPieceDatasetConfig,
 )
 from megatron.core.datasets.utils import Split
-from megatron.training.tokenizer.null import _NullTokenizer
+from megatron.training.tokenizer.base import _NullTokenizer
 
 VOCAB_SIZE = 1000
 FIRST_CONTINUATION = 700  # from here on tokens continue a word

@@ -18,9 +18,9 @@ from megatron.core.datasets.conversations import (
 )
 from megatron.core.datasets.row_files import open_rows, read_row
 from megatron.post_training.sft.dataset import encode_conversation
-from megatron.training.tokenizer.build import create_tokenizer
+from megatron.training.tokenizer.base import TokenizerSpec
 from megatron.training.tokenizer.chat import load_chat_template
-from megatron.training.tokenizer.spec import TokenizerSpec
+from megatron.training.tokenizer.tokenizer import create_tokenizer
 from tests.chat_templates import write_chat_tokenizer
 
 USER = {"role": "user", "content": "Hi"}

@@ -21,11 +21,10 @@ from megatron.post_training.sft.dataset import (
     SFTLowLevelDataset,
 )
 from megatron.training.data.loaders import mean_row_tokens
-from megatron.training.tokenizer.build import create_tokenizer
+from megatron.training.tokenizer.base import TokenizerSpec, _NullTokenizer
 from megatron.training.tokenizer.chat import load_chat_template
-from megatron.training.tokenizer.null import _NullTokenizer
 from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
-from megatron.training.tokenizer.spec import TokenizerSpec
+from megatron.training.tokenizer.tokenizer import create_tokenizer
 from tests.chat_templates import write_chat_tokenizer, write_conversations
 
 pytest.importorskip("jinja2")

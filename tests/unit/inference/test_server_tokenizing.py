@@ -26,7 +26,7 @@ import os
 import signal
 
 from megatron.training.tokenizer import register_tokenizer
-from megatron.training.tokenizer.null import _NullTokenizer
+from megatron.training.tokenizer.base import _NullTokenizer
 
 class Slow(_NullTokenizer):
     def tokenize(self, text):

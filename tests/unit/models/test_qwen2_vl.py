@@ -17,7 +17,7 @@ from megatron.core.models.vision.multimodal_projector import (
 from megatron.core.models.vision.qwen2_vl import Qwen2VLVisionModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
-from megatron.training.conversion.vision_qwen import (
+from megatron.training.conversion.vision import (
     layers_of_qwen,
     projector_of_qwen,
     qwen_from_hf,

@@ -14,7 +14,7 @@ from megatron.post_training.preference.dataset import (
     PreferenceDatasetConfig,
     pair_of,
 )
-from megatron.training.tokenizer.null import _NullTokenizer
+from megatron.training.tokenizer.base import _NullTokenizer
 
 ASK = {"role": "user", "content": "Why?"}
 GOOD = {"role": "assistant", "content": "So."}

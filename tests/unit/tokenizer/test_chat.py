@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.training.tokenizer.base import MegatronTokenizer
-from megatron.training.tokenizer.build import create_tokenizer
+from megatron.training.tokenizer.base import MegatronTokenizer, TokenizerSpec
 from megatron.training.tokenizer.chat import ChatTemplate, load_chat_template
 from megatron.training.tokenizer.multimodal_tokenizer import IGNORE_INDEX
 from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
-from megatron.training.tokenizer.spec import TokenizerSpec
+from megatron.training.tokenizer.tokenizer import create_tokenizer
 from tests import chat_templates as texts
 
 pytest.importorskip("jinja2")

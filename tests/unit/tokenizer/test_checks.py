@@ -8,9 +8,9 @@ import pytest
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.training.tokenizer import TokenizerSpec, checks, create_tokenizer
+from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, fingerprint
+from megatron.training.tokenizer.base import _NullTokenizer
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint, sidecar_path
-from megatron.training.tokenizer.null import _NullTokenizer
 from tests.tokenizer_files import SPM_MODEL, write_bpe
 
 
@@ -40,38 +40,38 @@ def write_data(prefix, documents, dtype=np.int32):
 
 def test_an_absent_eod_is_named_with_the_flag_that_needs_it():
     with pytest.raises(ConfigError, match="--append-eod needs the id .* no EOD token"):
-        checks.check_eod(NoEod(10), "--append-eod")
-    assert checks.check_eod(_NullTokenizer(10), "--append-eod") == 10
+        fingerprint.check_eod(NoEod(10), "--append-eod")
+    assert fingerprint.check_eod(_NullTokenizer(10), "--append-eod") == 10
 
 
 def test_ids_beyond_the_padded_vocabulary_are_refused():
     with pytest.raises(ConfigError, match="--padded-vocab-size 10 is fewer than the 11 ids"):
-        checks.check_vocab(_NullTokenizer(10), 10)
-    checks.check_vocab(_NullTokenizer(10), 11)
+        fingerprint.check_vocab(_NullTokenizer(10), 10)
+    fingerprint.check_vocab(_NullTokenizer(10), 11)
 
 
 def test_rows_that_tensor_parallel_ranks_do_not_divide_are_refused():
     with pytest.raises(ConfigError, match="size 2: give --padded-vocab-size 12"):
-        checks.check_vocab(_NullTokenizer(10), 11, tp=2)
-    checks.check_vocab(_NullTokenizer(10), 12, tp=2)
+        fingerprint.check_vocab(_NullTokenizer(10), 11, tp=2)
+    fingerprint.check_vocab(_NullTokenizer(10), 12, tp=2)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
 def test_every_type_of_token_file_is_checked(tmp_path, dtype):
     dataset = write_data(tmp_path / "data", [[1, 64], [], [0]], dtype)
     with pytest.raises(DataError, match="holds the id 64"):
-        checks.check_data_ids(dataset, 64)
-    checks.check_data_ids(dataset, 65)
+        fingerprint.check_data_ids(dataset, 64)
+    fingerprint.check_data_ids(dataset, 65)
 
 
 def test_a_token_file_of_another_vocabulary_is_refused(tmp_path):
     dataset = write_data(tmp_path / "d", [[1, 2], [3, 64]])
     with pytest.raises(DataError, match="holds the id 64, the vocabulary has ids 0 to 63"):
-        checks.check_data_ids(dataset, 64)
-    checks.check_data_ids(dataset, 65)
+        fingerprint.check_data_ids(dataset, 64)
+    fingerprint.check_data_ids(dataset, 65)
     negative = write_data(tmp_path / "n", [[1, -2]])
     with pytest.raises(DataError, match="holds the id -2"):
-        checks.check_data_ids(negative, 64)
+        fingerprint.check_data_ids(negative, 64)
 
 
 def test_flags_of_document_ends_need_an_eod_in_the_data(tmp_path):
@@ -79,21 +79,21 @@ def test_flags_of_document_ends_need_an_eod_in_the_data(tmp_path):
     without = write_data(tmp_path / "without", [[1, 2], [3, 4]])
     flags = ["--reset-position-ids", "--eod-mask-loss"]
     with pytest.raises(DataError, match="--reset-position-ids --eod-mask-loss act .*--append-eod"):
-        checks.check_data(without, tokenizer, 11, flags)
-    checks.check_data(without, tokenizer, 11)
-    checks.check_data(write_data(tmp_path / "with", [[1, 2], [3, 10]]), tokenizer, 11, flags)
-    checks.check_data_has_eod(without, 10, [])
+        fingerprint.check_data(without, tokenizer, 11, flags)
+    fingerprint.check_data(without, tokenizer, 11)
+    fingerprint.check_data(write_data(tmp_path / "with", [[1, 2], [3, 10]]), tokenizer, 11, flags)
+    fingerprint.check_data_has_eod(without, 10, [])
 
 
 def test_data_of_another_tokenizer_is_refused(tmp_path):
     dataset = write_data(tmp_path / "d", [[1, 2]])
     prefix = str(tmp_path / "d")
-    checks.check_same_tokenizer(prefix, sentencepiece())  # no sidecar: nothing is known
+    fingerprint.check_same_tokenizer(prefix, sentencepiece())  # no sidecar: nothing is known
     Fingerprint.of(sentencepiece()).write(prefix)
-    checks.check_data(dataset, sentencepiece(), 512)
+    fingerprint.check_data(dataset, sentencepiece(), 512)
     with pytest.raises(DataError, match="was written with GPTSentencePieceTokenizer .512 ids"):
-        checks.check_data(dataset, sentencepiece("Llama2Tokenizer"), 512)
-    checks.check_same_tokenizer(prefix, _NullTokenizer(512))  # makes no claim on text
+        fingerprint.check_data(dataset, sentencepiece("Llama2Tokenizer"), 512)
+    fingerprint.check_same_tokenizer(prefix, _NullTokenizer(512))  # makes no claim on text
 
 
 def test_the_fingerprint_is_of_what_a_tokenizer_does_not_of_its_files(tmp_path):

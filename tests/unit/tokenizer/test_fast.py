@@ -11,10 +11,8 @@ import tokenizers
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer, fast
-from megatron.training.tokenizer.base import surround
-from megatron.training.tokenizer.bpe_rules import BpeRules, byte_of_character
-from megatron.training.tokenizer.fast_gigatoken import GigatokenEncoder
-from megatron.training.tokenizer.fast_tiktoken import TiktokenEncoder
+from megatron.training.tokenizer.base import BpeRules, byte_of_character, surround
+from megatron.training.tokenizer.fast import GigatokenEncoder, TiktokenEncoder
 from tests.tokenizer_files import SPM_MODEL, corpus_texts
 
 

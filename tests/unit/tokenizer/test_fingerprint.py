@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megatron.core.config.errors import DataError
-from megatron.training.tokenizer import TokenizerSpec, checks, create_tokenizer
+from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, fingerprint
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint, sidecar_path
 from tests.tokenizer_files import SPM_MODEL
 
@@ -61,13 +61,13 @@ def with_added_tokens(bpe_dir, directory, contents):
 
 def assert_accepted(tmp_path, written, asked):
     written.write(str(tmp_path / "d"))
-    checks.check_same_tokenizer(str(tmp_path / "d"), asked)
+    fingerprint.check_same_tokenizer(str(tmp_path / "d"), asked)
 
 
 def assert_refused(tmp_path, written, asked):
     written.write(str(tmp_path / "d"))
     with pytest.raises(DataError, match="was written with"):
-        checks.check_same_tokenizer(str(tmp_path / "d"), asked)
+        fingerprint.check_same_tokenizer(str(tmp_path / "d"), asked)
 
 
 @pytest.mark.parametrize("written_with", [0, 7, 100])

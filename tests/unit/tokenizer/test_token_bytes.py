@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
-from megatron.training.tokenizer.token_bytes import token_bytes
+from megatron.training.tokenizer.fast import token_bytes
 from tests.tokenizer_files import SPM_MODEL, write_bpe
 
 TEXT = 'na\u00efve \u65e5\u672c \U0001f600 {"a": 1}\n'

@@ -7,10 +7,15 @@ import random
 
 import pytest
 
-from megatron.training.preprocess.compressed import pieces, uncompressed_extension
 from megatron.training.preprocess.documents import RecordFormat
-from megatron.training.preprocess.inputs import SEPARATORS, blocks, sample_blocks
-from megatron.training.preprocess.partitions import Manifest
+from megatron.training.preprocess.inputs import (
+    SEPARATORS,
+    blocks,
+    pieces,
+    sample_blocks,
+    uncompressed_extension,
+)
+from megatron.training.preprocess.run import Manifest
 
 
 def random_text(rng):

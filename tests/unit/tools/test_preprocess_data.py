@@ -17,8 +17,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.preprocess import inputs, run, workers
 from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
-from megatron.training.preprocess.inputs import Block
-from megatron.training.preprocess.parquet import json_lines
+from megatron.training.preprocess.inputs import Block, json_lines
 from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer, fast
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint
 from tests.tokenizer_files import CORPUS, DATA, SPM_MODEL, corpus_texts, write_bpe
@@ -175,7 +174,7 @@ def test_a_list_of_texts_is_a_document_of_several_sequences(tmp_path):
 
 
 def test_sentences_are_split_in_one_call(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.training.preprocess.sentences.why_missing", lambda name: "gone")
+    monkeypatch.setattr("megatron.training.preprocess.encode.why_missing", lambda name: "gone")
     source = write_lines(tmp_path / "in.jsonl", [{"text": "One is here. Two is there!  Three"}])
     preprocess(source, tmp_path / "out", "--split-sentences", "--append-eod")
     wanted = [ids("One is here."), ids("Two is there!"), [*ids("Three"), EOD]]

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.training.preprocess import sentences
-from megatron.training.preprocess.sentences import (
+from megatron.training.preprocess import encode
+from megatron.training.preprocess.encode import (
     sentence_splitter,
     split_by_punkt,
     split_by_rules,
@@ -63,8 +63,8 @@ def test_punkt_of_the_language_is_taken_if_nltk_has_it(monkeypatch):
         return FakePunkt()
 
     nltk = SimpleNamespace(tokenize=SimpleNamespace(PunktTokenizer=punkt))
-    monkeypatch.setattr(sentences, "why_missing", lambda name: None)
-    monkeypatch.setattr(sentences, "require", lambda name, wanted_by: nltk)
+    monkeypatch.setattr(encode, "why_missing", lambda name: None)
+    monkeypatch.setattr(encode, "require", lambda name, wanted_by: nltk)
     assert sentence_splitter("german", False)("a. b") == ["a.", "b"]
     assert asked == ["german"]
 
@@ -74,10 +74,10 @@ def test_without_nltk_or_its_data_the_rules_are_taken_with_one_warning(monkeypat
         raise LookupError("punkt_tab not found")
 
     nltk = SimpleNamespace(tokenize=SimpleNamespace(PunktTokenizer=no_data))
-    monkeypatch.setattr(sentences, "require", lambda name, wanted_by: nltk)
+    monkeypatch.setattr(encode, "require", lambda name, wanted_by: nltk)
     for reason in (None, "nltk is not installed"):
         caplog.clear()
-        monkeypatch.setattr(sentences, "why_missing", lambda name, reason=reason: reason)
+        monkeypatch.setattr(encode, "why_missing", lambda name, reason=reason: reason)
         with caplog.at_level(logging.WARNING):
             assert sentence_splitter("german", False)("a. b C. D") == ["a. b C. D"]
         assert len(caplog.records) == 1
