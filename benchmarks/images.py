@@ -22,7 +22,7 @@ import torch
 import transformers
 from PIL import Image
 
-from megatron.core.datasets.images.pixels import STATISTICS, ImageProcessor, ImageSettings
+from megatron.core.datasets.images import STATISTICS, ImageProcessor, ImageSettings
 
 Call = Callable[[bytes], object]
 

@@ -23,8 +23,13 @@ import numpy as np
 import torch
 
 from megatron.core.datasets import helpers
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.gpt_indices import SampleRequest, build_indices
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    SampleRequest,
+    build_indices,
+)
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import HEADER, MAGIC
 from megatron.core.datasets.utils import Split

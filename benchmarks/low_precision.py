@@ -21,7 +21,7 @@ from statistics import mean
 import numpy as np
 import torch
 
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = {

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.moe import medians
 from megatron.core import device
 from megatron.core.device import cpu_tuning
-from megatron.core.ssm.mixer_shape import mixer_shape
+from megatron.core.ssm.mamba_hybrid_layer_allocation import mixer_shape
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder
 from megatron.training.conversion.convert import run_config

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT_CHARACTERS = 3000

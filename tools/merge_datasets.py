@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import SequenceIndex, get_bin_path, get_idx_path
 from megatron.training.preprocess.cli import run_tool
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint

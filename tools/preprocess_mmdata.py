@@ -29,7 +29,7 @@ if __name__ == "__main__":  # no threads of numpy beside the workers
 import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import get_bin_path, get_idx_path
 from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
 from megatron.training.preprocess.cli import run_tool, tokenizer_of

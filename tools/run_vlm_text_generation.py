@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import ConfigError, DataError, MegatronError
-from megatron.core.datasets.images.decode import decode_image
+from megatron.core.datasets.images import decode_image
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
 from megatron.inference.engine_flags import engine_options, generation_layout

@@ -19,14 +19,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.block_checksums import (
+from megatron.core.datasets.indexed_dataset import file_size
+from megatron.core.datasets.indexed_format import (
     BLOCK_BYTES,
     Checksums,
+    SequenceIndex,
+    get_bin_path,
     get_crc_path,
+    get_idx_path,
     read_blocks,
 )
-from megatron.core.datasets.indexed_dataset_builder import file_size
-from megatron.core.datasets.indexed_format import SequenceIndex, get_bin_path, get_idx_path
 from megatron.training.preprocess.cli import run_tool
 
 

@@ -11,8 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
-from megatron.core.datasets.images.tiling import tile_tags
+from megatron.core.datasets.images import ImageProcessor, ImageSettings, tile_tags
 from megatron.core.inference.paged_engine.request import PromptImage, RequestError
 from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.tokenizer import MegatronTokenizer

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.conversations import messages_of, tools_of
-from megatron.core.datasets.row_files import open_rows
+from megatron.core.datasets.conversations import messages_of, open_rows, tools_of
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.datasets.block_checksums import get_crc_path
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed_format import HEADER
+from megatron.core.datasets.indexed_format import HEADER, get_crc_path
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.optional import require
 from megatron.training.arguments.config_file import read_config_file

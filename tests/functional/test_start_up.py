@@ -17,7 +17,7 @@ LEFT_OUT = (
     "megatron.core.ssm.mamba_mixer",
     "megatron.core.virtual_ranks.threads",
     "megatron.training.models.bert",
-    "megatron.training.models.mamba",
+    "megatron.training.models.gpt",
     "megatron.training.models.t5",
     "megatron.training.planning.check",
     "megatron.training.planning.rank",

@@ -97,7 +97,7 @@ COMPATIBILITY_API = {
         "megatron/core/models/gpt/gpt_model.py",
         "megatron/core/models/bert/bert_model.py",
         "megatron/core/models/T5/t5_model.py",
-        "megatron/core/models/audio/whisper_encoder.py",
+        "megatron/core/models/mimo/submodules/audio.py",
         "megatron/core/models/multimodal/llava_model.py",
         "megatron/core/models/vision/clip_vit_model.py",
         "megatron/core/models/vision/multimodal_projector.py",

@@ -14,8 +14,9 @@ from megatron.core.datasets.masked_dataset import (
     CountingSentences,
     MaskedWordPieceDataset,
     MaskedWordPieceDatasetConfig,
+    choose_spans,
+    positions_of,
 )
-from megatron.core.datasets.masking import choose_spans, positions_of
 from megatron.core.datasets.megatron_dataset import Sample
 
 _BECOMES_MASK, _BECOMES_RANDOM = 0.8, 0.1  # shares of masked tokens; the rest is unchanged

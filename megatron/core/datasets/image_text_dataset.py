@@ -24,18 +24,17 @@ from megatron.core.datasets.conversations import (
     parse_record,
     turns_of,
 )
-from megatron.core.datasets.images.decode import size_of_image
-from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
-from megatron.core.datasets.images.tiling import tile_tags
+from megatron.core.datasets.images import ImageProcessor, ImageSettings, size_of_image, tile_tags
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.megatron_dataset import (
     LowLevelDataset,
+    ReplacedSamples,
+    ReplacedSamplesConfig,
     Sample,
     describe,
     description_hash,
 )
 from megatron.core.datasets.packing import RowPlan, pack_samples
-from megatron.core.datasets.replaced_samples import ReplacedSamples, ReplacedSamplesConfig
 from megatron.core.datasets.tar_shards import TarSample, TarShards
 from megatron.core.datasets.utils import Split
 from megatron.core.tile_arrangement import TileArrangement

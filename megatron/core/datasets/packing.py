@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.epoch_order import EpochOrder
 from megatron.core.datasets.megatron_dataset import Sample
+from megatron.core.datasets.utils import EpochOrder
 
 _JOINED = ("images", "image_sizes")
 

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import default_collate
 
 from megatron.core.config.errors import ConfigError, DataError, MegatronError
-from megatron.core.datasets.epoch_order import EpochOrder
 from megatron.core.datasets.megatron_dataset import Sample
+from megatron.core.datasets.utils import EpochOrder
 from megatron.core.packed_seq_params import PackedBounds
 
 # None is a sample with a zero loss mask, which pads the last batch

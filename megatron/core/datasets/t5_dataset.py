@@ -18,8 +18,8 @@ from megatron.core.datasets.masked_dataset import (
     CountingSentences,
     MaskedWordPieceDataset,
     MaskedWordPieceDatasetConfig,
+    choose_spans,
 )
-from megatron.core.datasets.masking import choose_spans
 from megatron.core.datasets.megatron_dataset import Sample
 
 

@@ -1,10 +1,16 @@
-"""Layer pattern of a hybrid stack: one letter per layer for its kind (pure arithmetic)."""
+"""Layer pattern of a hybrid stack, and sizes of a Mamba-2 mixer (pure arithmetic).
+
+One letter per layer stands for its kind.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 KINDS = {MAMBA: "Mamba", ATTENTION: "attention", MLP: "MLP", EXPERTS: "experts"}
@@ -73,4 +79,96 @@ def pattern_problems(
         yield (
             f"--hybrid-override-pattern {override} has {len(override)} layers and --num-layers is "
             f"{num_layers}: write a letter for each layer"
+        )
+
+
+@dataclass(frozen=True)
+class MixerShape:
+    """Global sizes of a mixer, before sharding."""
+
+    hidden: int
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    conv_width: int = 4
+
+    @property
+    def inner(self) -> int:
+        """Width of z and of x."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Widths of x, B and C."""
+        return self.inner, self.num_groups * self.state_dim, self.num_groups * self.state_dim
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Widths of z, x, B, C and dt."""
+        return self.inner, *self.convolved, self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the mixer, without the norm before it."""
+        matrices = self.hidden * (sum(self.projected) + self.inner)
+        convolution = sum(self.convolved) * (self.conv_width + 1)
+        return matrices + convolution + 3 * self.num_heads + self.inner
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward FLOPs per token: matmuls, convolution, and the scan counted as a recurrence."""
+        matrices = 2 * self.hidden * (sum(self.projected) + self.inner)
+        convolution = 2 * self.conv_width * sum(self.convolved)
+        return matrices + convolution + 6 * self.inner * self.state_dim
+
+
+def mixer_shape(config: TransformerConfig, expand: int = 2, conv_width: int = 4) -> MixerShape:
+    """Return the sizes of the mixers of a model, which are all equal."""
+    return MixerShape(
+        hidden=config.hidden_size,
+        num_heads=config.mamba_num_heads or expand * config.hidden_size // config.mamba_head_dim,
+        head_dim=config.mamba_head_dim,
+        num_groups=config.mamba_num_groups,
+        state_dim=config.mamba_state_dim,
+        conv_width=conv_width,
+    )
+
+
+def mixer_problems(config: TransformerConfig) -> Iterator[str]:
+    """Yield an error message, with a suggested fix, for sizes that do not fit each other, tp or cp.
+
+    Sizes below 1 yield none: the check of smallest values reports them.
+    """
+    given = config.mamba_head_dim, config.mamba_num_groups, config.mamba_state_dim
+    if min(*given, 1 if config.mamba_num_heads is None else config.mamba_num_heads) < 1:
+        return
+    width, inner = config.mamba_head_dim, 2 * config.hidden_size
+    if config.mamba_num_heads is None and inner % width:
+        yield (
+            f"--mamba-head-dim {width} does not divide the inner width {inner}, twice "
+            f"--hidden-size {config.hidden_size}: change one of them, or give --mamba-num-heads"
+        )
+        return
+    shape = mixer_shape(config)
+    heads, groups = shape.num_heads, shape.num_groups
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if heads % groups:
+        yield (
+            f"--mamba-num-groups {groups} does not divide the {heads} heads of a Mamba layer: give "
+            "a divisor, or another --mamba-num-heads"
+        )
+        return
+    for flag, count in (("--mamba-num-groups", groups), ("--mamba-num-heads", heads)):
+        if count % tp:
+            yield (
+                f"{flag} {count} is no multiple of --tensor-model-parallel-size {tp}, whose ranks "
+                f"hold whole groups and heads: use a divisor of {count} for it"
+            )
+            return
+    if heads // tp % lcm(groups // tp, cp):
+        yield (
+            f"--context-parallel-size {cp} cannot divide the {heads // tp} heads in {groups // tp} "
+            "groups of a Mamba layer that a tensor-parallel rank holds: use a divisor of the heads "
+            "of each group, or of the groups"
         )

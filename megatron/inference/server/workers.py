@@ -22,8 +22,7 @@ import numpy as np
 
 from megatron.core.chat_templates import compile_template, template_errors
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets.images.decode import pillow
-from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
+from megatron.core.datasets.images import ImageProcessor, ImageSettings, pillow
 from megatron.core.limited_processes import (
     LimitedProcesses,
     Limits,

@@ -22,12 +22,12 @@ from megatron.core.datasets.conversations import (
     Conversation,
     answered_prompt,
     check_turns,
+    keys_of,
     messages_of,
     sharegpt_messages,
     tools_of,
 )
 from megatron.core.datasets.megatron_dataset import Sample
-from megatron.core.datasets.row_files import keys_of
 from megatron.post_training.sft.dataset import (
     MockConversations,
     SFTDataset,

@@ -29,7 +29,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.datasets.index_cache import load_array, save_array
 from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.utils import Split
-from megatron.core.models.gpt.reward_model import RewardModel
+from megatron.core.models.gpt.gpt_model import RewardModel
 from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 from megatron.core.parallel.json_collectives import broadcast_json

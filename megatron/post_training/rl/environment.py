@@ -31,8 +31,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError, MegatronError
-from megatron.core.datasets.conversations import messages_of, tools_of
-from megatron.core.datasets.row_files import Rows, open_rows
+from megatron.core.datasets.conversations import Rows, messages_of, open_rows, tools_of
 from megatron.core.text_files import parse_yaml, read_text
 from megatron.training.process.user_code import find_user_object
 from megatron.training.tokenizer import MegatronTokenizer

@@ -18,7 +18,7 @@ import torch
 
 from megatron.core.config.errors import DataError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.datasets.row_files import read_all
+from megatron.core.datasets.conversations import read_all
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams

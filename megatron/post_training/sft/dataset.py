@@ -27,12 +27,14 @@ from megatron.core.datasets.conversations import (
     Conversation,
     conversation_of,
     from_alpaca,
+    open_rows,
+    read_all,
+    read_row,
 )
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.megatron_dataset import MegatronDataset, Sample, description_hash
 from megatron.core.datasets.packing import PackedEpochs
-from megatron.core.datasets.row_files import open_rows, read_all, read_row
 from megatron.core.datasets.utils import Split
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.training.tokenizer.base import MegatronTokenizer

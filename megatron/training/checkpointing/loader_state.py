@@ -7,10 +7,12 @@ because only its package knows the types of the state.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.loader_state import write_loader_state
+import torch
+
 from megatron.training.checkpointing.paths import checkpoint_folder
 from megatron.training.runtime.context import RunContext
 
@@ -30,4 +32,10 @@ def save_loader_state(run: RunContext, loader: Any) -> None:
     stage = "mp_rank_00" + ("_000" if groups.pp.size() > 1 else "")
     name = f"train_dataloader_dprank{groups.dp.rank():03d}.pt"
     path = Path(checkpoint_folder(folder, run.state.iteration)) / stage / name
-    write_loader_state(loader, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        torch.save({"dataloader_state_dict": loader.save_state()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

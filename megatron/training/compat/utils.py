@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.datasets.gpt_masks import (
+from megatron.core.datasets.gpt_dataset import (
     get_ltor_masks_and_position_ids as get_ltor_masks_and_position_ids,
 )
 from megatron.core.optimizer import clip_grads

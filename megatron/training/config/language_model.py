@@ -12,13 +12,13 @@ from megatron.core.registry import Registry
 MODEL_KINDS = Registry[object](
     "--model-kind",
     {
-        "gpt": "megatron.training.models.descriptions:GPT",
-        "bert": "megatron.training.models.descriptions:BERT",
-        "mamba": "megatron.training.models.descriptions:MAMBA",
-        "mimo": "megatron.training.models.descriptions:MIMO",
-        "t5": "megatron.training.models.descriptions:T5",
-        "vit": "megatron.training.models.descriptions:VIT",
-        "vlm": "megatron.training.models.descriptions:VLM",
+        "gpt": "megatron.training.models.kind:GPT",
+        "bert": "megatron.training.models.kind:BERT",
+        "mamba": "megatron.training.models.kind:MAMBA",
+        "mimo": "megatron.training.models.kind:MIMO",
+        "t5": "megatron.training.models.kind:T5",
+        "vit": "megatron.training.models.kind:VIT",
+        "vlm": "megatron.training.models.kind:VLM",
     },
 )
 _network = partial(option, group="network size")

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.models.audio.whisper_encoder import WhisperEncoderModel
+from megatron.core.models.mimo.submodules.audio import WhisperEncoderModel
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec

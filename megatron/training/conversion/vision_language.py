@@ -15,7 +15,7 @@ import torch
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.datasets.images.tiling import LLAVA_NEXT_GRIDS
+from megatron.core.datasets.images import LLAVA_NEXT_GRIDS
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.vision.kinds import KINDS
 from megatron.core.transformer.transformer_config import TransformerConfig

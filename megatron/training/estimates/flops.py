@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.core.ssm.mixer_shape import mixer_shape
+from megatron.core.ssm.mamba_hybrid_layer_allocation import mixer_shape
 from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,7 +31,7 @@ from megatron.training.models.encoders import (
     num_patches,
     pixels_of_patch,
 )
-from megatron.training.models.layers import Layer
+from megatron.training.models.kind import Layer
 from megatron.training.models.registry import layers_of, model_kind_of
 
 FORWARD_AND_BACKWARD = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron.core.peft.lora import WHOLE, LoraConfig, targeted_parts
-from megatron.core.ssm.mixer_shape import mixer_shape
+from megatron.core.ssm.mamba_hybrid_layer_allocation import mixer_shape
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
@@ -18,7 +18,7 @@ from megatron.training.models.encoders import (
     num_patches,
     pixels_of_patch,
 )
-from megatron.training.models.layers import Layer
+from megatron.training.models.kind import Layer
 from megatron.training.models.registry import layers_of, model_kind_of
 
 

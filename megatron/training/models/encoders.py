@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.config.errors import ConfigError
-from megatron.core.datasets.images.patches import FRAMES
+from megatron.core.datasets.images import FRAMES
 from megatron.core.models.vision.kinds import KINDS, VisionKind, get_num_image_embeddings
 from megatron.core.models.vision.multimodal_projector import ProjectorSubmodules, get_projector_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,98 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.training.config.run import RunConfig
-from megatron.training.models.layers import Layer, stack_of_layers
+from megatron.core.ssm import mamba_hybrid_layer_allocation as letters
+from megatron.core.ssm.mamba_hybrid_layer_allocation import layer_pattern
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    FULL,
+    NO_OP,
+    LayerShape,
+    layer_shapes,
+)
+from megatron.core.transformer.layer_layout import has_experts, layer_ranges, stacked_ranges
+from megatron.training.config.run import DPO, GRPO, REWARD, SFT, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Parts of one layer.
+
+    ``attention`` and ``mlp`` have the values of `LayerShape`.  A layer of a hybrid model has
+    exactly one part: a Mamba mixer, attention or an MLP.
+    """
+
+    attention: str = NO_OP
+    mlp: str = NO_OP
+    ffn_hidden_size: int = 0
+    has_experts: bool = False
+    has_mixer: bool = False
+    has_cross_attention: bool = False
+    is_encoder: bool = False  # part of the encoder, whose output the decoder attends to
+
+
+def stack_of_layers(run: RunConfig) -> list[Layer]:
+    """Return the layers of a single stack, followed by those of multi-token prediction."""
+    model = run.model
+    width = model.ffn_hidden_size or 0
+    shapes = list(layer_shapes(model) or [LayerShape(FULL, FULL, width)] * model.num_layers)
+    shapes += shapes[-1:] * (model.mtp_num_layers or 0)
+    return [
+        Layer(
+            attention=shape.attention,
+            mlp=shape.mlp,
+            ffn_hidden_size=shape.ffn_hidden_size or 0,
+            has_experts=has_experts(model, i),
+        )
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def hybrid_layers(run: RunConfig) -> list[Layer]:
+    """Return the layers of a hybrid model, which the --hybrid-* flags select."""
+    lm = run.language_model
+    pattern = layer_pattern(
+        run.model.num_layers,
+        lm.hybrid_attention_ratio,
+        lm.hybrid_mlp_ratio,
+        lm.hybrid_override_pattern,
+    )
+    of_letter = {
+        letters.MAMBA: Layer(has_mixer=True),
+        letters.ATTENTION: Layer(attention=FULL),
+        letters.MLP: Layer(mlp=FULL, ffn_hidden_size=run.model.ffn_hidden_size or 0),
+        letters.EXPERTS: Layer(mlp=FULL, has_experts=True),
+    }
+    return [of_letter[letter] for letter in pattern]
+
+
+def encoder_decoder_layers(run: RunConfig) -> list[Layer]:
+    """Return the encoder layers, then the decoder layers."""
+    width = run.model.ffn_hidden_size or 0
+    encoder = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=width, is_encoder=True)
+    decoder = replace(encoder, is_encoder=False, has_cross_attention=True)
+    depth = run.language_model.decoder_num_layers or 0
+    return [encoder] * run.model.num_layers + [decoder] * depth
+
+
+def stages_of_stack(run: RunConfig) -> tuple[range, ...]:
+    """Return the layer range of each virtual stage, multi-token prediction layers excluded."""
+    return layer_ranges(run.model, run.model.pipeline_model_parallel_size)
+
+
+def stages_of_encoder_decoder(run: RunConfig) -> tuple[range, ...]:
+    """Return the range into `encoder_decoder_layers` of each pipeline stage."""
+    model, num_ranks = run.model, run.model.pipeline_model_parallel_size
+    depths = model.num_layers, run.language_model.decoder_num_layers or 0
+    if num_ranks == 1:
+        return (range(sum(depths)),)
+    first, found = model.encoder_pipeline_model_parallel_size, []
+    for rank in range(num_ranks):
+        encoder, decoder = stacked_ranges(depths, first, pp_rank=rank, num_ranks=num_ranks)
+        if encoder is not None:
+            found.append(encoder)
+        if decoder is not None:
+            found.append(range(depths[0] + decoder.start, depths[0] + decoder.stop))
+    return tuple(found)
 
 
 class TensorSpec(NamedTuple):
@@ -193,3 +283,64 @@ def language_arguments(
         "seq_len_interpolation_factor": lm.rotary_seq_len_interpolation_factor,
         "pg_collection": groups,
     }
+
+
+GPT = ModelKind(
+    title="GPT",
+    entry_script="pretrain_gpt.py",
+    implementation="megatron.training.models.gpt:GPT",
+    objectives=frozenset({GRPO, SFT, DPO, REWARD}),
+    supports_compile=True,
+)
+BERT = ModelKind(
+    title="BERT",
+    entry_script="pretrain_bert.py",
+    implementation="megatron.training.models.bert:BERT",
+    is_causal=False,
+    masks_tokens=True,
+    has_masked_lm_head=True,
+    writes_text=False,
+    supports_context_parallel=False,
+    transformers_class="MaskedLM",
+)
+T5 = ModelKind(
+    title="T5",
+    entry_script="pretrain_t5.py",
+    implementation="megatron.training.models.t5:T5",
+    has_encoder=True,
+    masks_tokens=True,
+    supports_context_parallel=False,
+    transformers_class="Seq2SeqLM",
+    layers=encoder_decoder_layers,
+)
+MAMBA = ModelKind(
+    title="Mamba",
+    entry_script="pretrain_mamba.py",
+    implementation="megatron.training.models.gpt:MAMBA",
+    is_hybrid=True,
+    layers=hybrid_layers,
+)
+VIT = ModelKind(
+    title="the image classifier",
+    entry_script="pretrain_vision_classify.py",
+    implementation="megatron.training.models.vit:VIT",
+    is_causal=False,
+    classifies_images=True,
+    writes_text=False,
+    supports_context_parallel=False,
+    transformers_class="ImageClassification",
+)
+VLM = ModelKind(
+    title="the vision-language model",
+    entry_script="pretrain_vlm.py",
+    implementation="megatron.training.models.vlm:VLM",
+    reads_images=True,
+    transformers_class="ImageTextToText",
+)
+MIMO = replace(
+    VLM,
+    title="the MiMo model",
+    entry_script="examples/mimo/train.py",
+    implementation="megatron.training.models.mimo:MIMO",
+    has_placeholders=True,
+)

@@ -14,7 +14,6 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTextDatasetConfig
 from megatron.core.datasets.megatron_dataset import Sample
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
-from megatron.core.models.audio.whisper_encoder import WhisperEncoderModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.mimo import (
     AudioModalitySubmodules,
@@ -22,6 +21,7 @@ from megatron.core.models.mimo import (
     MimoModelConfig,
     VisionModalitySubmodules,
 )
+from megatron.core.models.mimo.submodules.audio import WhisperEncoderModel
 from megatron.core.models.mimo.submodules.vision import PatchFeatures
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
 from megatron.core.models.multimodal.splicing import splice

@@ -11,8 +11,13 @@ from torch import nn
 from megatron.core.config.errors import ConfigError
 from megatron.training.config.language_model import MODEL_KINDS, LanguageModelConfig
 from megatron.training.config.run import PRETRAINING, RunConfig
-from megatron.training.models.kind import ModelImplementation, ModelKind
-from megatron.training.models.layers import Layer, stages_of_encoder_decoder, stages_of_stack
+from megatron.training.models.kind import (
+    Layer,
+    ModelImplementation,
+    ModelKind,
+    stages_of_encoder_decoder,
+    stages_of_stack,
+)
 
 # Import path of the ModelImplementation of each objective beside pretraining, and of the function
 # of each method of distillation that changes one.

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTextDatasetConfig
-from megatron.core.datasets.images.patches import FRAMES, MERGE
-from megatron.core.datasets.images.pixels import ImageSettings
-from megatron.core.datasets.images.tiling import LLAVA_NEXT_GRIDS
+from megatron.core.datasets.images import FRAMES, LLAVA_NEXT_GRIDS, MERGE, ImageSettings
 from megatron.core.datasets.multimodal_dataset import MockMultimodalDataset, MultimodalDatasetConfig
 from megatron.core.datasets.packing import pack_samples
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel

@@ -24,9 +24,8 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets.block_checksums import get_crc_path
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_path
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_format import DType, get_bin_path, get_crc_path, get_idx_path
 from megatron.training.preprocess.documents import (
     BadRecord,
     RecordFormat,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, DataError
-from megatron.core.datasets.images.pixels import ImageSettings
+from megatron.core.datasets.images import ImageSettings
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
 from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.arguments.parser import build_parser

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets import block_checksums
-from megatron.core.datasets.block_checksums import Checksums, get_crc_path
+from megatron.core.datasets import indexed_format
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
     get_bin_path,
     get_idx_path,
 )
+from megatron.core.datasets.indexed_format import Checksums, get_crc_path
 from tests.unit.datasets.common import numbered, write
 from tools import verify_data
 
@@ -29,8 +29,8 @@ FLIPS = 100
 @pytest.fixture
 def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """100 documents of 37 tokens in 8 blocks of 1000 bytes."""
-    monkeypatch.setattr(block_checksums, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(block_checksums, "_READ_BYTES", 3000)
+    monkeypatch.setattr(indexed_format, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(indexed_format, "_READ_BYTES", 3000)
     monkeypatch.setattr(verify_data, "BLOCK_BYTES", 1000)
     return write(tmp_path / "data", numbered([37] * 100))
 
@@ -80,13 +80,13 @@ def test_only_the_blocks_that_are_read_are_verified_and_each_once(
 ) -> None:
     flip(get_bin_path(prefix), 8 * 5500)
     verified = []
-    real = block_checksums.VerifyingReader._verify
+    real = indexed_format.VerifyingReader._verify
 
-    def note(self: block_checksums.VerifyingReader, block: int) -> None:
+    def note(self: indexed_format.VerifyingReader, block: int) -> None:
         verified.append(block)
         real(self, block)
 
-    monkeypatch.setattr(block_checksums.VerifyingReader, "_verify", note)
+    monkeypatch.setattr(indexed_format.VerifyingReader, "_verify", note)
     data = pickle.loads(pickle.dumps(IndexedDataset(prefix, verify_data=True)))
     assert data.verify_data
     assert data[13].tolist() == list(range(1 + 13 * 37, 1 + 14 * 37))  # bytes 962 to 1036

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets import blended_dataset, gpt_indices, index_cache
+from megatron.core.datasets import blended_dataset, gpt_dataset, index_cache
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split
@@ -141,8 +141,8 @@ def test_the_structure_is_compared_in_pieces(
     build = kind(tmp_path)
     build()
     next((tmp_path / "cache").glob("*-crc.json")).unlink()
-    monkeypatch.setattr(gpt_indices, "_SAMPLES_AT_ONCE", 3)
-    monkeypatch.setattr(gpt_indices, "_PIECE", 5)
+    monkeypatch.setattr(gpt_dataset, "_SAMPLES_AT_ONCE", 3)
+    monkeypatch.setattr(gpt_dataset, "_PIECE", 5)
     monkeypatch.setattr(blended_dataset, "_PIECE", 5)
     monkeypatch.setattr(index_cache, "save_array", None)  # a build would fail
     build()

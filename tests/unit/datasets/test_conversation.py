@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets import row_files
+from megatron.core.datasets import conversations
 from megatron.core.datasets.conversations import (
     Conversation,
     conversation_of,
+    open_rows,
+    read_row,
 )
-from megatron.core.datasets.row_files import open_rows, read_row
 from megatron.post_training.sft.dataset import encode_conversation
 from megatron.training.tokenizer.base import TokenizerSpec
 from megatron.training.tokenizer.chat import load_chat_template
@@ -212,7 +213,7 @@ def test_files_that_are_no_json_text_are_refused(tmp_path):
 
 
 def test_a_file_that_decompresses_to_more_than_memory_has_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.core.datasets.row_files.free_for_job", lambda: 1 << 24)
+    monkeypatch.setattr("megatron.core.datasets.conversations.free_for_job", lambda: 1 << 24)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b" " * (1 << 23)))
     with pytest.raises(DataError, match="has more than 8388608 bytes when decompressed"):
         open_rows(str(tmp_path / "a.jsonl.gz"))
@@ -236,7 +237,7 @@ def test_a_million_blank_lines_are_read_with_one_open_file(tmp_path, monkeypatch
     (tmp_path / "a.jsonl").write_bytes(b" \n" * 20 + b"{}\n")
     rows = open_rows(str(tmp_path / "a.jsonl"))
     opened = mock.Mock(side_effect=open)
-    monkeypatch.setattr(row_files, "open", opened, raising=False)
+    monkeypatch.setattr(conversations, "open", opened, raising=False)
     assert len(rows) == 1
     assert opened.call_count < 5
 

@@ -14,11 +14,16 @@ import pytest
 import torch
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets import gpt_indices, index_cache
+from megatron.core.datasets import gpt_dataset, index_cache
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
-from megatron.core.datasets.gpt_indices import SampleRequest, build_indices
-from megatron.core.datasets.gpt_masks import causal_mask, get_ltor_masks_and_position_ids
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    MockGPTDataset,
+    SampleRequest,
+    build_indices,
+    causal_mask,
+    get_ltor_masks_and_position_ids,
+)
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.utils import Split
@@ -61,7 +66,7 @@ class TestCache:
     def test_numpy_gives_the_same_bytes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gpt_indices.helpers, "_compiled", lambda: None)
+        monkeypatch.setattr(gpt_dataset.helpers, "_compiled", lambda: None)
         self.test_names_and_bytes_are_those_of_the_reference(tmp_path, monkeypatch)
 
     def test_a_cache_of_the_reference_is_read_and_not_built(
@@ -72,7 +77,7 @@ class TestCache:
         def never(request: SampleRequest) -> None:
             raise AssertionError(f"built {request.source}")
 
-        monkeypatch.setattr(gpt_indices, "build_indices", never)
+        monkeypatch.setattr(gpt_dataset, "build_indices", never)
         assert [len(d) for d in golden_datasets(tmp_path / "cache", monkeypatch)] == [
             2149,
             137,
@@ -213,8 +218,8 @@ class TestEpochs:
 
     def test_indices_need_not_be_a_range(self) -> None:
         lengths = np.arange(10, dtype=np.int32)
-        assert gpt_indices.count_tokens(lengths, np.array([1, 3, 7])) == 11
-        assert gpt_indices.count_tokens(lengths, np.array([], np.int32)) == 0
+        assert gpt_dataset.count_tokens(lengths, np.array([1, 3, 7])) == 11
+        assert gpt_dataset.count_tokens(lengths, np.array([], np.int32)) == 0
 
 
 class TestSamples:

@@ -16,8 +16,8 @@ from megatron.core.datasets.image_folder_dataset import (
     ImageFolderDataset,
     ImageFolderDatasetConfig,
     MockImageFolderDataset,
+    augmented,
 )
-from megatron.core.datasets.images.augmentation import augmented
 from megatron.core.datasets.utils import Split
 
 Image = pytest.importorskip("PIL.Image")

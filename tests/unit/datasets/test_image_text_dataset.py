@@ -18,7 +18,7 @@ import pytest
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTextDatasetConfig
-from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
+from megatron.core.datasets.images import ImageProcessor, ImageSettings
 from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from tests.unit.datasets.test_tar_shards import write_tar
 

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets.images import tiling
-from megatron.core.datasets.images.decode import decode_image, size_of_image
-from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
+from megatron.core.datasets import images
+from megatron.core.datasets.images import (
+    ImageProcessor,
+    ImageSettings,
+    decode_image,
+    size_of_image,
+)
 from tests.transformers_release import need_tested_release
 
 Image = pytest.importorskip("PIL.Image")
@@ -230,27 +234,27 @@ class TestDecoding:
 class TestGrids:
     def test_all_grids_up_to_a_number_of_tiles(self) -> None:
         expected = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1)]
-        assert tiling.grids(4) == tuple(expected)
+        assert images.grids(4) == tuple(expected)
 
     def test_of_equally_close_grids_the_pixels_decide(self) -> None:
         tile = (100, 100)
-        assert tiling.closest_grid((140, 140), tile, 4) == (1, 1)
-        assert tiling.closest_grid((142, 142), tile, 4) == (2, 2)
+        assert images.closest_grid((140, 140), tile, 4) == (1, 1)
+        assert images.closest_grid((142, 142), tile, 4) == (2, 2)
 
     def test_area_weighted_grids_prefer_larger_grids_for_large_images(self) -> None:
         tile = (100, 100)
         # 1.5 is closest to 3 x 2; where few tiles are enough, 2 x 1 has the better product.
-        assert tiling.closest_grid((1200, 800), tile, 12) == (3, 2)
-        assert tiling.area_weighted_grid((1200, 800), tile, 12) == (4, 3)
-        assert tiling.area_weighted_grid((100, 100), tile, 12) == (1, 1)
+        assert images.closest_grid((1200, 800), tile, 12) == (3, 2)
+        assert images.area_weighted_grid((1200, 800), tile, 12) == (4, 3)
+        assert images.area_weighted_grid((100, 100), tile, 12) == (1, 1)
 
     def test_an_extreme_image_has_a_resolution(self) -> None:
-        assert tiling.best_resolution((1, 5000), tiling.LLAVA_NEXT_GRIDS) == (336, 672)
-        assert tiling.size_within((1, 5000), (336, 672)) == (1, 336)
+        assert images.best_resolution((1, 5000), images.LLAVA_NEXT_GRIDS) == (336, 672)
+        assert images.size_within((1, 5000), (336, 672)) == (1, 336)
 
     def test_tags_of_tiles(self) -> None:
-        assert tiling.tile_tags(1, False) == ["<tile_1>"]
-        assert tiling.tile_tags(3, True) == ["<tile_1>", "<tile_2>", "<tile_global_thumbnail>"]
+        assert images.tile_tags(1, False) == ["<tile_1>"]
+        assert images.tile_tags(3, True) == ["<tile_1>", "<tile_2>", "<tile_global_thumbnail>"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets import indexed_dataset_builder
+from megatron.core.datasets import indexed_dataset
 from megatron.core.datasets.indexed_dataset import (
     DType,
     IndexedDataset,
@@ -91,8 +91,8 @@ class TestBytes:
     def test_index_arrays_that_spill_to_disk_make_the_known_files(
         self, golden: IndexedDataset, prefix: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(indexed_dataset_builder, "_SPOOL_BYTES", 100)
-        monkeypatch.setattr(indexed_dataset_builder, "CHUNK", 7)
+        monkeypatch.setattr(indexed_dataset, "_SPOOL_BYTES", 100)
+        monkeypatch.setattr(indexed_dataset, "CHUNK", 7)
         builder = build(prefix)
         builder.add_index(GOLDEN_PREFIX)
         builder.finalize(get_idx_path(prefix))

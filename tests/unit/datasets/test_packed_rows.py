@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.images.decode import decode_image, size_of_image
-from megatron.core.datasets.images.pixels import ImageSettings
+from megatron.core.datasets.images import ImageSettings, decode_image, size_of_image
 from megatron.core.datasets.packing import RowPlan
 from tests.unit.datasets.test_image_text_dataset import dataset, png
 from tests.unit.datasets.test_tar_shards import write_tar

@@ -18,10 +18,11 @@ from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.transformer_engine import attention, engine
-from megatron.core.models.common.layer_modules import LOCAL, transformer_engine_parts
 from megatron.core.models.gpt.gpt_layer_specs import (
+    LOCAL,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    transformer_engine_parts,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams

@@ -12,7 +12,7 @@ from PIL import Image
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.image_text_dataset import ImageTextDataset, ImageTextDatasetConfig
-from megatron.core.datasets.images.pixels import ImageSettings
+from megatron.core.datasets.images import ImageSettings
 from megatron.core.inference.paged_engine.request import FIRST_ID, PLACE_BITS
 from megatron.inference.image_prompts import ImageInput, ImagePrompts
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer

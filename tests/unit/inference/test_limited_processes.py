@@ -16,7 +16,7 @@ import pytest
 
 from megatron.core import limited_processes
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.images.pixels import ImageProcessor, ImageSettings
+from megatron.core.datasets.images import ImageProcessor, ImageSettings
 from megatron.core.limited_processes import LimitedProcesses
 from megatron.inference.server.fields import ApiError
 from megatron.inference.server.workers import (

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.vision.clip_vit_model import get_num_image_embeddings
-from megatron.core.models.vision.multimodal_projector import MultimodalProjector, get_projector_spec
-from megatron.core.models.vision.pixel_shuffle import pixel_shuffle
+from megatron.core.models.vision.multimodal_projector import (
+    MultimodalProjector,
+    get_projector_spec,
+    pixel_shuffle,
+)
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import name_parameters
 from megatron.core.params.param_init import initialize_parameters

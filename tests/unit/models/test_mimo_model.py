@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.audio.whisper_encoder import WhisperEncoderModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.mimo import (
@@ -20,6 +19,7 @@ from megatron.core.models.mimo import (
     MimoModelConfig,
     VisionModalitySubmodules,
 )
+from megatron.core.models.mimo.submodules.audio import WhisperEncoderModel
 from megatron.core.models.mimo.submodules.vision import PatchFeatures
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector, get_projector_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, DataError
+from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLVisionModel
 from megatron.core.models.multimodal.splicing import splice
 from megatron.core.models.vision.multimodal_projector import (
     MultimodalProjector,
     get_projector_spec,
 )
-from megatron.core.models.vision.qwen2_vl import Qwen2VLVisionModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.training.conversion.vision import (

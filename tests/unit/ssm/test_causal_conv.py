@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ssm.causal_conv import causal_conv
+from megatron.core.ssm.mamba_mixer import causal_conv
 from tests import tolerances
 
 _CLOSE = tolerances.of(torch.float64)

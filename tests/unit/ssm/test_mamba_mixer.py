@@ -10,8 +10,8 @@ import torch
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 from megatron.core.params.param_info import name_parameters
 from megatron.core.params.param_init import initialize_parameters
+from megatron.core.ssm.mamba_hybrid_layer_allocation import mixer_shape
 from megatron.core.ssm.mamba_mixer import MambaMixer
-from megatron.core.ssm.mixer_shape import mixer_shape
 from megatron.core.transformer.spec_utils import build_module
 from tests import tolerances
 from tests.unit.one_process import one_process_groups, tiny_config

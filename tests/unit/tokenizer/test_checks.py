@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, fingerprint
 from megatron.training.tokenizer.base import _NullTokenizer
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint, sidecar_path

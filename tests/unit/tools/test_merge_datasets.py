@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint
 from tools import merge_datasets
 

@@ -33,7 +33,7 @@ from megatron.core.inference.paged_engine.step_plan import (
     Segment,
     StepPlan,
 )
-from megatron.core.models.vision.qwen2_vl import MERGE
+from megatron.core.models.multimodal.qwen2_vl_model import MERGE
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.kv_cache import Core, PositionBias, State
 

@@ -6,8 +6,12 @@ from dataclasses import replace
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.common.layer_modules import LOCAL, LayerParts, transformer_engine_parts
-from megatron.core.models.gpt.gpt_layer_specs import layer_of
+from megatron.core.models.gpt.gpt_layer_specs import (
+    LOCAL,
+    LayerParts,
+    layer_of,
+    transformer_engine_parts,
+)
 from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.common.layer_modules import LOCAL, transformer_engine_parts
 from megatron.core.models.gpt.gpt_layer_specs import (
+    LOCAL,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    transformer_engine_parts,
     without_attention,
     without_mlp,
 )

@@ -31,7 +31,7 @@ from megatron.core.models.vision.clip_vit_model import (
     get_num_image_embeddings,
 )
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
-from megatron.core.models.vision.pixel_shuffle import pixel_shuffle as pixel_shuffle
+from megatron.core.models.vision.multimodal_projector import pixel_shuffle as pixel_shuffle
 from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.context_parallel_partition import sequence_divisor

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from megatron.core.device import CPU
-from megatron.core.models.common.positions import wrong_sections
-from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS, MAMBA, pattern_problems
-from megatron.core.ssm.mixer_shape import mixer_problems, mixer_shape
+from megatron.core.models.common.embeddings.rotary_pos_embedding import wrong_sections
+from megatron.core.ssm.mamba_hybrid_layer_allocation import (
+    EXPERTS,
+    MAMBA,
+    mixer_problems,
+    mixer_shape,
+    pattern_problems,
+)
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training.arguments.rules.rule import (
     Rule,

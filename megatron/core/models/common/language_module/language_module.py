@@ -17,7 +17,10 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.positions import build_multimodal_rotary, build_rotary
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    build_multimodal_rotary,
+    build_rotary,
+)
 from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence, sequence_index
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core.models.mimo.submodules.base import ModalitySubmodules
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
-from megatron.core.models.vision.pixel_shuffle import pixel_shuffle
+from megatron.core.models.vision.multimodal_projector import pixel_shuffle
 
 
 class VisionModalitySubmodules(ModalitySubmodules):

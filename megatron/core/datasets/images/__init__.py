@@ -1,1 +1,0 @@
-"""Images for vision encoders: decoding, tiling and normalised pixel values.  Needs Pillow."""
