@@ -1,4 +1,4 @@
-"""Write docs/architecture.md: the layers of the code, and three walks through it.
+"""Write docs/architecture.md: concepts, layers, and four walks through the code.
 
 python tools/dev/architecture.py
 
@@ -31,6 +31,24 @@ How a run goes through the code. `tools/dev/architecture.py` writes this page fr
   It registers its objectives with `megatron/training`, which imports nothing of it.
 - `pretrain_*.py` are the entry scripts: the model, the batch and the loss of one kind of model.
 
+The concepts come first, then the layers, then the calls.
+
+## Ranks and groups
+
+Every process is a rank and runs the same program. The layout places each rank on the axes of a
+grid: tensor (`tp`), context (`cp`), expert (`ep`), data (`dp`) and pipeline (`pp`) parallelism.
+`RankGrid` computes with integers which ranks share an axis; `create_process_groups` creates a
+group for each axis once, and `ProcessGroupCollection` holds them. A layer gets the group that it
+needs as an argument; only Megatron-LM's own API reads the groups of `parallel_state`. Ranks may
+also be threads of one process (`--virtual-ranks`), which communicate through memory.
+
+## A flag
+
+A field of a configuration with `option()` is a flag: the parser, the help text and Megatron-LM's
+attribute names come from it. `resolve` turns the parsed values into a frozen `RunConfig`: it
+derives values that were not given, and evaluates every rule of `arguments/rules`, a message with
+its condition. All messages are reported together, before a process group exists.
+
 ## A run
 
 One object holds everything of a run, and functions get it as their argument `run`:
@@ -45,6 +63,32 @@ One object holds everything of a run, and functions get it as their argument `ru
 `pretrain()` parses the flags (`configure`), connects the ranks (`connect`), builds the run and
 loads its checkpoint (`set_up`), trains (`train`) and evaluates.
 
+## A step
+
+`train_step` is five calls. `next_batch` gives the sizes of the global batch. `forward_backward`
+runs the pipeline schedule over its micro-batches; gradients add up in the buffers of the
+data-parallel wrapper. `reduce_gradients` reduces them over data-parallel ranks, tied embeddings
+and experts. `update_parameters` lets the optimizer compute the norm, clip and update; nothing
+changes if a rank rejects the gradients. `complete_result` reduces the losses for the log. With
+`--rerun-mode`, `run_step` repeats a step whose result is not what it should be. Everything else,
+from the log line to the checkpoint, is a callback.
+
+## A save
+
+Each rank lists the tensors that it holds as records: name, global shape, offset and values.
+Replicas are divided among the ranks, each writes its files into a folder with a temporary name,
+and rank 0 completes the folder with a manifest, renames it and replaces the tracker file, in this
+order: a process that is killed at any moment leaves the checkpoint before it complete. A load
+asks for records by name and fills them from the files of any layout.
+
+## A request
+
+The front end of the server parses HTTP, checks fields, renders templates and tokenizes in limited
+processes, and sends the request to the engine, which is another process. On rank 0 the scheduler
+plans a step: which tokens of which requests the model sees, and in which pages of the cache their
+keys and values lie. The plan is broadcast, all ranks execute it, the last stage samples, and the
+scheduler records the new tokens. The front end turns them into text.
+
 ## Layers
 
 An arrow means "imports". A package imports only the packages that the lists in
@@ -52,7 +96,7 @@ An arrow means "imports". A package imports only the packages that the lists in
 both. Arrows that follow from others are left out.
 """
 WALKS_HEAD = """
-## Three walks
+## Four walks
 
 Each line is a function and its file. What is indented below a function is called by it, in this
 order, directly or through functions of the same file.
@@ -289,6 +333,28 @@ CHECKPOINT_TO_PARAMETER = _in(
     ),
     _in(f"{_TRAINING}/runtime/context.py", "TrainState.load"),
 )
+_SERVER, _ENGINE = "megatron/inference/server", "megatron/core/inference/paged_engine"
+READ_REQUEST = _in(f"{_SERVER}/openai_api.py", "read_completion")
+REQUEST_TO_ENGINE = _in(
+    f"{_SERVER}/openai_api.py",
+    "answer_completion",
+    _in(
+        f"{_SERVER}/generation.py",
+        "Service.samples",
+        _in(f"{_SERVER}/generation.py", "Generation", called="generation"),
+    ),
+)
+ENGINE_TO_TOKENS = _in(
+    f"{_SERVER}/engine_link.py",
+    "EngineLoop.run",
+    _in(
+        f"{_ENGINE}/engine.py",
+        "Engine.step",
+        _in(f"{_ENGINE}/scheduler.py", "RequestScheduler.plan"),
+        _in(f"{_ENGINE}/runner.py", "ModelRunner.execute"),
+        _in(f"{_ENGINE}/scheduler.py", "RequestScheduler.record"),
+    ),
+)
 WALKS: Mapping[str, Sequence[Stop]] = {
     "From the command line to a step": [ARGV_TO_STEP],
     "From tokens to the loss": [TOKENS_TO_LOSS],
@@ -296,6 +362,7 @@ WALKS: Mapping[str, Sequence[Stop]] = {
         PARAMETER_TO_CHECKPOINT,
         CHECKPOINT_TO_PARAMETER,
     ],
+    "From a request to its tokens": [READ_REQUEST, REQUEST_TO_ENGINE, ENGINE_TO_TOKENS],
 }
 
 
@@ -337,18 +404,19 @@ def check(stop: Stop) -> None:
         check(called)
 
 
-def definition(file: str, name: str) -> ast.FunctionDef | ast.ClassDef:
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def definition(file: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef:
     """Return the function, method or class ``name`` of ``file``.  Raises LookupError."""
     found: ast.AST = tree_of(file)
     for part in name.split("."):
         body: list[ast.stmt] = getattr(found, "body", [])
-        named = [
-            n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part
-        ]
+        named = [n for n in body if isinstance(n, (*_FUNCTIONS, ast.ClassDef)) and n.name == part]
         if not named:
             raise LookupError(f"{file} has no {name}")
         found = named[-1]
-    assert isinstance(found, ast.FunctionDef | ast.ClassDef)
+    assert isinstance(found, (*_FUNCTIONS, ast.ClassDef))
     return found
 
 
@@ -397,7 +465,7 @@ def is_defined(file: str, name: str) -> bool:
 
 def _in_order(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
     """Yield names and attributes in source order, without those of inner functions."""
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, _FUNCTIONS):
         return
     for child in ast.iter_child_nodes(node):
         yield from _in_order(child)
