@@ -28,7 +28,7 @@ from megatron.core.low_precision import E4M3, Block
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import AdamW
 from megatron.core.ssm.scan import chunked_scan
-from megatron.core.transformer.moe.permute import by_expert, combine
+from megatron.core.transformer.moe.token_dispatcher import by_expert, combine
 
 _TOKENS, _WIDTH, _INNER, _VOCABULARY = 8192, 4096, 14336, 128256
 

@@ -1,6 +1,6 @@
 """Library for training transformers: frozen typed configurations, explicit process groups."""
 
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 __getattr__ = lazy_exports(
     __name__,

@@ -1,6 +1,6 @@
 """The path under which scripts import `InferenceParams`, the former name of a static context."""
 
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 __getattr__ = lazy_exports(
     __name__,

@@ -1,14 +1,46 @@
-"""Read text and YAML files that users write; raise one error that names the file if invalid."""
+"""Read text and YAML files that users write, and check file names that files contain.
+
+An index, a manifest, a pickle or an object key may contain any string, so a name is checked before
+it is joined to a folder.  Symbolic links are followed: the cache of the Hugging Face hub consists
+of them, and a program that can create a link in a folder can also replace the files in it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron.core.config.errors import MegatronError
+from megatron.core.config.errors import CheckpointError, MegatronError
 from megatron.core.optional import require
+
+_TOO_LONG = 256  # bytes; common file systems accept names of at most 255
+
+
+def path_inside(
+    folder: Path,
+    name: object,
+    said_by: object,
+    *,
+    below: bool = False,
+    error: type[MegatronError] = CheckpointError,
+) -> Path:
+    """Return the path of file ``name`` directly inside ``folder``; ``below``: at any depth.
+
+    ``said_by``: the file that contains ``name``, for the error message.  Raises ``error`` for an
+    absolute path, ``..``, an empty or too long name, unprintable characters, or a value that is not
+    a string.
+    """
+    if isinstance(name, str) and name.isprintable():
+        parts = PurePosixPath(name).parts
+        is_inside = name == "/".join(parts) and not {"/", ".."} & {*parts}
+        is_short = all(len(part.encode()) < _TOO_LONG for part in parts)
+        if is_inside and is_short and (len(parts) == 1 or (below and parts)):
+            return folder / name
+    where = "inside" if below else "directly inside"
+    raise error(f"{said_by} names the file {name!r}, which is not a name {where} {folder}")
+
 
 _MAX_ENTRIES = 1 << 20  # of a YAML file after expanding its aliases
 _MAX_BITS = 1 << 12  # Python writes no number of more than 4,300 digits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 if TYPE_CHECKING:
     from megatron.inference.llm import LLM as LLM

@@ -38,7 +38,7 @@ from megatron.core.inference.paged_engine.runner import GenerationModel, token_o
 from megatron.core.inference.refit import Refit, share_parameters
 from megatron.core.models.mimo import MimoModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLModel
-from megatron.core.parallel.json_collectives import all_or_none
+from megatron.core.parallel.collectives import all_or_none
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.inference.engine_flags import GenerationLayout as GenerationLayout

@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.serialization import load
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.parallel.json_collectives import all_or_none
+from megatron.core.parallel.collectives import all_or_none
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import local_part
 from megatron.training.arguments.resolve import resolve

@@ -1,6 +1,6 @@
 """The training application: flags, setup, train loop, callbacks, checkpoints, tokenizers."""
 
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 _GLOBALS = ("get_args", "get_tokenizer", "get_timers", "get_tensorboard_writer", "get_wandb_writer")
 _UTILS = ("print_rank_0", "print_rank_last", "is_last_rank", "is_rank0")

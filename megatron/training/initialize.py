@@ -33,7 +33,7 @@ from megatron.core.num_microbatches_calculator import (
     install_num_microbatches_calculator,
 )
 from megatron.core.parallel import parallel_state
-from megatron.core.parallel.group_threads import end_group_threads_at_exit
+from megatron.core.parallel.communicators import end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import graphs_of
 from megatron.core.rerun.faults import steps_to_skip

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import virtual_ranks
 from megatron.core.config.errors import MegatronError
 from megatron.core.enums import ModelType
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc
 from megatron.training.callbacks.default import default_callbacks

@@ -18,8 +18,8 @@ from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.parallel.communicators import Communicators
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.parallel.run_store import RunStore
+from megatron.core.pipeline_parallel.microbatch import StepHooks
 from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch
-from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.training.fault_tolerance.failure_watch import StallReport, failure_watch
 from tests import ranks

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.cuda_graphs import replay
+from megatron.core.transformer import cuda_graphs
 from tests import host_gpu, tolerances
 from tests.functional.runs import TINY, train_gpt
 from tests.graph_stand_in import graphs_on_cpu
@@ -86,7 +86,7 @@ CASES: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
 
 def trained(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, int]:
     """Graphs and replays; they were recorded between steps and are gone before groups are."""
-    run, destroy, record = Executor.run, dist.destroy_process_group, replay.record
+    run, destroy, record = Executor.run, dist.destroy_process_group, cuda_graphs.record
     running = []
 
     def watched_run(executor: Executor, plan: Any) -> Any:
@@ -106,7 +106,7 @@ def trained(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, int]:
     with (
         graphs_on_cpu() as graphs,
         mock.patch.object(Executor, "run", watched_run),
-        mock.patch.object(replay, "record", watched_record),
+        mock.patch.object(cuda_graphs, "record", watched_record),
         mock.patch.object(dist, "destroy_process_group", watched_destroy),
     ):
         train_gpt(rank, world_size, argv)
@@ -144,17 +144,17 @@ def test_replayed_layers_train_as_layers_that_python_runs(tmp_path: Path, name: 
 
 
 def with_stale_inputs(rank: int, world_size: int, argv: Sequence[str]) -> None:
-    with mock.patch.object(replay, "_put"):
+    with mock.patch.object(cuda_graphs, "_put"):
         trained(rank, world_size, argv)
 
 
 def with_one_recording(rank: int, world_size: int, argv: Sequence[str]) -> None:
-    choose = replay.LayerGraphs.recording
+    choose = cuda_graphs.LayerGraphs.recording
 
     def first(graphs: Any, hidden: Any, shared: Any) -> Any:
         return graphs._recordings[0] if graphs._recordings else choose(graphs, hidden, shared)
 
-    with mock.patch.object(replay.LayerGraphs, "recording", first):
+    with mock.patch.object(cuda_graphs.LayerGraphs, "recording", first):
         trained(rank, world_size, argv)
 
 

@@ -19,12 +19,11 @@ from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.quantized_linear import Recipe
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
-from megatron.core.transformer.moe import fused_routing, routing
-from megatron.core.transformer.moe.grouped_linear import RowGroups, grouped_linear
+from megatron.core.transformer.moe import routing
+from megatron.core.transformer.moe.grouped_linear import LazyTokenCounts, RowGroups, grouped_linear
 from megatron.core.transformer.moe.grouped_quantized_linear import GroupQuantizer
-from megatron.core.transformer.moe.lazy_token_counts import LazyTokenCounts
-from megatron.core.transformer.moe.permute import by_expert
 from megatron.core.transformer.moe.routing import RoutingRule
+from megatron.core.transformer.moe.token_dispatcher import by_expert
 from tests import tolerances
 from tests.gpu.conftest import has_fp8
 from tests.unit.one_process import one_rank, tiny_config
@@ -65,7 +64,7 @@ def test_routing(name: str, has_bias: bool, where: str) -> None:
     rule = CHOICES[name]
     logits = torch.randn(tokens(where), 12, device=where).mul_(3)
     bias = torch.randn(12, device=where).mul_(0.1) if has_bias else None
-    found = routed(fused_routing.route, logits, rule, bias)
+    found = routed(routing.route_fused, logits, rule, bias)
     wide = None if bias is None else bias.double()
     expected = routed(routing.route, logits.double(), rule, wide)
     torch.testing.assert_close(found[0], expected[0], **tolerances.BITWISE)
@@ -80,7 +79,7 @@ def test_equal_scores_go_to_the_lower_number(name: str, where: str) -> None:
     signs = torch.tensor([1.0, -1.0], device=where).repeat(6)
     logits = torch.randint(-1, 2, (tokens(where), 12), device=where).float() * signs
     logits[0], logits[1] = 0.0, -100.0
-    found, plain = fused_routing.route(logits, rule), routing.route(logits.double(), rule)
+    found, plain = routing.route_fused(logits, rule), routing.route(logits.double(), rule)
     torch.testing.assert_close(found.experts, plain.experts, **tolerances.BITWISE)
     torch.testing.assert_close(found.weights, plain.weights.float(), **tolerances.of(torch.float32))
 

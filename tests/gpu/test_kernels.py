@@ -18,7 +18,7 @@ from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_
 from megatron.core.fusions.rms_norm import layer_norm, norm_rows_of_sum, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
+from megatron.core.transformer.moe.token_dispatcher import Order, by_expert, combine, expand
 from tests import tolerances
 from tests.unit.fusions import references
 from tests.unit.one_process import one_rank

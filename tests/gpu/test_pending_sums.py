@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.fusions import rms_norm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import pending_sum
+from megatron.core.transformer import norms
 from megatron.core.transformer.transformer_block import TransformerBlock
 from tests import tolerances
 from tests.unit.one_process import one_process_groups, tiny_config
@@ -24,7 +24,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let narrow rows have kernels, and note which kernels add."""
     calls: list[str] = []
     monkeypatch.setattr(rms_norm, "_WIDTHS", range(H, H + 1))
-    for module, name in ((pending_sum, "norm_rows_of_sum"), (pending_sum, "bias_dropout_add")):
+    for module, name in ((norms, "norm_rows_of_sum"), (norms, "bias_dropout_add")):
         monkeypatch.setattr(module, name, noted(getattr(module, name), calls))
     return calls
 

@@ -132,12 +132,10 @@ PURE = (
     "megatron/core/config/",
     "megatron/core/parallel/rank_grid.py",
     "megatron/core/optional.py",
-    "megatron/core/lazy.py",
     "megatron/core/pipeline_parallel/plan.py",
     "megatron/core/pipeline_parallel/schedule_order.py",
     "megatron/core/pipeline_parallel/communication_plan.py",
     "megatron/core/pipeline_parallel/simulate.py",
-    "megatron/core/pipeline_parallel/zero_bubble.py",
     "megatron/training/config/",
     # The front end, the text of its answers, its images, and the flags of tools.
     "megatron/inference/server/",

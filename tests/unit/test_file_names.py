@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.errors import CheckpointError, DataError
-from megatron.core.file_names import path_inside
+from megatron.core.text_files import path_inside
 
 NOT_INSIDE = (
     *("", ".", "..", "/", "/etc/passwd", "../a", "a/../b", "a/..", "./a", "a//b", "a/", "//a"),

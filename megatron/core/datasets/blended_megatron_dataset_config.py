@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.parse import unquoted
 from megatron.core.datasets.utils import Blend, Split, normalize
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 # Scripts also import GPTDatasetConfig from this module.  Lazy: its module imports this one.
 __getattr__ = lazy_exports(__name__, {"GPTDatasetConfig": "megatron.core.datasets.gpt_dataset"})

@@ -15,8 +15,8 @@ import numpy as np
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.index_cache import build_once, temporary_name
-from megatron.core.file_names import path_inside
 from megatron.core.optional import require
+from megatron.core.text_files import path_inside
 
 _S3 = "s3://"
 _MSC = "msc://"

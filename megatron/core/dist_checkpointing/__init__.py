@@ -13,7 +13,7 @@ A load: choose the folder (`folders.choose`), open it (`formats.open_reader`), c
 those of the run (`validation`), read each box of each tensor (`serialization.load`, `reader`).
 """
 
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 __getattr__ = lazy_exports(
     __name__,

@@ -48,7 +48,7 @@ from megatron.core.dist_checkpointing.serialization import (
     not_written,
     write,
 )
-from megatron.core.parallel.json_collectives import gather_json, is_so_everywhere
+from megatron.core.parallel.collectives import gather_json, is_so_everywhere
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore
 
 T = TypeVar("T")

@@ -58,7 +58,7 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     piece_name,
     write_file,
 )
-from megatron.core.lazy import LazyTable
+from megatron.core.optional import LazyTable
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ from megatron.core.dist_checkpointing.serialization import (
     save_failed,
 )
 from megatron.core.dist_checkpointing.validation import shorten
-from megatron.core.parallel.json_collectives import (
+from megatron.core.parallel.collectives import (
     all_gather_json,
     all_or_none,
     broadcast_json,

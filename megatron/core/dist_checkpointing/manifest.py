@@ -19,7 +19,7 @@ from typing import Any, NotRequired, TypedDict, TypeGuard
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.file_names import path_inside
+from megatron.core.text_files import path_inside
 
 FORMAT = "safetensors_dist"
 SAVE = "save"  # in the layout of one part of a local checkpoint: [time, attempt] of its save

@@ -64,7 +64,7 @@ from megatron.core.dist_checkpointing.validation import (
     check_strictness,
     shorten,
 )
-from megatron.core.parallel.json_collectives import (
+from megatron.core.parallel.collectives import (
     all_or_none,
     broadcast_json,
     error_as_json,

@@ -48,7 +48,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.plain_values import decode, encode
 from megatron.core.dist_checkpointing.validation import StrictHandling, shorten
-from megatron.core.parallel.json_collectives import broadcast_json, gather_json, rank_in
+from megatron.core.parallel.collectives import broadcast_json, gather_json, rank_in
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
-from megatron.core.parallel.json_collectives import (
+from megatron.core.parallel.collectives import (
     JsonError,
     broadcast_json,
     error_as_json,

@@ -9,7 +9,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 from megatron.core.distributed.finalize_model_grads import (
     finalize_model_grads as finalize_model_grads,
 )
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 # Imported at first use: importing FSDP2 takes as long as importing the rest of torch.
 __getattr__ = lazy_exports(__name__, {"FullyShardedDataParallel": "megatron.core.distributed.fsdp"})

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTensor
-from megatron.core.parallel.json_collectives import all_gather_json
+from megatron.core.parallel.collectives import all_gather_json
 from megatron.core.params.param_info import info_of
 
 # Of one tensor on one rank: key, global shape, dtype in memory, and (offset, shape) of its pieces.

@@ -42,7 +42,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.optimizer.update_rules import RuleState, UpdateRule, update_rule
-from megatron.core.parallel.json_collectives import all_gather_json
+from megatron.core.parallel.collectives import all_gather_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
 from megatron.core.rerun.state_machine import RerunStateMachine, get_rerun_state_machine

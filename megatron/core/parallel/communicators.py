@@ -1,11 +1,13 @@
 """NCCL settings of each process group, read from --nccl-communicator-config-path.
 
 The names of groups are those of `ProcessGroupCollection`; Megatron-LM's names are aliases.  A
-setting changes speed, never the result of a collective.
+setting changes speed, never the result of a collective.  Also the end of the groups' threads.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -179,3 +181,15 @@ def _problems(values: Mapping[str, object]) -> Iterator[str]:
     low, high = values.get("min_ctas"), values.get("max_ctas")
     if isinstance(low, int) and isinstance(high, int) and low > high:
         yield f"min_ctas {low} is larger than max_ctas {high}; lower the first or raise the second"
+
+
+def end_group_threads_at_exit() -> None:
+    """Free destroyed process groups before the interpreter finalizes, which ends gloo's threads.
+
+    Such a thread may hold the last reference to a tensor of the last collective.  If it drops the
+    reference after finalization has begun, Python ends the thread inside a C++ destructor, and the
+    process aborts: "terminate called without an active exception".  Destroying the groups does not
+    free them, because the objects of a run refer to each other.
+    """
+    atexit.unregister(gc.collect)
+    atexit.register(gc.collect)

@@ -13,8 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.parallel.communicators import Communicators
-from megatron.core.parallel.group_threads import end_group_threads_at_exit
+from megatron.core.parallel.communicators import Communicators, end_group_threads_at_exit
 from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,

@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.pipeline_parallel.microbatch import (
     ForwardStepFunc,
     LossRule,
+    StepHooks,
     StepLosses,
     backward_step,
     collect_step,
@@ -44,7 +45,6 @@ from megatron.core.pipeline_parallel.plan import (
     Work,
     is_pair,
 )
-from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.core.utils import get_attr_wrapped_model

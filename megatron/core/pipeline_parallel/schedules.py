@@ -22,10 +22,14 @@ from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.communication_plan import instructions
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
-from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc, LossRule, StepLosses
+from megatron.core.pipeline_parallel.microbatch import (
+    ForwardStepFunc,
+    LossRule,
+    StepHooks,
+    StepLosses,
+)
 from megatron.core.pipeline_parallel.plan import Instruction, Placement, most_in_flight
 from megatron.core.pipeline_parallel.schedule_order import schedule_of
-from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.utils import get_model_config
 
@@ -71,7 +75,7 @@ class StepConfig(Protocol):
 
 
 class CapturedLayers(Protocol):
-    """CUDA graphs of a stack of layers (`cuda_graphs.replay.LayerGraphs`)."""
+    """CUDA graphs of a stack of layers (`cuda_graphs.LayerGraphs`)."""
 
     def begin_step(self, num_in_flight: int) -> None: ...
     def release(self) -> None: ...

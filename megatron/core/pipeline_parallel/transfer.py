@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.diagnostics import collective_tracer
+from megatron.core.pipeline_parallel.microbatch import StepHooks
 from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch
-from megatron.core.pipeline_parallel.step_hooks import StepHooks
 
 _WORDS = {"activation": "forward", "gradient": "backward"}
 

@@ -1,6 +1,6 @@
 """Tensor parallelism: layers, collectives with gradients, and random number streams."""
 
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 _NAMES = {
     "default_group_api": "all_gather_last_dim_from_tensor_parallel_region broadcast_data "

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device
-from megatron.core.transformer.cuda_graphs.capture import Shared, shared_tensors
+from megatron.core.transformer.cuda_graphs import Shared, shared_tensors
 
 MIN_BYTES = 1 << 20  # smaller storages are not worth a copy
 

@@ -29,8 +29,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.kv_cache import KVCache, PositionBias
 from megatron.core.transformer.module import MegatronModule, WithBias, before_reading
-from megatron.core.transformer.norms import Norm, l2_norm
-from megatron.core.transformer.pending_sum import leaves_bias_to_sum
+from megatron.core.transformer.norms import Norm, l2_norm, leaves_bias_to_sum
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import (

@@ -25,7 +25,7 @@ from megatron.core import device
 from megatron.core.activations import openai_gelu
 from megatron.core.fusions.bias_glu import activation, adds_bias, glu, weighed
 from megatron.core.transformer.module import MegatronModule, WithBias
-from megatron.core.transformer.pending_sum import leaves_bias_to_sum
+from megatron.core.transformer.norms import leaves_bias_to_sum
 from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -24,8 +24,7 @@ from megatron.core.transformer.cuda_graphs import LayerGraphs
 from megatron.core.transformer.layer_layout import layer_range
 from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.norms import Norm, norm_hidden
-from megatron.core.transformer.pending_sum import Stream, summed
+from megatron.core.transformer.norms import Norm, Stream, norm_hidden, summed
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.params.param_init import Init
-from megatron.core.transformer.config.attention import AttentionConfig
-from megatron.core.transformer.config.base import BaseConfig
-from megatron.core.transformer.config.cuda_graph import CudaGraphConfig
-from megatron.core.transformer.config.fusion import FusionConfig
-from megatron.core.transformer.config.mla import MLAConfig
-from megatron.core.transformer.config.mlp import MLPConfig
+from megatron.core.transformer.config.attention import AttentionConfig, MLAConfig
+from megatron.core.transformer.config.base import BaseConfig, MLPConfig
+from megatron.core.transformer.config.execution import (
+    CudaGraphConfig,
+    FusionConfig,
+    RecomputeConfig,
+)
 from megatron.core.transformer.config.moe import MoEConfig
 from megatron.core.transformer.config.precision import PrecisionConfig
-from megatron.core.transformer.config.recompute import RecomputeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

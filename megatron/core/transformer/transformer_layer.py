@@ -26,8 +26,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.norms import norm_hidden
-from megatron.core.transformer.pending_sum import PendingSum, Stream, summed
+from megatron.core.transformer.norms import PendingSum, Stream, norm_hidden, summed
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 

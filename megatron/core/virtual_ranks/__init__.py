@@ -1,6 +1,6 @@
 """Virtual ranks: run all ranks of a layout as threads of one process, to debug it."""
 
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 BACKEND = "virtual"
 __getattr__ = lazy_exports(

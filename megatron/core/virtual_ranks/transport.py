@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _DistributedBackendOptions
 from megatron.core import device
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.virtual_ranks import BACKEND
-from megatron.core.virtual_ranks.cooperative_scheduler import Baton
+from megatron.core.virtual_ranks.threads import Baton
 
 Tensors = Sequence[Tensor]
 _Operation = dist.ReduceOp.RedOpType

@@ -24,9 +24,8 @@ from torch.utils.data import Dataset
 
 from megatron.core.config.errors import DataError
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.parallel.collectives import all_gather_single
+from megatron.core.parallel.collectives import all_gather_single, all_or_none, broadcast_json
 from megatron.core.parallel.context_parallel_partition import order_of_gathered, row_lengths
-from megatron.core.parallel.json_collectives import all_or_none, broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model

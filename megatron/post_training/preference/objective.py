@@ -31,8 +31,8 @@ from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.utils import Split
 from megatron.core.models.gpt.gpt_model import RewardModel
 from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
+from megatron.core.parallel.collectives import broadcast_json
 from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
-from megatron.core.parallel.json_collectives import broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_reduce, through
 from megatron.post_training.preference.dataset import (

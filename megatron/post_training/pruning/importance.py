@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel.json_collectives import broadcast_json, gather_json
+from megatron.core.parallel.collectives import broadcast_json, gather_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim, all_reduce
 from megatron.core.transformer.moe.routing import RoutingResult
-from megatron.core.transformer.pending_sum import summed
+from megatron.core.transformer.norms import summed
 
 HIDDEN = "hidden"
 # Name of a part of layer N -> key of its scores: the layer itself, heads, neurons, experts.

@@ -28,7 +28,7 @@ from megatron.core.config.errors import CheckpointError, ConfigError, DataError
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel.json_collectives import all_or_none, broadcast_json
+from megatron.core.parallel.collectives import all_or_none, broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.text_files import read_text
 from megatron.core.utils import get_attr_wrapped_model

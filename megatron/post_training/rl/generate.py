@@ -22,7 +22,7 @@ from megatron.core.datasets.conversations import read_all
 from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.core.parallel.json_collectives import broadcast_json
+from megatron.core.parallel.collectives import broadcast_json
 from megatron.post_training.rl.environment import (
     Environment,
     Environments,

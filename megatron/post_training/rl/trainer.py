@@ -19,7 +19,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.inference.paged_engine.options import EngineOptions
-from megatron.core.parallel.json_collectives import broadcast_json
+from megatron.core.parallel.collectives import broadcast_json
 from megatron.inference.engine_flags import GenerationLayout
 from megatron.inference.generation import TrainingEngine, open_engine
 from megatron.post_training.reference import ReferencePolicy, score, sum_over_ranks

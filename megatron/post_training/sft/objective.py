@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.parallel.collectives import broadcast_json
 from megatron.core.parallel.context_parallel_partition import sequence_divisor
-from megatron.core.parallel.json_collectives import broadcast_json
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.post_training.sft.dataset import MockSFTDataset, SFTDataset, SFTDatasetConfig
 from megatron.training.config.run import SFT, RunConfig

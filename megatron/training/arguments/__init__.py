@@ -3,7 +3,7 @@
 Exports are imported on first use, because some of the submodules must work without torch.
 """
 
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 __getattr__ = lazy_exports(
     __name__,

@@ -1,13 +1,178 @@
-"""Adjust recomputation to the measured peak memory (--recompute-granularity adaptive)."""
+"""Adjust recomputation to the measured peak memory (--recompute-granularity adaptive).
+
+The search begins with full recomputation, because a step that runs out of memory cannot be undone.
+Then layers save activations instead of recomputing them, one part of a layer after the other and
+the most expensive part first, as long as the measured peak stays within the budget.  Results are
+bitwise identical for every setting.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from megatron.core import device
 from megatron.core.parallel.collectives import largest_of_ranks
-from megatron.core.transformer.adaptive_recompute import SavedBytes, Search, apply
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
+
+# Parts whose activations a layer may save, most expensive to recompute first (docs/recompute.md has
+# measurements).  "layer": the layer is not recomputed as a whole, only the parts it does not save.
+PARTS = ("layer", "mlp", "core_attn", "layernorm")
+
+
+@dataclass
+class Search:
+    """The search for the number of layers that may save each part with a peak up to ``limit``.
+
+    ``kept`` maps a part to that number, 0 to ``num_layers``; ``limit`` and peaks are in bytes.  For
+    each part: first one layer saves it, then the number at most doubles in each step, as far as the
+    last growth of the peak predicts that it fits; if the peak exceeds the limit, the number is
+    reduced by one per step.
+    """
+
+    num_layers: int
+    limit: float
+    kept: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    _part: int = -1  # index in PARTS of the part under search; -1 before the first peak
+    _peak: float = 0.0  # the peak before the last increase
+    _added: int = 0  # layers of the last increase; 0 after a decrease
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the search has ended."""
+        return self._part == len(PARTS)
+
+    def observe(self, peak: float) -> bool:
+        """Update ``kept`` from the peak of a step that ran with it; return whether it changed.
+
+        Not collective: ranks that must agree must pass the same peak.
+        """
+        before = dict(self.kept)
+        if peak > self.limit:
+            self._take_back()
+        elif not self.is_settled and not self._add(self._fitting(peak), peak):
+            self._try_next_part(peak)
+        return self.kept != before
+
+    def _fitting(self, peak: float) -> int:
+        """Return how many further layers can save the part under search, by the last growth."""
+        if not self._added:
+            return 0
+        kept, growth = self.kept[PARTS[self._part]], (peak - self._peak) / self._added
+        left = min(self._most() - kept, kept)
+        return left if growth <= 0 else min(left, int((self.limit - peak) / growth))
+
+    def _most(self) -> int:
+        """Return how many layers may save the part under search: those not recomputed in full."""
+        return self.num_layers if self._part == 0 else self.kept["layer"]
+
+    def _add(self, count: int, peak: float) -> bool:
+        if count:
+            self.kept[PARTS[self._part]] += count
+            self._peak, self._added = peak, count
+        return bool(count)
+
+    def _try_next_part(self, peak: float) -> None:
+        self._part, self._added = self._part + 1, 0
+        if not self.is_settled and not self._add(min(1, self._most()), peak):
+            self._part = len(PARTS)  # all layers are recomputed in full: no further part to save
+
+    def _take_back(self) -> None:
+        """Let one layer fewer save the part under search, or else the cheapest part saved."""
+        searched = PARTS[self._part : self._part + 1] if self._part >= 0 else ()
+        given = [part for part in (*searched, *reversed(PARTS)) if self.kept[part]]
+        if given:
+            self.kept[given[0]] -= 1
+        else:  # full recomputation does not fit either: nothing is left to reduce
+            self._part = len(PARTS)
+        self._added = 0
+
+
+def apply(blocks: Sequence[Any], kept: dict[str, int]) -> None:
+    """Set which layers of this rank's ``blocks`` recompute which parts.
+
+    ``kept`` is that of `Search`: so many of the last layers save a part, the others recompute it.
+    """
+    num_layers, start = sum(len(block.layers) for block in blocks), 0
+    whole = max(0, num_layers - kept["layer"])
+    for block in blocks:
+        block.recomputed_layers = min(max(0, whole - start), len(block.layers))
+        for i, layer in enumerate(block.layers, start):
+            behind = num_layers - 1 - i
+            again = {part: i >= whole and behind >= kept[part] for part in PARTS[1:]}
+            layer.recomputes_mlp = again["mlp"]
+            layer.recomputes_norms = again["layernorm"] and layer.may_recompute_norms
+            layer.self_attention.recomputes_core = again["core_attn"]
+        start += len(block.layers)
+
+
+class SavedBytes:
+    """Counter of the bytes that autograd saves for backward, without parameters.
+
+    It measures the peak where there is no GPU memory statistic.  It counts between `start` and
+    `stop`, on the thread that called them.  Each storage counts once.
+    """
+
+    def __init__(self) -> None:
+        self.alive = self.peak = 0
+        self._holders: dict[int, int] = {}  # storage -> number of saved tensors that share it
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def start(self) -> None:
+        """Start to count; the peak starts at the bytes that are saved now."""
+        self.peak = self.alive
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, _give)
+        self._hooks.__enter__()
+
+    def stop(self) -> int:
+        """Stop counting; return the peak since `start` in bytes."""
+        assert self._hooks is not None, "not started"
+        self._hooks.__exit__()
+        return self.peak
+
+    def _hold(self, tensor: Tensor) -> Tensor | _Held:
+        if tensor.is_leaf and tensor.requires_grad:
+            return tensor
+        return _Held(self, tensor)
+
+    def add(self, storage: int, num_bytes: int) -> None:
+        """Count one more saved tensor of a storage."""
+        count = self._holders.get(storage, 0)
+        self._holders[storage] = count + 1
+        if not count:
+            self.alive += num_bytes
+            self.peak = max(self.peak, self.alive)
+
+    def remove(self, storage: int, num_bytes: int) -> None:
+        """Count one saved tensor of a storage less."""
+        self._holders[storage] -= 1
+        if not self._holders[storage]:
+            del self._holders[storage]
+            self.alive -= num_bytes
+
+
+class _Held:
+    """A saved tensor, counted until autograd drops its reference."""
+
+    def __init__(self, meter: SavedBytes, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.tensor, self._meter = tensor, meter
+        self._counted = storage._cdata, storage.nbytes()
+        meter.add(*self._counted)
+
+    def __del__(self) -> None:
+        self._meter.remove(*self._counted)
+
+
+def _give(held: Tensor | _Held) -> Tensor:
+    return held.tensor if isinstance(held, _Held) else held
+
 
 _GIB = 1 << 30
 

@@ -1,6 +1,6 @@
 """Save and load the checkpoints of a run, with its arguments and random states."""
 
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 _COMPATIBILITY_API = (
     "save_checkpoint",

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.mapping import (
     replica_groups,
 )
 from megatron.core.dist_checkpointing.serialization import load
-from megatron.core.parallel.json_collectives import all_or_none, broadcast_json, is_so_everywhere
+from megatron.core.parallel.collectives import all_or_none, broadcast_json, is_so_everywhere
 from megatron.core.rerun.faults import RerunMode, log
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.base_model import (

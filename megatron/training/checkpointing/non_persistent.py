@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.folders import (
 )
 from megatron.core.dist_checkpointing.local import Replication, part_root
 from megatron.core.dist_checkpointing.manifest import FORMAT
-from megatron.core.parallel.json_collectives import all_gather_json
+from megatron.core.parallel.collectives import all_gather_json
 from megatron.core.rank_local import each_rank_owns
 from megatron.training.checkpointing.paths import check_writable
 from megatron.training.config.checkpoint import CheckpointConfig

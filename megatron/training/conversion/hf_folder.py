@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     read_header,
     write_file,
 )
-from megatron.core.file_names import path_inside
+from megatron.core.text_files import path_inside
 from megatron.training.conversion.lazy import Entries, made_ahead
 
 _MANY_LAYERS = 10_000  # layers, experts or heads: no model has more

@@ -7,7 +7,7 @@ trains imports none of them, except for an out-of-memory report; `memory_warmup`
 memory of a running rank, and `out_of_memory` lists what holds it.
 """
 
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 __getattr__ = lazy_exports(
     __name__,

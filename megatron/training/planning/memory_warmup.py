@@ -17,7 +17,7 @@ import torch
 from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.pipeline_parallel.step_hooks import StepHooks
+from megatron.core.pipeline_parallel.microbatch import StepHooks
 from megatron.training.checkpointing.checkpoint_tensors import rng_state, set_rng_state
 from megatron.training.data.prefetch import ReadAhead
 from megatron.training.process.phase import in_phase

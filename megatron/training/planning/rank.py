@@ -38,10 +38,9 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import local_part
 from megatron.core.peft.lora import check_targets, names_in, store_base, stored_tensors
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
-from megatron.core.pipeline_parallel.microbatch import LossRule
+from megatron.core.pipeline_parallel.microbatch import LossRule, StepHooks
 from megatron.core.pipeline_parallel.plan import PassKind, Transfer, Work
 from megatron.core.pipeline_parallel.schedules import messages_of, shape_adjustment
-from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.tensor_parallel.frozen_weight import StoredFormat
 from megatron.core.tensor_parallel.random import model_parallel_seed

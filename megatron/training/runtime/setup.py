@@ -16,7 +16,6 @@ from torch import nn
 
 from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
-from megatron.core.device import launch_order
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.sharding import is_fully_sharded, num_instances
@@ -29,9 +28,8 @@ from megatron.core.optimizer.param_groups import (
     no_weight_decay_on_embeddings,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, schedule_lengths
-from megatron.core.parallel.collectives import largest_of_ranks
+from megatron.core.parallel.collectives import all_gather_json, largest_of_ranks
 from megatron.core.parallel.communicators import Communicators
-from megatron.core.parallel.json_collectives import all_gather_json
 from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
@@ -64,6 +62,7 @@ from megatron.training.tokenizer import (
 from megatron.training.tokenizer.fingerprint import check_vocab
 
 ModelProvider = Callable[..., nn.Module]
+_BLACKWELL = (10, 0)  # compute capability
 
 
 def build_context(
@@ -362,7 +361,11 @@ def high_priority_groups(config: RunConfig) -> tuple[str, ...]:
     groups = config.distributed.high_priority_stream_groups
     if is_fully_sharded(config.ddp):
         groups += ("dp_cp", "ep_dp") if model.expert_model_parallel_size > 1 else ("dp_cp",)
-    elif not launch_order.is_kept(os.environ):
+    elif not (
+        # Blackwell starts the kernels of different streams out of order even then.
+        os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        and device.capability(device.current()) < _BLACKWELL
+    ):
         groups += ("tp",) if model.tensor_model_parallel_size > 1 else ()
         groups += ("cp", "cp_inner", "cp_outer") if model.context_parallel_size > 1 else ()
     return tuple(dict.fromkeys(groups))

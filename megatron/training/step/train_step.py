@@ -23,12 +23,11 @@ from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.non_finite import LossCheck
 from megatron.core.params.param_info import local_part
-from megatron.core.pipeline_parallel.microbatch import StepLosses
+from megatron.core.pipeline_parallel.microbatch import StepHooks, StepLosses
 from megatron.core.pipeline_parallel.plan import PassKind
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
-from megatron.core.transformer.moe.expert_bias import update_expert_biases
+from megatron.core.transformer.moe.router import update_expert_biases
 from megatron.training.data.prefetch import read_ahead
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.models.registry import shape_of_microbatch

@@ -13,7 +13,7 @@ from megatron.core.config.errors import MegatronError
 from megatron.core.dist_checkpointing.hashing import hash_here, hash_of_all
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
 from megatron.core.dist_checkpointing.validation import shorten
-from megatron.core.parallel.json_collectives import all_gather_json
+from megatron.core.parallel.collectives import all_gather_json
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
 from megatron.training.process import exit_report
 

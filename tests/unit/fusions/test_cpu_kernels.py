@@ -19,7 +19,7 @@ from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_
 from megatron.core.fusions.rms_norm import layer_norm, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.optimizer.clip_grads import sum_of_squares
-from megatron.core.transformer.moe.permute import by_expert, combine
+from megatron.core.transformer.moe.token_dispatcher import by_expert, combine
 from tests import tolerances
 from tests.unit.one_process import one_rank
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.core import device
-from megatron.core.transformer.adaptive_recompute import PARTS, SavedBytes, Search, apply
+from megatron.training.callbacks.adaptive_recompute import PARTS, SavedBytes, Search, apply
 from tests.functional.runs import TINY, losses, run_gpt, train_gpt
 from tests.ranks import run_ranks
 

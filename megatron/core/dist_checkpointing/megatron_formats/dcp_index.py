@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import unpickle
 from megatron.core.dist_checkpointing.reader import StoredBox
-from megatron.core.file_names import path_inside
+from megatron.core.text_files import path_inside
 
 
 @dataclass(frozen=True)

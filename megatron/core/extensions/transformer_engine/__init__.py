@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core import optional
 from megatron.core.extensions.transformer_engine.engine import WANTED_BY
-from megatron.core.lazy import lazy_exports
+from megatron.core.optional import lazy_exports
 
 _NAMES = {
     "attention": "TEDotProductAttention",

@@ -23,8 +23,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
 )
 from megatron.core.tensor_parallel.quantized_linear import Recipe
-from megatron.core.transformer.norms import Norm
-from megatron.core.transformer.pending_sum import Stream
+from megatron.core.transformer.norms import Norm, Stream
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

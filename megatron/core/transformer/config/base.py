@@ -1,4 +1,4 @@
-"""Depth, width, norms and initialisation of a transformer."""
+"""Depth, width, norms, MLP and initialisation of a transformer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,32 @@ from megatron.core.config import flag_messages
 from megatron.core.config.option import MAX_LAYERS, option
 
 _network = partial(option, group="network size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """MLP options: width, activation and bias."""
+
+    ffn_hidden_size: int = _network(
+        None,
+        "Hidden size of the MLP; 4 x hidden size if not given, with --swiglu 8/3 of it in "
+        "multiples of 64.",
+        at_least=1,
+    )
+    activation_func_clamp_value: float | None = _network(
+        None, "Upper bound of a gated MLP's gate, and bound of the magnitude of its linear input."
+    )
+    glu_linear_offset: float = _network(
+        0.0, "Offset added to the linear input of a gated MLP.", at_least=None
+    )
+    add_bias_linear: bool = option(
+        True,
+        "Disable the biases of linear layers.",
+        group="training",
+        flag="--disable-bias-linear",
+    )
+
+
 _initialization = partial(option, group="initialization")
 _inference = partial(option, group="inference")
 _te = partial(option, group="Transformer-Engine")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.autograd import Context, Function
+from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.fusions import kernels
 from megatron.core.tensor_parallel.weight_gradient import (
     WeightGrad,
@@ -27,7 +29,31 @@ from megatron.core.tensor_parallel.weight_gradient import (
     has_been_added,
     is_deferred,
 )
-from megatron.core.transformer.moe.lazy_token_counts import LazyTokenCounts
+
+
+class LazyTokenCounts(Sequence[int]):
+    """Sequence of the counts [e] on the device; the first read by the host waits for the copy."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+        self._late = AsyncHostCopy(counts)
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return self._late.get_ints()
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        return self._numbers[place]
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
 
 _ALIGNMENT = 16  # bytes, of every stride of the kernel
 # For other dtypes torch runs a loop of GEMMs, and copies the ends of the groups to the host for it.

@@ -11,13 +11,13 @@ all-gather of counts over dp; all-gather of weights (capacity).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
@@ -31,7 +31,6 @@ from megatron.core.tensor_parallel.linear import Multiply
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe import fused_routing
 from megatron.core.transformer.moe import routing as arithmetic
 from megatron.core.transformer.moe.routing import RoutingResult, RoutingRule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -100,7 +99,7 @@ class TopKRouter(MegatronModule):
         elif self.config.moe_router_force_load_balancing:
             routing = self._round_robin(logits, hidden)
         else:
-            route = fused_routing.route if self.config.moe_router_fusion else arithmetic.route
+            route = arithmetic.route_fused if self.config.moe_router_fusion else arithmetic.route
             routing = route(logits, self.rule, self.expert_bias)
         if padding is not None:
             routing = arithmetic.without_padding(routing, padding)
@@ -342,3 +341,28 @@ def balance_terms(config: TransformerConfig) -> list[tuple[str, float]]:
         for kind, coefficient in zip(kinds, coefficients, strict=True)
         if kind.endswith("aux_loss") and coefficient
     ]
+
+
+@torch.no_grad()
+def update_expert_biases(
+    models: Sequence[nn.Module], groups: ProcessGroupCollection, rate: float
+) -> None:
+    """Raise the bias of experts with less than the mean load by ``rate``, lower that of the others.
+
+    Balances load without an auxiliary loss (arXiv 2408.15664).  The load is the number of tokens of
+    the global batch; the counts start again at 0.  Call it once per step.  Collective over
+    tp_dp_cp.
+    """
+    routers = [m for model in models for m in model.modules() if isinstance(m, TopKRouter)]
+    counts = [r.tokens_per_expert for r in routers if r.tokens_per_expert is not None]
+    if not counts:
+        return
+    total = torch.stack(counts)
+    if groups.tp_dp_cp.size() > 1:
+        dist.all_reduce(total, group=groups.tp_dp_cp)
+    steps = torch.sign(total.mean(-1, keepdim=True) - total) * rate
+    for router, step in zip(routers, steps, strict=True):
+        assert router.expert_bias is not None, "it comes with the counts"
+        assert router.tokens_per_expert is not None, "it comes with the bias"
+        router.expert_bias += step
+        router.tokens_per_expert.zero_()

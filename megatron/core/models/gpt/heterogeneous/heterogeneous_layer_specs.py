@@ -4,21 +4,50 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     without_attention,
     without_mlp,
 )
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     FULL,
     LINEAR,
     LayerShape,
     layer_shapes,
 )
-from megatron.core.transformer.heterogeneous.linear_replacement import LinearReplacement
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LinearReplacement(ColumnParallelLinear):
+    """Linear layer with the call signature of attention and MLP; ignores all but hidden states."""
+
+    def __init__(self, config: TransformerConfig, *, tp_group: ProcessGroup) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            tp_group=tp_group,
+            bias=False,
+            gather_output=True,
+        )
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+        """Multiply: [s, b, h] -> [s, b, h]; with sequence parallelism [s/tp, b, h] on both sides.
+
+        Collective over tp.
+        """
+        y, _ = super().forward(x)
+        if self.sequence_parallel:
+            y = scatter_to_sequence_parallel_region(y, self.tp_group)
+        return y, None
 
 
 def get_gpt_heterogeneous_layer_spec(

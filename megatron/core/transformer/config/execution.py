@@ -1,0 +1,156 @@
+"""Options of recomputation, offloading, fused kernels and CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from megatron.core.config import flag_messages
+from megatron.core.config.option import option
+
+_training = partial(option, group="training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Options of activation recomputation, activation offloading and loss chunks."""
+
+    recompute_granularity: str | None = _training(
+        None,
+        "Activation recomputation: complete layers (full), --recompute-modules (selective), "
+        "or as little as fits --memory-budget-fraction (adaptive).",
+        choices=("full", "selective", "adaptive"),
+    )
+    distribute_saved_activations: bool = _training(
+        False,
+        "Shard saved layer inputs over tensor-parallel ranks; needs --recompute-granularity "
+        "full, excludes --sequence-parallel.",
+    )
+    recompute_method: str | None = _training(
+        None,
+        "Layers of full recomputation: uniform (chunks of all layers) or block (the first "
+        "layers of each stage).",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = _training(
+        None, "Layers per chunk (uniform) or recomputed layers per stage (block).", at_least=1
+    )
+    recompute_modules: tuple[str, ...] | None = _training(
+        None,
+        "Modules of a layer to recompute with --recompute-granularity selective, such as "
+        "core_attn, mlp and layernorm.",
+        nargs="*",
+    )
+
+    memory_budget_fraction: float = _training(
+        0.9, "Fraction of device memory, 0 to 1, that --recompute-granularity adaptive may use."
+    )
+
+    cpu_offloading: bool = _training(
+        False,
+        "Offload the activations of the first --cpu-offloading-num-layers layers to host "
+        "memory until backward.",
+    )
+    cpu_offloading_num_layers: int = _training(
+        0, "Number of layers per stage that --cpu-offloading offloads."
+    )
+    cpu_offloading_activations: bool = True
+    cpu_offloading_weights: bool = False
+
+    loss_chunk_size: int | None = _training(
+        None,
+        "Tokens per chunk of logits in the loss; backward recomputes them. 0: one chunk. If "
+        "not given, chunks are used when the logits exceed a tenth of device memory.",
+    )
+
+    @property
+    def modules_to_recompute(self) -> tuple[str, ...]:
+        """Modules that selective recomputation covers; empty with any other granularity."""
+        if self.recompute_granularity != "selective":
+            return ()
+        return ("core_attn",) if self.recompute_modules is None else self.recompute_modules
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionConfig:
+    """Options that select fused kernels and torch.compile."""
+
+    compile: str = _training(
+        "none",
+        "Regions for torch.compile: none, each transformer layer (layer) or all layers of a "
+        "stage (model).",
+        choices=("none", "layer", "model"),
+    )
+    batch_invariant_mode: bool = _training(
+        False,
+        "Compute the forward pass by kernels that sum in a fixed order, so that a token has the "
+        "same bits in any batch; log-probabilities then equal those of the generation engine with "
+        "--inference-batch-invariant. On a CPU only; slower.",
+    )
+    masked_softmax_fusion: bool = _training(True, "Do not fuse scaling, masking and softmax.")
+    bias_gelu_fusion: bool = _training(
+        True,
+        "Do not fuse bias and GELU; the fused kernel uses the tanh approximation, the "
+        "unfused one exact GELU.",
+    )
+    bias_swiglu_fusion: bool = _training(True, "Do not fuse bias and SwiGLU.")
+    use_fused_weighted_squared_relu: bool = _training(
+        False, "Fuse the router's weight with squared ReLU.", ignored=flag_messages.NO_KERNEL
+    )
+    bias_dropout_fusion: bool = _training(
+        True, "Do not fuse bias, dropout and residual; they are fused on GPUs only."
+    )
+    apply_rope_fusion: bool = _training(
+        True, "Do not fuse the rotary embedding of queries and keys.", flag="--no-rope-fusion"
+    )
+    cross_entropy_loss_fusion: bool = _training(
+        False, "Use a fused cross-entropy loss.", ignored=flag_messages.NO_KERNEL
+    )
+    cross_entropy_fusion_impl: str = _training(
+        "native",
+        "Implementation of --cross-entropy-loss-fusion.",
+        choices=("native", "te"),
+        ignored=flag_messages.NO_KERNEL,
+    )
+    persist_layer_norm: bool = _training(
+        True,
+        "Do not use the persistent layer norm kernel.",
+        inverted=True,
+        dest="no_persist_layer_norm",
+        ignored=flag_messages.NO_KERNEL,
+    )
+
+
+_inference = partial(option, group="inference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaGraphConfig:
+    """CUDA graph options."""
+
+    enable_cuda_graph: bool = _inference(
+        False,
+        "Capture layers as CUDA graphs and replay them, forward and backward; excludes "
+        "--external-cuda-graph.",
+    )
+    cuda_graph_warmup_steps: int = _inference(3, "Eager steps before CUDA graph capture.")
+    external_cuda_graph: bool = _inference(
+        False,
+        "Alias of --enable-cuda-graph; does not need Transformer Engine.",
+    )
+    cuda_graph_scope: str = _inference(
+        "full",
+        "Scope of CUDA graph capture: each layer (full), its attention (attn), or all "
+        "micro-batches of a step (full_iteration).",
+        choices=("full", "attn", "full_iteration"),
+    )
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether CUDA graphs are captured."""
+        return self.enable_cuda_graph or self.external_cuda_graph
+
+    @property
+    def captures_layers(self) -> bool:
+        """Whether each layer is captured on its own, not the complete iteration."""
+        return self.uses_graphs and self.cuda_graph_scope != "full_iteration"
