@@ -34,8 +34,16 @@ def print_settings(config: RunConfig) -> None:
     print_arguments(flat_values(config))
     print_attention_backends(config)
     print_fused_operations(config)
-    print_deepep(config)
-    print_compiled_regions(config)
+    model = config.model
+    if model.moe_enable_deepep:
+        reason = unsupported_reason(model, device.current())
+        answer = "yes" if reason is None else f"no, PyTorch dispatches them: {reason}"
+        print_rank_0(f"DeepEP dispatches tokens to experts: {answer}")
+    if model.compile != "none":
+        regions = {"layer": "each layer", "model": "all layers of a stage"}
+        apart = ", but for matmuls with --tensor-model-parallel-size > 1"
+        beside = apart if model.tensor_model_parallel_size > 1 else ""
+        print_rank_0(f"compiled: {regions[model.compile]}{beside}; embedding and loss are not")
     print_low_precision(config)
 
 
@@ -173,23 +181,6 @@ def print_expert_waits(chunks: Sequence[nn.Module]) -> None:
             "WARNING: the host waits in each MoE layer for the number of tokens of each expert: "
             + "; ".join(found)
         )
-
-
-def print_compiled_regions(config: RunConfig) -> None:
-    """Print on rank 0 which parts of the model --compile compiles."""
-    model, regions = config.model, {"layer": "each layer", "model": "all layers of a stage"}
-    if model.compile != "none":
-        apart = ", but for matmuls with --tensor-model-parallel-size > 1"
-        beside = apart if model.tensor_model_parallel_size > 1 else ""
-        print_rank_0(f"compiled: {regions[model.compile]}{beside}; embedding and loss are not")
-
-
-def print_deepep(config: RunConfig) -> None:
-    """Print on rank 0 whether DeepEP dispatches tokens to experts (--moe-enable-deepep)."""
-    if config.model.moe_enable_deepep:
-        reason = unsupported_reason(config.model, device.current())
-        answer = "yes" if reason is None else f"no, PyTorch dispatches them: {reason}"
-        print_rank_0(f"DeepEP dispatches tokens to experts: {answer}")
 
 
 def print_datetime(label: str) -> None:

@@ -27,7 +27,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.data import loaders
 from megatron.training.data.datasets import count_epochs, prepare_datasets
 from megatron.training.fault_tolerance import sections
-from megatron.training.fault_tolerance.failure_watch import FindHang, failure_watch, notify_launcher
+from megatron.training.fault_tolerance.failure_watch import failure_watch, notify_launcher
 from megatron.training.ft_integration import maybe_setup_simulated_fault
 from megatron.training.initialize import (
     configure,
@@ -49,7 +49,6 @@ from megatron.training.planning.out_of_memory import report_oom
 from megatron.training.process import exit_report
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime import setup
-from megatron.training.runtime.context import TrainState
 from megatron.training.runtime.setup import recount_train_iters
 from megatron.training.runtime.step_graph import StepGraph
 from megatron.training.startup_log import (
@@ -175,7 +174,10 @@ def _whole_run(
 ) -> None:
     """Set up, train and evaluate.  ``restarts``: a failure of this rank restarts all ranks."""
     connect(config, store)
-    find_hang = _watch_sections(config)
+    if config.resilience.enable_ft_package:
+        sections.monitor.enable(config.checkpoint.save, config.resilience.calc_ft_timeouts)
+        maybe_setup_simulated_fault()
+    find_hang = sections.monitor.find_hang()
     timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
     try:
         with (
@@ -194,7 +196,11 @@ def _whole_run(
                 in_memory = config.checkpoint.non_persistent_ckpt_type == "in_memory"
                 if in_memory and not run.state.exit_code:
                     remove_memory(config.checkpoint)
-        _report_end(run.state)
+        state, reason = run.state, run.state.stop_reason
+        kind = "rerun" if state.exit_code else "done" if reason is None else "stopped"
+        exit_report.write(kind, state.exit_code, reason)
+        if state.exit_code:
+            notify_launcher(str(reason))
     finally:
         if isinstance(begun := global_vars.current_run(), ModelRun):
             begun.callbacks.close()
@@ -208,22 +214,6 @@ def _whole_run(
 def _finish_at_failure(store: RunStore) -> None:
     if isinstance(run := global_vars.current_run(), ModelRun):
         run.checkpoints.finish_at_failure(run.groups, store)
-
-
-def _report_end(state: TrainState) -> None:
-    reason = state.stop_reason
-    kind = "rerun" if state.exit_code else "done" if reason is None else "stopped"
-    exit_report.write(kind, state.exit_code, reason)
-    if state.exit_code:
-        notify_launcher(str(reason))
-
-
-def _watch_sections(config: RunConfig) -> FindHang:
-    """Return the function by which the ranks watch each other, with --enable-ft-package."""
-    if config.resilience.enable_ft_package:
-        sections.monitor.enable(config.checkpoint.save, config.resilience.calc_ft_timeouts)
-        maybe_setup_simulated_fault()
-    return sections.monitor.find_hang()
 
 
 def set_up(config: RunConfig, script: _Script) -> ModelRun:

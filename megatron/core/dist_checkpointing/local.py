@@ -141,7 +141,11 @@ def save_local(
     if failed:
         _delete_parts(root, lambda parts: [f for f in parts if _is_of(f.manifest, name)], iteration)
         raise SaveFailed(save_failed(root, iteration, failed))
-    _delete_parts(root, lambda parts: [f for f in parts if _is_older(f, name)], iteration)
+    _delete_parts(
+        root,
+        lambda parts: [f for f in parts if f.problem is None and not _is_of(f.manifest, name)],
+        iteration,
+    )
     return SaveResult(root / folder_name(iteration), iteration)
 
 
@@ -245,11 +249,6 @@ class _Copy:
 
 def _is_of(manifest: Manifest | None, save_name: SaveName) -> bool:
     return manifest is not None and manifest.layout.get(SAVE) == save_name
-
-
-def _is_older(found: CheckpointFolder, save_name: SaveName) -> bool:
-    """Return whether ``found`` is not of this save; unreadable parts are kept."""
-    return found.problem is None and not _is_of(found.manifest, save_name)
 
 
 def _holds_save(folder: Path, save_name: SaveName) -> bool:

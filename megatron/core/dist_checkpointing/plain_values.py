@@ -95,7 +95,7 @@ def to_json(states: StateDict) -> JsonObject:
     return {
         "random_rng_state": [version, list(words), gauss],
         "np_rng_state": [kind, np.asarray(keys).tolist(), *rest],
-        **_tensors(states, _to_text),
+        **_tensors(states, lambda state: base64.b64encode(state.cpu().numpy().tobytes()).decode()),
     }
 
 
@@ -106,7 +106,10 @@ def from_json(values: JsonObject) -> StateDict:
     return {
         "random_rng_state": (version, tuple(words), gauss),
         "np_rng_state": (kind, np.array(keys, dtype=np.uint32), *rest),
-        **_tensors(values, _to_tensor),
+        **_tensors(
+            values,
+            lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8),
+        ),
     }
 
 
@@ -117,14 +120,6 @@ def _tensors(states: StateDict, convert: Callable[[Unpickled], str | Tensor]) ->
         "cuda_rng_state": None if on_device is None else convert(on_device),
         "rng_tracker_states": {name: convert(state) for name, state in streams.items()},
     }
-
-
-def _to_text(state: Tensor) -> str:
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
-
-
-def _to_tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def plain(value: object, convert: Callable[[object], object] = str) -> Nested:

@@ -416,7 +416,7 @@ class DoubleBuffers:
         numel = prod(map(int, size))
         buffers = self._kept.setdefault((numel, dtype, device), [])
         for place, buffer in enumerate(buffers):
-            if _references(buffer) == _references_of_new():
+            if _references(buffer) == _references(torch.empty(0)):
                 buffers.append(buffers.pop(place))  # the least recently used one comes first
                 return buffer.view(*size)
         buffer = self._allocate((numel,), dtype=dtype, device=device)
@@ -470,8 +470,3 @@ class BufferedReduceScatter(DefaultReduceScatter):
 
 def _references(buffer: Tensor) -> int:
     return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
-
-
-def _references_of_new() -> int:
-    """Return the result of `_references` for a tensor whose storage no other tensor uses."""
-    return _references(torch.empty(0))

@@ -166,7 +166,8 @@ class Muon(UpdateRule):
         is_expert: bool,
         dtype: torch.dtype,
     ) -> None:
-        group, tp = _sharers(self._groups, is_expert), _tensor_ranks(self._groups, is_expert)
+        group = _sharers(self._groups, is_expert)
+        tp = self._groups.expt_tp if is_expert else self._groups.tp
         rank = group.rank() if len(batch[0].spans) > 1 else 0
         means = [self._mean(m.param.main, divisor) if m.param else None for m in batch]
         wholes = _to_owners(batch, means, rank, group)
@@ -246,10 +247,6 @@ def _sharers(groups: ProcessGroupCollection, is_expert: bool) -> ProcessGroup:
     if groups.intra_dist_opt.size() == groups.world.size():
         return groups.expt_dp if is_expert else groups.dp_cp
     return groups.intra_expt_dp if is_expert else groups.intra_dp_cp
-
-
-def _tensor_ranks(groups: ProcessGroupCollection, is_expert: bool) -> ProcessGroup:
-    return groups.expt_tp if is_expert else groups.tp
 
 
 def _to_owners(

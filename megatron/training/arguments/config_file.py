@@ -121,7 +121,13 @@ def _flat(content: Mapping[str, object]) -> dict[str, object]:
 def set_defaults_from(parser: Parser, content: Mapping[str, object], path: str) -> None:
     """Use the values of a file as defaults of ``parser``; add errors to its problems."""
     actions: dict[str, argparse.Action] = {action.dest: action for action in parser._actions}
-    names = _field_names()
+    # field name -> (dest, whether the flag sets the opposite), where the flag has another name
+    names = {
+        f.name: (dest_of(f, opt), opt.inverted)
+        for cls in ALL_CLASSES
+        for f, opt in options_of(cls)
+        if dest_of(f, opt) != f.name
+    }
     translation = translate(dict(content))
     parser.problems.extend(f"--yaml-cfg {path}: {problem}" for problem in translation.problems)
     parser.warnings.extend(f"--yaml-cfg {path}: {warning}" for warning in translation.warnings)
@@ -135,19 +141,6 @@ def set_defaults_from(parser: Parser, content: Mapping[str, object], path: str) 
             value = not value
         action.default = _coerce(parser, action, value, path)
         action.required = False
-
-
-def _field_names() -> dict[str, tuple[str, bool]]:
-    """Return field name -> (dest, inverted) for fields whose flag has another name.
-
-    ``inverted`` is true if the flag sets the opposite of the field.
-    """
-    return {
-        f.name: (dest_of(f, opt), opt.inverted)
-        for cls in ALL_CLASSES
-        for f, opt in options_of(cls)
-        if dest_of(f, opt) != f.name
-    }
 
 
 def _coerce(parser: Parser, action: argparse.Action, value: object, path: str) -> object:

@@ -50,21 +50,22 @@ def virtual_ranks(ns: Namespace) -> Iterator[str]:
 
 
 def parallel_degrees(ns: Namespace) -> Iterator[str]:
-    """Switch off parallelism that has nothing to shard.
+    """Set values that follow from one flag, and switch off parallelism that has nothing to shard.
 
+    --num-experts 0 and --mtp-num-layers 0 are like absent flags; dist_muon is Muon with sharded
+    state; the seed of initial weights, the same on all ranks, is --seed.
     --expert-tensor-parallel-size is ignored without --num-experts, and --sequence-parallel with
     --tensor-model-parallel-size 1 (with a warning).
     """
+    ns.num_experts = ns.num_experts or None
+    ns.mtp_num_layers = ns.mtp_num_layers or None
+    ns.use_distributed_optimizer |= ns.optimizer == "dist_muon"
+    ns.init_seed = ns.seed
     if not ns.num_experts:
         ns.expert_tensor_parallel_size = None
     if ns.sequence_parallel and ns.tensor_model_parallel_size == 1:
         ns.sequence_parallel = False
         yield "--sequence-parallel is without effect: --tensor-model-parallel-size is 1"
-
-
-def initial_weights(ns: Namespace) -> None:
-    """Set the seed of initial weights, which is the same on all ranks: --seed."""
-    ns.init_seed = ns.seed
 
 
 def precision(ns: Namespace) -> Iterator[str]:
@@ -87,12 +88,6 @@ def precision(ns: Namespace) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 overrules --accumulate-allreduce-grads-in-fp32"
 
 
-def nothing_asked(ns: Namespace) -> None:
-    """Treat --num-experts 0 and --mtp-num-layers 0 like absent flags."""
-    ns.num_experts = ns.num_experts or None
-    ns.mtp_num_layers = ns.mtp_num_layers or None
-
-
 def depth(ns: Namespace) -> None:
     """Resolve --num-layers, its alias --encoder-num-layers, and --decoder-num-layers.
 
@@ -109,11 +104,6 @@ def depth(ns: Namespace) -> None:
     ns.encoder_num_layers = ns.num_layers
     if kind.has_encoder and ns.decoder_num_layers is None:
         ns.decoder_num_layers = ns.num_layers
-
-
-def optimizer_of_matrices(ns: Namespace) -> None:
-    """Set --use-distributed-optimizer for --optimizer dist_muon (Muon with sharded state)."""
-    ns.use_distributed_optimizer |= ns.optimizer == "dist_muon"
 
 
 def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
@@ -520,11 +510,8 @@ def _no_whole_step(ns: Namespace) -> Iterator[tuple[str, bool]]:
 DERIVATIONS: tuple[Derivation, ...] = (
     virtual_ranks,
     parallel_degrees,
-    optimizer_of_matrices,
     data_parallel_sharding,
-    initial_weights,
     precision,
-    nothing_asked,
     image_classes,
     images,
     depth,

@@ -72,7 +72,11 @@ def missing_files(args: Namespace) -> list[str]:
             if kind.reads_images:
                 missing += _missing_shards(name, prefix)
                 continue
-            gone = [f"{prefix}{end}" for end in (".idx", ".bin") if not _is_file(prefix, end)]
+            gone = [
+                f"{prefix}{end}"
+                for end in (".idx", ".bin")
+                if not ("://" in prefix or Path(prefix + end).is_file())
+            ]
             if gone:
                 missing.append(f"{_flag(name)} {prefix}: not on this machine: {', '.join(gone)}")
     return missing
@@ -117,10 +121,6 @@ def _prefixes(words: Iterable[str]) -> Iterator[str]:
             float(word)
         except ValueError:
             yield word
-
-
-def _is_file(prefix: str, end: str) -> bool:
-    return "://" in prefix or Path(prefix + end).is_file()
 
 
 def _flag(name: str) -> str:

@@ -47,7 +47,12 @@ def _in_order(run: ModelRun) -> Iterator[Callback]:
         yield Sections(agrees=sections.monitor.saves)  # first: a step ends before what follows it
     if run.is_last_loss_rank and (watched := terminal(config.logging.progress_bar)) is not None:
         yield ProgressBar(watched)  # erased before another callback prints
-    yield from _profilers(run)  # before the callbacks below, whose work a profile excludes
+    # Before the callbacks below, whose work a profile excludes.
+    profiling, rank = config.profiling, dist.get_rank()
+    if profiling.profile and rank in profiling.profile_ranks:
+        yield TorchProfiler(rank) if profiling.use_pytorch_profiler else NsysRange()
+    if profiling.record_memory_history and device.is_cuda():
+        yield MemoryHistory()
     if config.model.recompute_granularity == "adaptive":
         fraction, interval = config.model.memory_budget_fraction, config.logging.log_interval
         yield AdaptiveRecompute(fraction, interval, ranks_here())
@@ -67,15 +72,6 @@ def _in_order(run: ModelRun) -> Iterator[Callback]:
     # after the regular save, so that an exit does not save the same step twice
     yield ExitConditions(catch_stop_signal() if config.training.exit_signal_handler else None)
     yield from user_callbacks(config.extensions.callback)
-
-
-def _profilers(run: ModelRun) -> Iterator[Callback]:
-    profiling = run.config.profiling
-    rank = dist.get_rank()
-    if profiling.profile and rank in profiling.profile_ranks:
-        yield TorchProfiler(rank) if profiling.use_pytorch_profiler else NsysRange()
-    if profiling.record_memory_history and device.is_cuda():
-        yield MemoryHistory()
 
 
 def _straggler(asked: ResilienceConfig) -> Straggler:

@@ -31,7 +31,10 @@ class MetricsFileSink(Sink):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         if os.path.isfile(path) and not path.startswith("/dev/"):
             if iteration == 0 or not _is_metrics_file(path):
-                _set_aside(path)
+                if os.path.getsize(path):
+                    os.replace(path, path + ".previous")
+                    told = {"all_ranks": True}
+                    logger.info("what was in %s is now in %s.previous", path, path, extra=told)
             else:
                 cut_after(path, iteration)
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115
@@ -92,13 +95,6 @@ def _is_kept(line: bytes, iteration: int) -> bool:
         return int(values["iteration"]) <= last
     except (ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _set_aside(path: str) -> None:
-    """Rename a non-empty file at ``path`` to ``path``.previous."""
-    if os.path.getsize(path):
-        os.replace(path, path + ".previous")
-        logger.info("what was in %s is now in %s.previous", path, path, extra={"all_ranks": True})
 
 
 def _head(kind: str, record: StepRecord | EvalRecord) -> dict[str, Any]:

@@ -44,7 +44,9 @@ class CheckpointCallback(Callback):
         poll(run)
         config, iteration = run.config.checkpoint, run.state.iteration
         before = run.state.consumed_train_samples - result.batch_size
-        if _is_due(config.save_interval, iteration) or _changes_batch_size(run, before):
+        size = run.batches.global_batch_size(before)
+        is_ramp = run.batches.global_batch_size(before + size) != size
+        if _is_due(config.save_interval, iteration) or is_ramp:
             save_unless_saved(run)
         if _is_due(config.non_persistent_save_interval, iteration):
             save_unless_saved(run, is_transient=True)
@@ -100,12 +102,6 @@ def _reports(run: TrainingRun) -> Iterator[None]:
         run.callbacks.on_checkpoint(run, event)
     if failure is not None:
         raise failure
-
-
-def _changes_batch_size(run: TrainingRun, consumed: int) -> bool:
-    """Return whether the batch size after a step that follows ``consumed`` samples is another."""
-    size = run.batches.global_batch_size(consumed)
-    return run.batches.global_batch_size(consumed + size) != size
 
 
 def _is_due(interval: int | None, iteration: int) -> bool:

@@ -175,8 +175,11 @@ def apply_checkpoint_args(
     check_kind(asked, vars(namespace).get("model_kind"))
     for name in _forced(namespace, asked):
         _set(namespace, name, asked)
-    for name in [name for name in IF_UNSET if not _is_given(namespace, name)]:
-        _set(namespace, name, asked)
+    # The command line may set a value with or without the prefix encoder_.
+    given = {n.removeprefix("encoder_") for n, v in vars(namespace).items() if v is not None}
+    for name in IF_UNSET:
+        if name.removeprefix("encoder_") not in given:
+            _set(namespace, name, asked)
     return asked
 
 
@@ -190,11 +193,16 @@ def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> Js
     command line.  Raises CheckpointError if the checkpoint has such a value and ``given`` has none.
     """
     out = dict(stored)
-    for name, (flag, problem) in {
-        "spec": ("--spec MODULE ATTRIBUTE", _problem_of_spec(stored)),
-        _LAYERS_PATH: ("--heterogeneous-layers-config-path", _problem_of_layers(stored)),
-        _AUDIO_PATH: ("--audio-encoder-model", _OUTSIDE if stored.get(_AUDIO_PATH) else None),
-    }.items():
+    spec = stored.get("spec")
+    # Older checkpoints contain the path of the description of layers, newer ones its text.
+    has_layers = stored.get(_LAYERS_PATH) and not stored.get(
+        "heterogeneous_layers_config_encoded_json"
+    )
+    for name, flag, problem in (
+        ("spec", "--spec MODULE ATTRIBUTE", reason_not_own_spec(spec) if spec else None),
+        (_LAYERS_PATH, "--heterogeneous-layers-config-path", _OUTSIDE if has_layers else None),
+        (_AUDIO_PATH, "--audio-encoder-model", _OUTSIDE if stored.get(_AUDIO_PATH) else None),
+    ):
         if problem is not None and not given.get(name):
             value = stored[name]
             shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
@@ -205,25 +213,6 @@ def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> Js
         if problem is not None or name in (_LAYERS_PATH, _AUDIO_PATH):
             out[name] = None
     return out
-
-
-def _problem_of_spec(stored: Arguments) -> str | None:
-    return reason_not_own_spec(stored["spec"]) if stored.get("spec") else None
-
-
-def _problem_of_layers(stored: Arguments) -> str | None:
-    """Return why the description of the layers cannot be used, or None.
-
-    Older checkpoints contain the path of the file, newer ones its text.
-    """
-    is_told = not stored.get(_LAYERS_PATH) or stored.get("heterogeneous_layers_config_encoded_json")
-    return None if is_told else _OUTSIDE
-
-
-def _is_given(namespace: argparse.Namespace, name: str) -> bool:
-    """Return whether the command line sets ``name``, with or without the prefix encoder_."""
-    names = {name, f"encoder_{name}", name.removeprefix("encoder_")}
-    return any(vars(namespace).get(each) is not None for each in names)
 
 
 def check_kind(asked: Arguments, wanted: str | None) -> None:
@@ -270,15 +259,10 @@ def saved_namespace(asked: Arguments) -> argparse.Namespace:
     known = vars(namespace)
     for dest, value in asked.items():
         if dest in known and (value is not None or known[dest] is None):  # None: not given
-            known[dest] = _as_parsed(known[dest], value)
+            if isinstance(default := known[dest], enum.Enum) and isinstance(value, str):
+                value = type(default).__members__.get(value, default)  # JSON has no enums
+            known[dest] = value
     return namespace
-
-
-def _as_parsed(default: object, value: object) -> object:
-    """Convert a saved value to the parser's type: JSON has no enums."""
-    if isinstance(default, enum.Enum) and isinstance(value, str):
-        return type(default).__members__.get(value, default)
-    return value
 
 
 _ROTARY = ("rotary_", "rope_", "longrope_", "use_rope_scaling", "no_rope_freq", *YARN)
@@ -410,7 +394,10 @@ def _is_read(name: str, values: Arguments) -> bool:
         (("moe_",), is_moe),
         (("mamba_", "hybrid_"), kind.is_hybrid),
         (("hybrid_attention_ratio", "hybrid_mlp_ratio"), False),  # the pattern includes both
-        (_OF_ATTENTION, not kind.is_hybrid or _has_attention(values)),
+        (
+            _OF_ATTENTION,
+            not kind.is_hybrid or ATTENTION in (values["hybrid_override_pattern"] or ""),
+        ),
         (("bias_gelu_fusion",), not any(values[name] for name in _NO_PLAIN_GELU)),
         (("decoder_num_layers", "decoder_seq_length"), kind.has_encoder),
         (("img_h", "img_w"), values["vision_model_type"] != "qwen2_vl"),
@@ -423,10 +410,6 @@ def _is_read(name: str, values: Arguments) -> bool:
         (("sft_",), bool(values["sft"])),
     )
     return all(is_so for names, is_so in conditions if name.startswith(names))
-
-
-def _has_attention(values: Arguments) -> bool:
-    return ATTENTION in (values["hybrid_override_pattern"] or "")
 
 
 def _resolved(asked: Arguments, kind: str) -> JsonObject:

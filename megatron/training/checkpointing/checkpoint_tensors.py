@@ -114,16 +114,13 @@ def _named_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, ParamInfo
     """Yield global name, record and values; a tensor that two modules share only once."""
     seen: set[int] = set()
     for chunk in chunks:
-        for local_name, tensor in (*chunk.named_parameters(), *_persistent_buffers(chunk)):
+        kept = {without_wrappers(name) for name in chunk.state_dict(keep_vars=True)}
+        buffers = ((n, b) for n, b in chunk.named_buffers() if without_wrappers(n) in kept)
+        for local_name, tensor in (*chunk.named_parameters(), *buffers):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 info = info_of(cast(nn.Parameter, tensor))  # a buffer may have a record too
                 yield info.name or without_wrappers(local_name), info, tensor
-
-
-def _persistent_buffers(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    kept = {without_wrappers(name) for name in chunk.state_dict(keep_vars=True)}
-    return ((n, buffer) for n, buffer in chunk.named_buffers() if without_wrappers(n) in kept)
 
 
 def rng_state() -> JsonObject:

@@ -153,7 +153,10 @@ def memory_folder(config: CheckpointConfig) -> Path:
         return Path(given)
     assert config.save is not None, "the flags were checked: in_memory needs --save"
     run = hashlib.sha256(str(Path(config.save).resolve()).encode()).hexdigest()[:16]
-    return _parent(config) / f"megatron-{os.getuid()}-{run}"
+    return (
+        Path(config.non_persistent_local_ckpt_dir or SHARED_MEMORY)
+        / f"megatron-{os.getuid()}-{run}"
+    )
 
 
 def claim_memory(config: CheckpointConfig) -> None:
@@ -215,10 +218,6 @@ def bytes_per_node(parts: Sequence[tuple[str, int]], replication: Replication) -
     for node, rank in stored:
         totals[node] = totals.get(node, 0) + 2 * parts[rank][1]
     return totals
-
-
-def _parent(config: CheckpointConfig) -> Path:
-    return Path(config.non_persistent_local_ckpt_dir or SHARED_MEMORY)
 
 
 def _locked(folder: Path) -> io.FileIO:

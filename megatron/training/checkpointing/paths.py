@@ -196,7 +196,13 @@ def check_common(common: Common, folder: Path) -> RunContent:
         "counters": isinstance(counters, dict) and all(map(_is_number, counters.values())),
         "optimizer": optimizer is None or isinstance(optimizer, dict),
         "optimizer.step": _is_number(steps),
-        "optimizer.grad_scaler": scaler is None or _is_scaler(scaler),
+        # The counters of a loss scaler are negative while steps are skipped, its scale never is.
+        "optimizer.grad_scaler": scaler is None
+        or isinstance(scaler, dict)
+        and all(
+            _is_number(abs(number) if type(number) is int and name != "scale" else number)
+            for name, number in scaler.items()
+        ),
         "objective_state": objective_state is None or isinstance(objective_state, dict),
         "opt_param_scheduler": schedule is None or _are_plain(schedule),
     }
@@ -239,17 +245,6 @@ def _check_rng_state(states: JsonObject) -> None:
 def _is_number(value: object) -> TypeGuard[float]:
     is_bool = isinstance(value, bool)  # which is an int
     return isinstance(value, int | float) and not is_bool and 0 <= value < _TOO_LARGE
-
-
-def _is_scaler(value: object) -> bool:
-    """Return whether ``value`` is the state of a loss scaler.
-
-    Its counters are negative while steps are skipped, its scale never is.
-    """
-    return isinstance(value, dict) and all(
-        _is_number(abs(number) if type(number) is int and name != "scale" else number)
-        for name, number in value.items()
-    )
 
 
 def _are_plain(value: object) -> bool:

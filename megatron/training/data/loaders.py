@@ -273,21 +273,20 @@ def _lists_per_split(path: str) -> list[list[str] | None]:
     if not isinstance(content, dict):
         raise DataError(f"--per-split-data-args-path {path}: {needed}")
     for name, words in content.items():
-        if name not in splits or not isinstance(words, list | None) or not _are_words(words):
+        if (
+            name not in splits
+            or not isinstance(words, list | None)
+            or not all(  # weights or prefixes; a file name cannot contain NUL
+                "\0" not in word if isinstance(word, str) else type(word) in (int, float)
+                for word in words or ()
+            )
+        ):
             raise DataError(
                 f"--per-split-data-args-path {path}: {name!r} is {json.dumps(words)}: {needed}"
             )
     if not any(content.values()):
         raise DataError(f"--per-split-data-args-path {path} names no data: {needed}")
     return [content.get(name) for name in splits]
-
-
-def _are_words(words: list[Any] | None) -> bool:
-    """Return whether all ``words`` are weights or prefixes; a file name cannot contain NUL."""
-    return all(
-        "\0" not in word if isinstance(word, str) else type(word) in (int, float)
-        for word in words or ()
-    )
 
 
 def _words(path: str | None) -> list[str]:

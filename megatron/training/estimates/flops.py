@@ -24,6 +24,7 @@ from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
+from megatron.training.estimates.parameters import EXPERTS, linear_layers, projector_layers
 from megatron.training.models.encoders import (
     AudioEncoder,
     ImageEncoder,
@@ -69,7 +70,13 @@ def num_floating_point_operations(
     config: RunConfig, batch_size: int, padded_vocab_size: int
 ) -> float:
     """Return the FLOPs of a step on ``batch_size`` samples by Megatron-LM's formula."""
-    return _flops(config, batch_size, padded_vocab_size, _half_of_all, 1).total
+    return _flops(
+        config,
+        batch_size,
+        padded_vocab_size,
+        lambda _layer_index, length, is_causal: length / 2 if is_causal else length,
+        1,
+    ).total
 
 
 def causal_model_flops(config: RunConfig, batch_size: int, padded_vocab_size: int) -> ModelFlops:
@@ -125,25 +132,13 @@ def _encoder_flops(config: RunConfig, images: ImageEncoder | AudioEncoder) -> Mo
     passes = FORWARD_AND_BACKWARD if is_trained else 1
     without, within = images.input_products
     before = (1 + is_trained) * without + passes * within
-    first, second = _projector_columns(images, config.vision.vision_projection_type)
-    projected = images.num_embeddings * ((2 + is_trained) * first + FORWARD_AND_BACKWARD * second)
+    first, *second = (sum(r.values()) * c for _, r, c in projector_layers(config, images))
+    projected = (2 + is_trained) * first + FORWARD_AND_BACKWARD * sum(second)
     scale = MULTIPLY_ADD * images.max_tiles
-    weights = passes * model.num_layers * linear + before + projected
+    weights = passes * model.num_layers * linear + before + images.num_embeddings * projected
     return ModelFlops(
         linear=float(scale * weights), attention=float(scale * passes * model.num_layers * mixing)
     )
-
-
-def _projector_columns(
-    images: ImageEncoder | AudioEncoder, projection_type: str
-) -> tuple[int, int]:
-    """Return the elements of the projector's first and of its second matrix."""
-    model = images.projector
-    source = images.projector_input
-    if projection_type == "affine":
-        return source * model.hidden_size, 0
-    width = model.ffn_hidden_size or 0
-    return source * width * (2 if model.gated_linear_unit else 1), width * model.hidden_size
 
 
 def _stack_of(config: RunConfig) -> _Stack:
@@ -155,13 +150,11 @@ def _stack_of(config: RunConfig) -> _Stack:
     )
 
 
-def _half_of_all(_layer_index: int, length: int, is_causal: bool) -> float:
-    return length / 2 if is_causal else length
-
-
 def _keys_of(model: TransformerConfig) -> Keys:
     def keys(layer_index: int, length: int, is_causal: bool) -> float:
-        before, behind = _keys_in_window(model, layer_index)
+        # A query's own position and those before or behind it; None: without a limit.
+        window = window_of_layer(model, layer_index) or (-1, -1)
+        before, behind = (None if count < 0 else count + 1 for count in window)
         found = mean_keys_per_query(length, before)
         return found if is_causal else found + mean_keys_per_query(length, behind) - 1
 
@@ -176,15 +169,6 @@ def mean_keys_per_query(seq_length: int, window: int | None = None) -> float:
     window = seq_length if window is None else min(window, seq_length)
     growing = window * (window + 1) / 2  # queries that do not fill the window yet
     return (growing + (seq_length - window) * window) / seq_length
-
-
-def _keys_in_window(model: TransformerConfig, layer_index: int) -> list[int | None]:
-    """Return a query's numbers of admitted keys, [own and earlier ones, own and later ones].
-
-    None stands for no limit.
-    """
-    window = window_of_layer(model, layer_index) or (-1, -1)
-    return [None if count < 0 else count + 1 for count in window]
 
 
 def _flops(
@@ -240,15 +224,16 @@ def _multiply_adds(
     tokens = stack.target if layer.has_cross_attention else source
     hidden, groups_width = model.hidden_size, model.num_query_groups * model.kv_channels
     heads_width = model.num_attention_heads * model.kv_channels
-    full: float = 2 * (heads_width + groups_width)
     if model.multi_latent_attention:  # the mean of the widths of keys and of values
-        full = _latent_columns(model)
         heads_width = model.num_attention_heads * (model.kv_channels + model.v_head_dim) // 2
-    mlp = {FULL: (3 if model.gated_linear_unit else 2) * layer.ffn_hidden_size, LINEAR: hidden}
-    if layer.has_experts:
-        mlp[FULL] = _expert_columns(model)
-    columns = {FULL: full, LINEAR: hidden}.get(layer.attention, 0) + mlp.get(layer.mlp, 0)
-    linear, mixing = float(tokens * hidden * columns), 0.0
+    width = (layer.attention, layer.mlp).count(LINEAR) * hidden
+    if layer.has_experts:  # the router, and the gate of shared experts
+        width += (model.num_moe_experts or 0) + bool(model.moe_shared_expert_gate)
+    products = hidden * width
+    for name, rows, columns in linear_layers(model, layer):
+        selected = model.moe_router_topk if name.startswith(EXPERTS) else 1
+        products += selected * sum(rows.values()) * columns
+    linear, mixing = float(tokens * products), 0.0
     if layer.attention == FULL:
         is_causal = stack.is_causal and not layer.is_encoder
         at = min(layer_index, model.num_layers - 1)  # MTP layers are like the last one
@@ -261,33 +246,8 @@ def _multiply_adds(
     if layer.has_mixer:
         shape = mixer_shape(model)
         matrices = hidden * (sum(shape.projected) + shape.inner)
-        linear += tokens * matrices
         mixing += tokens * (shape.flops_per_token / MULTIPLY_ADD - matrices)
     return linear, mixing
-
-
-def _latent_columns(model: TransformerConfig) -> float:
-    """Return the elements of the matrices of latent attention, divided by the hidden size."""
-    heads, hidden = model.num_attention_heads, model.hidden_size
-    query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
-    key_value = heads * (model.qk_head_dim + model.v_head_dim)
-    narrow = model.kv_lora_rank + model.qk_pos_emb_head_dim + heads * model.v_head_dim
-    raised = model.kv_lora_rank * key_value
-    if model.q_lora_rank is None:
-        return narrow + query + raised / hidden
-    return narrow + model.q_lora_rank + (raised + model.q_lora_rank * query) / hidden
-
-
-def _expert_columns(model: TransformerConfig) -> int:
-    """Return the columns of the matrices that a token is multiplied by in an expert layer.
-
-    These are the router, the selected experts and the shared ones.
-    """
-    assert model.num_moe_experts is not None, "called for a layer with experts"
-    width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0)
-    width += model.moe_shared_expert_intermediate_size or 0
-    gate = 1 if model.moe_shared_expert_gate else 0
-    return (3 if model.gated_linear_unit else 2) * width + model.num_moe_experts + gate
 
 
 def tokens_of_a_sample(config: RunConfig) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from megatron.core.peft.lora import WHOLE, LoraConfig, targeted_parts
 from megatron.core.ssm.mamba_hybrid_layer_allocation import mixer_shape
@@ -20,6 +20,9 @@ from megatron.training.models.encoders import (
 )
 from megatron.training.models.kind import Layer
 from megatron.training.models.registry import layers_of, model_kind_of
+
+Matrices = Iterable[tuple[str, Mapping[str, int], int]]  # layer, rows of each part, columns
+EXPERTS = "mlp.experts."
 
 
 def known_padded_vocab_size(run: RunConfig) -> int | None:
@@ -104,111 +107,72 @@ def projector_parameters(run: RunConfig) -> int:
     """Return the parameters behind the encoders on one tensor-parallel rank; 0 without one."""
     if not model_kind_of(run).reads_images:
         return 0
-    return sum(_projector_parameters(run, each) for each in encoders_of(run))
-
-
-def _projector_parameters(run: RunConfig, images: ImageEncoder | AudioEncoder) -> int:
-    m = images.projector
-    source = images.projector_input
-    around = source * _parameters_per_channel(m) if images.projector_has_norm else 0
-    around += m.hidden_size * bool(run.vision.grids)  # embedding of the end of a row of tiles
-    if run.vision.vision_projection_type == "mlp":
-        width = m.ffn_hidden_size or 0
-        return around + _mlp_matrices(m, width, m.tensor_model_parallel_size, input_size=source)
-    return around + m.hidden_size // m.tensor_model_parallel_size * (source + m.add_bias_linear)
-
-
-def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
-    total = _attention_parameters(m, layer.attention)
-    total += _expert_parameters(m) if layer.has_experts else _mlp_parameters(m, layer)
-    if layer.has_cross_attention:
-        total += _attention_parameters(m, FULL)
-    if layer.has_mixer:
-        shape = mixer_shape(m)
-        total += shape.num_parameters // m.tensor_model_parallel_size + _norms_of_part(m)
+    total = 0
+    for images in encoders_of(run):
+        m = images.projector
+        total += _weights(m, projector_layers(run, images))
+        total += images.projector_input * _parameters_per_channel(m) * images.projector_has_norm
+        total += m.hidden_size * bool(run.vision.grids)  # embedding of the end of a row of tiles
     return total
 
 
-def _attention_parameters(m: TransformerConfig, kind: str) -> int:
-    if kind != FULL:
-        return _replaced(m, kind)
-    tp, hidden = m.tensor_model_parallel_size, m.hidden_size
-    around = _norms_of_part(m)
-    if m.softmax_type == "learnable":
-        around += m.num_attention_heads // tp
-    if m.multi_latent_attention:
-        return _latent_parameters(m) + around
-    query, key_value = m.kv_channels * m.num_attention_heads, m.kv_channels * m.num_query_groups
-    projections = (query + 2 * key_value) // tp
-    biases = projections if m.add_bias_linear or m.add_qkv_bias else 0
-    biases += hidden if m.add_bias_linear else 0
-    norms = 0
-    if m.qk_layernorm_full_width:  # an RMS norm, whatever the others are
-        norms = m.kv_channels * (m.num_attention_heads + m.num_query_groups) // tp
-    elif m.qk_layernorm:
-        norms = 2 * m.kv_channels * _parameters_per_channel(m)
-    return hidden * (projections + query // tp) + biases + norms + around
+def projector_layers(config: RunConfig, images: ImageEncoder | AudioEncoder) -> Matrices:
+    """Yield the linear layers of the projector behind an encoder, like `linear_layers`."""
+    m = images.projector
+    if config.vision.vision_projection_type == "mlp":
+        yield from _mlp("mlp", m, m.ffn_hidden_size or 0, images.projector_input)
+    else:
+        yield "mlp.linear_fc1", {WHOLE: m.hidden_size}, images.projector_input
 
 
-def _latent_parameters(m: TransformerConfig) -> int:
-    heads = m.num_attention_heads // m.tensor_model_parallel_size
-    hidden, query = m.hidden_size, m.qk_head_dim + m.qk_pos_emb_head_dim
-    kv = hidden * (m.kv_lora_rank + m.qk_pos_emb_head_dim)
-    kv += m.kv_lora_rank * heads * (m.qk_head_dim + m.v_head_dim)
-    raised = (hidden if m.q_lora_rank is None else m.q_lora_rank) * heads * query
-    down = hidden * (m.q_lora_rank or 0)
-    bias = hidden if m.add_bias_linear else 0
-    norms = m.kv_lora_rank + (m.q_lora_rank or 0) if m.qk_layernorm else 0
-    out = heads * m.v_head_dim * hidden + bias
-    return kv + raised + down + out + norms * _parameters_per_channel(m)
+def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
+    hidden, tp = m.hidden_size, m.tensor_model_parallel_size
+    per_channel = _parameters_per_channel(m)
+    norms = per_channel * hidden * (2 if m.layer_norm_placement == "sandwich" else 1)
+    parts = layer.attention, layer.mlp
+    total = norms * (parts.count(FULL) + parts.count(LINEAR) + layer.has_mixer)
+    total += hidden**2 // tp * parts.count(LINEAR)
+    total += _weights(m, linear_layers(m, layer))
+    if layer.attention == FULL:
+        total += m.num_attention_heads // tp * (m.softmax_type == "learnable")
+        if m.multi_latent_attention and m.qk_layernorm:
+            total += (m.kv_lora_rank + (m.q_lora_rank or 0)) * per_channel
+        elif m.qk_layernorm_full_width:  # an RMS norm, whatever the others are
+            total += m.kv_channels * (m.num_attention_heads + m.num_query_groups) // tp
+        elif m.qk_layernorm:
+            total += 2 * m.kv_channels * per_channel
+    if layer.has_experts:  # the router, and the gate of shared experts
+        total += (hidden + m.add_bias_linear) * (m.num_moe_experts or 0)
+        total += hidden * bool(m.moe_shared_expert_intermediate_size and m.moe_shared_expert_gate)
+    if layer.has_cross_attention:
+        total += _layer_parameters(m, Layer(attention=FULL))
+    if layer.has_mixer:
+        total += mixer_shape(m).num_parameters // tp
+    return total
 
 
-def _mlp_parameters(m: TransformerConfig, layer: Layer) -> int:
-    if layer.mlp != FULL:
-        return _replaced(m, layer.mlp)
-    matrices = _mlp_matrices(m, layer.ffn_hidden_size, m.tensor_model_parallel_size)
-    return matrices + _norms_of_part(m)
-
-
-def _mlp_matrices(
-    m: TransformerConfig, width: int, tp: int, *, input_size: int | None = None
-) -> int:
-    inner = width // tp * (2 if m.gated_linear_unit else 1)
-    biases = m.hidden_size + inner if m.add_bias_linear else 0
-    return (input_size or m.hidden_size) * inner + m.hidden_size * (width // tp) + biases
-
-
-def _expert_parameters(m: TransformerConfig) -> int:
-    """Return the parameters of an expert layer's MLP: router, local experts, shared experts."""
-    assert m.num_moe_experts is not None, "called for a layer with experts"
-    one = _mlp_matrices(m, m.moe_ffn_hidden_size or 0, m.expert_tensor_parallel_size or 1)
-    total = (
-        m.hidden_size + m.add_bias_linear
-    ) * m.num_moe_experts + m.num_moe_experts // m.expert_model_parallel_size * one
-    if m.moe_shared_expert_intermediate_size:
-        width = m.moe_shared_expert_intermediate_size
-        total += _mlp_matrices(m, width, m.tensor_model_parallel_size)
-        total += m.hidden_size if m.moe_shared_expert_gate else 0
-    return total + _norms_of_part(m)
-
-
-def _replaced(m: TransformerConfig, kind: str) -> int:
-    """Return the parameters of a part that is one matrix with a norm, or absent."""
-    if kind != LINEAR:
-        return 0
-    return m.hidden_size**2 // m.tensor_model_parallel_size + _norms_of_part(m)
-
-
-def _norms_of_part(m: TransformerConfig) -> int:
-    norms = 2 if m.layer_norm_placement == "sandwich" else 1
-    return norms * m.hidden_size * _parameters_per_channel(m)
+def _weights(m: TransformerConfig, layers: Matrices) -> int:
+    """Return the parameters of linear layers, besides mixers', on one tensor-parallel rank."""
+    total = 0
+    for name, rows, columns in layers:
+        ranks = 1 if name.endswith("_down_proj") else m.tensor_model_parallel_size
+        count = 1
+        if name.startswith(EXPERTS):
+            ranks = m.expert_tensor_parallel_size or 1
+            count = (m.num_moe_experts or 0) // m.expert_model_parallel_size
+        size, bias = sum(rows.values()), 0
+        if name.endswith(("linear_proj", "linear_fc2")):
+            bias = size * m.add_bias_linear
+        elif name.endswith("linear_fc1"):
+            bias = size // ranks * m.add_bias_linear
+        elif name.endswith("linear_qkv"):
+            bias = size // ranks * (m.add_bias_linear or m.add_qkv_bias)
+        total += count * (size * columns // ranks + bias) * (not name.startswith("mixer"))
+    return total
 
 
 def _parameters_per_channel(m: TransformerConfig) -> int:
     return 2 if m.normalization == "LayerNorm" else 1
-
-
-Matrices = Iterator[tuple[str, Mapping[str, int], int]]  # layer, rows of each part, columns
 
 
 def adapter_parameters(run: RunConfig, padded_vocab_size: int) -> int:
@@ -220,28 +184,30 @@ def adapter_parameters(run: RunConfig, padded_vocab_size: int) -> int:
     if config is None:
         return 0
     m = run.model
-    of_layers = sum(_count(_matrices(m, layer), config) for layer in layers_of(run))
-    ahead = [("mtp.eh_proj", {WHOLE: m.hidden_size}, 2 * m.hidden_size)]
-    outside: Matrices = iter(
-        [
-            ("embedding.word_embeddings", {WHOLE: padded_vocab_size}, m.hidden_size),
-            ("output_layer", {WHOLE: padded_vocab_size}, m.hidden_size),
-        ]
+    of_layers = sum(_count(linear_layers(m, layer), config, m) for layer in layers_of(run))
+    ahead = ("mtp.eh_proj", {WHOLE: m.hidden_size}, 2 * m.hidden_size)
+    outside = (
+        (name, {WHOLE: padded_vocab_size}, m.hidden_size)
+        for name in ("embedding.word_embeddings", "output_layer")
     )
-    of_ahead = (m.mtp_num_layers or 0) * _count(iter(ahead), config)
-    return of_layers + of_ahead + _count(outside, config)
+    of_ahead = (m.mtp_num_layers or 0) * _count([ahead], config, m)
+    return of_layers + of_ahead + _count(outside, config, m)
 
 
-def _count(matrices: Matrices, config: LoraConfig) -> int:
+def _count(matrices: Matrices, config: LoraConfig, m: TransformerConfig) -> int:
     total = 0
     for name, rows, columns in matrices:
         chosen = {p for t in config.targets for p in targeted_parts(t, name, tuple(rows))}
-        total += sum(config.rank * (rows[part] + columns) for part in chosen)
+        count = m.num_moe_experts or 0 if name.startswith(EXPERTS) else 1
+        total += count * sum(config.rank * (rows[part] + columns) for part in chosen)
     return total
 
 
-def _matrices(m: TransformerConfig, layer: Layer) -> Matrices:
-    """Yield the linear layers of a layer, by the end of their names."""
+def linear_layers(m: TransformerConfig, layer: Layer) -> Matrices:
+    """Yield the linear layers of a layer, by the end of their names; of experts those of one.
+
+    Without routers, cross attention and what replaces a part of a heterogeneous model.
+    """
     hidden = m.hidden_size
     heads = m.num_attention_heads
     if layer.has_mixer:
@@ -266,15 +232,14 @@ def _matrices(m: TransformerConfig, layer: Layer) -> Matrices:
         yield "self_attention.linear_qkv", {"q": q, "k": k, "v": k}, hidden
         yield "self_attention.linear_proj", {WHOLE: hidden}, q
     if layer.has_experts:
-        for _ in range(m.num_moe_experts or 0):
-            yield from _mlp("mlp.experts", m, m.moe_ffn_hidden_size or 0)
+        yield from _mlp("mlp.experts", m, m.moe_ffn_hidden_size or 0)
         if m.moe_shared_expert_intermediate_size:
             yield from _mlp("mlp.shared_experts", m, m.moe_shared_expert_intermediate_size)
     elif layer.mlp == FULL:
         yield from _mlp("mlp", m, layer.ffn_hidden_size)
 
 
-def _mlp(name: str, m: TransformerConfig, width: int) -> Matrices:
+def _mlp(name: str, m: TransformerConfig, width: int, columns: int | None = None) -> Matrices:
     rows = {"gate": width, "up": width} if m.gated_linear_unit else {WHOLE: width}
-    yield f"{name}.linear_fc1", rows, m.hidden_size
+    yield f"{name}.linear_fc1", rows, columns or m.hidden_size
     yield f"{name}.linear_fc2", {WHOLE: m.hidden_size}, width

@@ -110,7 +110,12 @@ class AttemptAgent(LocalElasticAgent):
         try:
             while not self._is_over(attempt):
                 time.sleep(group.spec.monitor_interval)
-            if self.processes.has_failure or self._has_lost_nodes or self._has_hang():
+            if (
+                self.processes.has_failure
+                or self._has_lost_nodes
+                or self._detector is not None
+                and self._detector.found
+            ):
                 attempt.announce("ended")
         except (dist.DistError, RendezvousError) as error:
             self.lost_store = str(error).splitlines()[0]
@@ -161,9 +166,6 @@ class AttemptAgent(LocalElasticAgent):
         if attempt.has("join"):
             self._ask_ranks_to_stop()
         return self._detector is not None and self._detector.poll(self.processes)
-
-    def _has_hang(self) -> bool:
-        return self._detector is not None and bool(self._detector.found)
 
     def _ask_ranks_to_stop(self) -> None:
         self._asked_to_stop_at_s = time.monotonic()

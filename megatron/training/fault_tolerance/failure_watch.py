@@ -198,10 +198,12 @@ class FailureWatch:
             self._peers.leave(self._store)
             self._store.add(_LEFT, 1)
             if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                self._wait_for(_LEFT, self._world_size, _FAREWELL_S, self._has_lost_a_neighbour)
-
-    def _has_lost_a_neighbour(self) -> bool:
-        return self._peers.lost(self._store) is not None
+                self._wait_for(
+                    _LEFT,
+                    self._world_size,
+                    _FAREWELL_S,
+                    lambda: self._peers.lost(self._store) is not None,
+                )
 
     def _fail(self, error: BaseException) -> None:
         """Report ``error`` to all ranks and end this process."""
@@ -295,14 +297,11 @@ class FailureWatch:
                     store.add(_ACKNOWLEDGED, 1)
                     self._before_end(store)
                 time.sleep(_LINGER_S)
-                self._kill_stopped(store)  # last: the launcher then ends all others
+                # Last, if it is a neighbour on this host: the launcher then ends all others.
+                with contextlib.suppress(RuntimeError):
+                    if (stopped := store.get(_STOPPED)) is not None:
+                        self._peers.kill(int(stopped))
                 self._finish(text, say=False)
-
-    def _kill_stopped(self, store: RunStore) -> None:
-        """Kill the rank that is stopped if it is a neighbour on this host."""
-        with contextlib.suppress(RuntimeError):
-            if (stopped := store.get(_STOPPED)) is not None:
-                self._peers.kill(int(stopped))
 
     def _finish(self, text: str, code: int = 1, *, say: bool = True) -> None:
         if say:
@@ -430,7 +429,10 @@ class StallReport:
                 self._call_all(store)
         if self._patience_s < self._timeout_s:
             self.answer(store)
-            self._print_summary(store)
+            if self._polls_until_summary:  # this rank has called for reports
+                self._polls_until_summary -= 1
+                if self._polls_until_summary == 0:
+                    print(self.summary(store), file=sys.stderr, flush=True)
 
     def call_for_reports(self, store: RunStore, why: str = "a collective timed out here") -> None:
         """Report, and request a report from every other rank (see `answer`)."""
@@ -452,13 +454,6 @@ class StallReport:
                 store.set(f"{_LINE}{rank}", "")
             store.set(_CALLED_FOR, f"{self._rank} {number}")
             self._polls_until_summary = _POLLS_FOR_SUMMARY
-
-    def _print_summary(self, store: RunStore) -> None:
-        """Print the answers to this rank's call, some polls after it."""
-        if self._polls_until_summary:
-            self._polls_until_summary -= 1
-            if self._polls_until_summary == 0:
-                print(self.summary(store), file=sys.stderr, flush=True)
 
     def summary(self, store: RunStore) -> str:
         """Return one line per group of ranks with equal reports, the smallest group last."""

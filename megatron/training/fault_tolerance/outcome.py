@@ -118,7 +118,8 @@ def outcome_of(reports: Iterable[NodeReport], lost_nodes: Sequence[str] = ()) ->
     causes = [f"rank {rank.rank} on {node}: {_short(rank.reason)}" for node, rank in ranks]
     failed = next((rank for _, rank in ranks if rank.exit_code not in (0, None)), None)
     code = 1
-    signature = "" if failed is None else signature_of(failed.reason)
+    # Without numbers, so that ranks and steps compare.
+    signature = "" if failed is None else re.sub(r"\d+", "#", failed.reason.split("\n")[0])[:_SHOWN]
     if _explains(failed, has_lost_nodes=bool(lost_nodes)):
         code = max(1, failed.exit_code or 1)
     elif lost_nodes or any(node.lost_store for node in reports):
@@ -149,11 +150,6 @@ def _explains(failed: RankEnd | None, *, has_lost_nodes: bool) -> TypeGuard[Rank
     if failed is None or not failed.is_cause:
         return False
     return not has_lost_nodes or failed.exit_code in _DECISIVE
-
-
-def signature_of(reason: str) -> str:
-    """Return the first line of ``reason`` without numbers, so that ranks and steps compare."""
-    return re.sub(r"\d+", "#", reason.split("\n")[0])[:_SHOWN]
 
 
 def to_json(value: DataclassInstance) -> str:

@@ -45,7 +45,11 @@ def rehearse(run: TrainingRun) -> None:
 
     Collective over all ranks, like a step.
     """
-    count = _num_microbatches(run)
+    model = run.config.model
+    stages = model.pipeline_model_parallel_size
+    # As many micro-batches as the pipeline needs to reach its peak memory.
+    needed = _ROUNDS * max(stages, model.microbatch_group_size_per_vp_stage or 1)
+    count = min(run.batches.num_microbatches_at_full_size(), needed)
     random_state = rng_state()
     buffers = [(b, b.clone()) for chunk in run.model_chunks for b in chunk.buffers()]
     run.data.train, data = _first_microbatch_again(run.data.train)
@@ -58,7 +62,12 @@ def rehearse(run: TrainingRun) -> None:
     )
     forward_backward(run, data, count, forward_only=False, hooks=hooks)
     if run.data.valid_loaders:
-        _evaluate(run, data, count)
+        for chunk in run.model_chunks:
+            chunk.eval()
+        with torch.no_grad():
+            forward_backward(run, data, count, forward_only=True, hooks=StepHooks())
+        for chunk in run.model_chunks:
+            chunk.train()
     run.optimizer.zero_grad()
     with torch.no_grad():
         for buffer, before in buffers:
@@ -70,14 +79,6 @@ def rehearse(run: TrainingRun) -> None:
     print_rank_0(
         f"rehearsed {count} micro-batches: at most {most / _GIB:.3f} GiB of {of / _GIB:.3f}"
     )
-
-
-def _num_microbatches(run: TrainingRun) -> int:
-    """Return as many micro-batches as the pipeline needs to reach its peak memory."""
-    model = run.config.model
-    stages = model.pipeline_model_parallel_size
-    group = model.microbatch_group_size_per_vp_stage or 1
-    return min(run.batches.num_microbatches_at_full_size(), _ROUNDS * max(stages, group))
 
 
 def _first_microbatch_again(data: Any) -> tuple[object, object]:
@@ -94,12 +95,3 @@ def _first_microbatch_again(data: Any) -> tuple[object, object]:
         return data, itertools.repeat(data.first())
     first = next(data)
     return itertools.chain([first], data), itertools.repeat(first)
-
-
-def _evaluate(run: TrainingRun, data: object, count: int) -> None:
-    for chunk in run.model_chunks:
-        chunk.eval()
-    with torch.no_grad():
-        forward_backward(run, data, count, forward_only=True, hooks=StepHooks())
-    for chunk in run.model_chunks:
-        chunk.train()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -227,7 +227,10 @@ def _cost(run: _PlannedRank, shapes: KnownShapes | None) -> RankCost:
     messages, dtype = messages_of(
         run.config.model, run.groups, tokens, num_stages, shape_adjustment(run.model_chunks[0])
     )
-    repeats = Repeats(tracker, run.model_chunks if _may_skip(run) else ())
+    # Spans repeat only if everything that a pass does for a layer happens while the layer runs.
+    schedule = run.config.model.pipeline_schedule or ""
+    may_skip = not is_fully_sharded(run.config.ddp) and not schedule.startswith("zb")
+    repeats = Repeats(tracker, run.model_chunks if may_skip else ())
     trial = _Trial(run, tracker, repeats, messages, dtype)
     with tracker:
         passes = {
@@ -239,7 +242,7 @@ def _cost(run: _PlannedRank, shapes: KnownShapes | None) -> RankCost:
         for chunk in run.model_chunks:  # weights that FSDP2 keeps gathered hide the shards
             for unit in getattr(chunk, "units", ()):
                 unit.reshard()
-        own = _own_gradients(run)
+        own = [p.grad for p in _parameters(run) if p.grad is not None]
         gradients = storage_bytes(own) + storage_bytes(_buffers(run))
         lasting = alive - storage_bytes(own)
         del own
@@ -248,7 +251,8 @@ def _cost(run: _PlannedRank, shapes: KnownShapes | None) -> RankCost:
         state=State(
             parameters=storage_bytes([*_parameters(run), *_frozen(run)]),
             gradients=gradients,
-            optimizer=_bytes_besides(_parameters(run), _optimizer_tensors(run)),
+            optimizer=storage_bytes([*_parameters(run), *_optimizer_tensors(run)])
+            - storage_bytes(_parameters(run)),
             host=storage_bytes(run.optimizer.state_tensors(on_host=True)),
         ),
         num_parameters=sum(local_part(p).numel() for p in _parameters(run)),
@@ -345,12 +349,6 @@ def _without(cost: PassCost, gathered: int) -> PassCost:
     return replace(cost, kept=cost.kept - gathered, gathered=abs(gathered))
 
 
-def _may_skip(run: _PlannedRank) -> bool:
-    """Return whether everything that a pass does for a layer happens while the layer runs."""
-    schedule = run.config.model.pipeline_schedule or ""
-    return not is_fully_sharded(run.config.ddp) and not schedule.startswith("zb")
-
-
 def _forward_step(
     run: _PlannedRank, data: Iterator[dict[str, Tensor]], model: nn.Module
 ) -> tuple[Any, _LossFunction]:
@@ -416,18 +414,8 @@ def _buffers(run: _PlannedRank) -> list[Tensor]:
     ]
 
 
-def _own_gradients(run: _PlannedRank) -> list[Tensor]:
-    """Return the gradients that are not in a buffer."""
-    return [p.grad for p in _parameters(run) if p.grad is not None]
-
-
 def _optimizer_tensors(run: _PlannedRank) -> list[Tensor]:
     return run.optimizer.state_tensors(on_host=False)
-
-
-def _bytes_besides(known: Iterable[Tensor], tensors: Iterable[Tensor]) -> int:
-    known = list(known)
-    return storage_bytes([*known, *tensors]) - storage_bytes(known)
 
 
 _OF_TOKENS = ("ep", "expt_tp", "tp_ep")  # groups of token dispatch

@@ -166,16 +166,13 @@ def _kind(
     behind = config.model.encoder_pipeline_model_parallel_size
     places = {0, behind - 1, behind, placement.num_stages - 1}
     ends = tuple(stage if stage in places else None for stage in stages)
-    if _layers_differ(config.model):
+    model = config.model
+    per_layer = (model.window_attn_skip_freq, model.no_rope_freq)
+    is_per_layer = any(value is not None for value in per_layer) or len(model.cp_comm_type) > 1
+    if is_per_layer or layer_shapes(model) is not None:
         return ends, layers
     every = layers_of(config)
     return ends, tuple(tuple(every[i] for i in chunk) for chunk in layers)
-
-
-def _layers_differ(model: TransformerConfig) -> bool:
-    per_layer = (model.window_attn_skip_freq, model.no_rope_freq)
-    is_per_layer = any(value is not None for value in per_layer) or len(model.cp_comm_type) > 1
-    return layer_shapes(model) is not None or is_per_layer
 
 
 def _loads(config: RunConfig, vocabulary: int) -> list[float]:
@@ -209,8 +206,10 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     for number, stage in enumerate(plan.stages):
         state = stage.cost.state
         sizes = (state.parameters, state.gradients, state.optimizer, stage.activations, stage.peak)
+        parts = [f"{r.start}-{r.stop - 1}" if r else "none" for r in stage.layers]
+        layers = "+".join(parts) if len(parts) <= 3 else f"{parts[0]}+...+{parts[-1]}"
         rows.append(
-            [str(number), str(stage.rank), _format_layers(stage), f"{stage.cost.num_parameters:,}"]
+            [str(number), str(stage.rank), layers, f"{stage.cost.num_parameters:,}"]
             + [f"{size / _GIB:.2f}" for size in sizes]
         )
     yield from _table(rows)
@@ -242,12 +241,6 @@ def _communication(plan: RunPlan) -> Iterator[str]:
         cells = [f"{v.sent_bytes / _GIB:.2f} ({v.operations:,.0f})" for v in found]
         rows.append([str(number), *cells])
     yield from _table(rows)
-
-
-def _format_layers(stage: Stage) -> str:
-    """Return the layers of a stage as text: 0-11, or 0-1+8-9 for several chunks."""
-    parts = [f"{r.start}-{r.stop - 1}" if r else "none" for r in stage.layers]
-    return "+".join(parts) if len(parts) <= 3 else f"{parts[0]}+...+{parts[-1]}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

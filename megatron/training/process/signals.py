@@ -82,14 +82,10 @@ def end_with_launcher(end: Callable[[int], object] = os._exit) -> None:
     if _LAUNCHED not in os.environ or any(t.name == _NAME for t in threading.enumerate()):
         return
     if os.environ.get(SUPERVISOR) == str(os.getppid()):
-        _obey_supervisor()
+        # The kernel ends this process with the supervisor; not on other systems than Linux.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     threading.Thread(target=_watch, args=(os.getppid(), end), name=_NAME, daemon=True).start()
-
-
-def _obey_supervisor() -> None:
-    """Let the kernel end this process with the supervisor."""
-    with contextlib.suppress(OSError, AttributeError):  # other systems than Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _watch(launcher: int, end: Callable[[int], object]) -> None:

@@ -71,8 +71,10 @@ def legacy_namespace(run: RunContext) -> ReadOnlyNamespace:
     vars(namespace).update(
         values,
         rank=rank(),
-        local_rank=_local_rank(run),
-        padded_vocab_size=_padded_vocab_size(run),
+        local_rank=int(os.environ.get("LOCAL_RANK", run.config.distributed.local_rank)),
+        padded_vocab_size=run.padded_vocab_size
+        if run.config.language_model.pad_vocab_in_loss
+        else PaddedSize(run.padded_vocab_size, run.tokenizer.vocab_size),
     )
     refresh(namespace, run)
     return namespace
@@ -89,14 +91,3 @@ def refresh(namespace: ReadOnlyNamespace, run: RunContext) -> None:
     values["curr_iteration"] = state["iteration"]
     if run.train_iters:
         values["train_iters"] = run.train_iters
-
-
-def _padded_vocab_size(run: RunContext) -> int:
-    """Return the padded size, as a PaddedSize with the true size if the loss excludes padding."""
-    if run.config.language_model.pad_vocab_in_loss:
-        return run.padded_vocab_size
-    return PaddedSize(run.padded_vocab_size, run.tokenizer.vocab_size)
-
-
-def _local_rank(run: RunContext) -> int:
-    return int(os.environ.get("LOCAL_RANK", run.config.distributed.local_rank))

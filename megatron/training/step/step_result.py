@@ -43,7 +43,13 @@ def complete_result(
     is_updated, grad_norm, num_zeros = update
     if config.training.empty_unused_memory_level >= 2:
         device.empty_cache()
-    losses, layer_losses = _all_losses(run, reported, batch.num_microbatches)
+    experts, layer_losses, ahead = added_losses(run, batch.num_microbatches)
+    losses: dict[str, Tensor] = {}
+    if run.has_loss:
+        group = run.groups.dp_cp
+        losses = reduce_losses(reported, group) | experts | reduce_losses([ahead], group)
+    else:
+        layer_losses = {}
     parts = RunParts(model_chunks=run.model_chunks, groups=run.groups)
     interval = config.training.check_weight_hash_across_dp_replicas_interval
     if interval is not None and iteration % interval == 0:
@@ -69,20 +75,6 @@ def complete_result(
         params_hash=params_hash(parts) if logs_hash else None,
         layer_losses=layer_losses,
     )
-
-
-def _all_losses(
-    run: TrainingRun, reported: list[dict[str, Tensor]], num_microbatches: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return all losses of the step by key, and the losses of single expert layers.
-
-    Collective over all ranks.
-    """
-    experts, layers, ahead = added_losses(run, num_microbatches)
-    if not run.has_loss:
-        return {}, {}
-    group = run.groups.dp_cp
-    return reduce_losses(reported, group) | experts | reduce_losses([ahead], group), layers
 
 
 def reduce_losses(

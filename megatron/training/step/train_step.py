@@ -24,7 +24,6 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.non_finite import LossCheck
 from megatron.core.params.param_info import local_part
 from megatron.core.pipeline_parallel.microbatch import StepHooks, StepLosses
-from megatron.core.pipeline_parallel.plan import PassKind
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
 from megatron.core.transformer.moe.router import update_expert_biases
@@ -132,7 +131,7 @@ def forward_backward(
     hooks = hooks or StepHooks(
         grad_scale_func=partial(_scaled_loss, run) if isinstance(run, TrainingRun) else None,
         loss_check_func=check,
-        pass_func=_begin_pass,
+        pass_func=lambda kind: enter_phase(f"{kind} pass"),
         loss_share=run.objective.loss_share,
         timers=None if forward_only else run.timers,  # evaluation is not training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
@@ -214,10 +213,6 @@ def _loss_check(run: ModelRun) -> LossCheck | None:
     if not (for_nan or for_spikes):
         return None
     return LossCheck(run.rerun, for_nan=for_nan, for_spikes=for_spikes)
-
-
-def _begin_pass(kind: PassKind) -> None:
-    enter_phase(f"{kind} pass")
 
 
 def train(run: TrainingRun) -> None:

@@ -273,7 +273,7 @@ def write_stacked_tensors(rank_save: RankSave) -> RankReport:
         for offset, shape, make in _split_at_shards(tensor):
             front = stack
             if is_flat:
-                front += _shard_index(offset, tensor)
+                front += tuple(o // n for o, n in zip(offset, _shard_shape(tensor), strict=True))
                 offset, shape = (_start_in_shard(offset, tensor),), (prod(shape),)
             box = [*front, *offset], (1,) * len(front) + shape
             entry["pieces"].append(file.add_box(*box, tensor.dtype, make))
@@ -432,11 +432,6 @@ def _rows(piece: Piece | LazyPiece, dim: int, first: int, count: int) -> Tensor:
 def _shard_shape(tensor: ShardedTensor) -> list[int]:
     dim, num_shards = tensor.sharding
     return [n // num_shards if d == dim else n for d, n in enumerate(tensor.global_shape)]
-
-
-def _shard_index(offset: tuple[int, ...], tensor: ShardedTensor) -> tuple[int, ...]:
-    """Return the index of the shard at ``offset`` along each dimension."""
-    return tuple(o // n for o, n in zip(offset, _shard_shape(tensor), strict=True))
 
 
 def _start_in_shard(offset: tuple[int, ...], tensor: ShardedTensor) -> int:

@@ -93,7 +93,7 @@ class TorchDistReader(ForeignReader):
             check_args(self.args)
         with parsing(folder / METADATA):
             for key, tensor in self._index.tensors.items():
-                if is_bucket(key):
+                if _BUCKET.fullmatch(key):
                     continue
                 for name, piece in _pieces(key, tensor, self.args):
                     self._add(name, tensor.dtype, piece)
@@ -236,7 +236,8 @@ def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[ForeignPiece]:
     done = 0
     for offset, shape in flat_boxes(shard_shape, begin, begin + chunk.shape[-1]):
         moved = tuple(map(sum, zip(first, offset, strict=True)))
-        yield ForeignPiece(moved, shape, partial(_select_range, chunk.array, done, shape))
+        make = partial(lambda array, *place: array().flat(*place), chunk.array, done, shape)
+        yield ForeignPiece(moved, shape, make)
         done += prod(shape)
 
 
@@ -245,10 +246,6 @@ def _select(array: Callable[[], ArrayView], place: tuple[int, ...]) -> ArrayView
     for index in place:
         found = found.select(index)
     return found
-
-
-def _select_range(array: Callable[[], ArrayView], begin: int, shape: tuple[int, ...]) -> ArrayView:
-    return array().flat(begin, shape)
 
 
 _GROUP = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
@@ -284,11 +281,6 @@ class JoinedArray(ArrayView):
         if missing:
             raise CheckpointDamaged(f"{missing} elements of a bucket of the optimizer are missing")
         return flat
-
-
-def is_bucket(key: str) -> bool:
-    """Return whether a tensor of torch_dist is a bucket of the optimizer."""
-    return _BUCKET.fullmatch(key) is not None
 
 
 def read_buckets(index: DcpIndex) -> Iterator[tuple[int, Buffers]]:

@@ -167,10 +167,6 @@ def _dtype(code: str, *_: object) -> np.dtype:
     return np.dtype(code)
 
 
-def _scalar(dtype: np.dtype, data: bytes) -> object:
-    return np.frombuffer(data, dtype=dtype)[0].item()
-
-
 def _plain() -> dict[tuple[str, str], object]:
     """Return replacements for common functions and classes in pickles.
 
@@ -187,7 +183,9 @@ def _plain() -> dict[tuple[str, str], object]:
         ("numpy", "ndarray"): np.ndarray,
         ("numpy", "dtype"): partial(_dtype),
         ("numpy.core.multiarray", "_reconstruct"): partial(_empty_array),
-        ("numpy.core.multiarray", "scalar"): partial(_scalar),
+        ("numpy.core.multiarray", "scalar"): partial(
+            lambda dtype, data: np.frombuffer(data, dtype=dtype)[0].item()
+        ),
         ("torch", "Size"): lambda sizes=(): tuple(sizes),
         ("torch", "device"): partial(lambda *args: ":".join(map(str, args))),
         ("torch.serialization", "_get_layout"): partial(str),

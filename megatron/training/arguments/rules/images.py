@@ -63,11 +63,6 @@ def _find_undivided_heads(c: Settings) -> tuple[str, int] | None:
     return (c.shown(flag), heads) if heads % c.value(flag) else None
 
 
-def _find_wrong_grids(c: Settings) -> str:
-    """Return the grids of tiles that are no multiples of a tile."""
-    return ", ".join(f"{h} {w}" for h, w in c.grids if h % c.img_h or w % c.img_w)
-
-
 # Without them a model that reads images has an encoder that cannot be built.
 _ENCODER = where(
     lambda c: c.kind.reads_images,
@@ -120,7 +115,7 @@ _ENCODER = where(
         Rule(
             "{--image-grid-pinpoints}: {found} are no multiples of {--img-h} and {--img-w}, the "
             "size of a tile",
-            _find_wrong_grids,
+            lambda c: ", ".join(f"{h} {w}" for h, w in c.grids if h % c.img_h or w % c.img_w),
         ),
         Rule(
             "{--image-grid-pinpoints} arranges the patches of square tiles: give --img-w equal to "

@@ -353,11 +353,6 @@ _KIND = (
 )
 
 
-def _count_projected_rows(c: Settings) -> int:
-    """Return the rows of a Mamba layer's input projection on each tensor-parallel rank."""
-    return sum(mixer_shape(c.config.model).projected) // int(c.tensor_model_parallel_size)
-
-
 def _has_explicit_layer_frequency(c: Settings) -> bool:
     freq = c.asked["moe_layer_freq"]
     # Checkpoints in Megatron-LM's formats have the list that was derived from the pattern.
@@ -421,7 +416,15 @@ _HYBRID = (
                 "{--fp8-format}: the input projection of a Mamba layer has {found} rows on each "
                 "tensor-parallel rank, not a multiple of 16; change --mamba-num-heads or "
                 "--mamba-state-dim",
-                lambda c: c.fp8 is not None and (rows := _count_projected_rows(c)) % 16 and rows,
+                lambda c: (
+                    c.fp8 is not None
+                    and (
+                        rows := sum(mixer_shape(c.config.model).projected)
+                        // c.tensor_model_parallel_size
+                    )
+                    % 16
+                    and rows
+                ),
             ),
         ),
     ),

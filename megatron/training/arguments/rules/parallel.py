@@ -213,14 +213,6 @@ _PIPELINE = (
 )
 
 
-def _sequence_multiple(c: Settings) -> int:
-    return sequence_divisor(
-        cp=c.context_parallel_size,
-        tp=c.tensor_model_parallel_size,
-        sequence_parallel=c.sequence_parallel,
-    )
-
-
 def _find_undivided_all_to_all(c: Settings) -> list[tuple[str, int, int]]:
     """Return type, heads and ranks of the all-to-alls that cannot divide the heads.
 
@@ -250,7 +242,14 @@ _CONTEXT_PARALLEL = (
                 "ranks, which --sequence-parallel cannot divide by {--tensor-model-parallel-size}: "
                 "use a multiple of {found[1]}",
                 lambda c: (
-                    c.seq_length % (part := _sequence_multiple(c))
+                    c.seq_length
+                    % (
+                        part := sequence_divisor(
+                            cp=c.context_parallel_size,
+                            tp=c.tensor_model_parallel_size,
+                            sequence_parallel=c.sequence_parallel,
+                        )
+                    )
                     and (c.seq_length // c.context_parallel_size, part)
                 ),
             ),

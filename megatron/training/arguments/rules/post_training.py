@@ -24,11 +24,6 @@ _FLAGS_OF_METHODS = {
 }
 
 
-def _parts_of_conversations(c: Settings) -> int:
-    """Return the number of parts into which context parallelism splits each conversation."""
-    return sequence_divisor(cp=c.context_parallel_size)
-
-
 def _beside_conversations(flag: str, breach: Condition, reason: str) -> Rule:
     """Return a rule about ``flag``, whose message names the flag of the objective."""
 
@@ -76,7 +71,10 @@ _CONVERSATIONS = where(
             Rule(
                 "{--sft-alignment} with {--context-parallel-size}: each packed conversation is "
                 "split into {found} parts: give a multiple of {found}",
-                lambda c: c.sft_alignment % (parts := _parts_of_conversations(c)) and parts,
+                lambda c: (
+                    c.sft_alignment % (parts := sequence_divisor(cp=c.context_parallel_size))
+                    and parts
+                ),
             ),
             Rule(
                 "{--seq-length}: rows consist of conversations that are padded to multiples of "
@@ -174,17 +172,15 @@ _ADAPTERS = where(
 )
 
 
-def _count_rollouts(c: Settings) -> int:
-    return int(c.grpo_prompts_per_step * c.grpo_group_size)
-
-
 _RL = where(
     "--perform-rl-step",
     Rule(
         "{--grpo-prompts-per-step} x {--grpo-group-size} = {found} rollouts is not a multiple of "
         "{--global-batch-size}: change one of them",
         lambda c: (
-            c.global_batch_size and (count := _count_rollouts(c)) % c.global_batch_size and count
+            c.global_batch_size
+            and (count := int(c.grpo_prompts_per_step * c.grpo_group_size)) % c.global_batch_size
+            and count
         ),
     ),
     Rule(

@@ -199,7 +199,7 @@ def given(
 
     By default these are the flags that are given, with the value that follows them in ``flags``.
     """
-    terms = _parse_flags(flags)
+    terms = re.findall(r"(--\S+)(?: (?!--)(\S+))?", flags)
 
     def is_found(value: Any, wanted: str) -> bool:
         if is_wrong is not None:
@@ -207,12 +207,6 @@ def given(
         return str(value) == wanted if wanted else is_set(value)
 
     return lambda c: [c.shown(flag) for flag, wanted in terms if is_found(c.value(flag), wanted)]
-
-
-@cache
-def _parse_flags(flags: str) -> list[tuple[str, str]]:
-    """Return each flag, and the value that follows it or ""."""
-    return re.findall(r"(--\S+)(?: (?!--)(\S+))?", flags)
 
 
 def several(flags: str) -> Callable[[Settings], str]:

@@ -221,10 +221,6 @@ _SCHEDULE = (
 _DECAY_RATES = "--adam-beta1 --adam-beta2 --lion-beta1 --lion-beta2 --muon-momentum"
 
 
-def _orders_weight_decay(c: Settings) -> bool:
-    return bool(0 <= c.asked["start_weight_decay"] <= c.asked["end_weight_decay"])
-
-
 # A bucket contains parts of parameters.  Besides Muon, user-defined optimizers may declare that
 # their update is not element-wise.
 def _find_splits_of_parameters(c: Settings) -> list[str]:
@@ -294,7 +290,7 @@ _OPTIMIZER = (
             ),
             Rule(
                 "{--start-weight-decay} and {--end-weight-decay}: 0 <= start <= end is needed",
-                lambda c: not _orders_weight_decay(c),
+                lambda c: not 0 <= c.asked["start_weight_decay"] <= c.asked["end_weight_decay"],
             ),
         ),
     ),
