@@ -5,19 +5,17 @@ The engine has the layout of training and shares its weights.  Answers are greed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.conversations import messages_of, open_rows, tools_of
 from megatron.core.distributed.sharding import is_fully_sharded
-from megatron.core.inference.paged_engine.engine import Engine
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.engine_flags import GenerationLayout
 from megatron.inference.generation import TrainingEngine, open_engine
-from megatron.training.config.run import RunConfig
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
 from megatron.training.tokenizer.base import MegatronTokenizer
@@ -48,7 +46,8 @@ class EvalGenerate(Callback):
         path = run.config.validation.eval_generate
         assert path is not None, "default_callbacks() adds this callback with a file"
         chat = chat_template_of(run.tokenizer, run.config.tokenizer)
-        self._prompts = read_prompts(path, run.tokenizer, chat, _longest_prompt(run.config))
+        longest = run.config.data.seq_length - run.config.validation.eval_generate_tokens
+        self._prompts = read_prompts(path, run.tokenizer, chat, longest)
         self._stop_ids = () if chat is None else chat.stop_ids()
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
@@ -75,7 +74,13 @@ class EvalGenerate(Callback):
                 num_tokens_to_generate=run.config.validation.eval_generate_tokens,
                 stop_token_ids=self._stop_ids,
             )
-            answers = _answers(engine, [prompt.tokens for prompt in self._prompts], params)
+            answers: list[list[int]] = [[] for _ in self._prompts]
+            for output in engine.run_to_end(
+                Request(str(i), prompt.tokens, params) for i, prompt in enumerate(self._prompts)
+            ):
+                answers[int(output.request_id)] += [token.token for token in output.new]
+                if output.finish_reason == "error":
+                    raise DataError(f"--eval-generate, prompt {output.request_id}: {output.error}")
             engine.close()
         for i, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True), 1):
             text = run.tokenizer.detokenize(answer)
@@ -129,10 +134,6 @@ def _prompt_of(
     return EvalPrompt(tokens, str(messages[-1]["content"]))
 
 
-def _longest_prompt(config: RunConfig) -> int:
-    return config.data.seq_length - config.validation.eval_generate_tokens
-
-
 def _engine_of(run: TrainingRun, num_prompts: int) -> TrainingEngine:
     m = run.config.model
     layout = GenerationLayout(
@@ -150,19 +151,3 @@ def _engine_of(run: TrainingRun, num_prompts: int) -> TrainingEngine:
     )
     shares = not is_fully_sharded(run.config.ddp)
     return open_engine(run, layout=layout, options=options, share_memory=shares)
-
-
-def _answers(
-    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
-) -> list[list[int]]:
-    """Return the ids that continue each prompt.  On rank 0, while the other ranks follow."""
-    answers: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(str(i), prompt, params))
-        answers[str(i)] = []
-    while engine.has_unfinished:
-        for output in engine.step():
-            answers[output.request_id] += [token.token for token in output.new]
-            if output.finish_reason == "error":
-                raise DataError(f"--eval-generate, prompt {output.request_id}: {output.error}")
-    return list(answers.values())

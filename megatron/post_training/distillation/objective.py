@@ -86,7 +86,7 @@ class DistillationModel(MegatronModule):
         self._target: Tensor | None = None  # the teacher's output in this pass
         if self.post_process:
             student.loss_runner = self._losses
-            teacher.loss_runner = _hidden_states
+            teacher.loss_runner = lambda hidden, _labels: hidden
             for pair in kd.intermediate_layer_pairs:
                 self._keep_output(0, student, pair.student)
                 self._keep_output(1, teacher, pair.teacher)
@@ -214,11 +214,6 @@ def check_pairs(pairs: Sequence[LayerPair], student: RunConfig, teacher: RunConf
                 )
 
 
-def _hidden_states(hidden: Tensor, labels: Tensor) -> Tensor:
-    del labels
-    return hidden
-
-
 def _build(
     inner: ModelImplementation,
     config: RunConfig,
@@ -227,7 +222,7 @@ def _build(
     vp_stage: int | None = None,
     **stage: Any,
 ) -> DistillationModel:
-    kd = settings_of(config)
+    kd = read_kd_config(config.distillation.export_kd_cfg)
     its_config = teacher_config(config)
     check_pairs(kd.intermediate_layer_pairs, config, its_config)
     student = inner.build(config, groups=groups, vp_stage=vp_stage, **stage)
@@ -242,16 +237,6 @@ def _load_frozen(inner: ModelImplementation, run: Any) -> None:
     load_teacher(run.config, list(frozen_models(run.model_chunks)), run.groups)
     for chunk in run.model_chunks:
         get_attr_wrapped_model(chunk, "frozen", return_model_obj=True).is_loaded = True
-
-
-@cache
-def _read_once(path: str | None) -> KDConfig:
-    return read_kd_config(path)
-
-
-def settings_of(config: RunConfig) -> KDConfig:
-    """Return the settings of --export-kd-cfg, which is read once.  Raises ConfigError."""
-    return _read_once(config.distillation.export_kd_cfg)
 
 
 def _loss(
@@ -269,7 +254,7 @@ def _loss(
     count = inner.loss or sum_masked
     lm, num_tokens, reported = count(config, groups, batch, output[0])
     sums = torch.stack([lm, *(count(config, groups, batch, row)[0] for row in output[1:])])
-    kd = settings_of(config)
+    kd = read_kd_config(config.distillation.export_kd_cfg)
     total = balance_losses(
         sums,
         skip_lm_loss=kd.skip_lm_loss,
@@ -298,8 +283,12 @@ class KDConfig:
     logit_kl_temperature: float = 1.0
 
 
+@cache
 def read_kd_config(path: str | None) -> KDConfig:
-    """Return the settings of the file ``path``; the defaults without one.  Raises ConfigError."""
+    """Return the settings of the file ``path``, which is read once; the defaults without one.
+
+    Raises ConfigError.
+    """
     if path is None:
         return KDConfig()
     what = f"--export-kd-cfg {path}"

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,7 +26,6 @@ from megatron.post_training.rl.environment import (
     Environment,
     Environments,
     FileEnvironment,
-    Prompt,
     Task,
 )
 from megatron.post_training.rl.rounds import Rollouts, from_json, to_json
@@ -36,13 +34,13 @@ from megatron.training.tokenizer import MegatronTokenizer
 from megatron.training.tokenizer.chat import ChatTemplate
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
     """Tokens of an answer, their log-probabilities, and whether it ends with an end token."""
 
-    tokens: list[int]
-    log_probs: list[float]
-    is_finished: bool
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    is_finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,12 @@ def generate_round(
     else:
         first = number * rl.grpo_prompts_per_step
         tasks = source.environments.tasks(first, rl.grpo_prompts_per_step)
-        requests = [
-            request
-            for i, task in enumerate(tasks, first)
-            for request in _group_of_requests(config, task, i, source)
-        ]
+        requests = []
+        for i, task in enumerate(tasks, first):
+            prompt = tokenize_task(task, source, config)
+            for j in range(rl.grpo_group_size):
+                fork_of = f"{i}/0" if j else None
+                requests.append(_request(config, f"{i}/{j}", prompt, [i, j], source, fork_of))
         answers = answers_of(engine, requests)
         rewards = rewards_of([t for t in tasks for _ in range(rl.grpo_group_size)], answers, source)
         engine.close()  # now: while the other ranks follow, no timeout limits the rewards
@@ -93,14 +92,11 @@ def check_prompts(config: RunConfig, source: PromptSource) -> None:
     """
     for environment in source.environments.every:
         if isinstance(environment, FileEnvironment):  # prompts of others may be without number
-            check = partial(_check_prompt, environment, source, config)
-            read_all(environment.prompts, check, "prompts")
-
-
-def _check_prompt(
-    environment: Environment, source: PromptSource, config: RunConfig, prompt: Prompt
-) -> None:
-    tokenize_task(Task(environment, prompt), source, config)
+            read_all(
+                environment.prompts,
+                lambda prompt: tokenize_task(Task(environment, prompt), source, config),  # noqa: B023
+                "prompts",
+            )
 
 
 def tokenize_task(task: Task, source: PromptSource, config: RunConfig) -> list[int]:
@@ -114,25 +110,12 @@ def tokenize_task(task: Task, source: PromptSource, config: RunConfig) -> list[i
     return tokens
 
 
-def _group_of_requests(
-    config: RunConfig, task: Task, index: int, source: PromptSource
-) -> list[Request]:
-    """Return the requests for all answers to prompt ``index``.  Raises DataError."""
-    prompt = tokenize_task(task, source, config)
-    first = f"{index}/0"
-    return [
-        _request(config, f"{index}/{j}", prompt, [index, j], source, fork_of=first if j else None)
-        for j in range(config.rl.grpo_group_size)
-    ]
-
-
 def _request(
     config: RunConfig,
     name: str,
     prompt: list[int],
     key: Sequence[int],
     source: PromptSource,
-    *,
     fork_of: str | None = None,
 ) -> Request:
     """Return the request for an answer, whose noise depends on --seed and ``key``."""
@@ -153,24 +136,18 @@ def _request(
 
 def answers_of(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
     """Return the answers to ``requests``.  On rank 0, while the other ranks follow."""
-    tokens: dict[str, list[int]] = {}
-    log_probs: dict[str, list[float]] = {}
-    reasons: dict[str, str | None] = {}
-    for request in requests:
-        engine.add(request)
-        tokens[request.request_id] = []
-        log_probs[request.request_id] = []
-    while engine.has_unfinished:
-        for output in engine.step():
-            tokens[output.request_id] += [t.token for t in output.new]
-            log_probs[output.request_id] += [t.log_prob for t in output.new]
-            reasons[output.request_id] = output.finish_reason
-            if output.finish_reason == "error":
-                raise DataError(
-                    f"the answer {output.request_id} cannot be generated: {output.error}; the "
-                    "policy has diverged: resume from an earlier checkpoint with a lower --lr"
-                )
-    return [Answer(tokens[n], log_probs[n], reasons[n] == "stop") for n in tokens]
+    answers = {request.request_id: Answer() for request in requests}
+    for output in engine.run_to_end(requests):
+        if output.finish_reason == "error":
+            raise DataError(
+                f"the answer {output.request_id} cannot be generated: {output.error}; the "
+                "policy has diverged: resume from an earlier checkpoint with a lower --lr"
+            )
+        answer = answers[output.request_id]
+        answer.tokens += [t.token for t in output.new]
+        answer.log_probs += [t.log_prob for t in output.new]
+        answer.is_finished = output.finish_reason == "stop"
+    return list(answers.values())
 
 
 def rewards_of(

@@ -262,14 +262,18 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> dict[str, list[TokenOutput]]:
         """Run requests to their end; return the tokens of each by its id."""
-        out: dict[str, list[TokenOutput]] = {}
+        requests = list(requests)
+        out: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
+        for output in self.run_to_end(requests):
+            out[output.request_id] += output.new
+        return out
+
+    def run_to_end(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+        """Add requests and step until none is unfinished; yield the outputs of each step."""
         for request in requests:
             self.add(request)
-            out[request.request_id] = []
         while self.has_unfinished:
-            for output in self.step():
-                out[output.request_id] += output.new
-        return out
+            yield from self.step()
 
     def close(self) -> None:
         """Let the other ranks return from `follow`."""
@@ -298,7 +302,8 @@ class Engine:
                 continue
             plan, result = self._flights.pop((replica, lane))
             if result is None and plan.num_outputs:
-                result = StepOutput.from_array(self._channel.receive(self._sampling_rank(replica)))
+                sampler = self._rank(dp=replica, pp=self._num_lanes - 1, tp=0)
+                result = StepOutput.from_array(self._channel.receive(sampler))
             if plan is not self._idle:
                 outputs += self._schedulers[replica, lane].record(plan, result or StepOutput())
         for output in outputs:
@@ -386,9 +391,6 @@ class Engine:
         pp = self.model.groups.pp.size()
         for stage, part in product(range(pp), range(tp)):
             yield self._rank(dp=replica, pp=stage, tp=part)
-
-    def _sampling_rank(self, replica: int) -> int:
-        return self._rank(dp=replica, pp=self._num_lanes - 1, tp=0)
 
     def _rank(self, **coordinate: int) -> int:
         grid = self.model.groups.dense_grid

@@ -15,8 +15,8 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -33,13 +33,8 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-
-@dataclass(frozen=True)
-class TimedOutput:
-    """Output of a request in one step, and how long the step took."""
-
-    output: RequestOutput
-    elapsed_s: float
+# An output of a request in one step, and the seconds that the step took.
+TimedOutput: TypeAlias = tuple[RequestOutput, float]
 
 
 class CollectiveEngine(Engine):
@@ -58,39 +53,34 @@ class CollectiveEngine(Engine):
             super().__init__(replace(model, groups=groups), options, peers)
         self._is_root = self.model.groups.world.rank() == 0
         self._linears = None if is_cuda(self.model.device) else FastLinears(self.model.module)
-        self._unfinished: set[str] = set()
+        self.unfinished: set[str] = set()  # requests that wait or run
         self._begun: set[str] = set()  # unfinished requests that have a token
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
-        return bool(self._unfinished)
+        return bool(self.unfinished)
 
     @property
     def is_decode_only(self) -> bool:
         """Whether all unfinished requests, of which there are some, have a token."""
-        return bool(self._unfinished) and self._unfinished == self._begun
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests that wait or run."""
-        return len(self._unfinished)
+        return bool(self.unfinished) and self.unfinished == self._begun
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises RequestError on every rank if it can never run."""
         self.check(request)
         if self._is_root:
-            if not self._unfinished:
+            if not self.unfinished:
                 self._start_anew()  # the weights may have changed
             super().add(request)
-        self._unfinished.add(request.request_id)
+        self.unfinished.add(request.request_id)
 
     def abort(self, request_id: str) -> bool:
         """End a request without further output; return whether it was there."""
         if self._is_root:
             super().abort(request_id)
-        was_there = request_id in self._unfinished
-        self._unfinished.discard(request_id)
+        was_there = request_id in self.unfinished
+        self.unfinished.discard(request_id)
         self._begun.discard(request_id)
         return was_there
 
@@ -103,9 +93,9 @@ class CollectiveEngine(Engine):
         linears = nullcontext() if self._linears is None else self._linears.bound()
         with linears, self._sequences.bound():
             found = self._advance(to_end=to_end)
-        ended = {f.output.request_id for f in found if f.output.finish_reason is not None}
-        self._unfinished -= ended
-        self._begun |= {f.output.request_id for f in found if f.output.new}
+        ended = {output.request_id for output, _ in found if output.finish_reason is not None}
+        self.unfinished -= ended
+        self._begun |= {output.request_id for output, _ in found if output.new}
         self._begun -= ended
         return found
 
@@ -117,7 +107,7 @@ class CollectiveEngine(Engine):
                 if not to_end:
                     break
             self.close()
-            items = [[timed.elapsed_s, timed.output.to_json()] for timed in found]
+            items = [[output.to_json(), elapsed_s] for output, elapsed_s in found]
             message = text_to_array(json.dumps(items))
             for rank in self._channel.ranks[1:]:
                 self._channel.send(message, rank)
@@ -125,7 +115,7 @@ class CollectiveEngine(Engine):
         else:
             self.follow()
             text = array_to_text(self._channel.receive(self._channel.root))
-            found = [TimedOutput(RequestOutput.from_json(o), s) for s, o in json.loads(text)]
+            found = [(RequestOutput.from_json(o), s) for o, s in json.loads(text)]
         return found
 
     def _timed_steps(self, count: int) -> list[TimedOutput]:
@@ -137,7 +127,7 @@ class CollectiveEngine(Engine):
             outputs += self._held
             self._held = []
         elapsed = time.perf_counter() - start
-        return [TimedOutput(output, elapsed) for output in outputs]
+        return [(output, elapsed) for output in outputs]
 
 
 def _groups_of_replica(groups: ProcessGroupCollection) -> ProcessGroupCollection:

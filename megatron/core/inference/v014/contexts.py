@@ -362,7 +362,7 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def get_active_request_count(self) -> int:
         """Count unfinished requests of the engine, those that wait included."""
-        return 0 if self.engine is None else self.engine.num_unfinished
+        return 0 if self.engine is None else len(self.engine.unfinished)
 
     @classmethod
     def round_up_tokens(cls, value: int, tp_size: int | None = None) -> int:

@@ -20,12 +20,13 @@ from megatron.core.inference.paged_engine.request import (
     FinishReason,
     PromptImage,
     Request,
+    RequestOutput,
     TokenOutput,
     text_of,
 )
 from megatron.core.inference.sampling.choice import sample_tokens
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.core.inference.v014.collective_engine import CollectiveEngine, TimedOutput
+from megatron.core.inference.v014.collective_engine import CollectiveEngine
 from megatron.core.inference.v014.requests import (
     AsyncStream,
     DynamicInferenceRequest,
@@ -68,11 +69,10 @@ class RunningRequest:
         self._seconds: list[float] = []
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
-    def record(self, timed: TimedOutput) -> None:
+    def record(self, output: RequestOutput, elapsed_s: float) -> None:
         """Add the output of a step."""
-        output = timed.output
         self._tokens += output.new
-        self._seconds += [timed.elapsed_s / max(len(output.new), 1)] * len(output.new)
+        self._seconds += [elapsed_s / max(len(output.new), 1)] * len(output.new)
         self._scores = output.prompt_scores or self._scores
         self.finish_reason = output.finish_reason or self.finish_reason
         if isinstance(self.request, DynamicInferenceRequest):
@@ -209,11 +209,11 @@ class TextGenerationController:
                 engine.abort(name)
             raise
         while engine.has_unfinished:
-            for timed in engine.advance(to_end=not streams):
-                found = running[timed.output.request_id]
-                found.record(timed)
+            for output, elapsed_s in engine.advance(to_end=not streams):
+                found = running[output.request_id]
+                found.record(output, elapsed_s)
                 stream = streams.get(found.request.request_id)
-                if stream is not None and timed.output.new:
+                if stream is not None and output.new:
                     stream.put(found.snapshot())
         for found in running.values():
             found.finish()

@@ -295,10 +295,9 @@ class DynamicInferenceEngine(AbstractEngine):
             except RequestError as error:
                 finished.append(self._finish(request_id, error))
         elapsed = 0.0
-        for timed in self._engine.advance(to_end=False):
-            elapsed = timed.elapsed_s
-            running = self._running[timed.output.request_id]
-            running.record(timed)
+        for output, elapsed in self._engine.advance(to_end=False):
+            running = self._running[output.request_id]
+            running.record(output, elapsed)
             request_id = running.request.request_id
             if running.finish_reason is None:
                 active.append(self.requests[request_id])
