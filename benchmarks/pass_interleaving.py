@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 
-from megatron.core.pipeline_parallel.pass_interleaving import run_in_turns, yield_to_peer
+from megatron.core.pipeline_parallel.pass_interleaving import interleave, yield_to_peer
 
 _SWITCHES, _REPEATS = 2000, 40
 
@@ -26,7 +26,7 @@ def microseconds_of_pair(num_switches: int) -> float:
     rounds = []
     for _ in range(_REPEATS):
         started_s = time.perf_counter()
-        run_in_turns(switch, switch)
+        interleave(switch, switch)
         rounds.append(time.perf_counter() - started_s)
     return 1e6 * min(rounds)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.pipeline_parallel.pass_interleaving import run_in_turns, yield_to_peer
+from megatron.core.pipeline_parallel.pass_interleaving import interleave, yield_to_peer
 
 
 class Travel(torch.autograd.Function):
@@ -38,7 +38,7 @@ def test_a_forward_and_a_backward_pass_compute_while_the_other_one_travels() -> 
     assert said == ["a sends", "a receives", "b sends", "b receives"], "alone it does not wait"
     said.clear()
     begun: list[int] = []
-    run_in_turns(
+    interleave(
         lambda: Travel.apply(Travel.apply(x, said, "c"), said, "d"), earlier.backward, begun.append
     )
     assert said == [
@@ -70,7 +70,7 @@ def test_the_failure_of_one_ends_both(which: int, when: str) -> None:
     passes = (fails, goes_on) if which == 0 else (goes_on, fails)
     threads = threading.active_count()
     with pytest.raises(ValueError, match="broken"):
-        run_in_turns(*passes)
+        interleave(*passes)
     assert threading.active_count() == threads
     assert ended == ([] if (which, when) == (0, "at once") else ["unwound"])
     yield_to_peer()  # nobody is left

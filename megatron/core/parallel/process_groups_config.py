@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -22,8 +23,16 @@ _JOINS = {
     "tp_ep": ("expt_tp", "ep"),
     "tp_ep_pp": ("expt_tp", "ep", "pp"),
 }
-# Groups of one instance of the distributed optimizer -> the group that they equal by default.
-_WHOLE = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp", "intra_dist_opt": "world"}
+# Groups that equal another one by default: one instance of the distributed optimizer, a model of
+# one stack, experts with the tensor parallelism of the dense layers.
+_SAME_AS = {
+    "intra_dp_cp": "dp_cp",
+    "intra_expt_dp": "expt_dp",
+    "intra_dist_opt": "world",
+    "stack": "pp",
+    "expt_tp": "tp",
+}
+_DENSE = ("tp", "pp", "dp", "cp", "tp_cp", "tp_dp", "tp_dp_cp", "dp_cp")  # axes of the dense grid
 # Axes whose default is a group of this rank alone.  Data parallelism is not among them: without its
 # group, gradients would silently not be reduced.
 _MAY_BE_OFF = ("tp", "pp", "cp", "ep", "pos_embd", "inter_dist_opt")
@@ -92,10 +101,10 @@ class ProcessGroupCollection:
         """Derive group ``name`` from the others; Python calls it only if ``name`` is not set."""
         if name not in self.__dataclass_fields__:
             raise AttributeError(name)
-        self.__dict__[name] = group = self._that_follows(name)
+        self.__dict__[name] = group = self._derive(name)
         return group
 
-    def _that_follows(self, name: str) -> ProcessGroup:
+    def _derive(self, name: str) -> ProcessGroup:
         """Derive group ``name`` from the groups that are set.  Raises AttributeError if impossible.
 
         Creates no process group.
@@ -109,13 +118,9 @@ class ProcessGroupCollection:
             large = [group for group in parts if group.size() > 1]
             if len(large) < 2:
                 return (large or parts)[0]
-        elif name in _WHOLE:
-            whole: ProcessGroup = getattr(self, _WHOLE[name])
-            return whole
-        elif name == "stack":
-            return self.pp
-        elif name == "expt_tp":
-            return self.tp
+        elif name in _SAME_AS:
+            same: ProcessGroup = getattr(self, _SAME_AS[name])
+            return same
         elif name == "dp" and "dp_cp" in self.__dict__ and self.cp.size() == 1:
             return self.dp_cp
         elif name == "dp" and self.tp.size() * self.pp.size() * self.cp.size() == self.world.size():
@@ -275,28 +280,21 @@ def create_process_groups(
         raise ValueError(f"{inner} x {outer} context-parallel ranks are not {len(contexts[0])}")
 
     return ProcessGroupCollection(
-        tp=mine(dense, "tp"),
-        pp=mine(dense, "pp"),
-        dp=mine(dense, "dp"),
-        cp=mine(dense, "cp"),
+        **{name: mine(dense, *name.split("_")) for name in _DENSE},
         cp_inner=mine_of(
             "cp_inner", (c[i : i + inner] for c in contexts for i in range(0, len(c), inner))
         ),
         cp_outer=mine_of("cp_outer", (c[i::inner] for c in contexts for i in range(inner))),
         mp=mine(dense, "tp", "pp"),
-        tp_cp=mine(dense, "tp", "cp"),
-        tp_dp=mine(dense, "tp", "dp"),
-        tp_dp_cp=mine(dense, "tp", "dp", "cp"),
-        dp_cp=mine(dense, "dp", "cp"),
         ep=mine(expert, "ep"),
         expt_tp=mine(expert, "tp"),
         tp_ep=mine(expert, "tp", "ep"),
         tp_ep_pp=mine(expert, "tp", "ep", "pp"),
         expt_dp=mine_of("expt_dp", expert.groups("dp", "cp")),
-        intra_dp_cp=mine_of("intra_dp_cp", (block for blocks in shards for block in blocks)),
-        intra_expt_dp=mine_of("intra_expt_dp", (b for blocks in expert_shards for b in blocks)),
+        intra_dp_cp=mine_of("intra_dp_cp", chain.from_iterable(shards)),
+        intra_expt_dp=mine_of("intra_expt_dp", chain.from_iterable(expert_shards)),
         inter_dist_opt=mine_of(
-            "inter_dist_opt", (same for blocks in shards for same in zip(*blocks, strict=True))
+            "inter_dist_opt", chain.from_iterable(zip(*blocks, strict=True) for blocks in shards)
         ),
         intra_dist_opt=mine_of("intra_dist_opt", instances),
         embd=mine_of("embd", _together(pipelines, {0, encoder_stages, len(pipelines[0]) - 1})),

@@ -14,8 +14,8 @@ always run, whether a rank waits for a TransferBatch at once or only when it use
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Literal
 
@@ -89,14 +89,16 @@ def _clock(
     waiting: dict[Pass, int] = {}
     runnable = list(range(len(work)))
     steady = [_steady_state(rank_work) for rank_work in work]
+    # An empty steady state has no pairs.
+    units = [
+        deque(_units(rank_work, in_pairs and bool(passes)))
+        for rank_work, passes in zip(work, steady, strict=True)
+    ]
     while runnable:
         rank = runnable.pop()
         now = times[rank][-1][1] if times[rank] else 0
-        while (index := len(times[rank])) < len(work[rank]):
-            together = work[rank][index : index + 2]
-            has_pairs = in_pairs and bool(steady[rank])  # an empty steady state has no pairs
-            if not (has_pairs and len(together) == 2 and is_pair(*together)):
-                together = together[:1]
+        while units[rank]:
+            together = units[rank][0]
             passes = [(kind, m, placement.stage(rank, chunk)) for kind, m, chunk in together]
             needed = [s for p in passes if (s := inputs(p, placement.num_stages)) is not None]
             absent = [source for source in needed if source not in ends]
@@ -105,7 +107,7 @@ def _clock(
                 # the rank comes back here and waits for the second.
                 waiting[absent[0]] = rank
                 break
-            ahead = steady_latency if index in steady[rank] else latency
+            ahead = steady_latency if len(times[rank]) in steady[rank] else latency
             now = max([now, *(ends[source] + ahead for source in needed)])
             end = now + len(together)
             for passed in passes:
@@ -114,10 +116,20 @@ def _clock(
                 if (follower := waiting.pop(passed, None)) is not None:
                     runnable.append(follower)
             now = end
+            units[rank].popleft()
     if waiting:
         stuck = {rank: work[rank][len(times[rank])] for rank in waiting.values()}
         raise ValueError(f"this order of work never ends: rank -> first work it cannot do {stuck}")
     return times
+
+
+def _units(work: Sequence[Work], in_pairs: bool) -> Iterator[Sequence[Work]]:
+    """Split a rank's work into passes, and with ``in_pairs`` into pairs where it has them."""
+    rest = work
+    while rest:
+        size = 2 if in_pairs and len(rest) > 1 and is_pair(*rest[:2]) else 1
+        yield rest[:size]
+        rest = rest[size:]
 
 
 def _steady_state(work: Sequence[Work]) -> range:

@@ -36,7 +36,7 @@ from megatron.core.pipeline_parallel.microbatch import (
     collect_step,
     forward_step,
 )
-from megatron.core.pipeline_parallel.pass_interleaving import run_in_turns
+from megatron.core.pipeline_parallel.pass_interleaving import interleave
 from megatron.core.pipeline_parallel.plan import (
     Instruction,
     Placement,
@@ -184,15 +184,15 @@ class Executor:
         calls on every rank (`pass_interleaving`).  So the attributes of this object need no lock.
         """
         # Only the backward pass reads this.  Its weight gradients are computed during its
-        # all-to-alls (`while_travelling`), the remaining ones at its end, which empties the queue.
+        # all-to-alls (`during_all_to_all`), the remaining ones at its end, which empties the queue.
         self._delayed = self._weights_of_pair
 
-        def while_travelling(which: int) -> None:
+        def during_all_to_all(which: int) -> None:
             if which == 1 and self._delayed is not None:
                 self._delayed.run()
 
         try:
-            run_in_turns(partial(self.do, forward), partial(self.do, backward), while_travelling)
+            interleave(partial(self.do, forward), partial(self.do, backward), during_all_to_all)
         finally:
             self._delayed = None
 

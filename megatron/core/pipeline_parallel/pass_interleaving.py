@@ -41,8 +41,8 @@ class _Turns:
     its writes before the reads of the other.
     """
 
-    def __init__(self, before_giving_way: Callable[[int], None]) -> None:
-        self.before_giving_way = before_giving_way
+    def __init__(self, before_yielding: Callable[[int], None]) -> None:
+        self.before_yielding = before_yielding
         self.turns = (threading.Semaphore(0), threading.Semaphore(0))  # released: may run
         self.running = 0  # index of the running pass
         self.has_ended = [False, False]
@@ -50,7 +50,7 @@ class _Turns:
 
     def yield_to_peer(self) -> None:
         me = self.running
-        self.before_giving_way(me)
+        self.before_yielding(me)
         if not self.has_ended[1 - me]:
             self._run_the_other()
             self.await_turn(me)
@@ -91,18 +91,18 @@ class _Turns:
         return True
 
 
-def run_in_turns(
+def interleave(
     first: Callable[[], None],
     second: Callable[[], None],
-    before_giving_way: Callable[[int], None] = lambda _: None,
+    before_yielding: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Run ``first`` in this thread and ``second`` in a new one, one at a time; ``first`` starts.
 
-    ``before_giving_way`` is called with 0 (``first``) or 1 (``second``) by the pass that has just
+    ``before_yielding`` is called with 0 (``first``) or 1 (``second``) by the pass that has just
     started a collective, before the other pass resumes.  Raises the first exception of either pass,
     after both have ended.
     """
-    turns = _Turns(before_giving_way)
+    turns = _Turns(before_yielding)
     thread = threading.Thread(target=turns.run, args=(1, second), daemon=True)
     thread.start()
     turns.run(0, first)

@@ -30,7 +30,9 @@ class _OffloadedStorage:
     def __init__(self, tensor: Tensor, stream: device.Stream | None) -> None:
         self._stream = stream
         self._came: device.Event | None = None
-        self._on_device: Tensor | None = _bytes_of(tensor)
+        self._on_device: Tensor | None = torch.empty(
+            0, dtype=torch.uint8, device=tensor.device
+        ).set_(tensor.untyped_storage())
         self.num_bytes = self._on_device.numel()
         self._on_host: Tensor | None = None
         if not tensor.is_meta:  # the memory planner counts device memory only: nothing to copy
@@ -164,11 +166,6 @@ class ActivationOffload:
                 hidden_states.register_hook(partial(going.come_back, due))
         self.num_bytes = going.num_bytes
         return hidden_states
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the complete storage of ``tensor`` as a uint8 tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _give(saved: Tensor | _Saved) -> Tensor:

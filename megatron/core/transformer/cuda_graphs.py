@@ -118,7 +118,11 @@ def record(
     ``hidden`` and ``shared`` are `without_memory`.  ``feeds_next``: whether the output of a run is
     the input of the next one, with nothing computed between.  Collective where the layers are.
     """
-    fixed = {name: _fixed(t) for name, t in tensors_of(hidden, shared).items()}
+    # Static inputs, which are overwritten before each replay.
+    fixed = {
+        name: torch.zeros_like(t, device=device.current(), requires_grad=t.requires_grad)
+        for name, t in tensors_of(hidden, shared).items()
+    }
     others = [t for name, t in fixed.items() if name != HIDDEN]
     arguments, pool, parts = _with_tensors(shared, fixed), device.graph_pool(), []
     outputs: list[Tensor] = []
@@ -141,12 +145,6 @@ def record(
                 grad = torch.zeros_like(part.output)
             grad = _record_backward(part, outputs.pop(), grad)
     return parts
-
-
-def _fixed(tensor: Tensor) -> Tensor:
-    """Allocate a static input, which is overwritten before each replay."""
-    wants = tensor.requires_grad
-    return torch.zeros_like(tensor, device=device.current(), requires_grad=wants)
 
 
 def _record_backward(part: Part, output: Tensor, grad: Tensor) -> Tensor | None:
@@ -323,7 +321,8 @@ class LayerGraphs:
     def recording(self, hidden: Tensor, shared: Shared) -> _Recording | None:
         """Return an idle recording for these inputs; None if they must run eagerly."""
         tensors = tensors_of(hidden, shared)
-        has_more = any(v is not None and n not in _names(tensors) for n, v in shared.items())
+        names = {name.split(".")[0] for name in tensors}
+        has_more = any(v is not None and n not in names for n, v in shared.items())
         is_capturable = any(captured is not None for captured, _ in self._runs)
         if has_more or not is_capturable or not torch.is_grad_enabled():
             return None
@@ -338,23 +337,15 @@ class LayerGraphs:
             for module in layer.modules():
                 before_reading(module)
         captured = [(run, i) for i, (run, _) in enumerate(self._runs) if run is not None]
+        places = {i for _, i in captured}
         parts = iter(
             record(
                 [run for run, _ in captured],
                 [self._layers[i] for _, i in captured],
                 hidden,
                 shared,
-                feeds_next=[
-                    self._runs[i][1] is None and self._is_captured(i + 1) for _, i in captured
-                ],
+                feeds_next=[self._runs[i][1] is None and i + 1 in places for _, i in captured],
             )
         )
         steps = [(None if run is None else next(parts), rest) for run, rest in self._runs]
         return _Recording(steps, self)
-
-    def _is_captured(self, i: int) -> bool:
-        return i < len(self._runs) and self._runs[i][0] is not None
-
-
-def _names(tensors: Mapping[str, Tensor]) -> set[str]:
-    return {name.split(".")[0] for name in tensors}

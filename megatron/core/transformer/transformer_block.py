@@ -125,7 +125,9 @@ class TransformerBlock(MegatronModule):
                 submodules.layer_norm, config=config, hidden_size=size, eps=eps
             )
 
-        takers = [*map(_takes_pending_sums, self.layers), self.final_layernorm is not None]
+        forwards = [inspect.signature(type(layer).forward) for layer in self.layers]
+        takers = ["defers_sum" in forward.parameters for forward in forwards]
+        takers.append(self.final_layernorm is not None)
         self._defer_sums = [a and b for a, b in pairwise(takers)]
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
@@ -213,10 +215,6 @@ class TransformerBlock(MegatronModule):
             else:
                 stream, _ = layer(stream, **shared)
         return stream
-
-
-def _takes_pending_sums(layer: nn.Module) -> bool:
-    return "defers_sum" in inspect.signature(type(layer).forward).parameters
 
 
 def _offload_of(config: TransformerConfig) -> ActivationOffload | None:

@@ -87,8 +87,11 @@ class ResidualLayer(MegatronModule):
 
         ``whole``: capture as much as possible, otherwise attention alone.  Empty parts are None.
         """
-        run = partial(_hidden_states_of, self)
-        return (run, None) if whole else (None, run)
+        return (self._run_layer, None) if whole else (None, self._run_layer)
+
+    def _run_layer(self, hidden_states: Tensor, **shared: object) -> Tensor:
+        output: Tensor = self(hidden_states, **shared)[0]
+        return output
 
     def build_norm(self, spec: Slot) -> nn.Module:
         """Build a norm of hidden states from its spec."""
@@ -109,14 +112,16 @@ class ResidualLayer(MegatronModule):
         ``norms``: the norms of the sublayer's input and (or None) of its output.  On a GPU the
         addition waits for the norm of the next sublayer (`PendingSum`).
         """
-        if self.recomputes_norms and self.training:
-            norm = _RecomputedNorm(norms[0])
-            stream, normed = norm(stream)
-            added = part(normed)
-            norm.is_used_by(added)
+        memory: CheckpointWithoutOutput | None = None
+        if self.recomputes_norms and self.training and not isinstance(norms[0], IdentityOp):
+            memory = CheckpointWithoutOutput()
+            stream = summed(stream)
+            normed = memory.checkpoint(norms[0], stream)
         else:
             stream, normed = norm_hidden(norms[0], stream)
-            added = part(normed)
+        added = part(normed)
+        if memory is not None:  # the last user of the norm's output has run
+            memory.discard_output_and_register_recompute(added[0])
         residual = normed if self.config.apply_residual_connection_post_layernorm else stream
         if self.config.fp32_residual_connection:
             residual = residual.float()
@@ -231,10 +236,10 @@ class TransformerLayer(ResidualLayer):
     def add_mlp(self, hidden_states: Stream, padding_mask: Tensor | None = None) -> Stream:
         """Run the MLP or MoE, the last sublayer of `forward`."""
         norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
-        run = self._run_mlp if self.recomputes_mlp and self.training else self.mlp
-        if padding_mask is not None and isinstance(self.mlp, MoELayer):
-            run = partial(_with_padding, run, padding_mask)
-        return self.add_part(run, hidden_states, norms, self.mlp_bda)
+        mlp = self.mlp
+        run = partial(checkpoint, mlp, False) if self.recomputes_mlp and self.training else mlp
+        masks = () if padding_mask is None or not isinstance(mlp, MoELayer) else (padding_mask,)
+        return self.add_part(lambda x: run(x, *masks), hidden_states, norms, self.mlp_bda)
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
         """See `ResidualLayer`.  MoE is not captured: the host must read token counts."""
@@ -242,42 +247,17 @@ class TransformerLayer(ResidualLayer):
             return super().capture_parts(whole=True)
         if isinstance(self.self_attention, IdentityOp) and not self.has_cross_attention:
             return super().capture_parts(whole=False)
-        return partial(_attention_output_of, self), partial(_mlp_output_of, self)
+        return self._run_attention, self._run_mlp
 
-    def _run_mlp(self, normed: Tensor, *padding_mask: Tensor) -> WithBias:
-        mlp: Callable[..., WithBias] = self.mlp
-        return checkpoint(mlp, False, normed, *padding_mask)
+    def _run_attention(
+        self, hidden_states: Tensor, *, padding_mask: Tensor | None = None, **shared: Any
+    ) -> Tensor:
+        return summed(self.add_attention(hidden_states, **shared))
 
-
-def _with_padding(
-    mlp: Callable[[Tensor, Tensor], WithBias], padding_mask: Tensor, normed: Tensor
-) -> WithBias:
-    return mlp(normed, padding_mask)
-
-
-def _hidden_states_of(layer: ResidualLayer, hidden_states: Tensor, **shared: object) -> Tensor:
-    output: Tensor = layer(hidden_states, **shared)[0]
-    return output
-
-
-def _attention_output_of(
-    layer: TransformerLayer,
-    hidden_states: Tensor,
-    *,
-    padding_mask: Tensor | None = None,
-    **shared: Any,
-) -> Tensor:
-    return summed(layer.add_attention(hidden_states, **shared))
-
-
-def _mlp_output_of(
-    layer: TransformerLayer,
-    hidden_states: Tensor,
-    *,
-    padding_mask: Tensor | None = None,
-    **_: object,
-) -> Tensor:
-    return summed(layer.add_mlp(hidden_states, padding_mask))
+    def _run_mlp(
+        self, hidden_states: Tensor, *, padding_mask: Tensor | None = None, **_: object
+    ) -> Tensor:
+        return summed(self.add_mlp(hidden_states, padding_mask))
 
 
 def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodules) -> None:
@@ -292,28 +272,6 @@ def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodul
             f"--layer-norm-placement {placement}: the spec of the layer places its norms "
             "differently; make it by get_gpt_layer_local_spec(config=config)"
         )
-
-
-class _RecomputedNorm:
-    """A call of a norm whose output is freed after use and recomputed.
-
-    It returns the input, summed, and the output.
-    """
-
-    def __init__(self, norm: nn.Module) -> None:
-        self.norm = norm
-        self.memory = None if isinstance(norm, IdentityOp) else CheckpointWithoutOutput()
-
-    def __call__(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        if self.memory is None:
-            return norm_hidden(self.norm, stream)
-        x = summed(stream)
-        return x, self.memory.checkpoint(self.norm, x)
-
-    def is_used_by(self, result: WithBias) -> None:
-        """Free the norm's output, whose last user has computed ``result``."""
-        if self.memory is not None:
-            self.memory.discard_output_and_register_recompute(result[0])
 
 
 def _normed(norm: nn.Module, x_with_bias: WithBias) -> WithBias:

@@ -179,7 +179,9 @@ class VirtualGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: object = None
     ) -> VirtualWork:
-        return self.allgather([self._chunks(o) for o in outputs], [_flat(i) for i in inputs], opts)
+        return self.allgather(
+            [self._chunks(o) for o in outputs], [i.view(-1) for i in inputs], opts
+        )
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: _Reduces
@@ -195,7 +197,7 @@ class VirtualGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: _Reduces
     ) -> VirtualWork:
         chunks = [self._chunks(i) for i in inputs]
-        return self.reduce_scatter([_flat(o) for o in outputs], chunks, opts)
+        return self.reduce_scatter([o.view(-1) for o in outputs], chunks, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: object = None) -> VirtualWork:
         return self._meet("all_to_all", [_Part(inputs, outputs)], _each_to_each)
@@ -357,10 +359,6 @@ def _copy(target: Tensor, source: Tensor, what: str) -> None:
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise RuntimeError(f"{what}: {_shape(source)} for {_shape(target)}")
     target.data.copy_(source.detach().reshape(target.shape))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.view(-1)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -211,10 +211,10 @@ class TopKRouter(MegatronModule):
     ) -> RoutingResult:
         """Drop visits beyond the capacity; with padding the host waits for the number of tokens."""
         config, k = self.config, self.rule.k
-        assert config.moe_expert_capacity_factor is not None
-        capacity = arithmetic.capacity_of(
-            int(num_tokens), self.num_experts, k, config.moe_expert_capacity_factor
-        )
+        factor = config.moe_expert_capacity_factor
+        assert factor is not None
+        # ceil(factor * n * k / E) tokens per expert
+        capacity = -int(-int(num_tokens) * k * factor // self.num_experts)
         policy = config.moe_token_drop_policy
         kept = self._of_all_tokens(
             arithmetic.dense_visits(routing),

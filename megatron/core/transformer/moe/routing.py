@@ -201,11 +201,6 @@ def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
 # -- capacity --------------------------------------------------------------------------------
 
 
-def capacity_of(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
-    """Return the maximum number of tokens per expert, ceil(factor * n * k / E)."""
-    return -int(-num_tokens * k * factor // num_experts)
-
-
 def fits(visits: Tensor, capacity: int, policy: str) -> Tensor:
     """Return which visits are not dropped: [n, E] bool, at most ``capacity`` per expert.
 
