@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import held_tokens
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from megatron.core.transformer import context_parallel_ring
+from megatron.core.transformer import context_parallel
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tests import tolerances
@@ -109,7 +109,7 @@ def held_by(case: str, rank: int, size: int) -> Tensor:
 
 
 def on_ranks(rank: int, size: int) -> dict[tuple[str, str], tuple[Tensor, ...]]:
-    context_parallel_ring._QUERIES = 3  # so that a window is worked on in parts
+    context_parallel._QUERIES = 3  # so that a window is worked on in parts
     levels = (2, size // 2)
     groups = create_process_groups(*make_grids(size, cp=size), context_levels=levels)
     return {

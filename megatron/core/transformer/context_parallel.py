@@ -3,7 +3,7 @@
 ``s`` local tokens, ``c`` context-parallel ranks, ``b`` sequences, ``n`` query heads, ``g``
 key/value heads, ``d`` head width, all after tensor parallelism.
 
-    p2p        each rank sends its keys and values around a ring (context_parallel_ring.py)
+    p2p        each rank sends its keys and values around a ring; queries stay
     a2a        all-to-all from tokens to heads: [s, b, n, d] -> [s c, b, n/c, d], and back
     allgather  keys and values are all-gathered; their gradients are reduce-scattered
     a2a+p2p    all-to-all within groups of neighbouring ranks, a ring across these groups
@@ -11,24 +11,47 @@ key/value heads, ``d`` head width, all after tensor parallelism.
 Ranks hold two chunks each of a causal sequence, so the tokens of gathered tensors are not in global
 order; `order_of_gathered` restores it.  Masks and biases have one row per local query and one
 column per key of the complete sequence, in global order.
+
+Ring attention (arXiv 2310.01889).  In step t, rank i holds the keys and values of rank i - t
+(modulo r, the number of ranks).  Every shift is one batch of a send to the next rank and a receive
+from the previous one, in the same order on all ranks.
+
+- Forward: r - 1 shifts of keys and values, each posted before the attention of the current step.
+- Backward, in each step: post the shift of keys and values (but in the last step); compute the
+  block gradients; wait for the partial gradients that the previous rank posted one step earlier,
+  which belong to the same keys, and add them; post the shift of the sum; wait for keys and values.
+  With the r-th shift the complete gradients arrive at the rank that owns the keys.
+
+Sums over blocks are in float32 (float64 for float64), in the order of the steps, which differs from
+rank to rank.  A sink [n] is the score of an extra key with value 0 that every query attends to; it
+counts as the first block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
+from megatron.core.fusions.attention_merge import merge_attention
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import (
+    Block,
+    Span,
+    blocks_of,
     held_spans,
+    held_tokens,
     order_of_gathered,
     row_lengths,
 )
@@ -38,7 +61,284 @@ from megatron.core.tensor_parallel.mappings import (
     all_to_all_first_dim,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.context_parallel_ring import Ring
+from megatron.core.transformer.attention_blocks import (
+    BlockCall,
+    BlockKernel,
+    SavedDropout,
+    ScoreRule,
+    wide,
+)
+from megatron.core.transformer.attention_masks import Window, band_at
+
+_QUERIES = 128  # minimum number of queries per block with a sliding window
+
+
+class Ring:
+    """A ring over the ranks of a group; None is a ring of this rank alone."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+
+    def shift(self, x: Tensor) -> _Shift:
+        """Start to send ``x`` to the next rank and to receive the same shape from the previous one.
+
+        ``x`` is contiguous; it may be read but not written before `_Shift.wait`.
+        """
+        if self.group is None:
+            return _Shift([], x, x)
+        received = torch.empty_like(x)
+        behind, ahead = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group=self.group, group_peer=ahead),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=behind),
+            ]
+        )
+        return _Shift(works, received, x)
+
+
+@dataclass(frozen=True)
+class _Shift:
+    """A shift in progress.  It refers to both buffers: the memory must not be reused before."""
+
+    works: list[dist.Work]
+    received: Tensor  # undefined before `wait`
+    sent: Tensor
+
+    def wait(self) -> Tensor:
+        """Wait for the send and the receive; return the received tensor."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingPlan:
+    """The attention that a ring computes.  ``hidden`` and ``bias``: local rows, global columns."""
+
+    ring: Ring
+    lengths: tuple[int, ...]  # of the sequences in a row, over all ranks of the ring
+    is_causal: bool
+    kernel: BlockKernel
+    rule: ScoreRule
+    window: Window | None = None  # if causal, its right side is 0
+    hidden: Tensor | None = None  # bool [.., s, s r]
+    bias: Tensor | None = None  # [.., n, s, s r]
+
+    def calls(
+        self, q: Tensor, k: Tensor, v: Tensor, step: int
+    ) -> Iterator[tuple[Block, BlockCall]]:
+        """Yield the blocks of a step; layouts q [b, n, s, d], k and v [b, g, s, d].
+
+        Blocks in which no query attends to a key are left out.
+        """
+        source = (self.ring.rank - step) % self.ring.size
+        for block, window in self._blocks(source):
+            keys = held_tokens(self.lengths, source, self.ring.size, q.device)[block.keys]
+            yield (
+                block,
+                BlockCall(
+                    q=q[:, :, block.queries],
+                    k=k[:, :, block.keys],
+                    v=v[:, :, block.keys],
+                    rule=self.rule,
+                    is_causal=block.is_causal,
+                    window=window,
+                    visible=None if window is not None else self._visible(block, keys),
+                    bias=None if self.bias is None else self.bias[..., block.queries, :][..., keys],
+                ),
+            )
+
+    def _blocks(self, source: int) -> Iterable[tuple[Block, Window | None]]:
+        """Return the blocks with the keys of rank ``source``, and windows for the kernel."""
+        rank, size = self.ring.rank, self.ring.size
+        if self.window is None:
+            blocks = blocks_of(self.lengths, rank, source, size, self.is_causal)
+        elif self.kernel.takes_windows:
+            return _bands(self.lengths, rank, source, size, self.window)
+        else:
+            where = (self.lengths, rank, source, size)
+            blocks = _in_window(where, self.is_causal, self.window, _QUERIES)
+        return ((block, None) for block in blocks)
+
+    def _visible(self, block: Block, keys: Tensor) -> Tensor | None:
+        """Return the keys of a block that window and mask leave visible; None: all."""
+        visible = None
+        if self.window is not None:
+            mine = held_tokens(self.lengths, self.ring.rank, self.ring.size, keys.device)
+            visible = band_at(mine[block.queries], keys, *self.window)
+        if self.hidden is not None:
+            shown = ~self.hidden[..., block.queries, :][..., keys]
+            visible = shown if visible is None else visible & shown
+        return visible
+
+
+@lru_cache(maxsize=256)
+def _in_window(
+    where: tuple[tuple[int, ...], int, int, int], is_causal: bool, window: Window, at_once: int
+) -> tuple[Block, ...]:
+    """Split `blocks_of` into blocks of queries with the range of keys inside their window.
+
+    A block has as many queries as the window has keys, but at least ``at_once``: shorter blocks
+    would read the same keys more often, longer ones compute more scores outside the window.
+    """
+    (lengths, rank, source, size), (left, right), parts = where, window, []
+    for block in blocks_of(lengths, rank, source, size, is_causal):
+        start, first = block.queries.start, block.keys.start
+        theirs = held_tokens(lengths, source, size)[block.keys]
+        mine = held_tokens(lengths, rank, size)[block.queries]
+        for queries in mine.split(max(at_once, left + 1)):
+            low = 0 if left < 0 else int((theirs < queries[0] - left).sum())
+            high = len(theirs) if right < 0 else int((theirs <= queries[-1] + right).sum())
+            rows, keys = slice(start, start + len(queries)), slice(first + low, first + high)
+            if low < high:
+                parts.append(Block(rows, keys, is_causal=False))
+            start = rows.stop
+    return tuple(parts)
+
+
+@lru_cache(maxsize=256)
+def _bands(
+    lengths: tuple[int, ...], rank: int, source: int, size: int, window: Window
+) -> tuple[tuple[Block, Window], ...]:
+    """Return a block for each pair of spans with a visible key, and its window.
+
+    A block has contiguous positions, and each of its queries attends to a key.  The kernel places
+    the last query of a block at its last key; its window is moved by their distance.
+    """
+    left, right = (sum(lengths) if side < 0 else side for side in window)
+    parts = []
+    for q_offset, mine in _with_local_offset(lengths, rank, size):
+        for k_offset, theirs in _with_local_offset(lengths, source, size):
+            q_start = max(mine.start, theirs.start - right)
+            q_stop = min(mine.stop, theirs.stop + left)
+            k_start = max(theirs.start, mine.start - left)
+            k_stop = min(theirs.stop, mine.stop + right)
+            if mine.first != theirs.first or q_start >= q_stop:
+                continue
+            queries = slice(q_start + q_offset, q_stop + q_offset)
+            keys = slice(k_start + k_offset, k_stop + k_offset)
+            moved = left - (q_stop - k_stop), right + (q_stop - k_stop)
+            parts.append((Block(queries, keys, is_causal=False), moved))
+    return tuple(parts)
+
+
+def _with_local_offset(
+    lengths: tuple[int, ...], rank: int, size: int
+) -> Iterator[tuple[int, Span]]:
+    """Yield the spans of a rank, and what to add to a global index for its local one."""
+    at = 0
+    for span in held_spans(lengths, rank, size):
+        yield at - span.start, span
+        at += span.stop - span.start
+
+
+_Values = tuple[RingPlan, list[SavedDropout]]  # one entry for each block
+
+
+class _RingAttention(Function[Tensor]):
+    """Saves local keys and values only; backward rotates them again instead of keeping all."""
+
+    @staticmethod
+    def forward(
+        ctx: Context[_Values], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: RingPlan
+    ) -> Tensor:
+        queries = _heads_first(q)
+        out = torch.zeros_like(queries, dtype=wide(q))
+        lse = out.new_full(out.shape[:-1], -math.inf)
+        if sink is not None:
+            lse.copy_(sink.unsqueeze(-1))
+        kept: list[SavedDropout] = []
+        held = _packed(k, v)
+        for step in range(plan.ring.size):
+            is_last = step + 1 == plan.ring.size
+            arriving = None if is_last else plan.ring.shift(held)
+            keys, values = (_heads_first(x) for x in _unpacked(held, k, v))
+            for block, call in plan.calls(queries, keys, values, step):
+                part, part_lse, drawn = plan.kernel.forward(call)
+                rows = block.queries
+                merge_attention(out[:, :, rows], lse[:, :, rows], part, part_lse)
+                kept.append(drawn)
+            held = held if arriving is None else arriving.wait()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sink)
+        ctx.values = plan, kept
+        return _tokens_first(out)
+
+    @staticmethod
+    def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sink = ctx.saved_tensors
+        plan, drawn = ctx.values
+        kept = iter(drawn)
+        queries, grad = _heads_first(q), _heads_first(grad)
+        grad_q = torch.zeros_like(queries, dtype=wide(q))
+        held, going_home = _packed(k, v), None
+        for step in range(plan.ring.size):
+            is_last = step + 1 == plan.ring.size
+            arriving = None if is_last else plan.ring.shift(held)
+            keys, values = (_heads_first(x) for x in _unpacked(held, k, v))
+            grad_held = torch.zeros_like(held, dtype=wide(q))
+            grad_k, grad_v = (_heads_first(x) for x in _unpacked(grad_held, k, v))
+            for block, call in plan.calls(queries, keys, values, step):
+                rows = block.queries
+                dq, dk, dv = plan.kernel.backward(
+                    call, grad[:, :, rows], out[:, :, rows], lse[:, :, rows], next(kept)
+                )
+                grad_q[:, :, rows] += dq
+                grad_k[:, :, block.keys] += dk
+                grad_v[:, :, block.keys] += dv
+            if going_home is not None:
+                grad_held += going_home.wait()
+            going_home = plan.ring.shift(grad_held)
+            held = held if arriving is None else arriving.wait()
+        assert going_home is not None, "a ring has ranks"
+        grads = [g.to(k.dtype) for g in _unpacked(going_home.wait(), k, v)]
+        grad_sink = None if sink is None else _grad_of_sink(sink, grad, out, lse)
+        return _tokens_first(grad_q).to(q.dtype), *grads, grad_sink, None
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, sink: Tensor | None = None
+) -> Tensor:
+    """Attend over the keys of all ranks: [s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d].
+
+    The gradient of ``sink`` [n] is the contribution of this rank's queries.  Collective over the
+    ring, also in backward.
+    """
+    return _RingAttention.apply(query, key, value, sink, plan)
+
+
+def _grad_of_sink(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Return the gradient of the sink: [b, n, s, d] twice, [b, n, s] -> [n].
+
+    With p = exp(sink - lse), its probability, the softmax gradient is p * (0 - sum(grad * out)):
+    the value of the sink is 0.
+    """
+    along = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(torch.exp(sink.unsqueeze(-1) - lse) * along).sum((0, 2)).to(sink.dtype)
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Concatenate keys and values, so that one send carries both; always a copy."""
+    return torch.cat((k.reshape(-1), v.reshape(-1)))
+
+
+def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of ``message`` in the shapes of ``k`` and ``v``."""
+    first, second = message.split((k.numel(), v.numel()))
+    return first.view(k.shape), second.view(v.shape)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """Return a view with heads before tokens: [s, b, n, d] -> [b, n, s, d]."""
+    return x.permute(1, 2, 0, 3)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """Return a view with tokens first: [b, n, s, d] -> [s, b, n, d]."""
+    return x.permute(2, 0, 1, 3)
+
 
 _QKV = tuple[Tensor, Tensor, Tensor]
 COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")

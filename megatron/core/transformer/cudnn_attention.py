@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel
-from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
+from megatron.core.transformer.context_parallel import Ring, RingPlan, ring_attention
 
 _TRIED_TOKENS = 128
 _TOLERANCE = 2e-2  # of 16 bits

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.autograd import Context, Function
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
-from megatron.core.fusions.paged_attention import PagedRule
+from megatron.core.fusions.paged_attention import PagedBatch, PagedRule, paged_attention
 from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
 from megatron.core.parallel.context_parallel_partition import row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -35,7 +37,7 @@ from megatron.core.transformer.attention_backends import (
     choose_for,
     only_kernels,
 )
-from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel, wide
+from megatron.core.transformer.attention_blocks import ScoreRule, attend_to_band, block_kernel, wide
 from megatron.core.transformer.attention_masks import (
     VisibleKeys,
     band,
@@ -45,13 +47,13 @@ from megatron.core.transformer.attention_masks import (
 )
 from megatron.core.transformer.context_parallel import (
     AttentionContext,
+    Ring,
+    RingPlan,
     attend_alone,
     context_parallel_comm_of,
+    ring_attention,
 )
-from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
 from megatron.core.transformer.cudnn_attention import attend_to_narrow
-from megatron.core.transformer.flash_attention import attend_to_band
-from megatron.core.transformer.invariant_attention import invariant_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -194,10 +196,11 @@ class DotProductAttention(MegatronModule):
         has_more = any(x is not None for x in (context.hidden, context.documents, context.bias))
         assert not has_more, "make_batch_invariant() and a check refuse masks"
         packed = None if context.packed is None else context.packed.lengths
-        return invariant_attention(
+        return _InvariantAttention.apply(
             query,
             key,
             value,
+            context.sink,
             replace(self.paged_rule(query), sink=context.sink),
             row_lengths(packed, len(query)),
             lambda q, k, v, sink: self._attend(q, k, v, context._replace(sink=sink)),
@@ -452,3 +455,63 @@ def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     if times == 1:
         return key, value
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+
+
+# query, key, value, scores of the sink or None -> [s, b, n d]
+DefaultAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+class _InvariantAttention(Function[Tensor]):
+    """Causal attention of a training pass in the summation order of generation.
+
+    `paged_attention` computes the forward pass, so that a token gets the bits that the generation
+    engine gives it.  Backward computes the attention again by ``default``, which sums in any order,
+    and differentiates that: the gradients are those of the default mode, up to rounding.
+
+    ``lengths``: lengths of the documents packed in each sequence; tokens see their own document.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context[DefaultAttention],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        rule: PagedRule,
+        lengths: tuple[int, ...],
+        default: DefaultAttention,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, sink)
+        ctx.values = default
+        s, b = query.shape[:2]
+        # A token is a page, in the memory order of keys: token t of sequence i is page t b + i.
+        keys, values = (x.contiguous().flatten(0, 1).unsqueeze(1) for x in (key, value))
+        rows = query.transpose(0, 1).flatten(0, 1)  # a document's rows follow each other
+        out = paged_attention(rows, keys, values, _batch_of(lengths, b), rule)
+        return out.view(b, s, -1).transpose(0, 1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Context[DefaultAttention], grad: Tensor) -> tuple[Tensor | None, ...]:
+        *qkv, sink = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:4]
+        q, k, v = (x.detach().requires_grad_(n) for x, n in zip(qkv, needed, strict=False))
+        sink = None if sink is None else sink.detach().requires_grad_(needed[3])
+        with torch.enable_grad():
+            out = ctx.values(q, k, v, sink)
+        inputs = [x for x in (q, k, v, sink) if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad(out, inputs, grad))
+        return *(next(found) if n else None for n in needed), None, None, None
+
+
+def _batch_of(lengths: tuple[int, ...], num_sequences: int) -> PagedBatch:
+    """Return the segments of documents of ``lengths`` in each of ``num_sequences`` sequences."""
+    num_tokens = sum(lengths)
+    longest = max(lengths)
+    of_all = torch.tensor(lengths, dtype=torch.int32).repeat(num_sequences)
+    ends = of_all.cumsum(0, dtype=torch.int32)
+    starts = (ends - of_all) % num_tokens
+    sequence = torch.arange(num_sequences, dtype=torch.int32).repeat_interleave(len(lengths))
+    tokens = starts[:, None] + torch.arange(longest, dtype=torch.int32)
+    table = tokens.clamp(max=num_tokens - 1) * num_sequences + sequence[:, None]
+    return PagedBatch(torch.cat([ends.new_zeros(1), ends]), of_all, table.contiguous())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
-from megatron.core.transformer import context_parallel_ring, cudnn_attention, dot_product_attention
+from megatron.core.transformer import context_parallel, cudnn_attention, dot_product_attention
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     attention_report,
@@ -129,7 +129,7 @@ def test_each_backend_is_the_formula(backend: AttnBackend, num_groups: int, case
 def test_a_sink_is_a_key_without_a_value(
     kind: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context_parallel_ring, "_QUERIES", 3)  # a window in parts
+    monkeypatch.setattr(context_parallel, "_QUERIES", 3)  # a window in parts
     options, call, seen = CASES[case]
     config = tiny_config(softmax_type=kind, params_dtype=torch.float64, **options)
     core = DotProductAttention(config, layer_number=3)

@@ -20,8 +20,12 @@ from megatron.core.parallel.context_parallel_partition import (
 from megatron.core.transformer import attention_blocks
 from megatron.core.transformer.attention_blocks import BlockCall, BlockKernel, ScoreRule
 from megatron.core.transformer.attention_masks import band
-from megatron.core.transformer.context_parallel import comm_type_of_layer
-from megatron.core.transformer.context_parallel_ring import RingPlan, _bands, ring_attention
+from megatron.core.transformer.context_parallel import (
+    RingPlan,
+    _bands,
+    comm_type_of_layer,
+    ring_attention,
+)
 from tests.unit.one_process import tiny_config
 
 
