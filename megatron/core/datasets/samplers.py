@@ -92,8 +92,8 @@ class MegatronPretrainingSampler(_Sampler):
 class BalancedSampler(MegatronPretrainingSampler):
     """MegatronPretrainingSampler that gives ranks about equal work in each global batch.
 
-    ``work(i)`` is that of sample i.  The micro-batches of a global batch of ``batch_samples``
-    samples stay as they are, so that its loss does; the ranks that compute them are chosen.
+    ``work(i)`` returns the work of sample i, in any unit.  A global batch of ``batch_samples``
+    samples keeps its micro-batches, and with them its loss; the sampler chooses the rank of each.
     """
 
     work: Callable[[int], int]

@@ -163,7 +163,7 @@ def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> N
 
 
 def prefix_names(part: nn.Module, prefix: str) -> None:
-    """Put ``prefix`` before the names of a part of a model, once the part has named itself."""
+    """Prepend ``prefix`` to the names in ``part``; call after `name_parameters` of the part."""
     for tensor in (*part.parameters(), *part.buffers()):
         info = info_of(tensor)
         set_info(tensor, replace(info, name=prefix + info.name))

@@ -120,7 +120,7 @@ class Family:
         return out
 
     def prefix_of_depth(self, depth: int, shape: ModelShape) -> str:
-        """Return their prefix of MTP layer ``depth``, numbered after the model's layers."""
+        """Return Hugging Face's prefix of MTP layer ``depth``, which follows the model's layers."""
         return self.layer_prefix.format(shape.num_layers + depth, stack="decoder")
 
     def rules(self, shape: ModelShape) -> dict[str, Rule]:

@@ -65,7 +65,7 @@ def scoring(family: Family) -> Family:
 def without_heads(weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the weights that the adapters of a reward model leave frozen.
 
-    Its score is trained; an output layer of the language model that it begins with is not in it.
+    They train the score; a reward model has no output layer over the vocabulary.
     """
     return {name: t for name, t in weights.items() if name not in (SCORE, "output_layer.weight")}
 

@@ -332,7 +332,7 @@ def as_lazy(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
 def import_encoder(
     model: Encoder, config: Config, weights: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Do `encoder_from_hf` for tensors that are made later; ``model`` may be on "meta"."""
+    """Return the weights of ``model``, lazily, from Hugging Face's; ``model`` may be on "meta"."""
     family = _family_of(config)
     found: dict[str, LazyTensor] = {}
     used: set[str] = set()
@@ -375,7 +375,7 @@ def _joined(
 def export_encoder(
     model: Encoder, config: Config, tensors: Mapping[str, LazyTensor]
 ) -> list[LazyTensor]:
-    """Do `encoder_to_hf` for tensors that are made later; ``model`` may be on "meta"."""
+    """Return Hugging Face's tensors, lazily, from ours; ``model`` may be on "meta"."""
     family = _family_of(config)
     out: list[LazyTensor] = []
     for name, tensor in tensors.items():

@@ -270,7 +270,7 @@ def _part(config: Config, name: str, model_type: str) -> JsonObject:
 
 
 def _num_used_layers(config: Config, family: VisionLanguageFamily, num_layers: int) -> int:
-    """Return the layers before the output that the projector reads; -1 is that of the last."""
+    """Return how many encoder layers run before the projector (vision_feature_layer)."""
     layer = config.get("vision_feature_layer", family.feature_layer)
     if not isinstance(layer, int) or not -num_layers <= layer <= num_layers or layer == 0:
         raise CheckpointError(
@@ -639,7 +639,7 @@ def _without_prefix(tensors: Mapping[str, LazyTensor], prefix: str) -> dict[str,
 
 
 def _blank(shape: VisionLanguageShape, found: list[LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the names of tensors that nothing reads, each with one of the same shape and dtype."""
+    """Yield the name of each unused tensor, with a tensor of the same shape and dtype."""
     first = shape.encoder_family.layer_prefix.format(0)
     for layer in _unused_layers(shape):
         for tensor in found:

@@ -273,9 +273,10 @@ def _update(updated: Updated, step: Step) -> None:
 
 
 def sum_of_rows(rows: Tensor, row: Tensor) -> Tensor:
-    """Sum ``row`` [n, k], the row numbers of each token; numbers >= m mean no row.
+    """Return for each token the sum of its k rows of ``rows`` [m, h]: [n, h].
 
-    Sums are in float32, in the order of the k entries.
+    ``row`` [n, k] holds indices of rows; indices >= m are skipped.  Sums are in float32, in
+    the order of the k entries.
     """
     width, (tokens, visits) = rows.shape[1], row.shape
     out = rows.new_empty(tokens, width)

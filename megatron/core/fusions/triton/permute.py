@@ -50,7 +50,7 @@ def _order_by_expert(Experts, Visit, Row, num_visits, BLOCK: tl.constexpr):
 
 
 def sum_of_rows(rows: Tensor, row: Tensor) -> Tensor:
-    """Sum ``row`` [n, k], the row numbers of each token; numbers >= m mean no row."""
+    """Sum rows [m, h] by the indices ``row`` [n, k] of each token; indices >= m are skipped."""
     width, (tokens, visits), row = rows.shape[1], row.shape, row.contiguous()
     out = rows.new_empty(tokens, width)
     if out.numel():

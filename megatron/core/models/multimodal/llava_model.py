@@ -182,7 +182,7 @@ class LLaVAModel(MegatronModule):
                 part.requires_grad_(False)
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
-        """Return that of the language model."""
+        """Return the language model's shared embedding weight."""
         return self.language_model.shared_embedding_or_output_weight()
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:

@@ -99,7 +99,7 @@ class MimoModel(MegatronModule):
                     part.requires_grad_(False)
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
-        """Return that of the language model."""
+        """Return the language model's shared embedding weight."""
         weight: nn.Parameter | None = self.language_model.shared_embedding_or_output_weight()
         return weight
 
