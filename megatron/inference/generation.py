@@ -58,7 +58,6 @@ from megatron.training.checkpointing.checkpoint_tensors import (
 )
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint, resolve_folder
-from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.fault_tolerance.failure_watch import FailureWatch, failure_watch
 from megatron.training.initialize import connect, create_context, install_groups, is_set_up
@@ -187,7 +186,15 @@ def open_writer(
         watching = watch.enter_context(failures)
         watch.enter_context(waiting_for_work(True))  # except in steps
     run, module = load_model(config, parallel_output=False)
-    load_weights = partial(_replace_weights, config.checkpoint, model_parts(run, module))
+    parts = model_parts(run, module)
+
+    def load_weights(directory: str) -> None:
+        """Load the newest checkpoint of ``directory``, see `GenerationModel`."""
+        all_or_none(partial(resolve_folder, directory), directory, parts.groups.world)
+        load_run(
+            replace(config.checkpoint, load=directory, ckpt_step=None), parts, verify_first=True
+        )
+
     model = generation_model(run, module, options, load_weights)
     return Writer(
         Engine(model, options),
@@ -276,25 +283,6 @@ def longest_sequence(run: RunContext) -> int:
     return longest
 
 
-def _replace_weights(config: CheckpointConfig, parts: RunParts, directory: str) -> None:
-    """Load the newest checkpoint of ``directory``, see `GenerationModel`."""
-    all_or_none(partial(resolve_folder, directory), directory, parts.groups.world)
-    load_run(replace(config, load=directory, ckpt_step=None), parts, verify_first=True)
-
-
-def _tensor_size(layout: GenerationLayout, ranks: int) -> int:
-    """Return the tensor-parallel size that makes one replica of the model of ``ranks``.
-
-    With ``layout.expert`` several replicas share the experts: an expert takes
-    ``layout.expert_tensor`` ranks, by default as many as the other layers.
-    """
-    per_stage = max(ranks // max(layout.pipeline, 1), 1)  # resolve() reports sizes below 1
-    experts = max(layout.expert, 1)
-    if layout.expert_tensor is None:
-        return max(per_stage // experts, 1)
-    return per_stage
-
-
 def generation_config(
     asked: Arguments,
     load: str | None,
@@ -313,8 +301,10 @@ def generation_config(
     namespace = saved_namespace({k: v for k, v in asked.items() if k in taken})
     ranks = world_size()
     tensor = layout.tensor
-    if tensor is None:
-        tensor = _tensor_size(layout, ranks)
+    if tensor is None:  # one replica of the model; several share experts of their own size
+        tensor = max(ranks // max(layout.pipeline, 1), 1)  # resolve() reports sizes below 1
+        if layout.expert_tensor is None:
+            tensor = max(tensor // max(layout.expert, 1), 1)
     own = {
         "load": load,
         "finetune": load is not None,
@@ -394,14 +384,13 @@ def open_engine(
         share_parameters(run.model_chunks, module)
     parts = RunParts(model_chunks=run.model_chunks, groups=run.groups, optimizer=run.optimizer)
     is_wider = config.model.params_dtype.itemsize > run.config.model.params_dtype.itemsize
-    sources = partial(_sources, parts, with_main_params=is_wider)
+
+    def sources() -> list[ShardedTensor]:
+        """Return this rank's weights and, where there are, main parameters under their keys."""
+        return [*model_tensors(parts), *(main_param_tensors(parts) if is_wider else ())]
+
     weights = Refit(sources, model_tensors(model_parts(own, module)), groups.world)
     weights.copy()
     engine = Engine(generation_model(own, module, options), options)
     spec = TokenizerSpec.of(own.config.tokenizer)
     return TrainingEngine(Writer(engine, own.tokenizer, spec), weights)
-
-
-def _sources(parts: RunParts, *, with_main_params: bool) -> list[ShardedTensor]:
-    """Return this rank's weights and, where there are, main parameters under the same keys."""
-    return [*model_tensors(parts), *(main_param_tensors(parts) if with_main_params else ())]

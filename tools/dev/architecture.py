@@ -337,7 +337,7 @@ _SERVER, _ENGINE = "megatron/inference/server", "megatron/core/inference/paged_e
 READ_REQUEST = _in(f"{_SERVER}/openai_api.py", "read_completion")
 REQUEST_TO_ENGINE = _in(
     f"{_SERVER}/openai_api.py",
-    "answer_completion",
+    "answer",
     _in(
         f"{_SERVER}/generation.py",
         "Service.samples",

@@ -14,12 +14,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.errors import LaunchError
 from megatron.core.limited_processes import Main
 from megatron.core.optional import require
-from megatron.inference.server.engine_link import EngineInfo, EngineLoop, ServedEngine
+from megatron.inference.server.engine_link import EngineInfo, EngineLoop
+
+if TYPE_CHECKING:
+    from megatron.core.inference.paged_engine.engine import Engine
 
 ROOT = str(Path(__file__).resolve().parents[2])
 _FRONT_END = """
@@ -74,7 +77,7 @@ class FrontEndProcess:
         other.close()
         listener.close()
 
-    def serve(self, engine: ServedEngine, info: EngineInfo, **options: Any) -> int:
+    def serve(self, engine: Engine, info: EngineInfo, **options: Any) -> int:
         """Serve until SIGTERM or SIGINT; return the front end's exit status.
 
         The front end receives the signal, answers its open requests and closes the connection.

@@ -157,27 +157,17 @@ def share_parameters(sources: Iterable[nn.Module], target: nn.Module) -> int:
     These are the parameters of which this rank has the same part in the same dtype in both models.
     A `Refit` does not copy them: ``target`` changes at each optimizer step.  Returns their number.
     """
-    found = {}
-    for module in sources:
-        for param in module.parameters():
-            found[info_of(param).name] = param
+    found = {info_of(param).name: param for module in sources for param in module.parameters()}
     count = 0
     for param in target.parameters():
         info = info_of(param)
-        source = found.get(info_of(param).name)
+        source = found.get(info.name)
         if source is None or not info.name or param.shape != source.shape:
             continue
         other = info_of(source)
         is_same = all(
             getattr(info, name) == getattr(other, name)
-            for name in (
-                "global_shape",
-                "shard_dim",
-                "shard_index",
-                "shard_count",
-                "blocks",
-                "part",
-            )
+            for name in "global_shape shard_dim shard_index shard_count blocks part".split()
         )
         if is_same and param.dtype == source.dtype and param.stride() == source.stride():
             param.data = source.data

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron.inference.server.http import (
     responses,
 )
 from megatron.inference.server.megatron_api import answer_api
-from megatron.inference.server.openai_api import answer_chat, answer_completion
+from megatron.inference.server.openai_api import answer, read_chat, read_completion
 
 starlette = require("starlette.applications", "the server")
 routing = require("starlette.routing", "the server")
@@ -62,9 +63,9 @@ class FrontEnd:
         self._idle = asyncio.Event()
         self._idle.set()
         posts: dict[str, Endpoint] = {
-            "/v1/completions": answer_completion,
-            "/completions": answer_completion,
-            "/v1/chat/completions": answer_chat,
+            "/v1/completions": partial(answer, read_completion),
+            "/completions": partial(answer, read_completion),
+            "/v1/chat/completions": partial(answer, read_chat),
             "/tokenize": answer_tokenize,
             "/detokenize": answer_detokenize,
             "/update_weights": answer_update_weights,
@@ -169,10 +170,36 @@ class FrontEnd:
             return responses.JSONResponse(found.body, found.status, found.headers)
 
     async def _models(self, request: Any) -> Any:
-        return answer_models(self._ready(), request.path_params.get("name"))
+        """GET /v1/models and /v1/models/NAME."""
+        info = self._ready().model.info
+        name = request.path_params.get("name")
+        found = {
+            "id": info.model,
+            "object": "model",
+            "created": _STARTED_AT,
+            "owned_by": "megatron",
+            "max_model_len": info.max_sequence_length,
+        }
+        if name is None:
+            return json_answer({"object": "list", "data": [found]})
+        if name != info.model:
+            text = f"the model {name[:80]!r} does not exist"
+            raise ApiError(text, "model", status=404, code="model_not_found")
+        return json_answer(found)
 
     async def _tokenizer_info(self, request: Any) -> Any:
-        return answer_tokenizer_info(self._ready())
+        """GET /tokenizer_info: for clients that tokenize by this server, such as lm-eval."""
+        service = self._ready()
+        model = service.model
+        return json_answer(
+            {
+                "tokenizer_class": model.tokenizer.name,
+                "bos_token": model.special_text("bos"),
+                "eos_token": model.special_text("eos") or model.special_text("eod"),
+                "pad_token": model.special_text("pad"),
+                "chat_template": None if service.template is None else service.template.source,
+            }
+        )
 
     async def _health(self, request: Any) -> Any:
         try:
@@ -214,39 +241,6 @@ async def _unexpected(request: Any, error: Exception) -> Any:
 _STARTED_AT = int(time.time())
 _MAX_TOKENS = 1 << 20
 _UPDATE_TIMEOUT_S = 600.0
-
-
-def answer_models(service: Service, name: str | None) -> Any:
-    """GET /v1/models and /v1/models/NAME."""
-    info = service.model.info
-    found = {
-        "id": info.model,
-        "object": "model",
-        "created": _STARTED_AT,
-        "owned_by": "megatron",
-        "max_model_len": info.max_sequence_length,
-    }
-    if name is None:
-        return json_answer({"object": "list", "data": [found]})
-    if name != info.model:
-        raise ApiError(
-            f"the model {name[:80]!r} does not exist", "model", status=404, code="model_not_found"
-        )
-    return json_answer(found)
-
-
-def answer_tokenizer_info(service: Service) -> Any:
-    """GET /tokenizer_info: for clients that tokenize by this server, such as lm-eval."""
-    model = service.model
-    return json_answer(
-        {
-            "tokenizer_class": model.tokenizer.name,
-            "bos_token": model.special_text("bos"),
-            "eos_token": model.special_text("eos") or model.special_text("eod"),
-            "pad_token": model.special_text("pad"),
-            "chat_template": None if service.template is None else service.template.source,
-        }
-    )
 
 
 async def answer_tokenize(service: Service, request: Any, body: Body) -> Any:

@@ -22,7 +22,7 @@ import selectors
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.inference.paged_engine.request import (
@@ -34,6 +34,9 @@ from megatron.core.inference.paged_engine.request import (
     RequestOutput,
 )
 from megatron.core.inference.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # the front end imports no torch
+    from megatron.core.inference.paged_engine.engine import Engine
 
 VERSION = 3
 MAX_BYTES = 64 << 20  # of one message; a request body is smaller
@@ -152,18 +155,6 @@ _READ_BYTES = 1 << 20
 _PREPARING_WAIT_S = 0.002  # of an idle engine, for grammars that are being compiled
 
 
-class ServedEngine(Protocol):
-    """Methods of an engine that the loop calls."""
-
-    def prepare(self, request: Request) -> bool: ...
-    def add(self, request: Request) -> None: ...
-    def abort(self, request_id: str) -> bool: ...
-    def step(self) -> list[RequestOutput]: ...
-    @property
-    def has_unfinished(self) -> bool: ...
-    def stats(self) -> Any: ...  # a dataclass of numbers
-
-
 UpdateWeights = Callable[[str], int]  # path of a checkpoint -> the new weight version
 
 
@@ -180,7 +171,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: Engine,
         connection: socket.socket,
         info: EngineInfo,
         update_weights: UpdateWeights | None = None,
@@ -208,7 +199,8 @@ class EngineLoop:
         except (BrokenPipeError, ConnectionResetError):
             pass  # the front end ended while this process was writing
         except Exception as error:
-            self._report_failure(self._explain(error))
+            with contextlib.suppress(OSError):  # the front end may have ended too
+                self._send("failed", message=self._explain(error))
             raise
         for request_id in self._open:
             self._engine.abort(request_id)
@@ -304,10 +296,6 @@ class EngineLoop:
     def _send(self, kind: str, **content: object) -> None:
         self._connection.sendall(encode(kind, **content))
 
-    def _report_failure(self, message: str) -> None:
-        with contextlib.suppress(OSError):  # the front end may have ended too
-            self._send("failed", message=message)
-
 
 class EngineDied(MegatronError):
     """The engine ended, or a step of it failed."""
@@ -324,11 +312,6 @@ class EngineClient:
         self._numbers = itertools.count()
         self._flush_lock = asyncio.Lock()
         self.failure: str | None = None
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests that the engine has not finished."""
-        return len(self.calls)
 
     async def hello(self) -> EngineInfo:
         """Return the first message.  Raises EngineDied if the engine ends before it."""
@@ -402,19 +385,18 @@ class EngineClient:
                 if call is not None:  # else aborted while the step ran
                     call.put(RequestOutput.from_json(item))
         elif kind in ("accepted", "refused"):
+            error: MegatronError | None = None
+            if kind == "refused" and message["reason"] == "queue_full":
+                error = QueueFullError(message["message"])
+            elif kind == "refused":
+                error = RequestError(message["message"], message["param"])
             call = self.calls.get(message["id"])
             if call is not None:
-                call.put(None if kind == "accepted" else _error_of(message))
+                call.put(error)
         else:
             answer = self._answers.get(message["call"])
             if answer is not None and not answer.done():
                 answer.set_result(dict(message))
-
-
-def _error_of(message: Mapping[str, Any]) -> MegatronError:
-    if message["reason"] == "queue_full":
-        return QueueFullError(message["message"])
-    return RequestError(message["message"], message["param"])
 
 
 class Call:

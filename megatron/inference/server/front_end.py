@@ -150,7 +150,7 @@ async def watch_engine(client: EngineClient, patience_s: float) -> None:
     """Log when the engine does not answer although it has requests; ends with the engine."""
     while client.failure is None:
         await asyncio.sleep(patience_s)
-        if client.num_open == 0:
+        if not client.calls:
             continue
         try:
             await client.ask("ping", patience_s)

@@ -5,6 +5,7 @@ A wrong field is answered with status 400 and Megatron-LM's text for it.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,7 +43,9 @@ async def answer_api(service: Service, request: Any, body: Body) -> Any:
 
 async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dict[str, Any]:
     model = service.model
-    bos = model.first_token()
+    first = model.tokenizer.id_of("bos")
+    first = model.info.eod if first is None else first
+    bos = [] if first is None else [first]  # the tokens of an empty prompt
     if asked.adds_bos and not bos:
         raise ApiError("add_BOS: this tokenizer has no BOS token")
     for text in asked.prompts:
@@ -66,7 +69,8 @@ async def _generate(service: Service, request: Any, asked: LegacyRequest) -> dic
         f"Too many tokens.  {num_tokens} is greater than {service.max_api_tokens}",
     )
     if asked.prevents_newline:
-        params = replace(params, forbidden_after=await model.newlines_after_colons())
+        forbidden = await asyncio.to_thread(lambda: model.newlines_after_colons)
+        params = replace(params, forbidden_after=forbidden)
     if asked.beam is not None:
         return await _search(service, request, asked, prompts[0], asked.beam)
     rules = TextRules(model.end_tokens(params), asked.stops, keeps_stop=True)
@@ -81,7 +85,9 @@ def _answer(
     texts = []
     log_probs = []
     for prompt_text, sample in zip(asked.prompts, samples, strict=True):
-        new = _text_ids(sample, rules)
+        new = [placed.output.token for placed in sample.tokens]
+        if sample.stopped_by in rules.end_tokens:
+            new.pop()  # it is no part of the text
         rows.append(sample.prompt + new)
         texts.append(prompt_text + sample.text)
         log_probs.append(_log_probs(sample, len(new)))
@@ -130,12 +136,6 @@ def _beams(
         "segments": [[model.token_text(token) for token in prompt + row] for row in rows],
         "scores": [found.score for found in sample.beams],
     }
-
-
-def _text_ids(sample: Sample, rules: TextRules) -> list[int]:
-    """Return the generated tokens without the one that ended the text."""
-    ids = [placed.output.token for placed in sample.tokens]
-    return ids[:-1] if sample.stopped_by in rules.end_tokens else ids
 
 
 def _log_probs(sample: Sample, num_new: int) -> list[float]:

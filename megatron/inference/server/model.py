@@ -59,9 +59,10 @@ class Model:
         known = self.tokenizer.vocab_size
         return ids if not ids or max(ids) < known else [i for i in ids if i < known]
 
+    @lru_cache(maxsize=1 << 16)  # noqa: B019  (one model in a process)
     def token_text(self, token: int) -> str:
         """Return the text of one token."""
-        return _token_text(self, token)
+        return self.decode([token])
 
     def end_tokens(self, params: SamplingParams) -> frozenset[int]:
         """Return the tokens that end a text."""
@@ -146,32 +147,17 @@ class Model:
         except DataError as error:
             raise ApiError(f"messages: {error}", "messages") from None
 
-    async def newlines_after_colons(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the tokens whose text ends with a colon, and those that begin a line."""
-        return await asyncio.to_thread(_newlines_after_colons, self)
-
-    def first_token(self) -> list[int]:
-        """Return the tokens of an empty prompt: BOS, else the end-of-document token."""
-        bos = self.tokenizer.id_of("bos")
-        first = self.info.eod if bos is None else bos
-        return [] if first is None else [first]
+    @cached_property
+    def newlines_after_colons(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens whose text ends with a colon, and those that begin a line."""
+        known = min(self.info.vocab_size, self.tokenizer.vocab_size)
+        texts = [self.decode([token]) for token in range(known)]
+        colons = tuple(token for token, text in enumerate(texts) if text.endswith(":"))
+        newlines = tuple(token for token, text in enumerate(texts) if text.startswith("\n"))
+        return colons, newlines
 
     def with_one_bos(self, ids: Sequence[int]) -> list[int]:
         """Return ``ids`` without a BOS of the tokenizer before the BOS of a chat template."""
         bos = self.tokenizer.id_of("bos")
         has_two = bos is not None and list(ids[:2]) == [bos, bos]
         return list(ids[1:] if has_two else ids)
-
-
-@lru_cache(maxsize=1)
-def _newlines_after_colons(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    known = min(model.info.vocab_size, model.tokenizer.vocab_size)
-    texts = [model.decode([token]) for token in range(known)]
-    colons = tuple(token for token, text in enumerate(texts) if text.endswith(":"))
-    newlines = tuple(token for token, text in enumerate(texts) if text.startswith("\n"))
-    return colons, newlines
-
-
-@lru_cache(maxsize=1 << 16)
-def _token_text(model: Model, token: int) -> str:
-    return model.decode([token])

@@ -1,19 +1,18 @@
 """POST /v1/completions and /v1/chat/completions: OpenAI's fields, and vLLM's extensions to them.
 
 Both read a request (`read_completion`, `read_chat`) and answer in the same way: complete, or as a
-stream of chunks (`_answer`).
+stream of chunks (`answer`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from megatron.core.inference.paged_engine.request import PromptImage, TokenOutput
-from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.server.chat_images import prompt_of
 from megatron.inference.server.fields import ApiError, Body, Fields, log_prob_of
 from megatron.inference.server.generation import (
@@ -80,8 +79,14 @@ class _OpenAIRequest:
         return [sample for group in ordered for sample in group[: self.num_returned]]
 
 
-async def _answer(service: Service, request: Any, asked: _OpenAIRequest) -> Any:
-    """Generate, and answer with one object or with a stream of them."""
+async def answer(
+    read: Callable[[Service, Body], Awaitable[_OpenAIRequest]],
+    service: Service,
+    request: Any,
+    body: Body,
+) -> Any:
+    """Answer the request that ``read`` returns with one object, or with a stream of them."""
+    asked = await read(service, body)
     started_at = int(time.time())
 
     def object_of(number: str, choices: list[dict[str, Any]], **more: object) -> dict[str, Any]:
@@ -175,11 +180,6 @@ class CompletionRequest(_OpenAIRequest):
                 }
             )
         return table
-
-
-async def answer_completion(service: Service, request: Any, body: Body) -> Any:
-    """Answer one request."""
-    return await _answer(service, request, await read_completion(service, body))
 
 
 async def read_completion(service: Service, body: Body) -> CompletionRequest:
@@ -429,11 +429,6 @@ def _chunk(
     }
 
 
-async def answer_chat(service: Service, request: Any, body: Body) -> Any:
-    """Answer one request."""
-    return await _answer(service, request, await read_chat(service, body))
-
-
 async def read_chat(service: Service, body: Body) -> ChatRequest:
     """Check the fields of a request and render its prompt.  Raises ApiError."""
     fields = Fields(body)
@@ -456,7 +451,9 @@ async def read_chat(service: Service, body: Body) -> ChatRequest:
     options = fields.sub_object("chat_template_kwargs")
     more = fields.get("chat_template_kwargs") if options is not None else {}
     params = with_log_probs(read_params(fields, model, num_tokens or longest), num_log_probs, None)
-    params = _with_end_of_turn(params, model)
+    eos = model.tokenizer.id_of("eos")  # in chat models it ends a turn
+    if eos not in (None, model.info.eod) and not params.ignore_eos:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, eos))
     rules = read_rules(fields, model, params)
     service.finish_reading(fields)
     text = await _render(service, messages, tools, more)
@@ -527,11 +524,3 @@ async def _read_prompt(
         num_samples=num_samples,
     )
     return model.with_one_bos(ids), images
-
-
-def _with_end_of_turn(params: SamplingParams, model: Model) -> SamplingParams:
-    """End a text also at the tokenizer's EOS, which in chat models ends a turn."""
-    eos = model.tokenizer.id_of("eos")
-    if eos is None or eos == model.info.eod or params.ignore_eos:
-        return params
-    return replace(params, stop_token_ids=(*params.stop_token_ids, eos))

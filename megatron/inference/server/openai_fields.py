@@ -347,7 +347,6 @@ class ToolCallParser:
 
     _finder: StopFinder = field(default_factory=lambda: StopFinder([_BEGIN]))
     _inside: str | None = None  # the text since a begin tag
-    num_calls: int = 0
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """Return new content and new calls."""
@@ -371,7 +370,6 @@ class ToolCallParser:
                 content += _BEGIN + inside + _END
             else:
                 calls.append(call)
-                self.num_calls += 1
         if is_last:
             content += self._finder.end()
             if self._inside is not None:
@@ -380,8 +378,7 @@ class ToolCallParser:
                     content += _BEGIN + self._inside
                 else:
                     calls.append(call)
-                    self.num_calls += 1
-                self._inside = None
+                    self._inside = None
         return content, calls
 
 

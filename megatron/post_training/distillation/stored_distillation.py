@@ -86,7 +86,7 @@ def save_top_tokens(inner: ModelImplementation) -> ModelImplementation:
         batch=partial(_batch_with_keys, inner),
         loss=_rows_to_save,
         load_frozen=partial(_check_wrapper, TopTokens, "--logits-save-dir", inner),
-        wrap_dataset=_with_keys,
+        wrap_dataset=lambda _config, dataset, num_trained: _MoreTensors(dataset, _keys),
         prepare_data=partial(_skip_saved_steps, inner),
         replace_training=save_logits,
     )
@@ -333,13 +333,8 @@ class _MoreTensors(Dataset[Any]):
         return sample | self._more(index, sample)
 
 
-def _with_keys(config: RunConfig, dataset: Any, *, num_trained: int) -> Any:
-    """Return ``dataset`` with index and checksum of a sample, for each of its tokens."""
-    del config, num_trained
-    return _MoreTensors(dataset, _keys)
-
-
 def _keys(index: int | None, sample: dict[str, Any]) -> dict[str, Any]:
+    """Return index and checksum of a sample, for each of its tokens."""
     keys = torch.tensor([-1 if index is None else index, checksum_of(sample)])
     length = len(sample["tokens"])
     return dict(zip((_INDEX, _CHECKSUM), keys[:, None].expand(2, length), strict=True))
@@ -433,6 +428,10 @@ def save_logits(run: ModelRun) -> None:
     for chunk in run.model_chunks:
         chunk.eval()
     rows: list[StoredRows] = []
+    settings = _store_settings(run)
+    # On one rank, at most: the same on all ranks.
+    samples = run.batches.global_batch_size_wanted // run.groups.dp.size()
+    bytes_of_step = samples * settings.seq_length * settings.top_k * _ENTRY_BYTES
     first = run.state.iteration + 1
     began_s = time.monotonic()
     while not run.finished():
@@ -448,8 +447,8 @@ def save_logits(run: ModelRun) -> None:
         run.state.iteration += 1
         run.state.consumed_train_samples += run.batches.global_batch_size(consumed)
         step = run.state.iteration
-        if run.finished() or (step - first + 1) * _bytes_of_step(run) >= _FILE_BYTES:
-            save = partial(_write_store, run, rows, (first, step))
+        if run.finished() or (step - first + 1) * bytes_of_step >= _FILE_BYTES:
+            save = partial(_write_store, run, rows, settings.dtype, (first, step))
             all_or_none(save, str(_store_folder(run)), run.groups.world)
             rows = []
             first = step + 1
@@ -461,14 +460,7 @@ def save_logits(run: ModelRun) -> None:
             )
 
 
-def _bytes_of_step(run: ModelRun) -> int:
-    """Return the bytes of a step on one rank, at most: the same on all ranks."""
-    settings = _store_settings(run)
-    samples = run.batches.global_batch_size_wanted // run.groups.dp.size()
-    return samples * settings.seq_length * settings.top_k * _ENTRY_BYTES
-
-
-def _write_store(run: ModelRun, rows: list[StoredRows], steps: tuple[int, int]) -> None:
+def _write_store(run: ModelRun, rows: list[StoredRows], dtype: str, steps: tuple[int, int]) -> None:
     groups = run.groups
     if run.has_loss and groups.tp.rank() == 0 and groups.cp.rank() == 0:
-        write_rows(_store_folder(run), rows, _store_settings(run).dtype, steps, groups.dp.rank())
+        write_rows(_store_folder(run), rows, dtype, steps, groups.dp.rank())

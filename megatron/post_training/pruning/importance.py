@@ -52,7 +52,12 @@ class Importance:
         self._handles: list[Any] = []
         self.sequence_parallel = False
         for model in models:
-            self._hook_model(model)
+            decoder = model.decoder
+            self.sequence_parallel = model.config.sequence_parallel
+            if decoder.final_layernorm is not None:
+                self._after(decoder.final_layernorm, self._add_channels)
+            for index, layer in zip(decoder.layer_range, decoder.layers, strict=True):
+                self._hook_layer(index, layer)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -71,22 +76,13 @@ class Importance:
                 total = all_reduce(total, tp)
             total = all_reduce(total, self.groups.dp_cp)
             mine[name] = total.tolist()
-        others = (self.groups.tp, self.groups.dp_cp)
-        is_first = all(group.rank() == 0 for group in others)
+        is_first = tp.rank() == 0 and self.groups.dp_cp.rank() == 0
         merged: Scores = {}
         for part in gather_json(mine if is_first else {}, world) or []:
             for name, values in part.items():  # only hidden channels have parts on several stages
                 before = merged.get(name, [0.0] * len(values))
                 merged[name] = [a + b for a, b in zip(before, values, strict=True)]
         return broadcast_json(merged, world)
-
-    def _hook_model(self, model: GPTModel) -> None:
-        decoder = model.decoder
-        self.sequence_parallel = model.config.sequence_parallel
-        if decoder.final_layernorm is not None:
-            self._after(decoder.final_layernorm, self._add_channels)
-        for index, layer in zip(decoder.layer_range, decoder.layers, strict=True):
-            self._hook_layer(index, layer)
 
     def _hook_layer(self, index: int, layer: nn.Module) -> None:
         def add_layer(inputs: Any, output: Any) -> None:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from megatron.core.config.errors import CheckpointError, ConfigError, DataError
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.collectives import all_or_none, broadcast_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.text_files import read_text
@@ -452,8 +451,14 @@ def prune_checkpoint(config: RunConfig) -> None:
     has_scores = path is not None and Path(path).exists()
     scores: Scores = {}
     if broadcast_json(has_scores, groups.world):
-        text = read_text(path, f"--pruning-scores-path {path}", DataError)
-        scores = _parse_scores(text, f"--pruning-scores-path {path}")
+        what = f"--pruning-scores-path {path}"
+        text = read_text(path, what, DataError)
+        try:
+            read = json.loads(text)
+            scores = {str(name): [float(x) for x in values] for name, values in read.items()}
+        except (ValueError, AttributeError, TypeError) as error:
+            reason = f"{what} has no scores of a pruning run: {error}; remove it"
+            raise DataError(reason) from None
     else:
         scores = measure(config, groups, extra["calib_size"])
         if path is not None and is_rank_0:
@@ -465,19 +470,9 @@ def prune_checkpoint(config: RunConfig) -> None:
         if is_rank_0:
             assert checkpoint.load is not None
             assert checkpoint.save is not None
-            source = Path(checkpoint.load)
-            target = Path(checkpoint.save)
-            prune(source, target, config, plan, checkpoint.ckpt_step)
+            prune(Path(checkpoint.load), Path(checkpoint.save), config, plan, checkpoint.ckpt_step)
 
     all_or_none(write, checkpoint.save, groups.world)
-
-
-def _parse_scores(text: str, what: str) -> Scores:
-    try:
-        scores = json.loads(text)
-        return {str(name): [float(x) for x in values] for name, values in scores.items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise DataError(f"{what} has no scores of a pruning run: {error}; remove it") from None
 
 
 def measure(config: RunConfig, groups: ProcessGroupCollection, num_samples: int) -> Scores:
@@ -500,10 +495,12 @@ def measure(config: RunConfig, groups: ProcessGroupCollection, num_samples: int)
     run.load()
     train, *_ = build_datasets(run, (num_samples, 0, 0))
     data = chunk_iterators(run, make_loader(run, train, 0))
-    models = [_gpt_of(chunk) for chunk in run.model_chunks]
     for model in run.model_chunks:
         model.eval()
-    importance = Importance(models, run.groups)
+    importance = Importance(
+        (get_attr_wrapped_model(m, "decoder", return_model_obj=True) for m in run.model_chunks),
+        run.groups,
+    )
     print_rank_0(f" measuring importance on {num_samples // step * step} samples ...")
     with torch.no_grad():
         forward_backward(
@@ -511,12 +508,6 @@ def measure(config: RunConfig, groups: ProcessGroupCollection, num_samples: int)
         )
     importance.close()
     return importance.gather()
-
-
-def _gpt_of(chunk: nn.Module) -> GPTModel:
-    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-    assert isinstance(model, GPTModel), "the program builds GPT"
-    return model
 
 
 def _forward_step(

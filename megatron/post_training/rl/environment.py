@@ -175,18 +175,18 @@ class Environments:
                 for (_, weight), taken in zip(self._entries, self._counts, strict=True)
             ]
             chosen = behind.index(max(behind))
-            if self._next > first:
-                found.append(self._task(chosen, self._counts[chosen]))
+            number = self._counts[chosen]
             self._counts[chosen] += 1
+            if self._next <= first:
+                continue
+            environment = self._entries[chosen][0]
+            epoch, position = divmod(number, len(environment.prompts))
+            if self._orders.get(chosen, (-1, None))[0] != epoch:
+                order = np.random.default_rng([self._seed, chosen, epoch])
+                self._orders[chosen] = epoch, order.permutation(len(environment.prompts))
+            row = int(self._orders[chosen][1][position])
+            found.append(Task(environment, environment.prompts[row]))
         return found
-
-    def _task(self, chosen: int, number: int) -> Task:
-        environment = self._entries[chosen][0]
-        epoch, position = divmod(number, len(environment.prompts))
-        if self._orders.get(chosen, (-1, None))[0] != epoch:
-            order = np.random.default_rng([self._seed, chosen, epoch])
-            self._orders[chosen] = epoch, order.permutation(len(environment.prompts))
-        return Task(environment, environment.prompts[int(self._orders[chosen][1][position])])
 
 
 def open_environments(path: str, seed: int) -> Environments:

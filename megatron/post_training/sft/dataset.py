@@ -159,11 +159,12 @@ class SFTLowLevelDataset:
     def _encode(self, config: SFTDatasetConfig) -> Sequence[np.ndarray]:
         """Return the arrays of `EncodedRows`."""
         started_at_s = time.perf_counter()
-
-        def encode_row(row: Mapping[str, Any]) -> list[EncodedChat]:
-            return [self.encode(each, config) for each in self.conversations_of(row)]
-
-        found = list(chain.from_iterable(read_all(self.rows, encode_row, self.unit)))
+        of_rows = read_all(
+            self.rows,
+            lambda row: [self.encode(each, config) for each in self.conversations_of(row)],
+            self.unit,
+        )
+        found = list(chain.from_iterable(of_rows))
         ends = np.cumsum([len(chat.tokens) for chat in found], dtype=np.int64)
         tokens = np.concatenate([chat.tokens for chat in found] or [np.empty(0, np.int32)])
         is_trained = np.concatenate([chat.is_trained for chat in found] or [np.empty(0, bool)])

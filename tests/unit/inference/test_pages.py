@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from megatron.core.inference.paged_engine.pages import PagePool, page_digest
+from megatron.core.inference.paged_engine.pages import PagePool
 
 
 def _digest(number: int) -> bytes:
-    return page_digest(b"", np.array([number], dtype=np.int64))
+    return PagePool(1, 1).digest(b"", np.array([number], dtype=np.int64), 0)
 
 
 class NaivePool:

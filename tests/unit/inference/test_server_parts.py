@@ -448,7 +448,7 @@ def test_a_likelier_token_of_the_same_text_stays_in_the_table():
 
 def test_an_engine_that_does_not_answer_is_named(caplog):
     class Stopped:
-        num_open = 1
+        calls = ("a request",)
         failure = None
         num_asked = 0
 

@@ -65,9 +65,7 @@ class BeamSearch:
 
     def __init__(self, params: BeamParams, root: RequestState, num_top: int) -> None:
         self.params = params
-        self._end_tokens = root.end_tokens
-        self._min_tokens = root.request.params.min_tokens
-        self._max_new = root.max_new
+        self._root = root
         self._num_top = num_top
         self._open = [_Text()]
         self._ended: list[Beam] = []  # best first, at most ``width``
@@ -92,15 +90,18 @@ class BeamSearch:
             texts.append(_Text(total, last, index, length, self._open[index]))
         still_open: list[_Text] = []
         for rank, text in enumerate(texts):
-            if text.last.token not in self._end_tokens:
+            if text.last.token not in self._root.end_tokens:
                 still_open.append(text)
-            elif rank < width and length > self._min_tokens:
+            elif rank < width and length > self._root.request.params.min_tokens:
                 self._end(text, "stop")
             if len(still_open) == width:
                 break
-        if self._cannot_improve(texts[0]):
+        is_full = len(self._ended) == width
+        if is_full and (
+            self.params.early_stopping or self._ended[-1].score >= self._score(texts[0])
+        ):  # no open text can become better
             still_open = []
-        elif length == self._max_new:
+        elif length == self._root.max_new:
             for text in still_open:
                 self._end(text, "length")
             still_open = []
@@ -110,11 +111,6 @@ class BeamSearch:
     def results(self) -> tuple[Beam, ...]:
         """Return the ended beams, best first."""
         return tuple(self._ended)
-
-    def _cannot_improve(self, best: _Text) -> bool:
-        if len(self._ended) < self.params.width:
-            return False
-        return self.params.early_stopping or self._ended[-1].score >= self._score(best)
 
     def _score(self, text: _Text) -> float:
         score: float = text.total / text.length**self.params.length_penalty

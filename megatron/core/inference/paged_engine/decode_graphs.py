@@ -83,7 +83,7 @@ class DecodeGraphs:
             self.release()  # weights may have another address now
             self._weights = version
         rows = self._sizes[bisect_left(self._sizes, len(plan.segments))]
-        width = _power_of_two(max(len(s.pages) for s in plan.segments))
+        width = 1 << (max(len(s.pages) for s in plan.segments) - 1).bit_length()
         where = next(self._module.parameters()).device
         known = self._captured.get((rows, width))
         if known is None:
@@ -166,10 +166,6 @@ def _is_decoding(plan: StepPlan) -> bool:
     return bool(plan.segments) and all(
         len(s.tokens) == len(s.targets) == 1 and s.start for s in plan.segments
     )
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 def _ints(*values: int) -> Integers:

@@ -95,7 +95,8 @@ class DraftModel:
             if depth + 1 < self._num_layers:
                 ids = ids.roll(-1)
                 ends = _upload(rows.last_row, hidden.device)
-                ids.index_copy_(0, ends, _upload(rows.known_ahead(depth + 1), hidden.device))
+                known = [next(iter(s.ahead[depth + 1 :]), 0) for s in plan.segments]
+                ids.index_copy_(0, ends, _upload(known, hidden.device))
                 ids.index_copy_(0, at, drafts.clamp(min=0))
         self._chain(rows, last, found, slots)
         return _table(found, len(plan.segments))
@@ -114,7 +115,11 @@ class DraftModel:
         for number in range(layers + 1, (self._num_tokens if self._in_lockstep else count) + 1):
             before, drafts = found[-1]
             wanting = rows.wanting(number)
-            segments = [rows.row_after(i, number - layers) for i in wanting]
+            segments = []
+            for i in wanting:
+                s = rows.segments[i]
+                start = int(rows.position[i]) + number - layers
+                segments.append(Segment(s.slot, start, _ONE_TOKEN, s.pages, NO_INTEGERS))
             if not segments and not self._in_lockstep:
                 break
             if segments:
@@ -204,16 +209,6 @@ class _Rows:
             if s.num_drafts >= number
             and self.position[i] + number - self.num_layers < len(s.pages) * self.page_size
         ]
-
-    def known_ahead(self, depth: int) -> Integers:
-        """Return the token ``depth`` + 1 positions after the last row of each segment, or 0."""
-        return np.array([s.ahead[depth] if len(s.ahead) > depth else 0 for s in self.segments])
-
-    def row_after(self, segment: int, distance: int) -> Segment:
-        """Return one row ``distance`` positions after the last accepted one of a segment."""
-        s = self.segments[segment]
-        start = int(self.position[segment]) + distance
-        return Segment(s.slot, start, _ONE_TOKEN, s.pages, NO_INTEGERS)
 
     def plan_of_drafts(self, segments: list[int], number: int) -> StepPlan:
         """Return the plan that samples the tokens of the drafts ``number``."""

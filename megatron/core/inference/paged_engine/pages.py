@@ -119,8 +119,8 @@ class PagePool:
     def digest(self, previous: bytes, tokens: Integers, page: int) -> bytes:
         """Return the digest of a page of ``tokens``; ``previous``: digest of the page before it."""
         start = page * self.page_size
-        size = self.page_size + self.num_ahead
-        return page_digest(previous, tokens[start : start + size])
+        text = tokens[start : start + self.page_size + self.num_ahead]
+        return blake2b(previous + text.tobytes(), digest_size=16).digest()
 
     def num_unused(self, pages: Iterable[int]) -> int:
         """Return how many of ``pages`` are free: `share` would take them from `num_free`."""
@@ -145,8 +145,3 @@ class PagePool:
         """
         text = np.array([self.weight_version, *([-1] if is_long else []), *source], dtype=np.int64)
         return blake2b(text.tobytes(), digest_size=16).digest()
-
-
-def page_digest(previous: bytes, tokens: Integers) -> bytes:
-    """Return the digest of a page whose content depends on ``tokens``, after ``previous``."""
-    return blake2b(previous + tokens.tobytes(), digest_size=16).digest()

@@ -297,11 +297,6 @@ class RequestState:
             return matcher.error, "grammar"
         return "the model gave no finite logits, or none of a token that is allowed", None
 
-    def forget_scores(self) -> None:
-        """Drop the log-probabilities of prompt tokens that have not been reported yet."""
-        self.num_scored -= len(self.scores)
-        self.scores = []
-
     def find_digests(self, count: int, pool: PagePool) -> list[bytes]:
         """Return the digests of the first ``count`` pages, which have all their tokens."""
         if self.weight_version != pool.weight_version:

@@ -183,7 +183,8 @@ class RequestScheduler:
         """Pre-empt all running requests, which go on with keys of new weights; none in flight."""
         for state in list(self._running):
             assert not state.is_in_flight, "its keys are still being computed"
-            state.forget_scores()
+            state.num_scored -= len(state.scores)  # they have not been reported yet
+            state.scores = []
             self._pre_empt(state)
 
     def _check(self, request: Request, parent: RequestState | None) -> None:
