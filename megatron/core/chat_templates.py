@@ -34,7 +34,7 @@ def compile_template(
         raise jinja2.TemplateError(str(message))
 
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(source)
 
 
@@ -103,10 +103,6 @@ def _generation_block(wanted_by: str, marks: tuple[str, str]) -> type:
 def _to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
     """Return JSON; ``form``: indent, separators and sort_keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **form)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
 
 
 def _tokenizer_config(folder: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -145,9 +145,7 @@ def gather_json(value: T, group: ProcessGroup | None) -> list[T] | None:
     lengths, padded = _padded(value, group)
     received = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None
     dist.gather(padded, received, group=group, group_dst=0)
-    if received is None:
-        return None
-    return [json.loads(_bytes(d[:length])) for d, length in zip(received, lengths, strict=True)]
+    return None if received is None else _decode(received, lengths)
 
 
 def all_gather_json(value: T, group: ProcessGroup | None) -> list[T]:
@@ -157,7 +155,7 @@ def all_gather_json(value: T, group: ProcessGroup | None) -> list[T]:
     lengths, padded = _padded(value, group)
     received = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(received, padded, group=group)
-    return [json.loads(_bytes(d[:length])) for d, length in zip(received, lengths, strict=True)]
+    return _decode(received, lengths)
 
 
 def is_so_everywhere(value: bool, group: ProcessGroup | None) -> bool:
@@ -179,8 +177,8 @@ def broadcast_json(value: T, group: ProcessGroup | None) -> T:
     if group.rank() > 0:
         data = data.new_empty(int(length))
     dist.broadcast(data, group=group, group_src=0)
-    received: T = json.loads(_bytes(data))
-    return received
+    received: list[T] = _decode([data], [data.numel()])
+    return received[0]
 
 
 def all_or_none(call: Callable[[], T], where: object, group: ProcessGroup | None) -> T:
@@ -238,5 +236,6 @@ def on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
     return data.to(device.current()) if dist.get_backend(group) == "nccl" else data
 
 
-def _bytes(data: Tensor) -> bytes:
-    return bytes(data.cpu().numpy())
+def _decode(received: Sequence[Tensor], lengths: Sequence[int]) -> list[Any]:
+    sized = zip(received, lengths, strict=True)
+    return [json.loads(bytes(data[:length].cpu().numpy())) for data, length in sized]

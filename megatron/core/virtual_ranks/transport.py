@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,9 @@ from torch.distributed.distributed_c10d import _DistributedBackendOptions
 from megatron.core import device
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.virtual_ranks import BACKEND
-from megatron.core.virtual_ranks.threads import Baton
+
+if TYPE_CHECKING:
+    from megatron.core.virtual_ranks.threads import Baton
 
 Tensors = Sequence[Tensor]
 _Operation = dist.ReduceOp.RedOpType
@@ -82,18 +84,6 @@ class _Channel:
     receives: dict[tuple[int, int], deque[_Transfer]] = field(default_factory=dict)
 
 
-class Network:
-    """Channels of all groups in one run of virtual ranks."""
-
-    def __init__(self, baton: Baton) -> None:
-        self.baton = baton
-        self._channels: dict[str, _Channel] = {}
-
-    def channel(self, name: str) -> _Channel:
-        """Return the channel of the group with torch's ``name``, which all members share."""
-        return self._channels.setdefault(name, _Channel())
-
-
 @dataclass(frozen=True)
 class VirtualWork:
     """Handle of started operations, with the interface of torch's Work."""
@@ -109,20 +99,17 @@ class VirtualWork:
         """
         del timeout
         began_s = time.perf_counter()
-        self.baton.wait_until(self._is_done, self.doing)
+        self.baton.wait_until(lambda: all(item.is_done for item in self.begun), self.doing)
         collective_tracer.record.waited_s += time.perf_counter() - began_s
         return True
-
-    def _is_done(self) -> bool:
-        return all(item.is_done for item in self.begun)
 
 
 class VirtualGroup(dist.ProcessGroup):
     """Process group with the methods that torch.distributed calls, of torch 2.11 to 2.13."""
 
-    def __init__(self, network: Network, name: str, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, baton: Baton, channel: _Channel, rank: int, ranks: Sequence[int]) -> None:
         super().__init__(rank, len(ranks))
-        self._baton, self._channel = network.baton, network.channel(name)
+        self._baton, self._channel = baton, channel
         self._me, self._ranks = rank, ranks
         self._calls = 0
 
@@ -376,14 +363,15 @@ def _named(name: str, op: _Operation) -> str:
 
 # -- creation of groups by torch ----------------------------------------------------------------
 
-_network: Network | None = None
+# The scheduler of this run, and the channel of each group by torch's name.
+_network: tuple[Baton, defaultdict[str, _Channel]] | None = None
 
 
 @contextlib.contextmanager
 def network_of(baton: Baton) -> Iterator[None]:
     """Make groups of the backend ``virtual`` that are created in the context use ``baton``."""
     global _network
-    _network = Network(baton)
+    _network = baton, defaultdict(_Channel)
     try:
         yield
     finally:
@@ -393,7 +381,8 @@ def network_of(baton: Baton) -> Iterator[None]:
 def _make_group(options: _DistributedBackendOptions, _more: object) -> VirtualGroup:
     assert _network is not None, "the back end 'virtual' is for virtual ranks alone"
     ranks = options.global_ranks_in_group or range(options.group_size)
-    return VirtualGroup(_network, options.group_id, options.group_rank, ranks)
+    baton, channels = _network
+    return VirtualGroup(baton, channels[options.group_id], options.group_rank, ranks)
 
 
 dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[device.CPU])

@@ -88,7 +88,7 @@ class DeepEPDispatcher(FlexDispatcher):
         numbers = numbers.masked_fill(~is_kept.unsqueeze(-1), -1).flatten(1)
         weights = routing.weights.float().repeat_interleave(copies, dim=1)
         num_experts = self.num_local * self.tp_ep.size()
-        sent: list[_Sent] = []
+        sent: list[tuple[list[int], _Handled]] = []
         rows, weights, here = _Dispatch.apply(x, weights, numbers, num_experts, buffer, sent)
         counts, handled = sent[0]
         mine = here.masked_fill(here < 0, self.num_local)
@@ -126,18 +126,13 @@ def _wait(event: _Event) -> None:
     event.current_stream_wait()
 
 
-class _Sent(NamedTuple):
-    counts: list[int]  # rows per expert of this rank
-    handled: _Handled
-
-
 class _Dispatch(Function[tuple[Tensor, Tensor, Tensor]]):
     """DeepEP dispatch; backward combines the gradients.
 
     Inputs: tokens [n, h], weights [n, k] and expert numbers [n, k], -1 for a dropped visit.
     Outputs: the r tokens that visit this rank [r, h], their weights [r, k], and their expert
-    numbers on this rank [r, k], -1 for experts on other ranks.  Counts and handle, which are not
-    tensors, are appended to ``sent``.
+    numbers on this rank [r, k], -1 for experts on other ranks.  The rows per local expert and the
+    handle, which are not tensors, are appended to ``sent``.
     """
 
     @staticmethod
@@ -148,7 +143,7 @@ class _Dispatch(Function[tuple[Tensor, Tensor, Tensor]]):
         numbers: Tensor,
         num_experts: int,
         buffer: _Buffer,
-        sent: list[_Sent],
+        sent: list[tuple[list[int], _Handled]],
     ) -> tuple[Tensor, Tensor, Tensor]:
         per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             numbers, num_experts
@@ -165,7 +160,7 @@ class _Dispatch(Function[tuple[Tensor, Tensor, Tensor]]):
         )
         _wait(event)
         ctx.values = _Handled(buffer, handle)
-        sent.append(_Sent(counts, ctx.values))
+        sent.append((counts, ctx.values))
         ctx.mark_non_differentiable(here)
         return rows, weights, here
 
