@@ -34,6 +34,8 @@ DECLARATIONS = (
     "megatron/training/arguments/rules/",
     "megatron/training/compat/arguments.py",
 )
+# Programs for images read some flags there alone, to refuse all values but one.
+OF_IMAGES = "megatron/training/arguments/rules/images.py"
 
 
 def words_for(flag: str) -> list[str]:
@@ -104,7 +106,8 @@ def attributes_read() -> set[str]:
     properties: dict[str, set[str]] = {}
     for file in (f for pattern in SOURCES for f in ROOT.glob(pattern)):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        if not str(file.relative_to(ROOT)).startswith(DECLARATIONS):
+        path = file.relative_to(ROOT).as_posix()
+        if path == OF_IMAGES or not path.startswith(DECLARATIONS):
             names |= read_in(tree)
             continue
         for node in ast.walk(tree):

@@ -14,12 +14,12 @@ _CLASSIFIER = where(
         "{found[0]} is not available in this program: give {found[1]}",
         lambda c: [
             (c.shown(flag), available)
-            for flag, available in (
-                ("--num-channels", 3),
-                ("--vision-pretraining-type", "classify"),
-                ("--vision-backbone-type", "vit"),
+            for flag, value, available in (
+                ("--num-channels", c.num_channels, 3),
+                ("--vision-pretraining-type", c.vision_pretraining_type, "classify"),
+                ("--vision-backbone-type", c.vision_backbone_type, "vit"),
             )
-            if c.value(flag) != available
+            if value != available
         ],
     ),
     Rule(
