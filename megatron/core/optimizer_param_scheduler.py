@@ -351,7 +351,10 @@ class OptimizerParamScheduler:
         if changes and not self.override:
             if not self.use_checkpoint:
                 raise CheckpointError(self._mismatch(changes))
-            self._adopt(changes)
+            changed = [f for f in _FIELDS if f.key in changes]
+            lr = {f.attribute: changes[f.key] for f in changed if f.schedule == "lr"}
+            wd = {f.attribute: changes[f.key] for f in changed if f.schedule == "wd"}
+            self.lr, self.wd = replace(self.lr, **lr), replace(self.wd, **wd)
         winner = "the run's" if self.override else "the checkpoint's"
         for field in _FIELDS:
             if field.key in changes:
@@ -363,7 +366,13 @@ class OptimizerParamScheduler:
     def _changes(self, state_dict: Mapping[str, float | str]) -> dict[str, Any]:
         """Return the saved values that differ from this run's and that a schedule reads."""
         now = self._values()
-        saved = {field.key: _saved_value(state_dict, field) for field in _FIELDS}
+        saved = {
+            field.key: _first(state_dict, field.key, *field.aliases)
+            # Older checkpoints did not save the weight decay.
+            if field.schedule != "wd" or field.key in state_dict
+            else None
+            for field in _FIELDS
+        }
         changes = {k: v for k, v in saved.items() if v is not None and v != now[k]}
         for length, style in _STYLES_OF_LENGTHS.items():
             if now[style] == saved[style] == "constant":
@@ -373,12 +382,6 @@ class OptimizerParamScheduler:
     def _values(self) -> dict[str, float | str]:
         schedules = {"lr": vars(self.lr), "wd": vars(self.wd)}
         return {f.key: schedules[f.schedule][f.attribute] for f in _FIELDS}
-
-    def _adopt(self, changes: dict[str, Any]) -> None:
-        changed = [f for f in _FIELDS if f.key in changes]
-        lr = {f.attribute: changes[f.key] for f in changed if f.schedule == "lr"}
-        wd = {f.attribute: changes[f.key] for f in changed if f.schedule == "wd"}
-        self.lr, self.wd = replace(self.lr, **lr), replace(self.wd, **wd)
 
     def _mismatch(self, changes: Mapping[str, object]) -> str:
         now = self._values()
@@ -390,16 +393,6 @@ class OptimizerParamScheduler:
             f"add --use-checkpoint-opt_param-scheduler to keep the checkpoint's or "
             f"--override-opt_param-scheduler to keep the command line's"
         )
-
-
-def _saved_value(state_dict: Mapping[str, float | str], field: _Field) -> float | str | None:
-    """Return the entry under its key or an older one; None if an old checkpoint has no such entry.
-
-    Raises CheckpointError for an entry that every checkpoint has.
-    """
-    if field.schedule == "wd" and field.key not in state_dict:
-        return None  # older checkpoints did not save the weight decay
-    return _first(state_dict, field.key, *field.aliases)
 
 
 def _first(state_dict: Mapping[str, float | str], *names: str) -> float | str:

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -85,16 +84,35 @@ class DistributedDataParallel(DataParallelBase):
         self.grad_buffers: dict[BufferKey, GradBuffer] = {}
         self.param_buffers: dict[BufferKey, ParamBuffer] = {}
         # Lives as long as the buffers: it owns the memory pool that they are allocated from.
-        self._memory = self._buffer_memory()
+        self._memory: AbstractContextManager[None] = nullcontext()
+        if ddp_config.nccl_ub:
+            groups = [self._group(is_expert) for is_expert in (False, True)]
+            self._memory = registered_memory([*groups, self.groups.inter_dist_opt])
         with self._memory:
             for plan in plans:
                 self._make_buffers(plan, [params[i] for i in plan.members])
-        self.buckets = self._in_launch_order()
+        # In the order in which a backward pass completes them.  It follows from the positions of
+        # parameters alone, so it is the same on all ranks.
+        self.buckets = sorted(
+            (b for buffer in self.grad_buffers.values() for b in buffer.buckets),
+            key=lambda b: -min(self._position[slot.param] for slot in b.slots),
+        )
         self._next = 0  # index of the first bucket whose reduction has not started
         self.param_gather = self._in_gather_order()
-        self._listen()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                hook = GradientHook(self._on_gradient, slot, bucket)
+                slot.param.register_post_accumulate_grad_hook(hook)
+        if ddp_config.overlap_param_gather:
+            self._wait_in_forward()
         if config.gradient_accumulation_fusion:
-            self._open_to_layers()
+            # Layers accumulate weight gradients in the buffers themselves, if that is faster.
+            # A parameter with two uses must go through autograd, which adds both gradients.
+            uses = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+            for key, buffer in self.grad_buffers.items():
+                for slot in buffer.slots:
+                    if uses[slot.param] == 1 and takes_products(slot.param, key.grad_dtype):
+                        slot.open_to_layers()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -233,13 +251,6 @@ class DistributedDataParallel(DataParallelBase):
                 self.groups.expt_tp if key.is_expert else self.groups.tp,
             )
 
-    def _buffer_memory(self) -> AbstractContextManager[None]:
-        """Return the context in which buffers are allocated: with --use-nccl-ub, NCCL memory."""
-        if not self.ddp_config.nccl_ub:
-            return nullcontext()
-        groups = [self._group(is_expert) for is_expert in (False, True)]
-        return registered_memory([*groups, self.groups.inter_dist_opt])
-
     def _group(self, is_expert: bool) -> ProcessGroup:
         """Return the ranks of one optimizer instance if sharded, else all data-parallel ranks."""
         groups = self.groups
@@ -261,14 +272,6 @@ class DistributedDataParallel(DataParallelBase):
             in_fixed_order=self.config.deterministic_mode,
         )
 
-    def _in_launch_order(self) -> list[GradBucket]:
-        """Return the buckets in the order in which a backward pass completes them.
-
-        The order follows from parameter positions alone, so it is the same on all ranks.
-        """
-        buckets = [b for buffer in self.grad_buffers.values() for b in buffer.buckets]
-        return sorted(buckets, key=lambda b: -min(self._position[slot.param] for slot in b.slots))
-
     def _in_gather_order(self) -> ParamGather:
         """Return the gather of sharded parameters, in the order in which forward needs them.
 
@@ -286,15 +289,6 @@ class DistributedDataParallel(DataParallelBase):
             )
         )
 
-    def _listen(self) -> None:
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                slot.param.register_post_accumulate_grad_hook(
-                    GradientHook(self._on_gradient, slot, bucket)
-                )
-        if self.ddp_config.overlap_param_gather:
-            self._wait_in_forward()
-
     def _wait_in_forward(self) -> None:
         """Register forward pre-hooks that wait for the parameters that a module holds directly.
 
@@ -310,19 +304,9 @@ class DistributedDataParallel(DataParallelBase):
             own = [needed.get(p, 0) for p in module.parameters(recurse=False)]
             count = max(own, default=0) if module is not self.module else max(first, *own, 0)
             if count > 0:
-                module.register_forward_pre_hook(partial(self._on_forward, count))
-
-    def _on_forward(self, count: int, *_: object) -> None:
-        self.param_gather.finish(count)
-
-    def _open_to_layers(self) -> None:
-        """Let layers accumulate weight gradients in the buffers themselves, if that is faster."""
-        # A parameter with two uses must go through autograd, which adds both gradients.
-        uses = Counter(p for _, p in self.module.named_parameters(remove_duplicate=False))
-        for key, buffer in self.grad_buffers.items():
-            for slot in buffer.slots:
-                if uses[slot.param] == 1 and takes_products(slot.param, key.grad_dtype):
-                    slot.open_to_layers()
+                module.register_forward_pre_hook(
+                    lambda *_, count=count: self.param_gather.finish(count)
+                )
 
     def _on_gradient(self, slot: GradSlot, bucket: GradBucket, _: Tensor) -> None:
         if not slot.take():

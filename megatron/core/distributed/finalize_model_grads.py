@@ -32,7 +32,9 @@ def finalize_model_grads(
     groups = pg_collection or model[0].groups
     for chunk in model:
         chunk.finish_grad_sync()
-    sum_partial_gradients(model, groups)
+    for group, is_expert in ((groups.tp, False), (groups.expt_tp, True)):
+        if group.size() > 1:
+            _sum_partial_gradients(model, group, is_expert)
     sum_tied_gradients(model, groups)
     if num_tokens is not None:
         total = total_tokens(num_tokens, groups)
@@ -40,22 +42,14 @@ def finalize_model_grads(
             chunk.scale_gradients(1.0 / total.clamp(min=1))
 
 
-def sum_partial_gradients(
-    model: Sequence[DataParallelBase], groups: ProcessGroupCollection
+def _sum_partial_gradients(
+    model: Sequence[DataParallelBase], group: dist.ProcessGroup, is_expert: bool
 ) -> None:
     """Sum gradients over tp that are partial on each rank, as of its part of the sequence.
 
     Collective over tp, whose ranks own the same parts of parameters that the distributed optimizer
-    or FSDP shards; for adapters of experts also over expt_tp.
+    or FSDP shards; for adapters of experts over expt_tp.
     """
-    for group, is_expert in ((groups.tp, False), (groups.expt_tp, True)):
-        if group.size() > 1:
-            _sum_partial_gradients(model, group, is_expert)
-
-
-def _sum_partial_gradients(
-    model: Sequence[DataParallelBase], group: dist.ProcessGroup, is_expert: bool
-) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for chunk in model:
         for param, grad in chunk.reduced_gradients():

@@ -136,7 +136,8 @@ def translate(content: dict[str, object]) -> Translation:
     given = {key: values.pop(key) for key in _TRANSLATED if key in values}
     warnings: list[str] = []
     problems = [*_activation(given, values), *_initialisation(given, values)]
-    _bias_fusion(given, values)
+    if given.get("bias_activation_fusion") is False:  # of all activations
+        values = dict.fromkeys(_BIAS_FUSIONS, False) | values
     for key, value in content.items():
         field = FIELDS.get(key)
         if field is None or value is None or value == field.default:
@@ -177,13 +178,6 @@ def _activation(given: dict[str, object], values: dict[str, object]) -> Iterator
         yield f"activation_func {name} and {', '.join(on)} contradict each other: keep one"
     elif switch is not None:
         values[switch] = True
-
-
-def _bias_fusion(given: dict[str, object], values: dict[str, object]) -> None:
-    """Apply ``bias_activation_fusion: false`` to the fusion flags of all activations."""
-    if given.get("bias_activation_fusion") is False:
-        for dest in _BIAS_FUSIONS:
-            values.setdefault(dest, False)
 
 
 def _initialisation(given: dict[str, object], values: dict[str, object]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.config import flag_messages
 from megatron.core.config.errors import ConfigError
-from megatron.core.config.option import Option, dest_of, flag_of, options_of
+from megatron.core.config.option import dest_of, flag_of, options_of
 from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.options import namespace_default, read_config
 from megatron.training.arguments.parser import OF_PROGRAM, PARSE_WARNINGS
@@ -68,18 +68,15 @@ def states(args: Namespace, *, trains: bool = True) -> tuple[list[str], list[str
             if value == namespace_default(f, opt) or value in opt.harmless:
                 continue
             shown = flag_of(f, opt) if isinstance(value, bool) else f"{flag_of(f, opt)} {value}"
-            reason = opt.refused or _refused_value(value, opt)
+            values = value if isinstance(value, list) else [value]
+            reasons = (opt.refused_values[v] for v in values if v in opt.refused_values)
+            reason = opt.refused or next(reasons, None)
             if reason is not None:
                 refused.append(f"{shown}: {reason}")
             is_read = not trains and opt.ignored == flag_messages.GENERATION
             if opt.ignored is not None and not is_read:
                 ignored.append(f"{shown} is without effect: {opt.ignored}")
     return refused, ignored
-
-
-def _refused_value(value: object, opt: Option) -> str | None:
-    values = value if isinstance(value, list) else [value]
-    return next((opt.refused_values[v] for v in values if v in opt.refused_values), None)
 
 
 def resolve(

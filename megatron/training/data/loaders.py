@@ -94,7 +94,9 @@ def build_data(run: RunContext, provider: Provider) -> TrainingData:
     print_rank_0(" > datasets target sizes (minimum size):")
     for name, size in zip(("train:     ", "validation:", "test:      "), sizes, strict=True):
         print_rank_0(f"    {name} {size}")
-    train, valid, test = _provided(run, provider, sizes)
+    train = valid = test = None
+    if getattr(provider, "is_distributed", False) or run.groups.tp.rank() == 0:
+        train, valid, test = provider(sizes)
     wrap = implementation_of(run.config).wrap_dataset
     if wrap is not None:
         train = _map_sets(partial(wrap, run.config, num_trained=sizes[0] or 0), train)
@@ -141,16 +143,6 @@ def _map_sets(function: Callable[[Any], Any], sets: Any) -> Any:
     if isinstance(sets, list | tuple):
         return [_map_sets(function, each) for each in sets]
     return None if sets is None else function(sets)
-
-
-def _provided(run: RunContext, provider: Provider, sizes: Sequence[int | None]) -> Any:
-    """Call the datasets provider.
-
-    A provider without ``is_distributed = True`` is called only on tensor-parallel rank 0.
-    """
-    if getattr(provider, "is_distributed", False) or run.groups.tp.rank() == 0:
-        return provider(sizes)
-    return None, None, None
 
 
 def agree_on(mp_group: dist.ProcessGroup, *counts: int) -> list[int]:

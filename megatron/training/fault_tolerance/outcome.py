@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin, get_type_hints
 
 from megatron.training.process.exit_report import RERUN_CODES
 
@@ -120,7 +120,9 @@ def outcome_of(reports: Iterable[NodeReport], lost_nodes: Sequence[str] = ()) ->
     code = 1
     # Without numbers, so that ranks and steps compare.
     signature = "" if failed is None else re.sub(r"\d+", "#", failed.reason.split("\n")[0])[:_SHOWN]
-    if _explains(failed, has_lost_nodes=bool(lost_nodes)):
+    # A lost node may have caused the first failure.
+    is_first = failed is not None and (not lost_nodes or failed.exit_code in _DECISIVE)
+    if failed is not None and failed.is_cause and is_first:
         code = max(1, failed.exit_code or 1)
     elif lost_nodes or any(node.lost_store for node in reports):
         lost = ", ".join(lost_nodes) or "the host of the rendezvous"
@@ -143,13 +145,6 @@ def outcome_of(reports: Iterable[NodeReport], lost_nodes: Sequence[str] = ()) ->
         causes=tuple(causes),
         was_stopped=any(text.get("kind") == "stopped" for text in texts),
     )
-
-
-def _explains(failed: RankEnd | None, *, has_lost_nodes: bool) -> TypeGuard[RankEnd]:
-    """Return whether the first failed rank is the first cause: a lost node may have caused it."""
-    if failed is None or not failed.is_cause:
-        return False
-    return not has_lost_nodes or failed.exit_code in _DECISIVE
 
 
 def to_json(value: DataclassInstance) -> str:

@@ -217,7 +217,12 @@ def _build(config: RunConfig, padded_vocab_size: int) -> _PlannedRank:
 def _cost(run: _PlannedRank, shapes: KnownShapes | None) -> RankCost:
     """Measure every pass, then the optimizer step."""
     tracker = Tracker(
-        [*_parameters(run), *_frozen(run), *_buffers(run), *_optimizer_tensors(run)],
+        [
+            *_parameters(run),
+            *_frozen(run),
+            *_buffers(run),
+            *run.optimizer.state_tensors(on_host=False),
+        ],
         share_of_true=run.config.data.mask_prob,  # of BERT's tokens: those with a label
         shapes=shapes,
     )
@@ -251,7 +256,9 @@ def _cost(run: _PlannedRank, shapes: KnownShapes | None) -> RankCost:
         state=State(
             parameters=storage_bytes([*_parameters(run), *_frozen(run)]),
             gradients=gradients,
-            optimizer=storage_bytes([*_parameters(run), *_optimizer_tensors(run)])
+            optimizer=storage_bytes(
+                [*_parameters(run), *run.optimizer.state_tensors(on_host=False)]
+            )
             - storage_bytes(_parameters(run)),
             host=storage_bytes(run.optimizer.state_tensors(on_host=True)),
         ),
@@ -412,10 +419,6 @@ def _buffers(run: _PlannedRank) -> list[Tensor]:
         for chunk in run.model_chunks
         for buffer in getattr(chunk, "grad_buffers", {}).values()
     ]
-
-
-def _optimizer_tensors(run: _PlannedRank) -> list[Tensor]:
-    return run.optimizer.state_tensors(on_host=False)
 
 
 _OF_TOKENS = ("ep", "expt_tp", "tp_ep")  # groups of token dispatch

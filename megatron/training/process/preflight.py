@@ -25,18 +25,18 @@ def set_gpu_defaults(environ: MutableMapping[str, str]) -> None:
     folder, which many nodes may share and lock, to this node.  NCCL records its last collectives
     for the report of a hang, and torch writes them when one times out.
     """
-    if "TRITON_CACHE_DIR" not in environ and (folder := _own_folder("triton")) is not None:
+    if "TRITON_CACHE_DIR" not in environ and (folder := _triton_folder()) is not None:
         environ["TRITON_CACHE_DIR"] = str(folder)
     environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
     environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
-def _own_folder(name: str) -> Path | None:
+def _triton_folder() -> Path | None:
     """Return a folder of this node that only this user can write to; None if there is none.
 
     Processes load compiled code from it, so that a folder which another user made is not used.
     """
-    folder = Path(tempfile.gettempdir()) / f"megatron-{name}-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"megatron-triton-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()

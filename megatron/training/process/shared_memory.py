@@ -40,7 +40,9 @@ def lock_folder(folder: Path) -> io.FileIO:
 def _delete_unused(parent: Path, keep: Path) -> None:
     for folder in parent.glob(f"megatron-{os.getuid()}-*"):
         with suppress(OSError):
-            if folder == keep or not _is_mine(folder) or _may_be_needed(folder):
+            found = folder.lstat()
+            is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            if folder == keep or not is_mine or _may_be_needed(folder):
                 continue
             locks = [io.FileIO(lock, "a") for lock in folder.rglob(LOCK)]
             with suppress(BlockingIOError):  # a process holds it
@@ -49,11 +51,6 @@ def _delete_unused(parent: Path, keep: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             for file in locks:
                 file.close()
-
-
-def _is_mine(folder: Path) -> bool:
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _may_be_needed(folder: Path) -> bool:

@@ -29,11 +29,6 @@ _FILES_OF_TOKENIZERS = {
 }
 
 
-def _find_missing_files(c: Settings) -> str:
-    flags = _FILES_OF_TOKENIZERS.get(c.tokenizer_type or "", "").split()
-    return " and ".join(flag for flag in flags if c.value(flag) is None)
-
-
 def _find_two_sizes(c: Settings) -> list[str]:
     """Return --num-layers and --seq-length with another value of their second names."""
     if c.kind.reads_images:  # there the flags of the encoder are the encoder's
@@ -48,7 +43,14 @@ def _find_two_sizes(c: Settings) -> list[str]:
 
 _REQUIRED = (
     Rule("{found} is required", lambda c: [flag for flag in _SIZES if not c.value(flag)]),
-    Rule("{--tokenizer-type} needs {found}", _find_missing_files),
+    Rule(
+        "{--tokenizer-type} needs {found}",
+        lambda c: " and ".join(
+            flag
+            for flag in _FILES_OF_TOKENIZERS.get(c.tokenizer_type or "", "").split()
+            if c.value(flag) is None
+        ),
+    ),
     Rule("{found} set the same value: keep one of them", _find_two_sizes),
     Rule("{found}", lambda c: list(out_of_range(c.asked))),
 )
