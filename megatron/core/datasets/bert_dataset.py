@@ -68,15 +68,15 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         if is_swapped:
             parts.reverse()
         excess = len(text) - target_length
-        parts = _shortened(parts, excess, random)
-        tokens, sentence, types = self._joined(parts)
+        parts = _shorten(parts, excess, random)
+        tokens, sentence, types = self._join(parts)
         labels = self._hide(tokens, sentence, random)
         s, n = self.config.sequence_length, len(tokens)
         padding_mask = (np.arange(s) < n).astype(np.int64)
-        labels = _filled(labels, s, -1)
+        labels = _fill(labels, s, -1)
         return {
-            "text": _filled(tokens, s, self._ids["pad"]),
-            "types": _filled(types, s, 0),
+            "text": _fill(tokens, s, self._ids["pad"]),
+            "types": _fill(types, s, 0),
             "labels": labels,
             "is_random": int(is_swapped),
             "loss_mask": (labels >= 0).astype(np.int64),
@@ -87,7 +87,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     def _without_loss(self, item: Sample) -> Sample:
         return super()._without_loss(item) | {"is_random": -1}
 
-    def _joined(
+    def _join(
         self, parts: list[tuple[np.ndarray, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens with [CLS] and [SEP], and the sentence and segment of each token.
@@ -133,7 +133,7 @@ class MockBERTMaskedWordPieceDataset(CountingSentences, BERTMaskedWordPieceDatas
     """Synthetic BERT samples: token ids count upwards through both segments in original order."""
 
 
-def _shortened(
+def _shorten(
     parts: list[tuple[np.ndarray, np.ndarray]], excess: int, random: np.random.Generator
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Remove ``excess`` tokens, first from the longer segment until both have the same length.
@@ -154,5 +154,5 @@ def _shortened(
     return shorter
 
 
-def _filled(values: np.ndarray, length: int, filler: int) -> np.ndarray:
+def _fill(values: np.ndarray, length: int, filler: int) -> np.ndarray:
     return np.concatenate((values, np.full(length - len(values), filler)))

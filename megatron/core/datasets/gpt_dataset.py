@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,9 +141,17 @@ def build_indices(request: SampleRequest) -> GPTIndices:
     """
     tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
     num_epochs = _num_epochs(request, tokens_per_epoch)
-    samples_before_last, is_last_apart = _last_epoch(request, num_epochs, tokens_per_epoch)
+    samples_before_last, is_last_apart = 0, False  # whether the last epoch is shuffled separately
+    if num_epochs > 1 and request.num_samples is not None:
+        length = request.sequence_length
+        samples_before_last = ((num_epochs - 1) * tokens_per_epoch - request.extra) // length
+        per_epoch = (tokens_per_epoch - request.extra) // length
+        from_last = request.num_samples - samples_before_last
+        is_last_apart = from_last < int(_SEPARATE_BELOW * per_epoch)
     random_state = np.random.RandomState(request.random_seed)
-    document_index = _document_index(request.indices, num_epochs, is_last_apart, random_state)
+    document_index = np.tile(np.asarray(request.indices, np.int32), num_epochs)
+    num_before = len(request.indices) * (num_epochs - 1) if is_last_apart else len(document_index)
+    _shuffle_parts(document_index, num_before, random_state)
     sample_index = helpers.build_sample_idx(
         request.sequence_lengths,
         document_index,
@@ -158,8 +167,10 @@ def build_indices(request: SampleRequest) -> GPTIndices:
             f"{request.source} holds {tokens_per_epoch} tokens, too few for one sample of "
             f"{request.sequence_length}: give it more data or a larger share in --split"
         )
-    first_part = samples_before_last if is_last_apart else num_samples
-    shuffle_index = _shuffle_index(first_part, num_samples, random_state)
+    fits = num_samples < np.iinfo(np.uint32).max - 1
+    shuffle_index = np.arange(num_samples, dtype=np.uint32 if fits else np.int64)
+    num_before = samples_before_last if is_last_apart else num_samples
+    _shuffle_parts(shuffle_index, num_before, random_state)
     return GPTIndices(document_index, sample_index, shuffle_index, num_epochs, tokens_per_epoch)
 
 
@@ -186,37 +197,11 @@ def _num_epochs(request: SampleRequest, tokens_per_epoch: int) -> int:
     return max(1, -(-wanted // tokens_per_epoch))
 
 
-def _last_epoch(request: SampleRequest, num_epochs: int, tokens_per_epoch: int) -> tuple[int, bool]:
-    """Return the samples of all epochs but the last, and whether to shuffle the last separately."""
-    if num_epochs == 1 or request.num_samples is None:
-        return 0, False
-    before = ((num_epochs - 1) * tokens_per_epoch - request.extra) // request.sequence_length
-    per_epoch = (tokens_per_epoch - request.extra) // request.sequence_length
-    from_last = request.num_samples - before
-    return before, from_last < int(_SEPARATE_BELOW * per_epoch)
-
-
-def _document_index(
-    indices: np.ndarray, num_epochs: int, is_last_apart: bool, random_state: np.random.RandomState
-) -> np.ndarray:
-    """Return all epochs of ``indices``, shuffled together or with the last epoch separate."""
-    document_index = np.tile(np.asarray(indices, np.int32), num_epochs)
-    cut = len(indices) * (num_epochs - 1) if is_last_apart else len(document_index)
-    helpers.shuffle(document_index[:cut], random_state)
-    if is_last_apart:
-        helpers.shuffle(document_index[cut:], random_state)
-    return document_index
-
-
-def _shuffle_index(
-    first_part: int, num_samples: int, random_state: np.random.RandomState
-) -> np.ndarray:
-    fits = num_samples < np.iinfo(np.uint32).max - 1
-    shuffle_index = np.arange(num_samples, dtype=np.uint32 if fits else np.int64)
-    helpers.shuffle(shuffle_index[:first_part], random_state)
-    if first_part != num_samples:
-        helpers.shuffle(shuffle_index[first_part:], random_state)
-    return shuffle_index
+def _shuffle_parts(values: np.ndarray, cut: int, random_state: np.random.RandomState) -> None:
+    """Shuffle the values before ``cut`` and those after it, each among themselves."""
+    helpers.shuffle(values[:cut], random_state)
+    if cut < len(values):
+        helpers.shuffle(values[cut:], random_state)
 
 
 def load_or_build_indices(request: SampleRequest, path_prefix: str, description: str) -> GPTIndices:
@@ -387,23 +372,14 @@ class GPTDataset(MegatronDataset):
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._eod = tokenizer.eod
         self._vocab_size: int = tokenizer.vocab_size
-        self._pad = self._loss_free_pad(tokenizer)
+        pad: Any = getattr(tokenizer, "pad", None)
+        is_own = pad is not None and pad >= 0 and pad != getattr(tokenizer, "eod", None)
+        self._pad: int | None = int(pad) if is_own else None  # its labels get no loss
         self._constant_masks = self._eod is None  # the same for every sample: built once
         self._masks: Sample = {}
         self._num_read = config.sequence_length + int(config.add_extra_token_to_sequence)
         indices = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = indices
-
-    @staticmethod
-    def _loss_free_pad(tokenizer: object) -> int | None:
-        """Return the padding token id, whose labels get no loss.
-
-        None if the tokenizer has no padding token, or uses the end-of-document token for it.
-        """
-        pad = getattr(tokenizer, "pad", None)
-        if pad is None or pad < 0 or pad == getattr(tokenizer, "eod", None):
-            return None
-        return int(pad)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:

@@ -9,7 +9,8 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ _ATTEMPTS = 10  # to find a part within the image
 _JITTER = 0.4  # factors of brightness, contrast and saturation are 1 - _JITTER to 1 + _JITTER
 
 
-def augmented(image: Any, size: tuple[int, int], random: np.random.Generator) -> Any:
+def augment(image: Any, size: tuple[int, int], random: np.random.Generator) -> Any:
     """Return a random part of a PIL image of mode RGB, scaled to ``size`` (w, h).
 
     It is mirrored with probability 1/2; brightness, contrast and saturation change by up to 40 %.
@@ -175,24 +176,13 @@ class ImageFolderDataset(ReplacedSamples):
     dataset: ImageFolder
     split_unit = "images"
 
-    def __init__(
-        self,
-        images: LowLevelDataset,
-        dataset_path: str | None,
-        indices: np.ndarray,
-        num_samples: int | None,
-        index_split: Split,
-        config: ImageFolderDatasetConfig,
-    ) -> None:
-        super().__init__(images, dataset_path, indices, num_samples, index_split, config)
-        is_square = config.img_h == config.img_w
-        self._processor = ImageProcessor(
-            ImageSettings(
-                img_h=config.img_h,
-                img_w=config.img_w,
-                vision_model_type="vit",
-                fit="crop" if is_square and index_split != Split.train else "stretch",
-            )
+    @cached_property
+    def _processor(self) -> ImageProcessor:
+        height, width = self.config.img_h, self.config.img_w
+        is_cut = height == width and self.index_split != Split.train
+        fit: Literal["crop", "stretch"] = "crop" if is_cut else "stretch"
+        return ImageProcessor(
+            ImageSettings(img_h=height, img_w=width, vision_model_type="vit", fit=fit)
         )
 
     @staticmethod
@@ -214,7 +204,7 @@ class ImageFolderDataset(ReplacedSamples):
         image = decode_image(data, path)
         if self.index_split == Split.train:
             size = self.config.img_w, self.config.img_h
-            image = augmented(image, size, self.random_of(number, _AUGMENTATION_STREAM))
+            image = augment(image, size, self.random_of(number, _AUGMENTATION_STREAM))
         return _tensors(self._processor.process(image, path)[0], label)
 
 

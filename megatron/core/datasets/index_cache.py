@@ -68,10 +68,9 @@ def build_once(
         now_s = time.monotonic()
         if now_s - reported_at_s >= _REPORT_EVERY_S:
             reported_at_s = now_s
+            holder = _read_text(lock_path) or "another process"
             waited_s = now_s - started_at_s
-            logger.info(
-                "waiting for %s: %.0f s so far, built by %s", path, waited_s, _holder(lock_path)
-            )
+            logger.info("waiting for %s: %.0f s so far, built by %s", path, waited_s, holder)
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
@@ -112,7 +111,7 @@ def cached_arrays(
         if is_same and fits(*found, completely=not has_crcs):
             if not has_crcs:
                 with contextlib.suppress(OSError):  # the cache directory may be read-only
-                    _write_crcs(crc_path, {path: _crc_of_file(path) for path in paths})
+                    _write_crcs(crc_path, paths)
             return found
         warn_once(f"{prefix}-*.npy belong to other data and are built again")
         return None
@@ -121,8 +120,9 @@ def cached_arrays(
         built = build()
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)
-        crcs = {path: save_array(path, array) for path, array in zip(paths, built, strict=True)}
-        _write_crcs(crc_path, crcs)
+        for array_path, array in zip(paths, built, strict=True):
+            save_array(array_path, array)
+        _write_crcs(crc_path, paths)
         write_atomically(path, lambda file: file.write(description.encode("utf-8")))
         return load() or built  # memory-mapped: the ranks of a node share the pages
 
@@ -146,8 +146,9 @@ def _have_crcs(crc_path: str, paths: Sequence[str]) -> bool:
     return True
 
 
-def _write_crcs(crc_path: str, crcs: dict[str, int]) -> None:
-    content = json.dumps({os.path.basename(path): crc for path, crc in crcs.items()}, indent=1)
+def _write_crcs(crc_path: str, paths: Sequence[str]) -> None:
+    crcs = {os.path.basename(path): _crc_of_file(path) for path in paths}
+    content = json.dumps(crcs, indent=1)
     write_atomically(crc_path, lambda file: file.write(content.encode()))
 
 
@@ -230,10 +231,6 @@ def _own_name() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _holder(lock_path: str) -> str:
-    return _read_text(lock_path) or "another process"
-
-
 def _read_text(path: str) -> str | None:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -262,30 +259,9 @@ def write_atomically(path: str, write: Callable[[BinaryIO], object]) -> None:
         raise
 
 
-def save_array(path: str, array: np.ndarray) -> int:
-    """Write a .npy file completely or not at all; return the CRC-32 of the file."""
-    crc = 0
-
-    def write(file: BinaryIO) -> None:
-        nonlocal crc
-        counted = _CrcWriter(file)
-        np.save(counted, array, allow_pickle=False)
-        crc = counted.crc
-
-    write_atomically(path, write)
-    return crc
-
-
-class _CrcWriter:
-    """File object for ``np.save`` that computes the CRC-32 of the bytes written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.crc = 0
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self.crc = zlib.crc32(data, self.crc)
+def save_array(path: str, array: np.ndarray) -> None:
+    """Write a .npy file completely or not at all."""
+    write_atomically(path, lambda file: np.save(file, array, allow_pickle=False))
 
 
 # Errors of np.load for a damaged file; it parses the header as a Python literal.

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -186,19 +187,14 @@ class ReplacedSamples(MegatronDataset):
     config: ReplacedSamplesConfig
     split_unit = "samples"
 
-    def __init__(
-        self,
-        dataset: IndexedDataset | Iterable[object],
-        dataset_path: str | None,
-        indices: np.ndarray,
-        num_samples: int | None,
-        index_split: Split,
-        config: ReplacedSamplesConfig,
-    ) -> None:
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        seed = config.random_seed * len(Split) + index_split.value
-        self._order = EpochOrder(len(indices), seed)
-        self._broken: set[int] = set()
+    @cached_property
+    def _order(self) -> EpochOrder:
+        seed = self.config.random_seed * len(Split) + self.index_split.value
+        return EpochOrder(len(self.indices), seed)
+
+    @cached_property
+    def _broken(self) -> set[int]:
+        return set()
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:

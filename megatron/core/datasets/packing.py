@@ -44,7 +44,7 @@ class PackedEpochs:
     @cached_property
     def rows_per_epoch(self) -> int:
         """Number of rows of an epoch; it follows from the lengths, so all epochs have the same."""
-        return len(self._packed(np.flatnonzero(self.lengths)))
+        return len(self._pack(np.flatnonzero(self.lengths)))
 
     @property
     def fill(self) -> float:
@@ -59,14 +59,14 @@ class PackedEpochs:
             random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
             used = np.flatnonzero(self.lengths)
             random.shuffle(used)  # conversations of equal length change places
-            rows = self._packed(used)
+            rows = self._pack(used)
             order = np.arange(len(rows))
             random.shuffle(order)
             self._rows = [rows[j] for j in order]
             self._epoch = epoch
         return self._rows[place]
 
-    def _packed(self, numbers: np.ndarray) -> list[np.ndarray]:
+    def _pack(self, numbers: np.ndarray) -> list[np.ndarray]:
         if not self.packs:
             return np.split(numbers, len(numbers)) if len(numbers) else []
         return [numbers[row] for row in first_fit_decreasing(self.lengths[numbers], self.capacity)]

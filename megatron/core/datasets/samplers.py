@@ -104,12 +104,12 @@ class BalancedSampler(MegatronPretrainingSampler):
         for first in range(self.consumed_samples, self._stop, self.batch_samples):
             starts = range(first, min(first + self.batch_samples, self._stop), size)
             work = [sum(map(self.work, range(start, start + size))) for start in starts]
-            for number in balanced(work, self.data_parallel_size)[self.data_parallel_rank]:
+            for number in balance_tasks(work, self.data_parallel_size)[self.data_parallel_rank]:
                 start = starts[number]
                 yield list(range(start, start + size))
 
 
-def balanced(work: Sequence[int], num_ranks: int) -> list[list[int]]:
+def balance_tasks(work: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Return the numbers of the tasks of each rank, equally many for each, in ascending order.
 
     The largest task goes first, to the rank with the least work so far; ties go to the lower

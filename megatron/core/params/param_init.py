@@ -82,14 +82,15 @@ def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -
     return param
 
 
-def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -> None:
+def initialize_parameters(model: nn.Module, seed: int | None, *, random: bool = True) -> None:
     """Initialise every parameter of ``model`` that has a record.
 
-    Does nothing if the model was already initialised with this seed.  ``random=False`` writes only
-    constant initial values.  Parameters without a record keep the values that their module has set;
-    meta parameters are skipped.  Of a sharded model (`FullyShardedDataParallel`) each rank
-    initialises its own parts.
+    ``seed`` None is torch's.  Does nothing if the model was already initialised with this seed.
+    ``random=False`` writes only constant initial values.  Parameters without a record keep the
+    values that their module has set; meta parameters are skipped.  Of a sharded model
+    (`FullyShardedDataParallel`) each rank initialises its own parts.
     """
+    seed = torch.initial_seed() if seed is None else seed
     # A subclass may add parameters after its base class has filled its own.
     filled = seed, sum(1 for _ in model.parameters())
     if model.__dict__.get(_SEED_ATTRIBUTE) == filled:

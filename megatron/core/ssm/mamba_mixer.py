@@ -191,7 +191,11 @@ class MambaMixer(MegatronModule):
         else:
             ranks = tuple(range(self.cp_group.size()))
             order, undo = order_of_gathered(lengths, ranks, len(ranks), mixed.device)
-            y, _ = self._scan(*self._heads_for_tokens(xbc, dt, order), sequence)
+            # From local tokens of all heads to all tokens of this rank's heads and groups.
+            parts = *self._by_heads(xbc, -1), dt.unsqueeze(-1)
+            *whole, dt = heads_for_tokens(parts, order, self.cp_group)
+            xbc = torch.cat([part.flatten(2) for part in whole], -1)
+            y, _ = self._scan(xbc, dt.squeeze(-1), sequence)
             y = tokens_for_heads(y, undo, self.cp_group)
         return self.out_proj(self.norm(y, z))
 
@@ -223,7 +227,8 @@ class MambaMixer(MegatronModule):
         xbc, before = causal_conv(xbc, weight, bias, before=before, sequence=sequence)
         wide = torch.promote_types(dt.dtype, torch.float32)
         rates, skip, offset = (
-            self._own_heads(p).to(wide) for p in (self.A_log, self.D, self.dt_bias)
+            p.chunk(self.cp_group.size())[self.cp_group.rank()].to(wide)
+            for p in (self.A_log, self.D, self.dt_bias)
         )
         heads = dt.shape[-1]
         groups = (xbc.shape[-1] - heads * self.head_dim) // (2 * self.state_dim)
@@ -244,15 +249,6 @@ class MambaMixer(MegatronModule):
 
     # ---- the heads of a context-parallel rank ----------------------------------------------
 
-    def _heads_for_tokens(self, xbc: Tensor, dt: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """All-to-all from local tokens of all heads to all tokens of this rank's heads and groups.
-
-        Collective over cp.
-        """
-        x, B, C = self._by_heads(xbc, -1)
-        x, B, C, dt = heads_for_tokens((x, B, C, dt.unsqueeze(-1)), order, self.cp_group)
-        return torch.cat([x.flatten(2), B.flatten(2), C.flatten(2)], -1), dt.squeeze(-1)
-
     def _own_channels(self, param: Tensor) -> Tensor:
         """Return this cp rank's channels (of its heads and groups) of a parameter of x, B and C."""
         size, rank = self.cp_group.size(), self.cp_group.rank()
@@ -260,9 +256,6 @@ class MambaMixer(MegatronModule):
             return param
         parts = self._by_heads(param, 0)
         return torch.cat([part.chunk(size)[rank].flatten(0, 1) for part in parts])
-
-    def _own_heads(self, param: Tensor) -> Tensor:
-        return param.chunk(self.cp_group.size())[self.cp_group.rank()]
 
     def _by_heads(self, mixed: Tensor, dim: int) -> list[Tensor]:
         """Split dimension ``dim`` into x by heads, B and C by groups.

@@ -121,6 +121,7 @@ def image_encoder(config: RunConfig) -> ImageEncoder:
     vision = config.vision
     layers = encoder_config(config)
     sizes = vision.img_h, vision.img_w, vision.patch_dim
+    merges_patches = vision.pixel_shuffle or KINDS[vision.vision_model_type].reads_any_size
     return ImageEncoder(
         layers=layers,
         projector=projector_config(config),
@@ -137,7 +138,7 @@ def image_encoder(config: RunConfig) -> ImageEncoder:
         max_tiles=max(vision.max_tiles, config.mimo.num_frames),
         pixels=pixels_of_patch(vision),
         projector_has_norm=projector_has_norm(config),
-        projector_input=layers.hidden_size * (4 if merges_patches(vision) else 1),
+        projector_input=layers.hidden_size * (4 if merges_patches else 1),
     )
 
 
@@ -150,11 +151,6 @@ def pixels_of_patch(vision: VisionConfig) -> int:
     """Return the values of a patch, in all colours and frames."""
     frames = FRAMES if KINDS[vision.vision_model_type].reads_any_size else 1
     return _COLOURS * frames * vision.patch_dim**2
-
-
-def merges_patches(vision: VisionConfig) -> bool:
-    """Return whether the projector reads 2 x 2 patches as one."""
-    return vision.pixel_shuffle or KINDS[vision.vision_model_type].reads_any_size
 
 
 def encoder_config(config: RunConfig) -> TransformerConfig:
@@ -196,11 +192,13 @@ def projector_config(config: RunConfig) -> TransformerConfig:
     """
     values = _inherited(config)
     if follows_architecture(config):
+        is_wide = KINDS[config.vision.vision_model_type].reads_any_size
+        width = 4 * encoder_config(config).hidden_size if is_wide else config.model.hidden_size
         values |= {
             "activation_func": F.gelu,
             "add_bias_linear": True,
             "bias_activation_fusion": False,
-            "ffn_hidden_size": _projector_width(config),
+            "ffn_hidden_size": width,
             "gated_linear_unit": False,
             "layernorm_epsilon": 1e-5,
             "layernorm_zero_centered_gamma": False,
@@ -215,12 +213,6 @@ def follows_architecture(config: RunConfig) -> bool:
     That is so with --vision-model-type, and with all providers of MiMo but mock.
     """
     return config.asked.get("vision_model_type") is not None or config.mimo.model_provider != "mock"
-
-
-def _projector_width(config: RunConfig) -> int:
-    if KINDS[config.vision.vision_model_type].reads_any_size:
-        return 4 * encoder_config(config).hidden_size
-    return config.model.hidden_size
 
 
 def projector_has_norm(config: RunConfig) -> bool:

@@ -127,11 +127,10 @@ class TestCache:
     ) -> None:
         saved = []
 
-        def interrupted(path: str, array: np.ndarray) -> int:
+        def interrupted(path: str, array: np.ndarray) -> None:
             saved.append(path)
             if len(saved) == 2:
                 raise OSError(28, "No space left on device")
-            return 0
 
         monkeypatch.setattr(index_cache, "save_array", interrupted)
         with pytest.raises(OSError, match="No space left"):

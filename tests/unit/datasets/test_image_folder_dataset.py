@@ -16,7 +16,7 @@ from megatron.core.datasets.image_folder_dataset import (
     ImageFolderDataset,
     ImageFolderDatasetConfig,
     MockImageFolderDataset,
-    augmented,
+    augment,
 )
 from megatron.core.datasets.utils import Split
 
@@ -115,7 +115,7 @@ def test_folders_without_classes_or_images_are_refused(root: Path) -> None:
 def test_images_of_any_shape_can_be_augmented(size: tuple[int, int]) -> None:
     image = Image.new("RGB", size, (9, 200, 40))
     for seed in range(20):
-        assert augmented(image, (6, 4), np.random.default_rng(seed)).size == (6, 4)
+        assert augment(image, (6, 4), np.random.default_rng(seed)).size == (6, 4)
 
 
 def test_a_mock_sample_without_a_number_has_no_loss() -> None:

@@ -15,7 +15,7 @@ from megatron.core.datasets.samplers import (
     DataLoaderConfig,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
-    balanced,
+    balance_tasks,
     build_data_loader,
 )
 
@@ -225,6 +225,6 @@ def test_balanced_ranks_read_the_micro_batches_of_each_global_batch() -> None:
 
 def test_every_rank_gets_as_many_tasks_and_about_as_much_work() -> None:
     work = [0, 13, 0, 1, 1, 13, 1, 1]
-    assert balanced(work, 2) == [[0, 1, 3, 6], [2, 4, 5, 7]]
-    assert balanced([5, 5, 5, 5], 4) == [[0], [1], [2], [3]]
-    assert balanced([9, 1, 1, 1], 2) == [[0, 3], [1, 2]]
+    assert balance_tasks(work, 2) == [[0, 1, 3, 6], [2, 4, 5, 7]]
+    assert balance_tasks([5, 5, 5, 5], 4) == [[0], [1], [2], [3]]
+    assert balance_tasks([9, 1, 1, 1], 2) == [[0, 3], [1, 2]]

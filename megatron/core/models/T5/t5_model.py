@@ -18,9 +18,6 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
-from megatron.core.models.common.embeddings.language_model_embedding import (
-    LanguageModelEmbedding,
-)
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.models.common.language_module.language_module import (
     LanguageModule,
@@ -93,7 +90,10 @@ class T5Model(LanguageModule):
         self.looks_up = groups.pp.rank() in (0, self.encoder_stages)
         self.has_embedding = self.looks_up
         if self.looks_up:
-            self.embedding = self._build_shared_embedding()
+            self.embedding = self.build_embedding()
+            for param in self.embedding.parameters() if groups.pp.size() > 1 else ():
+                if info_of(param).shared_over is None:
+                    mark_as_shared_embedding(param, is_copy=not pre_process, over="pos_embd")
         buckets = relative_attention_num_buckets, relative_attention_max_distance
         depths = encoder_config.num_layers, config.num_layers
         in_encoder, in_decoder = stacked_ranges(
@@ -113,15 +113,6 @@ class T5Model(LanguageModule):
             self.output_layer = self.build_output_layer(bias=has_bias)
         built = [name for name in ("encoder", "decoder") if getattr(self, name) is not None]
         self.finalize_parameters(*built, rename=_HEAD)
-
-    def _build_shared_embedding(self) -> LanguageModelEmbedding:
-        """Build the word embedding on the first stage of the encoder and of the decoder."""
-        embedding = self.build_embedding()
-        if self.pg_collection.pp.size() > 1:
-            for param in embedding.parameters():
-                if info_of(param).shared_over is None:
-                    mark_as_shared_embedding(param, is_copy=not self.pre_process, over="pos_embd")
-        return embedding
 
     def _build_stack(
         self,

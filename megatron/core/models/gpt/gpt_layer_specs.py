@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 from megatron.core import device
 from megatron.core.config import flag_messages
@@ -144,12 +144,8 @@ def layer_of(
 ) -> ModuleSpec:
     """Return the spec of a causal layer built from ``parts``."""
     qk_layernorm = qk_layernorm or (config is not None and config.qk_layernorm)
-    is_wide = config is not None and config.qk_layernorm_full_width
     placement = "pre" if config is None else config.layer_norm_placement
     is_latent = multi_latent_attention or (config is not None and config.multi_latent_attention)
-    if config is not None and config.qk_l2_norm and not is_latent:
-        qk_layernorm = False  # the norm without weights takes its place
-    attention = _latent_attention if is_latent else partial(_self_attention, is_wide=is_wide)
     before = IdentityOp if placement == "post" else parts.norm
     after = IdentityOp if placement == "pre" else parts.norm
     # A norm that is fused into the following linear layer leaves its own slot empty.
@@ -159,7 +155,9 @@ def layer_of(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if inside and not is_latent else before,
-            self_attention=attention(parts if is_latent else inside or parts, qk_layernorm),
+            self_attention=_latent_attention(parts, qk_layernorm)
+            if is_latent
+            else _self_attention(inside or parts, qk_layernorm, config),
             self_attn_bda=get_bias_dropout_add,
             post_self_attn_layernorm=after,
             pre_mlp_layernorm=IdentityOp if inside and is_dense else before,
@@ -184,8 +182,14 @@ def _latent_attention(parts: LayerParts, qk_layernorm: bool) -> ModuleSpec:
     )
 
 
-def _self_attention(parts: LayerParts, qk_layernorm: bool, is_wide: bool) -> ModuleSpec:
-    norm = HeadsWideRMSNorm if is_wide else parts.norm
+def _self_attention(
+    parts: LayerParts, qk_layernorm: bool, config: TransformerConfig | None
+) -> ModuleSpec:
+    norm: Slot | None = parts.norm if qk_layernorm else None
+    if config is not None and config.qk_l2_norm:
+        norm = None  # the norm without weights takes its place
+    if config is not None and config.qk_layernorm_full_width:
+        norm = HeadsWideRMSNorm
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -193,8 +197,8 @@ def _self_attention(parts: LayerParts, qk_layernorm: bool, is_wide: bool) -> Mod
             linear_qkv=parts.column,
             core_attention=parts.core_attention,
             linear_proj=parts.row,
-            q_layernorm=norm if qk_layernorm or is_wide else None,
-            k_layernorm=norm if qk_layernorm or is_wide else None,
+            q_layernorm=norm,
+            k_layernorm=norm,
         ),
     )
 

@@ -162,9 +162,8 @@ class LLaVAModel(MegatronModule):
                 name_parameters(own)
         for name, part in self.named_children():
             prefix_names(part, f"{name}.")
-        seed = self.config.init_seed
-        random = self.config.perform_initialization
-        initialize_parameters(self, torch.initial_seed() if seed is None else seed, random=random)
+        config = self.config
+        initialize_parameters(self, config.init_seed, random=config.perform_initialization)
 
     def freeze(
         self,
@@ -227,7 +226,8 @@ class LLaVAModel(MegatronModule):
         where = splice(is_image, counts, self._length(is_image, counts))
         combined: Tensor | None = None
         if self.pre_process:
-            text = self._text(input_ids, position_ids)
+            ids = input_ids.masked_fill(is_image, 0)
+            text = self.language_model.embedding(ids, position_ids).transpose(0, 1)
             combined = self._combined(where, text, (images, image_sizes), arrangements)
         cp = self.pg_collection.cp
         output = self.language_model(
@@ -337,12 +337,6 @@ class LLaVAModel(MegatronModule):
             is_padding = is_padding | (num_image_tiles < 0).gather(1, where.token)
         mask = split_over_ranks(is_padding, self.config, self.pg_collection)
         return {"padding_mask": mask.transpose(0, 1)}
-
-    def _text(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        """Return the embeddings [b, s, h] of ids, of which those of images count as 0."""
-        ids = input_ids.masked_fill(input_ids == self.image_token_index, 0)
-        embedded: Tensor = self.language_model.embedding(ids, position_ids).transpose(0, 1)
-        return embedded
 
     def _arrangements(self, image_sizes: Tensor) -> list[TileArrangement]:
         count = self.embeddings_per_tile

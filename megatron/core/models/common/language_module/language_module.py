@@ -176,9 +176,8 @@ class LanguageModule(MegatronModule):
         if self.share_embeddings_and_output_weights:
             rename["output_layer.weight"] = "embedding.word_embeddings.weight"
         name_parameters(self, rename)
-        seed = self.config.init_seed
-        random = self.config.perform_initialization
-        initialize_parameters(self, torch.initial_seed() if seed is None else seed, random=random)
+        config = self.config
+        initialize_parameters(self, config.init_seed, random=config.perform_initialization)
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
         """Return the word embedding, or on the last stage its copy or the output weight."""

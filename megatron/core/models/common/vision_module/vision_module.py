@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron.core.config.errors import ConfigError, DataError
@@ -80,6 +79,5 @@ class VisionModule(MegatronModule):
         """Assign global names, and initialise with the seed of the config."""
         layers = enumerate(self.decoder.layer_range)
         name_parameters(self, {f"decoder.layers.{i}.": f"decoder.layers.{n}." for i, n in layers})
-        seed = self.config.init_seed
-        random = self.config.perform_initialization
-        initialize_parameters(self, torch.initial_seed() if seed is None else seed, random=random)
+        config = self.config
+        initialize_parameters(self, config.init_seed, random=config.perform_initialization)

@@ -79,9 +79,8 @@ class MimoModel(MegatronModule):
                 prefix_names(part, f"modality_submodules.{kind}.{name}.")
                 _mark_copies(part, kind, self.pg_collection.tp)
         prefix_names(self.language_model, "language_model.")
-        seed = self.config.init_seed
-        random = self.config.perform_initialization
-        initialize_parameters(self, torch.initial_seed() if seed is None else seed, random=random)
+        config = self.config
+        initialize_parameters(self, config.init_seed, random=config.perform_initialization)
 
     def freeze(
         self, *, language_model: bool = False, encoders: bool = False, projections: bool = False
