@@ -18,15 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.models.registry import model_kind
 
 AHEAD = "mtp.layers.{}."  # multi-token prediction layers
 AHEAD_LAYER = "transformer_layer."
+Heads: TypeAlias = ModelShape | TransformerConfig  # numbers and widths of heads of attention
 
 
 @dataclass(frozen=True)
@@ -48,28 +51,26 @@ class Rule:
         """Whether ours is the concatenation of theirs."""
         return not (self.is_qkv or self.transposed or self.by_turns)
 
-    def to_ours(self, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    def to_ours(self, parts: Sequence[Tensor], shape: Heads) -> Tensor:
         """Convert their tensors, in the order of ``theirs``, to ours."""
         parts = [part.t() if self.transposed else part for part in parts]
         if self.by_turns:
             return torch.cat([part[first::2] for first in range(2) for part in parts])
         if self.is_qkv:
             if len(parts) == 1:
-                parts = parts[0].split(_rows(shape))
+                parts = parts[0].split([shape.num_query_groups * n for n in _group_rows(shape)])
             groups = [part.unflatten(0, (shape.num_query_groups, -1)) for part in parts]
             return torch.cat(groups, 1).flatten(0, 1)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def to_theirs(self, ours: Tensor, shape: ModelShape) -> list[Tensor]:
+    def to_theirs(self, ours: Tensor, shape: Heads) -> list[Tensor]:
         """Convert our tensor to theirs, in the order of ``theirs``; views where possible."""
         parts: Sequence[Tensor] = [ours]
         if self.by_turns:
             parts = [torch.stack(ours.chunk(2), 1).flatten(0, 1)]
         elif self.is_qkv:
             groups = ours.unflatten(0, (shape.num_query_groups, -1))
-            heads = shape.num_attention_heads // shape.num_query_groups
-            sizes = [heads * shape.kv_channels, shape.kv_channels, shape.kv_channels]
-            sizes = sizes[1:] if len(self.theirs) == 2 else sizes
+            sizes = _group_rows(shape)[1:] if len(self.theirs) == 2 else _group_rows(shape)
             parts = [part.flatten(0, 1) for part in groups.split(sizes, 1)]
             if len(self.theirs) == 1:
                 parts = [torch.cat(list(parts))]
@@ -288,5 +289,7 @@ def _module(name: str, letters: str, has_bias: bool) -> Named:
         yield f"{name}.bias", letters.split()[0]
 
 
-def _rows(shape: ModelShape) -> list[int]:
-    return [shape.dims[letter] for letter in "qkk"]
+def _group_rows(shape: Heads) -> list[int]:
+    """Return the rows of queries, of keys and of values in a query group."""
+    heads = shape.num_attention_heads // shape.num_query_groups
+    return [heads * shape.kv_channels, shape.kv_channels, shape.kv_channels]

@@ -19,6 +19,7 @@ from megatron.core.activations import openai_gelu, quick_gelu
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.mimo.submodules.audio import WhisperEncoderModel
+from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLVisionModel
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
@@ -28,7 +29,7 @@ from megatron.training.conversion.family import Config
 from megatron.training.conversion.lazy import shared_parts
 from megatron.training.conversion.tensors import Rule
 
-Encoder: TypeAlias = CLIPViTModel | RADIOViTModel | WhisperEncoderModel
+Encoder: TypeAlias = CLIPViTModel | RADIOViTModel | WhisperEncoderModel | Qwen2VLVisionModel
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -59,6 +60,7 @@ class EncoderFamily:
     has_layer_scale: bool = False
     has_key_bias: bool = True
     eps: float = 1e-5  # if config.json has none
+    entries: Mapping[str, str] = field(default_factory=dict)  # usual name in config.json -> theirs
 
     def theirs(self, ours: str) -> tuple[str, ...]:
         """Return their names of our tensor: one, or those of query, key and value."""
@@ -187,19 +189,50 @@ FAMILIES = {
         layer_prefix="layers.{}.",
         ignored=("embed_positions.",),  # fixed waves
         has_key_bias=False,
+        entries={
+            "num_hidden_layers": "encoder_layers",
+            "hidden_size": "d_model",
+            "num_attention_heads": "encoder_attention_heads",
+            "intermediate_size": "encoder_ffn_dim",
+            "hidden_act": "activation_function",
+        },
     ),
 }
-# Encoders within a larger model that reads their features before the last norm.
 _SIGLIP = FAMILIES["siglip_vision_model"]
-_IGNORED = (*_SIGLIP.ignored, "post_layernorm.")
-_SIGLIP = replace(_SIGLIP, subtype="siglip_without_norm", ignored=_IGNORED)
-WITHOUT_NORM = {_SIGLIP.subtype: _SIGLIP}
-_OF_WHISPER = {
-    "num_hidden_layers": "encoder_layers",
-    "hidden_size": "d_model",
-    "num_attention_heads": "encoder_attention_heads",
-    "intermediate_size": "encoder_ffn_dim",
-    "hidden_act": "activation_function",
+# Encoders that exist only within a larger model; that of LLaVA reads features before the last norm.
+PARTS = {
+    "siglip_without_norm": replace(
+        _SIGLIP, subtype="siglip_without_norm", ignored=(*_SIGLIP.ignored, "post_layernorm.")
+    ),
+    "qwen2_vl_vision": EncoderFamily(
+        subtype="qwen2_vl",
+        outside={"conv1": "patch_embed.proj", "ln_post": "merger.ln_q"},
+        layer={
+            "input_layernorm": "norm1",
+            "self_attention.linear_qkv": "attn.qkv",
+            "self_attention.linear_proj": "attn.proj",
+            "pre_mlp_layernorm": "norm2",
+            "mlp.linear_fc1": "mlp.fc1",
+            "mlp.linear_fc2": "mlp.fc2",
+        },
+        layer_prefix="blocks.{}.",
+        eps=1e-6,
+        entries={
+            "num_hidden_layers": "depth",
+            "hidden_size": "embed_dim",
+            "num_attention_heads": "num_heads",
+        },
+    ),
+}
+# Their name -> their shape, from ours: some have dimensions that ours lack, or lack some of ours.
+_SHAPES: dict[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
+    "embeddings.class_embedding": lambda ours: (math.prod(ours),),
+    "embeddings.cls_register_token": lambda ours: tuple(ours[1:]),
+    "embeddings.patch_projection.weight": lambda ours: (ours[0], math.prod(ours[1:])),
+    "embeddings.position_embeddings": lambda ours: (1, *ours),
+    "embeddings.position_embedding": lambda ours: (1, *ours),
+    # 3 colours and 2 frames of a square
+    "patch_embed.proj.weight": lambda ours: (ours[0], 3, 2, *[math.isqrt(ours[1] // 6)] * 2),
 }
 
 
@@ -210,16 +243,28 @@ def build_encoder(
 
     ``changes``: fields of the `TransformerConfig`.  Raises CheckpointError if it is not supported.
     """
-    family = _family_of(config)
-    if family.subtype == "whisper":
-        return _whisper(config, pg_collection, changes)
+    family = family_of(config)
     of_layers = layers_of(config, **changes)
+    spec = get_vit_layer_with_local_spec(of_layers, has_layer_scale=family.has_layer_scale)
+    if family.subtype == "whisper":
+        if config.get("scale_embedding"):
+            raise CheckpointError("config.json has scale_embedding true, which cannot be converted")
+        return WhisperEncoderModel(
+            of_layers,
+            spec,
+            num_mel_bins=_entry(config, "num_mel_bins"),
+            max_source_positions=_entry(config, "max_source_positions"),
+            pg_collection=pg_collection,
+        )
+    if family.subtype == "qwen2_vl":
+        assert pg_collection is not None, "it is given for parts of a larger model"
+        side = _entry(config, "patch_size")
+        return Qwen2VLVisionModel(of_layers, spec, side, pg_collection=pg_collection)
     height, width, side = sizes_of(config)
     if config.get("use_swiglu_ffn") or config.get("video_temporal_patch_size"):
         raise CheckpointError(
             "config.json describes gated layers or video, which are not supported"
         )
-    spec = get_vit_layer_with_local_spec(of_layers, has_layer_scale=family.has_layer_scale)
     if family.subtype == "radio":
         return RADIOViTModel(
             of_layers,
@@ -241,25 +286,15 @@ def build_encoder(
     )
 
 
-def _whisper(
-    config: Config, pg_collection: ProcessGroupCollection | None, changes: Mapping[str, Any]
-) -> WhisperEncoderModel:
-    if config.get("scale_embedding"):
-        raise CheckpointError("config.json has scale_embedding true, which cannot be converted")
-    usual = {name: _entry(config, theirs) for name, theirs in _OF_WHISPER.items()}
-    of_layers = layers_of({**usual, "model_type": "whisper"}, **changes)
-    return WhisperEncoderModel(
-        of_layers,
-        get_vit_layer_with_local_spec(of_layers),
-        num_mel_bins=_entry(config, "num_mel_bins"),
-        max_source_positions=_entry(config, "max_source_positions"),
-        pg_collection=pg_collection,
-    )
-
-
 def layers_of(config: Config, **changes: Any) -> TransformerConfig:
     """Return the config of the encoder's layers, with ``changes``.  Raises CheckpointError."""
-    family = _family_of(config)
+    family = family_of(config)
+    config = {**config, **{n: _entry(config, theirs) for n, theirs in family.entries.items()}}
+    act = _entry(config, "hidden_act")
+    if act not in ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json has hidden_act {act}: only {', '.join(ACTIVATIONS)} can be converted"
+        )
     h = _entry(config, "hidden_size")
     width = config.get("intermediate_size")
     return TransformerConfig(
@@ -268,7 +303,7 @@ def layers_of(config: Config, **changes: Any) -> TransformerConfig:
             "hidden_size": h,
             "num_attention_heads": _entry(config, "num_attention_heads"),
             "ffn_hidden_size": width or int(h * _entry(config, "mlp_ratio")),
-            "activation_func": _activation(_entry(config, "hidden_act")),
+            "activation_func": ACTIVATIONS[act],
             "bias_activation_fusion": False,  # it would replace GELU by its approximation
             "layernorm_epsilon": config.get("layer_norm_eps", family.eps),
             "normalization": _norm_of(config),
@@ -282,14 +317,14 @@ def layers_of(config: Config, **changes: Any) -> TransformerConfig:
 
 def subtype_of(config: Config) -> str:
     """Return the encoder's --vision-model-type."""
-    subtype = _family_of(config).subtype
+    subtype = family_of(config).subtype
     is_small = subtype == "internvit" and _norm_of(config) == "LayerNorm"
     return "internvit300M" if is_small else subtype
 
 
 def sizes_of(config: Config) -> tuple[int, int, int]:
     """Return height and width of an image, the largest one of RADIO, and the side of a patch."""
-    is_radio = _family_of(config).subtype == "radio"
+    is_radio = family_of(config).subtype == "radio"
     height, width = _pair(_entry(config, "max_img_size" if is_radio else "image_size"))
     side, other = _pair(_entry(config, "patch_size"))
     if side != other:
@@ -303,27 +338,6 @@ def _entry(config: Config, name: str) -> Any:
     return config[name]
 
 
-def encoder_from_hf(
-    model: Encoder, config: Config, tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the complete tensors of ``model``, a model on one process, from ``tensors``.
-
-    A bias that theirs lack is zero.  Raises CheckpointError for a tensor that is missing, has
-    another shape, or has no counterpart.
-    """
-    return {n: t.make() for n, t in import_encoder(model, config, as_lazy(tensors)).items()}
-
-
-def encoder_to_hf(
-    model: Encoder, config: Config, tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return ``tensors``, complete ones under our names, under theirs; the reverse of the above.
-
-    Raises CheckpointError if theirs have no bias where ours is not zero.
-    """
-    return {t.name: t.make() for t in export_encoder(model, config, as_lazy(tensors))}
-
-
 def as_lazy(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
     """Return tensors in memory as lazy ones."""
     return {n: LazyTensor(n, t.dtype, tuple(t.shape), t.detach) for n, t in tensors.items()}
@@ -332,8 +346,12 @@ def as_lazy(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
 def import_encoder(
     model: Encoder, config: Config, weights: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Return the weights of ``model``, lazily, from Hugging Face's; ``model`` may be on "meta"."""
-    family = _family_of(config)
+    """Return the complete tensors of ``model``, a model on one process, which may be on "meta".
+
+    A bias that theirs lack is zero.  Raises CheckpointError for a tensor that is missing, has
+    another shape, or has no counterpart.
+    """
+    family = family_of(config)
     found: dict[str, LazyTensor] = {}
     used: set[str] = set()
     for name, param in model.named_parameters():
@@ -344,7 +362,8 @@ def import_encoder(
         if missing:
             raise CheckpointError(f"the encoder has no tensor {missing[0]}")
         parts = [weights.get(each) for each in names]
-        shapes = [tuple(t.shape) for t in _rule(names).to_theirs(_meta(param), model.config)]  # type: ignore[arg-type]
+        rule = Rule(names, is_qkv=".linear_qkv." in name)
+        shapes = [tuple(t.shape) for t in rule.to_theirs(_meta(param), model.config)]
         dtype = next((part.dtype for part in parts if part is not None), param.dtype)
         for part, shape in zip(parts, shapes, strict=True):
             if part is not None and math.prod(part.shape) != math.prod(shape):
@@ -354,7 +373,7 @@ def import_encoder(
                 )
         blank = partial(torch.zeros, model.config.hidden_size, dtype=dtype)  # of a bias
         makes = [blank if part is None else part.make for part in parts]
-        make = partial(_joined, makes, names, model.config, tuple(param.shape))
+        make = partial(_joined, makes, rule, model.config, tuple(param.shape))
         found[name] = LazyTensor(name, dtype, tuple(param.shape), make)
     left = [n for n in weights if n not in used and not n.startswith(family.ignored)]
     if left:
@@ -364,38 +383,41 @@ def import_encoder(
 
 def _joined(
     makes: Sequence[Callable[[], Tensor]],
-    names: tuple[str, ...],
+    rule: Rule,
     config: TransformerConfig,
     shape: tuple[int, ...],
 ) -> Tensor:
-    parts = [make() for make in makes]
-    return _rule(names).to_ours(parts, config).reshape(shape)  # type: ignore[arg-type]
+    return rule.to_ours([make() for make in makes], config).reshape(shape)
 
 
 def export_encoder(
     model: Encoder, config: Config, tensors: Mapping[str, LazyTensor]
 ) -> list[LazyTensor]:
-    """Return Hugging Face's tensors, lazily, from ours; ``model`` may be on "meta"."""
-    family = _family_of(config)
+    """Return ``tensors``, complete ones under our names, under theirs.
+
+    Raises CheckpointError if theirs have no bias where ours is not zero.
+    """
+    family = family_of(config)
     out: list[LazyTensor] = []
     for name, tensor in tensors.items():
         names = family.theirs(name)
         absent = family.absent(names, config)
-        shapes = [t.shape for t in _rule(names).to_theirs(_meta(tensor), model.config)]  # type: ignore[arg-type]
-        makes = shared_parts(partial(_parts, tensor, names, model.config), len(names))
+        rule = Rule(names, is_qkv=".linear_qkv." in name)
+        shapes = [t.shape for t in rule.to_theirs(_meta(tensor), model.config)]
+        makes = shared_parts(partial(_parts, tensor, rule, model.config), len(names))
         for each, shape, make in zip(names, shapes, makes, strict=True):
             if each not in absent:
-                out.append(LazyTensor(each, tensor.dtype, _their_shape(each, shape), make))
+                out.append(LazyTensor(each, tensor.dtype, _SHAPES.get(each, tuple)(shape), make))
             elif make().any():
                 raise CheckpointError(f"{name} is not zero, and their model has no {each}")
     return out
 
 
-def _parts(tensor: LazyTensor, names: tuple[str, ...], config: TransformerConfig) -> list[Tensor]:
-    parts = _rule(names).to_theirs(tensor.make(), config)  # type: ignore[arg-type]
+def _parts(tensor: LazyTensor, rule: Rule, config: TransformerConfig) -> list[Tensor]:
+    parts = rule.to_theirs(tensor.make(), config)
     return [
-        part.reshape(_their_shape(name, part.shape)).contiguous()
-        for name, part in zip(names, parts, strict=True)
+        part.reshape(_SHAPES.get(name, tuple)(part.shape)).contiguous()
+        for name, part in zip(rule.theirs, parts, strict=True)
     ]
 
 
@@ -403,38 +425,15 @@ def _meta(tensor: Tensor | LazyTensor) -> Tensor:
     return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=torch.device("meta"))
 
 
-def _their_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape in theirs: some of our embeddings have a dimension of 1 more or less."""
-    if name == "embeddings.class_embedding":
-        return (math.prod(shape),)
-    if name == "embeddings.cls_register_token":
-        return tuple(shape[1:])
-    if name == "embeddings.patch_projection.weight":
-        return (shape[0], math.prod(shape[1:]))
-    if name in ("embeddings.position_embeddings", "embeddings.position_embedding"):
-        return (1, *shape)
-    return tuple(shape)
-
-
-def _rule(names: tuple[str, ...]) -> Rule:
-    return Rule(names, is_qkv=len(names) > 1)
-
-
-def _family_of(config: Config) -> EncoderFamily:
+def family_of(config: Config) -> EncoderFamily:
+    """Return the family of an encoder.  Raises CheckpointError."""
     kind = config.get("model_type")
-    if kind not in FAMILIES | WITHOUT_NORM:
+    family = (FAMILIES | PARTS).get(str(kind))
+    if family is None:
         raise CheckpointError(
             f"config.json has model_type {kind}: only {', '.join(FAMILIES)} can be converted"
         )
-    return (FAMILIES | WITHOUT_NORM)[str(kind)]
-
-
-def _activation(name: str) -> Any:
-    if name not in ACTIVATIONS:
-        raise CheckpointError(
-            f"config.json has hidden_act {name}: only {', '.join(ACTIVATIONS)} can be converted"
-        )
-    return ACTIVATIONS[name]
+    return family
 
 
 def _norm_of(config: Config) -> str:
@@ -445,146 +444,3 @@ def _norm_of(config: Config) -> str:
 def _pair(value: int | list[int]) -> tuple[int, int]:
     """Return height and width."""
     return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-
-_LAYER = {
-    "input_layernorm": "norm1",
-    "self_attention.linear_qkv": "attn.qkv",
-    "self_attention.linear_proj": "attn.proj",
-    "pre_mlp_layernorm": "norm2",
-    "mlp.linear_fc1": "mlp.fc1",
-    "mlp.linear_fc2": "mlp.fc2",
-}
-_PATCHES = "patch_embed.proj.weight"
-_OUR_PATCHES = "vision_model.conv1.weight"
-_OUTSIDE = {
-    "vision_model.ln_post": "merger.ln_q",
-    "vision_projection.encoder.linear_fc1": "merger.mlp.0",
-    "vision_projection.encoder.linear_fc2": "merger.mlp.2",
-}
-
-
-def layers_of_qwen(config: Config, **changes: Any) -> TransformerConfig:
-    """Return the config of the layers of Qwen2-VL's encoder.  Raises CheckpointError."""
-    if config.get("hidden_act", "quick_gelu") != "quick_gelu":
-        raise CheckpointError(
-            f"vision_config has hidden_act {config['hidden_act']}: only quick_gelu can be converted"
-        )
-    width = config["embed_dim"]
-    return _config(
-        {
-            "num_layers": config["depth"],
-            "hidden_size": width,
-            "num_attention_heads": config["num_heads"],
-            "ffn_hidden_size": int(width * config["mlp_ratio"]),
-            "activation_func": quick_gelu,
-            **changes,
-        }
-    )
-
-
-def projector_of_qwen(config: Config, **changes: Any) -> TransformerConfig:
-    """Return the config of the projector: two layers, the first as wide as a block of patches."""
-    width = config["embed_dim"] * config["spatial_merge_size"] ** 2
-    return _config(
-        {
-            "num_layers": 1,
-            "hidden_size": config["hidden_size"],
-            "num_attention_heads": 1,
-            "ffn_hidden_size": width,
-            "activation_func": torch.nn.functional.gelu,
-            **changes,
-        }
-    )
-
-
-def _config(values: dict[str, Any]) -> TransformerConfig:
-    always = {
-        "layernorm_epsilon": 1e-6,
-        "bias_activation_fusion": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-    }
-    return TransformerConfig(**always | values)
-
-
-def qwen_from_hf(layers: TransformerConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the encoder and the projector by the names of `LLaVAModel`.
-
-    ``tensors``: those of ``model.visual``.  Raises CheckpointError for one that is missing or left.
-    """
-    return {name: t.make() for name, t in import_qwen(layers, as_lazy(tensors)).items()}
-
-
-def import_qwen(
-    layers: TransformerConfig, weights: Mapping[str, LazyTensor]
-) -> dict[str, LazyTensor]:
-    """Do `qwen_from_hf` for tensors that are made later."""
-    left = dict(weights)
-    try:
-        patches = left.pop(_PATCHES)
-        shape = (patches.shape[0], math.prod(patches.shape[1:]))
-        found = {_OUR_PATCHES: _reshaped(_OUR_PATCHES, patches, shape)}
-        for ours, theirs in _names(layers).items():
-            tensor = left.pop(theirs)
-            make = tensor.make
-            if ".linear_qkv." in ours:
-                make = partial(_interleaved, tensor, layers)
-            found[ours] = replace(tensor, name=ours, make=make)
-    except KeyError as error:
-        raise CheckpointError(f"the encoder has no tensor {error.args[0]}") from None
-    if left:
-        raise CheckpointError(f"{next(iter(left))} has no counterpart in Qwen2-VL's encoder")
-    return found
-
-
-def qwen_to_hf(
-    layers: TransformerConfig, config: Config, tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the reverse of `qwen_from_hf`."""
-    return {t.name: t.make() for t in export_qwen(layers, config, as_lazy(tensors))}
-
-
-def export_qwen(
-    layers: TransformerConfig, config: Config, tensors: Mapping[str, LazyTensor]
-) -> list[LazyTensor]:
-    """Do `qwen_to_hf` for tensors that are made later."""
-    side = config["patch_size"]
-    frames = config["temporal_patch_size"]
-    patches = tensors[_OUR_PATCHES]
-    out = [_reshaped(_PATCHES, patches, (patches.shape[0], 3, frames, side, side))]
-    for ours, theirs in _names(layers).items():
-        tensor = tensors[ours]
-        make = tensor.make
-        if ".linear_qkv." in ours:
-            make = partial(_one_after_another, tensor, layers)
-        out.append(replace(tensor, name=theirs, make=make))
-    return out
-
-
-def _reshaped(name: str, tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
-    return LazyTensor(name, tensor.dtype, shape, lambda: tensor.make().reshape(shape))
-
-
-def _interleaved(tensor: LazyTensor, layers: TransformerConfig) -> Tensor:
-    return _QKV.to_ours(list(tensor.make().chunk(3)), layers)  # type: ignore[arg-type]
-
-
-def _one_after_another(tensor: LazyTensor, layers: TransformerConfig) -> Tensor:
-    return torch.cat(_QKV.to_theirs(tensor.make(), layers))  # type: ignore[arg-type]
-
-
-_QKV = Rule(("q", "k", "v"), is_qkv=True)
-
-
-def _names(layers: TransformerConfig) -> dict[str, str]:
-    """Return our name -> theirs of each tensor but that of the patches."""
-    modules = dict(_OUTSIDE)
-    for number in range(layers.num_layers):
-        for ours, theirs in _LAYER.items():
-            modules[f"vision_model.decoder.layers.{number}.{ours}"] = f"blocks.{number}.{theirs}"
-    return {
-        f"{ours}.{kind}": f"{theirs}.{kind}"
-        for ours, theirs in modules.items()
-        for kind in ("weight", "bias")
-    }

@@ -18,7 +18,6 @@ from megatron.core.config.value_types import JsonObject
 from megatron.core.datasets.images import LLAVA_NEXT_GRIDS
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.vision.kinds import KINDS
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
 from megatron.training.conversion.family import Config, Family
@@ -27,15 +26,11 @@ from megatron.training.conversion.source import image_token
 from megatron.training.conversion.verify import groups_of_one_rank
 from megatron.training.conversion.vision import (
     ACTIVATIONS,
-    WITHOUT_NORM,
-    EncoderFamily,
     build_encoder,
     export_encoder,
-    export_qwen,
+    family_of,
     import_encoder,
-    import_qwen,
     layers_of,
-    layers_of_qwen,
     sizes_of,
     subtype_of,
 )
@@ -73,10 +68,13 @@ _DEFAULTS: Mapping[str, Config] = {
 }
 
 
-_QWEN_ONLY: Config = {"spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+_QWEN_ONLY: Config = {
+    **{"hidden_act": "quick_gelu", "spatial_merge_size": 2, "temporal_patch_size": 2},
+    "in_channels": 3,
+}
 _QWEN: Config = {
     **{"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16},
-    **{"patch_size": 14, "hidden_act": "quick_gelu"},
+    "patch_size": 14,
     **_QWEN_ONLY,
 }
 
@@ -99,8 +97,9 @@ class VisionLanguageFamily:
     is_tied: bool = False
     merges_neighbours: bool = False
     has_newline: bool = False
-    inner_prefix: str = ""  # of the encoder's tensors, as released folders have it
-    reads_any_size: bool = False  # Qwen2-VL's encoder and projector, of `vision`
+    text_prefix: str = "language_model."  # of names in released folders, as the next
+    images_prefix: str = "vision_tower."
+    reads_any_size: bool = False  # Qwen2-VL's encoder reads patches of images as they are
 
 
 _PROJECTOR = {
@@ -112,7 +111,7 @@ LLAVA = VisionLanguageFamily(
     projector=_PROJECTOR,
     text="llama",
     images="clip_vision_model",
-    inner_prefix="vision_model.",
+    images_prefix="vision_tower.vision_model.",
 )
 INTERNVL = VisionLanguageFamily(
     model_type="internvl",
@@ -134,10 +133,15 @@ LLAVA_NEXT = replace(
 QWEN2_VL = VisionLanguageFamily(
     model_type="qwen2_vl",
     architecture="Qwen2VLForConditionalGeneration",
-    projector={},
+    projector={
+        "vision_projection.encoder.linear_fc1": "visual.merger.mlp.0",
+        "vision_projection.encoder.linear_fc2": "visual.merger.mlp.2",
+    },
     text="qwen2_vl_text",
     images="qwen2_vl_vision",
     image_token="image_token_id",  # noqa: S106
+    text_prefix="",
+    images_prefix="visual.",
     reads_any_size=True,
 )
 FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, INTERNVL, QWEN2_VL)}
@@ -160,11 +164,6 @@ class VisionLanguageShape:
     drops_class_token: bool
     image_token: int  # id of the token that stands for an embedding of an image
     grids: tuple[int, ...] = ()  # heights and widths to which images are padded, as pairs
-
-    @property
-    def encoder_family(self) -> EncoderFamily:
-        """Return the family of the encoder."""
-        return {**ENCODERS, **WITHOUT_NORM}[self.images["model_type"]]
 
 
 def is_vision_language(config: Config) -> bool:
@@ -253,7 +252,7 @@ def _shape_of_qwen(config: Config, family: VisionLanguageFamily) -> VisionLangua
         text_family=text_family,
         text_config=text,
         text=text_family.shape(text),
-        images=images,
+        images={**images, "model_type": family.images},
         num_unused_layers=0,
         drops_class_token=False,
         image_token=config[family.image_token],
@@ -298,7 +297,7 @@ def _drops_class_token(config: Config) -> bool:
 
 def flags_of(shape: VisionLanguageShape) -> dict[str, object]:
     """Return the flags, dest -> value, that build the model."""
-    layers = encoder_layers(shape)
+    layers = layers_of(shape.images)
     common: dict[str, object] = {
         **args_of(shape.text),
         "model_kind": "vlm",
@@ -320,13 +319,6 @@ def flags_of(shape: VisionLanguageShape) -> dict[str, object]:
         "vision_projection_type": "mlp",
         "image_grid_pinpoints": shape.grids,
     }
-
-
-def encoder_layers(shape: VisionLanguageShape) -> TransformerConfig:
-    """Return the config of the encoder's layers."""
-    if shape.family.reads_any_size:
-        return layers_of_qwen(shape.images)
-    return layers_of(shape.images)
 
 
 def config_of(run: RunConfig, vocab_size: int, came_with: Config) -> JsonObject:
@@ -449,7 +441,7 @@ def _new_qwen(run: RunConfig, text: ModelShape) -> JsonObject:
 def check_encoder(shape: VisionLanguageShape, run: RunConfig) -> None:
     """Raise CheckpointError unless the encoder that ``run`` builds is that of ``shape``."""
     found = encoder_config(run)
-    wanted = encoder_layers(shape)
+    wanted = layers_of(shape.images)
     for name in _OF_ENCODER:
         mine = getattr(found, name)
         theirs = getattr(wanted, name)
@@ -463,7 +455,6 @@ def check_encoder(shape: VisionLanguageShape, run: RunConfig) -> None:
 _TEXT = "language_model."
 _IMAGES = "vision_tower."
 _NEWLINE = "image_newline.weight"
-_QWEN_IMAGES = "visual."
 # Tensors of SigLIP's norm and pooling head, which LLaVA does not read: name -> sizes.
 _UNREAD_OF_SIGLIP = {
     **{"post_layernorm.weight": "h", "post_layernorm.bias": "h", "head.probe": "1 1 h"},
@@ -478,7 +469,12 @@ _OUR_IMAGES = "vision_model."
 # Beginnings of names as releases of `transformers` have written them -> as they are read here.
 _SPELLINGS = (
     ("model.language_model.", "language_model.model."),
+    *((f"model.{part}.", f"{_TEXT}model.{part}.") for part in ("embed_tokens", "layers", "norm")),
     ("model.", ""),
+    *(
+        (f"visual.{part}.", f"{_IMAGES}{part}.")
+        for part in ("patch_embed", "blocks", "merger.ln_q")
+    ),
     ("lm_head.", "language_model.lm_head."),
     ("vision_tower.vision_model.", _IMAGES),
 )
@@ -492,8 +488,6 @@ def import_tensors(
     Raises CheckpointError unless each of their tensors is used once, apart from layers whose output
     nothing reads, and each of ours is complete.
     """
-    if shape.family.reads_any_size:
-        return _import_qwen(shape, weights)
     parts: dict[str, dict[str, LazyTensor]] = {_TEXT: {}, _IMAGES: {}, "": {}}
     for name, tensor in weights.items():
         name = _respelled(name)
@@ -513,30 +507,6 @@ def import_tensors(
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
 
 
-def _import_qwen(
-    shape: VisionLanguageShape, weights: Mapping[str, LazyTensor]
-) -> dict[str, LazyTensor]:
-    text: dict[str, LazyTensor] = {}
-    images: dict[str, LazyTensor] = {}
-    for name, tensor in weights.items():
-        short = name.removeprefix("model.")
-        if short.startswith(_QWEN_IMAGES):
-            images[short.removeprefix(_QWEN_IMAGES)] = tensor
-        else:
-            text[name.replace("model.language_model.", "model.")] = tensor
-    found = hf.import_model(shape.text_config, text).tensors
-    out = {f"{_OUR_TEXT}{name}": replace(t, name=f"{_OUR_TEXT}{name}") for name, t in found.items()}
-    return out | import_qwen(encoder_layers(shape), images)
-
-
-def _export_qwen(shape: VisionLanguageShape, tensors: Mapping[str, LazyTensor]) -> list[LazyTensor]:
-    text = {n: t for n, t in tensors.items() if n.startswith(_OUR_TEXT)}
-    rest = {n: t for n, t in tensors.items() if n not in text}
-    out = hf.export_model(shape.text, _without_prefix(text, _OUR_TEXT), shape.text_family)
-    found = export_qwen(encoder_layers(shape), shape.images, rest)
-    return [*out, *(replace(tensor, name=_QWEN_IMAGES + tensor.name) for tensor in found)]
-
-
 def _respelled(name: str) -> str:
     for old, new in _SPELLINGS:
         if name.startswith(old):
@@ -546,9 +516,9 @@ def _respelled(name: str) -> str:
 
 def _unused_layers(shape: VisionLanguageShape) -> Iterator[str]:
     """Yield the prefixes of the encoder's layers whose output nothing reads."""
-    first = shape.images["num_hidden_layers"]
+    first = layers_of(shape.images).num_layers
     for number in range(first, first + shape.num_unused_layers):
-        yield shape.encoder_family.layer_prefix.format(number)
+        yield family_of(shape.images).layer_prefix.format(number)
 
 
 def _encoder_on_meta(shape: VisionLanguageShape) -> Any:
@@ -587,21 +557,18 @@ def export_tensors(
     Tensors of layers whose output nothing reads are zero.  Raises CheckpointError unless
     ``tensors`` are those of ``shape``.
     """
-    if shape.family.reads_any_size:
-        return _export_qwen(shape, tensors)
     text = {n: t for n, t in tensors.items() if n.startswith(_OUR_TEXT)}
     images = {n: t for n, t in tensors.items() if n.startswith(_OUR_IMAGES)}
     out = [
-        replace(tensor, name=_TEXT + tensor.name)
+        replace(tensor, name=shape.family.text_prefix + tensor.name)
         for tensor in hf.export_model(
             shape.text, _without_prefix(text, _OUR_TEXT), shape.text_family
         )
     ]
     encoder = _encoder_on_meta(shape)
-    prefix = _IMAGES + shape.family.inner_prefix
     found = export_encoder(encoder, shape.images, _without_prefix(images, _OUR_IMAGES))
     found += [_zeros(name, like) for name, like in _blank(shape, found)]
-    out += [replace(tensor, name=prefix + tensor.name) for tensor in found]
+    out += [replace(tensor, name=shape.family.images_prefix + tensor.name) for tensor in found]
     names = _projector_names(shape)
     if left := tensors.keys() - text.keys() - images.keys() ^ names.keys():
         raise CheckpointError(
@@ -639,15 +606,15 @@ def _without_prefix(tensors: Mapping[str, LazyTensor], prefix: str) -> dict[str,
 
 
 def _blank(shape: VisionLanguageShape, found: list[LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the name of each unused tensor, with a tensor of the same shape and dtype."""
-    first = shape.encoder_family.layer_prefix.format(0)
+    """Yield the names of tensors that nothing reads, each with one of the same shape and dtype."""
+    first = family_of(shape.images).layer_prefix.format(0)
     for layer in _unused_layers(shape):
         for tensor in found:
             if tensor.name.startswith(first):
                 yield layer + tensor.name.removeprefix(first), tensor
-    for name, like in shape.encoder_family.unread.items():
+    for name, like in family_of(shape.images).unread.items():
         yield name, next(tensor for tensor in found if tensor.name == like)
-    if shape.encoder_family.subtype == "siglip_without_norm":
+    if family_of(shape.images).subtype == "siglip_without_norm":
         has_head = shape.images.get("vision_use_head", True)
         sizes = {"h": shape.images["hidden_size"], "f": shape.images["intermediate_size"], "1": 1}
         sizes["3h"] = 3 * sizes["h"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,14 +18,13 @@ from megatron.core.models.vision.multimodal_projector import (
 )
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
-from megatron.training.conversion.vision import (
-    layers_of_qwen,
-    projector_of_qwen,
-    qwen_from_hf,
-    qwen_to_hf,
-)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.conversion.family import Config
+from megatron.training.conversion.vision import build_encoder
+from megatron.training.conversion.vision_language import QWEN2_VL, shape_of_config
 from tests import tolerances
 from tests.ranks import run_ranks
+from tests.support.encoders import encoder_from_hf, encoder_to_hf
 from tests.unit.models.test_mrope import IMAGE_TOKEN, ours, qwen
 from tests.unit.one_process import one_process_groups, one_rank, tiny_config
 
@@ -33,19 +33,38 @@ SIDE = 4
 FRAMES = 2
 
 
+def images_config(model: Any) -> Config:
+    """Return config.json of the encoder of ``model`` as the converter completes it."""
+    return shape_of_config(model.config.to_dict()).images
+
+
+def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of the encoder under their names, of the projector under ours."""
+    projector = {
+        f"{ours.removeprefix('vision_projection.')}.{kind}": tensors[f"{theirs[7:]}.{kind}"]
+        for ours, theirs in QWEN2_VL.projector.items()
+        for kind in ("weight", "bias")
+    }
+    return {n: t for n, t in tensors.items() if not n.startswith("merger.mlp.")}, projector
+
+
 def encoder(model: Any) -> tuple[Qwen2VLVisionModel, MultimodalProjector]:
     """Return our encoder and projector with the weights of ``model``."""
-    config = model.config.vision_config.to_dict()
-    layers = layers_of_qwen(config)
-    width = projector_of_qwen(config)
-    spec = get_vit_layer_with_local_spec(layers)
-    made = Qwen2VLVisionModel(layers, spec, SIDE, FRAMES, pg_collection=one_process_groups())
-    source = width.ffn_hidden_size or 0
+    config = images_config(model)
+    made = build_encoder(config, one_process_groups())
+    assert isinstance(made, Qwen2VLVisionModel)
+    source = made.config.hidden_size * config["spatial_merge_size"] ** 2
+    width = TransformerConfig(
+        num_layers=1,
+        hidden_size=config["hidden_size"],
+        num_attention_heads=1,
+        ffn_hidden_size=source,
+        bias_activation_fusion=False,
+    )
     projector = MultimodalProjector(width, get_projector_spec(), "mlp", source, tp_group=one_rank())
-    tensors = qwen_from_hf(layers, model.model.visual.state_dict())
-    for part, prefix in ((made, "vision_model."), (projector, "vision_projection.")):
-        its = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        part.load_state_dict(its)
+    images, of_projector = split(model.model.visual.state_dict())
+    made.load_state_dict(encoder_from_hf(made, config, images))
+    projector.load_state_dict(of_projector)
     return made.eval(), projector.eval()
 
 
@@ -66,11 +85,12 @@ def test_features_and_gradients_are_those_of_transformers() -> None:
     found.backward(grad)
     wanted.backward(grad)
     gradients = {n: p.grad for n, p in model.model.visual.named_parameters()}
-    expected = qwen_from_hf(made.config, gradients)
-    for part, prefix in ((made, "vision_model."), (projector, "vision_projection.")):
+    images, of_projector = split(gradients)
+    expected = encoder_from_hf(made, images_config(model), images)
+    for part, wanted_of in ((made, expected), (projector, of_projector)):
         for name, param in part.named_parameters():
             assert param.grad is not None, name
-            value = expected[prefix + name]
+            value = wanted_of[name]
             largest = value.abs().max()
             torch.testing.assert_close(
                 param.grad / largest, value / largest, **tolerances.LOGITS, msg=name
@@ -108,19 +128,21 @@ def test_logits_are_those_of_transformers() -> None:
 
 def test_tensors_come_back_bit_by_bit() -> None:
     model = qwen()
-    config = model.config.vision_config.to_dict()
-    layers = layers_of_qwen(config)
-    tensors = model.model.visual.state_dict()
-    back = qwen_to_hf(layers, config, qwen_from_hf(layers, tensors))
+    config = images_config(model)
+    made, _ = encoder(model)
+    tensors, _ = split(model.model.visual.state_dict())
+    back = encoder_to_hf(made, config, encoder_from_hf(made, config, tensors))
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(back[name], tensor), name
     with pytest.raises(CheckpointError, match=r"no tensor merger\.ln_q\.bias"):
-        qwen_from_hf(layers, {n: t for n, t in tensors.items() if n != "merger.ln_q.bias"})
+        encoder_from_hf(made, config, {n: t for n, t in tensors.items() if n != "merger.ln_q.bias"})
     with pytest.raises(CheckpointError, match="more has no counterpart"):
-        qwen_from_hf(layers, tensors | {"more": tensors["merger.ln_q.bias"]})
+        encoder_from_hf(made, config, tensors | {"more": tensors["merger.ln_q.bias"]})
+    complete = model.config.to_dict()
+    complete["vision_config"] |= {"hidden_act": "silu"}
     with pytest.raises(CheckpointError, match="hidden_act silu"):
-        layers_of_qwen(config | {"hidden_act": "silu"})
+        shape_of_config(complete)
 
 
 def test_patches_that_do_not_fill_their_images_are_refused() -> None:

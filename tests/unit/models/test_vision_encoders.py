@@ -17,11 +17,10 @@ from megatron.core.parallel.process_groups_config import create_process_groups, 
 from megatron.training.conversion.vision import (
     Encoder,
     build_encoder,
-    encoder_from_hf,
-    encoder_to_hf,
 )
 from tests import tolerances
 from tests.ranks import run_ranks
+from tests.support.encoders import encoder_from_hf, encoder_to_hf
 from tests.transformers_release import need_tested_release
 from tests.unit.one_process import one_process_groups, tiny_config
 
