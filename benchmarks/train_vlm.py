@@ -141,7 +141,7 @@ class OurTrainer:
 def copy_weights(model: torch.nn.Module) -> None:
     """Copy the weights of transformers' model, as the conversion of folders does."""
     from megatron.core.params.param_info import info_of
-    from megatron.training.conversion.vision import as_lazy
+    from megatron.training.conversion.lazy import as_lazy
     from megatron.training.conversion.vision_language import import_tensors, shape_of_config
 
     hf = theirs()

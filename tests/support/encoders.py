@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megatron.training.conversion.family import Config
-from megatron.training.conversion.vision import Encoder, as_lazy, export_encoder, import_encoder
+from megatron.training.conversion.lazy import as_lazy
+from megatron.training.conversion.vision import Encoder, export_encoder, import_encoder
 
 
 def encoder_from_hf(

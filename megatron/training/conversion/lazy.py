@@ -24,6 +24,11 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.training.conversion.family import Config
 
 
+def as_lazy(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
+    """Return tensors in memory as lazy ones."""
+    return {n: LazyTensor(n, t.dtype, tuple(t.shape), t.detach) for n, t in tensors.items()}
+
+
 def made_ahead(tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
     """Return ``tensors`` such that a thread computes each while the previous one is in use.
 

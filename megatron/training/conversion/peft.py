@@ -41,6 +41,7 @@ from megatron.training.config.adapters import AdaptersConfig
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hf import SCORE
 from megatron.training.conversion.hf_folder import read_safetensors
+from megatron.training.conversion.lazy import as_lazy
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule, size_of, tensors_of
 
@@ -229,8 +230,10 @@ def rank_of(module: str, config: JsonObject) -> int:
     return int(config["r"])
 
 
-def has_score(folder: Path, config: JsonObject) -> bool:
-    """Return whether the adapters are those of a reward model.  Raises CheckpointError."""
+def _take_score(
+    folder: Path, config: JsonObject, left: dict[str, Tensor], shape: ModelShape
+) -> Tensor | None:
+    """Remove the score of a reward model from ``left`` and return it.  Raises CheckpointError."""
     modules = config.get("modules_to_save") or []
     known = ("score", "classifier")  # PEFT lists both names of a classifier's head
     if not isinstance(modules, list) or not all(module in known for module in modules):
@@ -238,7 +241,19 @@ def has_score(folder: Path, config: JsonObject) -> bool:
             f"{folder / CONFIG} has modules_to_save {str(modules)[:80]}: the score of a reward "
             "model is the only complete module that can be read; train the adapters without others"
         )
-    return bool(modules)
+    if not modules:
+        return None
+    score = left.pop(SCORE, None)
+    if score is None:
+        raise CheckpointError(
+            f"{folder / CONFIG} has modules_to_save, and {WEIGHTS} no {SCORE}: get the folder again"
+        )
+    if list(score.shape) != [1, shape.dims["h"]]:
+        raise CheckpointError(
+            f"{folder / WEIGHTS} has a {SCORE} of shape {list(score.shape)}: only classifiers of "
+            "one label, which are reward models, can be converted"
+        )
+    return score
 
 
 WEIGHTS = "adapter_model.safetensors"
@@ -303,11 +318,8 @@ def write_peft(
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
-    lazy = [
-        LazyTensor(name, tensor.dtype, tuple(tensor.shape), tensor.contiguous)
-        for name, tensor in sorted(tensors.items())
-    ]
-    write_file(folder / WEIGHTS, lazy, {"format": "pt"}, step=0)
+    lazy = as_lazy({name: tensor.contiguous() for name, tensor in sorted(tensors.items())})
+    write_file(folder / WEIGHTS, list(lazy.values()), {"format": "pt"}, step=0)
     return warning
 
 
@@ -391,18 +403,16 @@ def read_peft(
     left = dict(
         _without_stacks({name.removeprefix(_PREFIX): t for name, t in stored.items()}, config)
     )
-    score = None
-    if has_score(folder, config):
-        score = left.pop(SCORE, None)
-        if score is None:
-            raise CheckpointError(
-                f"{folder / CONFIG} has modules_to_save, and {WEIGHTS} no {SCORE}: get the folder "
-                "again"
-            )
+    score = _take_score(folder, config, left, shape)
+    sizes = {
+        name.removesuffix(".weight"): size_of(letters, shape)
+        for name, letters in tensors_of(shape).items()
+        if name.endswith(".weight")
+    }
     found: dict[str, dict[str, Pair]] = {}
-    for name in tensors_of(shape):
-        layer = name.removesuffix(".weight")
-        if layer == name or not (rule := _rule_if_any(name, shape, family)):
+    for layer in sizes:
+        rule = family.rule(f"{layer}.weight", shape)
+        if not all(name.endswith(".weight") or _EXPERT.search(name) for name in rule.theirs):
             continue
         if pairs := _our_pairs(layer, rule, left, config, shape):
             found[layer] = pairs
@@ -414,24 +424,13 @@ def read_peft(
     every = [pair for pairs in found.values() for pair in pairs.values()]
     if not every:
         raise CheckpointError(f"{folder} holds no adapter")
-    sizes = {
-        name.removesuffix(".weight"): size_of(letters, shape)
-        for name, letters in tensors_of(shape).items()
-    }
     rank = max(len(pair.a) for pair in every)
     scale = every[0].scale
-    tensors: dict[str, LazyTensor] = {}
-    for layer, pairs in _with_untrained(found, shape).items():
+    values: dict[str, Tensor] = {} if score is None else {SCORE: score}
+    for layer, pairs in _with_untrained(found, sizes, shape).items():
         for part, pair in pairs.items():
             _check_size(layer, part, pair, sizes[layer], shape)
-            for own, value in _ours(layer, part, pair, rank, scale):
-                value = value.to(dtype).contiguous()
-                make = partial(_same, value)
-                tensors[own] = LazyTensor(own, dtype, tuple(value.shape), make)
-    if score is not None:
-        _check_score(folder, score, shape)
-        score = score.to(dtype)
-        tensors[SCORE] = LazyTensor(SCORE, dtype, tuple(score.shape), partial(_same, score))
+            values |= _ours(layer, part, pair, rank, scale)
     targets = {
         f"{kind}.{_PART_NAMES[part]}" if part else f"{kind}.{own}".removeprefix(".")
         for kind, own, part in _kinds_of(found)
@@ -444,32 +443,21 @@ def read_peft(
         "lora_target_modules": sorted(targets),
         **({} if score is None else {"reward_model": True}),
     }
-    return tensors, flags
-
-
-def _check_score(folder: Path, score: Tensor, shape: ModelShape) -> None:
-    if list(score.shape) != [1, shape.dims["h"]]:
-        raise CheckpointError(
-            f"{folder / WEIGHTS} has a {SCORE} of shape {list(score.shape)}: only classifiers of "
-            "one label, which are reward models, can be converted"
-        )
+    return as_lazy({name: value.to(dtype).contiguous() for name, value in values.items()}), flags
 
 
 def _with_untrained(
-    found: dict[str, dict[str, Pair]], shape: ModelShape
+    found: dict[str, dict[str, Pair]], sizes: Mapping[str, tuple[int, ...]], shape: ModelShape
 ) -> dict[str, dict[str, Pair]]:
     """Add zeros for layers of the same kinds as those of ``found``, which has not all layers.
 
     With A and B zero their gradients are zero: they stay untrained, as in PEFT.
     """
     kinds = _kinds_of(found)
-    letters = tensors_of(shape)
     out = {}
-    for name in letters:
-        layer = name.removesuffix(".weight")
-        size = size_of(letters[name], shape)
+    for layer, size in sizes.items():
         parts = dict(found.get(layer, {}))
-        if layer != name and len(size) == 2:
+        if len(size) == 2:
             rows = rows_of(layer, size, shape)
             groups = size[0] // sum(rows.values())
             for part in rows:
@@ -511,10 +499,6 @@ def _kind_of(layer: str) -> tuple[str, str]:
     return around[-1] if around else "", own
 
 
-def _same(value: Tensor) -> Tensor:
-    return value
-
-
 def _ours(
     layer: str, part: str, pair: Pair, rank: int, scale: float
 ) -> Iterator[tuple[str, Tensor]]:
@@ -525,16 +509,6 @@ def _ours(
     b = b if pair.scale == scale else b * (pair.scale / scale)
     yield f"{own}a", a.t() if layer == EMBEDDING else a
     yield f"{own}b", b
-
-
-def _rule_if_any(name: str, shape: ModelShape, family: Family) -> Rule | None:
-    rule = family.rule(name, shape)
-    return rule if all(theirs.endswith(".weight") for theirs in rule.theirs) else _expert(rule)
-
-
-def _expert(rule: Rule) -> Rule | None:
-    """Return the rule of an expert's matrix, whose names may have no ending."""
-    return rule if all(_EXPERT.search(theirs) for theirs in rule.theirs) else None
 
 
 def _our_pairs(

@@ -193,6 +193,9 @@ class ModelShape:
         expert = self.moe_ffn_hidden_size or 0
         shared = self.moe_shared_expert_intermediate_size or 0
         latent, value = self.kv_lora_rank or 0, self.v_head_dim or 0
+        mixers = self.mamba_num_heads or 0
+        inner = mixers * (self.mamba_head_dim or 0)
+        convolved = inner + 2 * (self.mamba_num_groups or 0) * (self.mamba_state_dim or 0)
         return {
             "v": self.vocab_size,
             "p": self.max_position_embeddings,
@@ -217,15 +220,8 @@ class ModelShape:
             "o": heads * value,
             "2k": 2 * key,
             "b": self.relative_attention_num_buckets or 0,
-            **self._mamba_dims,
+            **{"m": mixers, "i": inner, "c": convolved, "z": inner + convolved + mixers, "w": 4},
         }
-
-    @property
-    def _mamba_dims(self) -> dict[str, int]:
-        heads = self.mamba_num_heads or 0
-        inner = heads * (self.mamba_head_dim or 0)
-        convolved = inner + 2 * (self.mamba_num_groups or 0) * (self.mamba_state_dim or 0)
-        return {"m": heads, "i": inner, "c": convolved, "z": inner + convolved + heads, "w": 4}
 
     def differences(self, other: ModelShape) -> Iterator[str]:
         """Yield one phrase for each value in which ``other`` differs."""
@@ -239,7 +235,6 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
     """Return the shape of the model that ``run`` builds for ``vocab_size`` tokens."""
     m, lm = run.model, run.language_model
     kind = model_kind_of(run)
-    scale = m.embedding_scale
     heads = ("latent" if m.multi_latent_attention else "head") if m.qk_layernorm else None
     found = {**vars(lm), **vars(m)}
     values = {f.name: found[f.name] for f in fields(ModelShape) if f.name in found}
@@ -257,8 +252,8 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         "windows": tuple(_window(m, layer) for layer in range(m.num_layers)),
         "qk_norm": "wide" if m.qk_layernorm_full_width else heads,
         "softmax_scale": m.kv_channels**-0.5 if m.softmax_scale is None else m.softmax_scale,
-        "embedding_scale": 1.0 if scale is None else scale or math.sqrt(m.hidden_size),
-        "output_scale": 1.0 if m.output_scale is None else m.output_scale or m.hidden_size**-0.5,
+        "embedding_scale": _scale(m.embedding_scale, math.sqrt(m.hidden_size)),
+        "output_scale": _scale(m.output_scale, m.hidden_size**-0.5),
         "mtp_num_layers": m.mtp_num_layers or None,
         "is_tied": not lm.untie_embeddings_and_output_weights,
         "is_reward": run.preference.reward_model,
@@ -297,32 +292,18 @@ _CONVERTED = frozenset(
 
 def args_of(shape: ModelShape) -> dict[str, object]:
     """Return the flags, dest -> value, that build ``shape``."""
-    values = {f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in _CONVERTED}
-    values = {name: value for name, value in values.items() if value is not None}
-    seen = {window for window in shape.windows if window is not None}
-    if len(seen) == 1:
-        values["window_size"] = [*seen, 0]
-        if None in shape.windows:
-            values["window_attn_skip_freq"] = [int(w is not None) for w in shape.windows]
-    if model_kind(shape.kind).has_masked_lm_head:
-        values["bert_binary_head"] = shape.has_binary_head
-    if model_kind(shape.kind).has_encoder:
-        values["encoder_num_layers"] = shape.num_layers
-    if shape.pattern:
-        values["hybrid_override_pattern"] = shape.pattern
-    if shape.expert_layers:
-        values["moe_layer_freq"] = [int(is_one) for is_one in shape.expert_layers]
-    if shape.rotary_scaling_factor != 1:
-        values["rope_type"] = "yarn"
-    if shape.softmax_scale != shape.kv_channels**-0.5:
-        values["softmax_scale"] = shape.softmax_scale
-    root = math.sqrt(shape.hidden_size)  # the flag's value for it is 0
-    if shape.embedding_scale != 1:
-        values["embedding_scale"] = shape.embedding_scale if shape.embedding_scale != root else 0.0
-    if shape.output_scale != 1:
-        is_root = shape.output_scale == shape.hidden_size**-0.5
-        values["output_scale"] = 0.0 if is_root else shape.output_scale
-    return values | {
+    copied = {f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in _CONVERTED}
+    kind = model_kind(shape.kind)
+    usual_softmax = shape.kv_channels**-0.5
+    flags = copied | {
+        "encoder_num_layers": shape.num_layers if kind.has_encoder else None,
+        "bert_binary_head": shape.has_binary_head if kind.has_masked_lm_head else None,
+        "hybrid_override_pattern": shape.pattern or None,
+        "moe_layer_freq": [int(is_one) for is_one in shape.expert_layers] or None,
+        "rope_type": "yarn" if shape.rotary_scaling_factor != 1 else None,
+        "softmax_scale": None if shape.softmax_scale == usual_softmax else shape.softmax_scale,
+        "embedding_scale": _scale_flag(shape.embedding_scale, math.sqrt(shape.hidden_size)),
+        "output_scale": _scale_flag(shape.output_scale, shape.hidden_size**-0.5),
         "model_kind": shape.kind,
         "reward_model": shape.is_reward,
         "seq_length": shape.max_position_embeddings,
@@ -341,6 +322,24 @@ def args_of(shape: ModelShape) -> dict[str, object]:
         "qk_layernorm_full_width": shape.qk_norm == "wide",
         "untie_embeddings_and_output_weights": not shape.is_tied,
     }
+    seen = {window for window in shape.windows if window is not None}
+    if len(seen) == 1:
+        flags["window_size"] = [*seen, 0]
+        if None in shape.windows:
+            flags["window_attn_skip_freq"] = [int(w is not None) for w in shape.windows]
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _scale_flag(scale: float, root: float) -> float | None:
+    """Return the flag's value for a scale: 1 needs none, and 0 stands for the root."""
+    if scale == 1:
+        return None
+    return 0.0 if scale == root else scale
+
+
+def _scale(flag: float | None, root: float) -> float:
+    """Return the scale that a flag's value asks for; the reverse of the above."""
+    return 1.0 if flag is None else flag or root
 
 
 def _activation(m: TransformerConfig) -> str:

@@ -338,11 +338,6 @@ def _entry(config: Config, name: str) -> Any:
     return config[name]
 
 
-def as_lazy(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
-    """Return tensors in memory as lazy ones."""
-    return {n: LazyTensor(n, t.dtype, tuple(t.shape), t.detach) for n, t in tensors.items()}
-
-
 def import_encoder(
     model: Encoder, config: Config, weights: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:

@@ -24,7 +24,7 @@ from megatron.training.conversion.convert import (
     read_source,
     run_config,
 )
-from megatron.training.conversion.vision import as_lazy
+from megatron.training.conversion.lazy import as_lazy
 from megatron.training.conversion.vision_language import (
     VisionLanguageShape,
     check_encoder,

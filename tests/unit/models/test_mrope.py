@@ -22,8 +22,8 @@ from megatron.core.parallel.process_groups_config import create_process_groups, 
 from megatron.training.arguments.parser import build_parser
 from megatron.training.conversion import hf
 from megatron.training.conversion.convert import run_config
+from megatron.training.conversion.lazy import as_lazy
 from megatron.training.conversion.shape import args_of, shape_of
-from megatron.training.conversion.vision import as_lazy
 from megatron.training.models.kind import language_arguments
 from tests import tolerances
 from tests.ranks import run_ranks
