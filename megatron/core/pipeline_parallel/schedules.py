@@ -134,13 +134,7 @@ def forward_backward(
     )
     tokens = seq_length, decoder_seq_length or 0, micro_batch_size
     adjust = adjust_tensor_shapes_fn or shape_adjustment(chunks[0])
-    mailbox: Mailbox | None = None
-    if placement.num_stages > 1:
-        shapes, dtype = messages_of(config, groups, tokens, placement.num_stages, adjust)
-        at_once = not config.overlap_p2p_comm
-        mailbox = Mailbox(
-            placement, groups.pp, hooks, shapes=shapes, dtype=dtype, waits_at_once=at_once
-        )
+    mailbox = _mailbox(config, groups, placement, hooks, tokens, adjust)
     data = _listed(data_iterator)
     executor = Executor(chunks, data, placement, rank, task, mailbox)
     if hooks.first_microbatch_func is not None and not (forward_only and first_val_step is False):
@@ -196,6 +190,31 @@ def plan_of(
 forward_backward_no_pipelining = forward_backward
 forward_backward_pipelining_without_interleaving = forward_backward
 forward_backward_pipelining_with_interleaving = forward_backward
+
+
+def _mailbox(
+    config: StepConfig,
+    groups: ProcessGroupCollection,
+    placement: Placement,
+    hooks: StepHooks,
+    tokens: tuple[int, int, int],
+    adjust: AdjustShapes | None,
+) -> Mailbox | None:
+    """Return the mailbox of a step, or None for a single stage.
+
+    ``tokens``, ``adjust``: see `messages_of`.
+    """
+    if placement.num_stages == 1:
+        return None
+    shapes, dtype = messages_of(config, groups, tokens, placement.num_stages, adjust)
+    return Mailbox(
+        placement,
+        groups.pp,
+        hooks,
+        shapes=shapes,
+        dtype=dtype,
+        waits_at_once=not config.overlap_p2p_comm,
+    )
 
 
 def shape_adjustment(model: nn.Module | None) -> AdjustShapes | None:
