@@ -6,8 +6,8 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE =
 
 # Processes that run tests: many tests wait for their ranks.  WORKERS=1 is pytest without xdist.
-WORKERS ?= 2
-PYTEST = -m pytest -q $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist worksteal)
+WORKERS ?= 3
+PYTEST = -m pytest -q --durations=20 $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist worksteal)
 
 # Kernels of other CPUs: torch, oneDNN and MKL take them where these variables are set.
 OTHER_CPUS = ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 \
@@ -18,7 +18,7 @@ OTHER_CPUS = ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 \
 
 help:
 	@echo "make check       ruff, mypy, the laws of the repository"
-	@echo "make test        all tests but the slow ones; WORKERS=2 processes run them"
+	@echo "make test        all tests but the slow ones; WORKERS=3 processes run them"
 	@echo "make test-unit   the fast half of them: laws of the repository, units, golden files"
 	@echo "make test-cpus   units and golden files with the kernels of each of several kinds of CPU"
 	@echo "make test-dist   the multi-process tests only"
@@ -70,29 +70,29 @@ test-all:
 	@$(MAKE) -s soak
 
 test-host-gpu:
-	@python=$$(tools/env.sh) && $$python -m tests.host_gpu pytest -q tests/functional
+	@python=$$(tools/env.sh) && $$python -m tests.support.host_gpu pytest -q tests/functional
 
 fuzz:
 	@python=$$(tools/env.sh) && \
-	$$python -m tests.distributed.draws --draws $(or $(N),200) --first $(or $(FIRST),0) \
+	$$python -m tests.support.draws --draws $(or $(N),200) --first $(or $(FIRST),0) \
 	$(if $(OF),--of $(OF))
 
 fuzz-reshard:
 	@python=$$(tools/env.sh) && \
-	$$python -m tests.distributed.reshard --pairs $(or $(N),50) --first $(or $(FIRST),0)
+	$$python -m tests.support.reshard --pairs $(or $(N),50) --first $(or $(FIRST),0)
 
 fuzz-files:
 	@python=$$(tools/env.sh) && \
-	$$python -m tests.file_fuzz.files --cases $(or $(N),2000) --first $(or $(FIRST),0) \
+	$$python -m tests.support.file_fuzz.files --cases $(or $(N),2000) --first $(or $(FIRST),0) \
 	$(if $(OF),--of "$(OF)")
 
 kill:
 	@python=$$(tools/env.sh) && \
-	$$python -m tests.distributed.kills --kills $(or $(N),200) --first $(or $(FIRST),0) \
+	$$python -m tests.support.kills --kills $(or $(N),200) --first $(or $(FIRST),0) \
 	$(if $(OF),--of $(OF))
 
 soak:
-	@python=$$(tools/env.sh) && $$python -m tests.functional.soak --iterations $(or $(N),5000)
+	@python=$$(tools/env.sh) && $$python -m tests.support.soak --iterations $(or $(N),5000)
 
 bench:
 	@python=$$(tools/env.sh) && \

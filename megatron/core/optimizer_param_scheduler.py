@@ -319,6 +319,10 @@ class OptimizerParamScheduler:
         """Return the current learning rate of a group, without its ``lr_mult``."""
         return self.lr.at(self.num_steps, param_group.get("max_lr"), param_group.get("min_lr"))
 
+    def get_wd(self) -> float:
+        """Return the current weight decay, without a group's ``wd_mult``."""
+        return self.wd.at(self.num_steps)
+
     def current_learning_rates(self) -> tuple[float, float | None]:
         """Return the current learning rates (ordinary groups, --decoupled-lr groups).
 
@@ -330,7 +334,7 @@ class OptimizerParamScheduler:
     def step(self, increment: int) -> None:
         """Advance by ``increment`` samples and write the new values."""
         self.num_steps += increment
-        wd = self.wd.at(self.num_steps)
+        wd = self.get_wd()
         for group in self.optimizer.param_groups:
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
             group["weight_decay"] = wd * group.get("wd_mult", 1.0)

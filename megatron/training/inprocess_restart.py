@@ -107,6 +107,16 @@ def _flags() -> ResilienceConfig | None:
     return ResilienceConfig(**{f.name: asked[f.name] for f in fields(ResilienceConfig)})
 
 
+def _call_in(base: type, function: Callable[[], object]) -> Any:
+    """Return an instance of NVIDIA's class ``base`` that calls ``function``."""
+
+    def run(self: object, state: Any) -> Any:
+        function()
+        return state
+
+    return type(base.__name__, (base,), {"__call__": run})()
+
+
 def _wrap(
     pretrain: Callable[..., None], flags: ResilienceConfig, inprocess: Any
 ) -> Callable[..., None]:
@@ -128,15 +138,6 @@ def _wrap(
             )
         )
 
-    def part(base: type, function: Callable[[], object]) -> Any:
-        """Return an instance of NVIDIA's class ``base`` that calls ``function``."""
-
-        def run(self: object, state: Any) -> Any:
-            function()
-            return state
-
-        return type(base.__name__, (base,), {"__call__": run})()
-
     before: dict[str, int] = {}  # sockets at the begin of the attempt
 
     def note_sockets() -> None:
@@ -150,7 +151,7 @@ def _wrap(
             "timeout": timedelta(seconds=flags.inprocess_barrier_timeout),
         },
         initialize=inprocess.Compose(
-            part(inprocess.initialize.Initialize, note_sockets),
+            _call_in(inprocess.initialize.Initialize, note_sockets),
             inprocess.initialize.RetryController(
                 max_iterations=flags.inprocess_max_iterations,
                 min_world_size=active,
@@ -158,11 +159,11 @@ def _wrap(
             ),
         ),
         abort=inprocess.Compose(  # called from the last to the first
-            part(abort.Abort, lambda: _close_connections(before)),
+            _call_in(abort.Abort, lambda: _close_connections(before)),
             abort.AbortTransformerEngine(),
             abort.AbortTorchDistributed(),
         ),
-        finalize=part(
+        finalize=_call_in(
             inprocess.finalize.Finalize, lambda: _clear(flags.inprocess_empty_cuda_cache)
         ),
         health_check=inprocess.health_check.CudaHealthCheck(),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.distributed.layouts import must_agree
 from tests.support import selection
+from tests.support.layouts import must_agree
 from tools.dev.layout_axes import Case, case_of
 
 # Features of tools/dev/layout_axes.py, and flags of BERT.

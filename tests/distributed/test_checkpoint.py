@@ -17,8 +17,9 @@ from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import begin_save, contents_of, save_run
-from tests.ranks import run_ranks
-from tests.unit.checkpointing.tiny_run import (
+from tests.support.ranks import run_ranks
+from tests.support.tiny_checkpoint import names_in
+from tests.support.tiny_run import (
     advance,
     assert_equal,
     counters,
@@ -26,7 +27,6 @@ from tests.unit.checkpointing.tiny_run import (
     parts_of_layout,
     values,
 )
-from tests.unit.dist_checkpointing.tiny import names_in
 
 LAYOUTS = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 4)]  # (ranks, tensor parallel)
 

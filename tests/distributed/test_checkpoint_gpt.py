@@ -13,8 +13,8 @@ from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.callbacks.periodic import save
 from tests.distributed.test_fsdp import INSTANCES, SHARD
-from tests.functional.runs import TINY, run_gpt
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, run_gpt
 from tests.support.training_run import training_run
 
 MODELS = {

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.parallel.collectives import all_gather_single, reduce_scatter_single
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _collectives(rank: int, world_size: int) -> None:

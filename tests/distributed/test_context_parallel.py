@@ -16,9 +16,9 @@ from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.transformer import context_parallel
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.one_process import tiny_config
+from tests.support import tolerances
+from tests.support.one_process import tiny_config
+from tests.support.ranks import run_ranks
 
 S, N, D = 32, 4, 8
 TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")

@@ -28,9 +28,9 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.utils import get_batch_on_this_cp_rank
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
 
 LENGTH, VOCABULARY, DOCUMENTS = 16, 50, ((16,), (4, 8, 4))
 LONGROPE = {

@@ -21,9 +21,9 @@ from megatron.core.rerun.state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support import tolerances
+from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support.ranks import run_ranks
 
 MICROBATCHES = 2
 

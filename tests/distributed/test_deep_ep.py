@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.transformer.moe import deep_ep, moe_layer, token_dispatcher
 from tests.distributed.test_experts import LAYOUTS, Layout, needs_the_plain_answer, on_ranks
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SITUATIONS = ("plain", "top-3", "sigmoid-groups", "capacity-padded", "all-to-one", "biases", "few")
 

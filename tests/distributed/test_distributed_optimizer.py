@@ -23,10 +23,9 @@ from megatron.core.optimizer.clip_grads import calc_params_l2_norm
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import ParamInfo, info_of, set_info
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.support import selection
-from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support import selection, tolerances
+from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support.ranks import run_ranks
 
 STEPS = 3
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}

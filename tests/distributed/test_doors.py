@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import mpu, tensor_parallel
-from tests import tolerances
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
 
 TIGHT = tolerances.of(torch.float64)
 

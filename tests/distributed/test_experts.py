@@ -30,9 +30,9 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import loss_name
 from megatron.core.transformer.spec_utils import build_module
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
-from tests.unit.transformer import moe_reference as plain
+from tests.support import moe_reference as plain
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
 
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 8, 2, 8, 4
 BALANCE = ("aux_loss", "seq_aux_loss", "global_aux_loss")

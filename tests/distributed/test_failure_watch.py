@@ -22,8 +22,8 @@ from megatron.core.pipeline_parallel.microbatch import StepHooks
 from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.training.fault_tolerance.failure_watch import StallReport, failure_watch
-from tests import ranks
-from tests.ranks import run_ranks
+from tests.support import ranks
+from tests.support.ranks import run_ranks
 
 
 def _speak_into(folder: str, rank: int) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.core.distributed.fsdp import DoubleBuffers
-from tests.functional.runs import TINY, losses, run_gpt, train_gpt
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, run_gpt, train_gpt
 
 FLAGS = (
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "

@@ -26,9 +26,9 @@ from megatron.training.initialize import configure, start
 from megatron.training.runtime import setup
 from megatron.training.runtime.context import RunContext
 from tests.distributed.test_fsdp import INSTANCES, SHARD
-from tests.functional.runs import TINY, train_gpt
-from tests.ranks import run_ranks
-from tests.unit.distributed.alone import ModelConfig
+from tests.support.one_rank_training import ModelConfig
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, train_gpt
 
 META = "--init-model-with-meta-device"
 SHARED = f"{INSTANCES} --enable-full-sharding-in-hsdp"

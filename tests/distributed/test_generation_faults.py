@@ -17,9 +17,8 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics.collective_tracer import waiting_for_work
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.training.fault_tolerance.failure_watch import failure_watch
-from tests import ranks
-from tests.ranks import run_ranks
-from tests.support import selection
+from tests.support import ranks, selection
+from tests.support.ranks import run_ranks
 from tests.unit.inference.test_engine import engine, requests
 
 LAYOUTS = [(2, {"tp": 2}), (2, {"pp": 2}), (2, {})]

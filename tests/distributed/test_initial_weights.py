@@ -15,8 +15,8 @@ import pretrain_gpt
 from megatron.core.params import param_init
 from megatron.training.initialize import configure, start
 from megatron.training.runtime.setup import build_model_chunks
-from tests.functional.runs import TINY
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY
 
 
 def fills(rank: int, world_size: int, argv: Sequence[str]) -> Counter[str]:

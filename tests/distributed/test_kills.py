@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.kills import Storm
+from tests.support.kills import Storm
 
 
 @pytest.mark.feature("Checkpoints: kill -9 of one rank or all, around a save: nothing is lost")

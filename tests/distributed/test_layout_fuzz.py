@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from tests import tolerances
-from tests.distributed.draws import QUICK, draw
-from tests.distributed.layouts import Trace, badly_rounded, compare, must_agree
+from tests.support import tolerances
+from tests.support.draws import QUICK, draw
+from tests.support.layouts import Trace, badly_rounded, compare, must_agree
 from tools.dev import matrix
 from tools.dev.layout_axes import Sizes, case_of
 

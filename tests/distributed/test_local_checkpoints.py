@@ -20,8 +20,8 @@ from megatron.core.params.param_info import ParamInfo
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import transient
 from megatron.training.checkpointing.save import save_run
-from tests.ranks import run_ranks
-from tests.unit.checkpointing.tiny_run import (
+from tests.support.ranks import run_ranks
+from tests.support.tiny_run import (
     advance,
     assert_equal,
     counters,

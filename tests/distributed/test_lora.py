@@ -9,8 +9,8 @@ import pytest
 
 from megatron.core.params.param_init import Init
 from megatron.core.peft import lora
-from tests.distributed import layouts
-from tests.distributed.layouts import Trace, must_agree
+from tests.support import layouts
+from tests.support.layouts import Trace, must_agree
 from tools.dev.layout_axes import Case, Sizes, case_of
 
 _EVERYWHERE = "--lora-target-modules all-linear word_embeddings output_layer"

@@ -13,9 +13,9 @@ from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.peft.lora import is_of_adapter
 from megatron.training.checkpointing.paths import resolve_folder
 from megatron.training.conversion.convert import PEFT, ConversionRequest, convert
-from tests import tolerances
-from tests.functional.runs import TINY, refusal, run_gpt
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, refusal, run_gpt
 
 LORA = ("--lora-rank", "4", "--lora-target-modules", "all-linear", "word_embeddings")
 STEPS = 6

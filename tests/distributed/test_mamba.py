@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron.core.models.mamba import MambaModel
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from tests import tolerances
 from tests.distributed.test_context_parallel_gpt import VOCABULARY, gradients
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
 
 LENGTH, DOCUMENTS = 24, ((24,), (8, 16))
 GROUPS = (1, 2, 8)  # of eight heads: fewer than ranks, as many heads as groups

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.tensor_parallel import mappings
-from tests import tolerances
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
 
 RANKS = 4
 

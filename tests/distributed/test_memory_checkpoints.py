@@ -26,8 +26,8 @@ from megatron.training.checkpointing.non_persistent import (
     remove_memory,
 )
 from megatron.training.config.checkpoint import CheckpointConfig
-from tests.functional.runs import TINY, losses, run_gpt, train_gpt
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, run_gpt, train_gpt
 
 FLAGS = "--hidden-dropout 0.1 --non-persistent-ckpt-type in_memory --non-persistent-save-interval 2"
 COPIES = "--replication --replication-jump 1"

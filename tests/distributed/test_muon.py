@@ -22,12 +22,12 @@ from megatron.training.step.train_step import (
     forward_backward,
     reduce_gradients,
 )
-from tests import tolerances
 from tests.distributed.test_planner import _data
-from tests.functional.runs import TINY
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.one_rank_training import ModelConfig
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY
 from tests.support.training_run import training_run
-from tests.unit.distributed.alone import ModelConfig
 
 # Whole shape, the dimension that is cut, and what lies in it.
 SHAPES: dict[str, tuple[tuple[int, ...], int | None, dict[str, Any]]] = {

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron.training.fault_tolerance import node_checks
-from tests.functional.runs import TINY, train_gpt
-from tests.host_gpu import nccl_calls, nccl_order
-from tests.host_gpu.nccl_order import Call
-from tests.ranks import run_ranks
+from tests.support.host_gpu import nccl_calls, nccl_order
+from tests.support.host_gpu.nccl_order import Call
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, train_gpt
 
 Recorded = tuple[list[Call], dict[str, list[int]]]
 

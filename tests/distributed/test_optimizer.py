@@ -23,9 +23,9 @@ from megatron.core.parallel.process_groups_config import (
     make_grids,
 )
 from megatron.core.params.param_info import ParamInfo, set_info
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support import tolerances
+from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support.ranks import run_ranks
 
 
 def make_groups(**layout: Any) -> ProcessGroupCollection:

@@ -16,11 +16,11 @@ from megatron.core.tensor_parallel import overlap
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.overlap import overlap_layers
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
-from tests import tolerances
 from tests.distributed.test_tensor_parallel_model import batch, build
-from tests.host_gpu import symmetric_memory
-from tests.ranks import run_ranks
-from tests.unit.one_process import tiny_config
+from tests.support import tolerances
+from tests.support.host_gpu import symmetric_memory
+from tests.support.one_process import tiny_config
+from tests.support.ranks import run_ranks
 
 OFF = {"tp_comm_overlap_ag": False, "tp_comm_overlap_rs": False}
 FLAGS: dict[str, dict[str, bool]] = {

@@ -19,9 +19,9 @@ from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, upda
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.core.transformer.low_precision import recipe_of
 from tests.distributed.test_overlapped_linear import FLAGS
-from tests.host_gpu import symmetric_memory
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support.host_gpu import symmetric_memory
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
 from tests.unit.tensor_parallel.test_quantized_linear import RECIPES, draw
 
 WIDTH = 32

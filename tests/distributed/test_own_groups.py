@@ -15,9 +15,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel.hyper_comm_grid import HyperCommGrid
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
 
 
 def three_steps(groups: ProcessGroupCollection) -> tuple[list[float], list[float]]:

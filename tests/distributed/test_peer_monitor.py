@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.training.fault_tolerance import sections
 from megatron.training.fault_tolerance.failure_watch import failure_watch
 from megatron.training.fault_tolerance.heartbeat import Limits
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def hang() -> None:

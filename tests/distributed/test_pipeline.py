@@ -22,10 +22,10 @@ from megatron.core.params.param_info import ParamInfo, info_of
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
 from megatron.core.pipeline_parallel.plan import placement_of
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from tests import tolerances
-from tests.distributed.sharded import assemble
-from tests.ranks import run_ranks
-from tests.unit.one_process import tiny_config
+from tests.support import tolerances
+from tests.support.one_process import tiny_config
+from tests.support.ranks import run_ranks
+from tests.support.sharded import assemble
 
 VOCABULARY, LENGTH = 37, 8
 STEPS = 3

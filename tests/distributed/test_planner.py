@@ -25,8 +25,8 @@ from megatron.training.step.train_step import (
     forward_backward,
     reduce_gradients,
 )
-from tests.functional.runs import TINY, entry_of
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, entry_of
 from tests.support.training_run import training_run
 
 BASE = (

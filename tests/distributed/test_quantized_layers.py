@@ -24,9 +24,9 @@ from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, update_amax_histories
 from megatron.core.transformer.low_precision import recipe_of
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, one_rank, tiny_config
+from tests.support.ranks import run_ranks
 from tests.unit.tensor_parallel.test_quantized_linear import RECIPES, draw
 
 NUMELS = (96, 5, 300)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests.distributed.test_tensor_parallel_model import build, loss_and_gradients
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
     "uniform": {"recompute_method": "uniform", "recompute_num_layers": 2},

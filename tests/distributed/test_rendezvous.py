@@ -17,8 +17,8 @@ from megatron.core.config.errors import LaunchError
 from megatron.training import initialize
 from megatron.training.process import rendezvous
 from megatron.training.process.signals import StopSignal
-from tests.ranks import run_ranks
-from tests.unit.arguments.commands import run_of
+from tests.support.command_lines import run_of
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture

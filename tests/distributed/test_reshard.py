@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.reshard import differences, draw
+from tests.support.reshard import differences, draw
 
 # Small ones that have most axes between them.
 SEEDS = (2, 6, 16)  # fp4, fully sharded; torch, offloaded; torch_dist, experts, Muon

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _sum_of_ranks(rank: int, world_size: int, offset: int) -> int:

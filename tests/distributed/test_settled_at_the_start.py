@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.training.initialize import configure, start
-from tests.functional.runs import TINY
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY
 
 WORDS = (
     "--tensor-model-parallel-size 2 --seq-length 512 --max-position-embeddings 512 "

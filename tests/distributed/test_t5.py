@@ -19,11 +19,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from tests import tolerances
-from tests.distributed.layouts import must_agree
 from tests.distributed.test_pipeline import Trained, shards, whole
-from tests.ranks import run_ranks
-from tests.unit.models.t5 import VOCABULARY, Shape, build_t5
+from tests.support import tolerances
+from tests.support.layouts import must_agree
+from tests.support.ranks import run_ranks
+from tests.support.t5_models import VOCABULARY, Shape, build_t5
 from tools.dev.layout_axes import Case, Sizes, case_of
 
 SOURCES, TARGETS, STEPS, MICRO_BATCHES = 12, 8, 2, 4

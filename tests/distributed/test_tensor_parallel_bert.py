@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
-from tests import tolerances
-from tests.distributed.sharded import assemble_gradients, gradients
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
+from tests.support.sharded import assemble_gradients, gradients
 
 VOCABULARY = 101
 

@@ -21,9 +21,9 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.tensor_parallel.random import checkpoint, fork_if, model_parallel_seed
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.one_process import tiny_config
+from tests.support import tolerances
+from tests.support.one_process import tiny_config
+from tests.support.ranks import run_ranks
 
 TIGHT = tolerances.of(torch.float64)
 

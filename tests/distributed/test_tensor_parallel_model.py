@@ -14,10 +14,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from tests import tolerances
-from tests.distributed.sharded import assemble_gradients, assemble_values, gradients, values
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
+from tests.support.sharded import assemble_gradients, assemble_values, gradients, values
 
 VOCABULARY = 101
 LLAMA = {

@@ -17,7 +17,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics import fault_injection
 from megatron.core.parallel import parallel_state
 from megatron.core.virtual_ranks.threads import DeadlockError
-from tests.ranks import run_ranks, run_virtual_ranks
+from tests.support.ranks import run_ranks, run_virtual_ranks
 
 WORLD = 3
 OPERATIONS = ("SUM", "PRODUCT", "MIN", "MAX")

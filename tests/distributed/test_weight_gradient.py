@@ -10,7 +10,7 @@ import torch
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from tests.distributed.test_tensor_parallel_model import batch, build
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def later_and_at_once(rank: int, world_size: int, sequence_parallel: bool) -> None:

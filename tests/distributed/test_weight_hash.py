@@ -15,9 +15,9 @@ from megatron.core.parallel.process_groups_config import create_process_groups, 
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.process import exit_report
 from megatron.training.step.weight_hash import check_replicas, params_hash
-from tests.functional.runs import TINY, heard, run_gpt
-from tests.ranks import run_ranks
-from tests.unit.checkpointing.tiny_run import advance, make_parts
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, heard, run_gpt
+from tests.support.tiny_run import advance, make_parts
 
 HASH = re.compile(r" params hash at iteration +(\d+): ([0-9a-f]{16})$")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tolerances
-from tests.functional.runs import TINY, losses, run_gpt
+from tests.support import tolerances
+from tests.support.runs import TINY, losses, run_gpt
 
 # The later of two equal flags counts.
 EIGHT_LAYERS = [

@@ -14,8 +14,8 @@ import torch
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.inference import embedding, generation
-from tests.functional.runs import TINY, run_gpt
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, run_gpt
 from tools import bert_embedding
 from tools.checkpoint.convert import main as convert_main
 

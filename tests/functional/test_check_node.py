@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests import forked
 from tests.repo.source import ROOT
+from tests.support import forked
 
 TOOL = [str(ROOT / "tools/check_node.py"), "--device", "cpu", "--disk-mib", "1"]
 

@@ -18,11 +18,11 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.training.conversion.convert import ConversionRequest, convert
-from tests import host_gpu
-from tests.functional.runs import TINY, refusal, run_gpt, train_gpt
 from tests.functional.test_reference_run import FLAGS, GOLDEN, OURS, PP, TP
-from tests.ranks import run_ranks
-from tests.reference_checkpoints import ITERATION, unpack
+from tests.support import host_gpu
+from tests.support.ranks import run_ranks
+from tests.support.reference_checkpoints import ITERATION, unpack
+from tests.support.runs import TINY, refusal, run_gpt, train_gpt
 from tests.unit.dist_checkpointing.test_foreign import all_tensors
 
 FILES = [

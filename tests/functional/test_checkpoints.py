@@ -13,8 +13,8 @@ import pytest
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.checkpointing.non_persistent import SUBFOLDER
-from tests.functional.runs import TINY, heard, losses, run_gpt, train_gpt
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, heard, losses, run_gpt, train_gpt
 
 STEP = re.compile(r"iteration +(\d+)/")
 SCHEDULED = re.compile(r"  scheduled an async checkpoint save at iteration +(\d+) to")

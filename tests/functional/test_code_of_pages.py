@@ -30,15 +30,15 @@ from megatron.post_training.rl.environment import open_environments
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.rules import rule
-from tests import forked
-from tests.chat_templates import write_chat_tokenizer
-from tests.functional.runs import TINY, defaults_of, run_gpt, train_gpt
-from tests.pages import PAGES, blocks_of, commands_of, python_of
-from tests.ranks import run_ranks
 from tests.repo.source import ROOT
-from tests.unit.inference import scripts_for_megatron as scripts
+from tests.support import forked
+from tests.support import scripts_for_megatron as scripts
+from tests.support.chat_templates import write_chat_tokenizer
+from tests.support.one_process import one_process_groups
+from tests.support.pages import PAGES, blocks_of, commands_of, python_of
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, defaults_of, run_gpt, train_gpt
 from tests.unit.models.test_mimo_model import IMAGE, batch, mimo
-from tests.unit.one_process import one_process_groups
 
 LANGUAGES = {"", "bash", "json", "mermaid", "python", "text", "yaml"}
 # Programs of others; tests/functional/test_serving_commands.py runs curl.

@@ -15,10 +15,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.transformer import compiled
-from tests import host_gpu, tolerances
-from tests.functional.runs import losses, run_gpt
-from tests.ranks import run_ranks
-from tests.unit.one_process import tiny_config
+from tests.support import host_gpu, tolerances
+from tests.support.one_process import tiny_config
+from tests.support.ranks import run_ranks
+from tests.support.runs import losses, run_gpt
 
 
 def _gpt() -> GPTModel:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tolerances
-from tests.functional.runs import losses, run_gpt
+from tests.support import tolerances
+from tests.support.runs import losses, run_gpt
 
 FLAGS = (
     "--group-query-attention --num-query-groups 2 --position-embedding-type rope --eval-interval 3"

@@ -9,10 +9,10 @@ import torch
 
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.convert import HF, ConversionRequest, convert
-from tests import tolerances
-from tests.functional.runs import TINY, losses, run_gpt
+from tests.support import tolerances
+from tests.support.runs import TINY, losses, run_gpt
 
-models = pytest.importorskip("tests.unit.conversion.models", reason="needs transformers")
+models = pytest.importorskip("tests.support.hugging_face_models", reason="needs transformers")
 
 # Nothing about the model: that is in the checkpoint.
 TRAINING = (

@@ -10,7 +10,7 @@ import torch
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile, load_archive
 from megatron.training.conversion.convert import ConversionRequest, convert
-from tests.functional.runs import losses, run_gpt
+from tests.support.runs import losses, run_gpt
 from tests.unit.dist_checkpointing.test_foreign import all_tensors
 from tools.checkpoint import hybrid_conversion
 

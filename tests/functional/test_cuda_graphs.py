@@ -19,10 +19,10 @@ from megatron.core import device
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import cuda_graphs
-from tests import host_gpu, tolerances
-from tests.functional.runs import TINY, train_gpt
-from tests.graph_stand_in import graphs_on_cpu
-from tests.ranks import run_ranks
+from tests.support import host_gpu, tolerances
+from tests.support.graph_stand_in import graphs_on_cpu
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, train_gpt
 
 GRAPHS = ("--external-cuda-graph", "--cuda-graph-warmup-steps", "1")
 SHORT = ("--num-layers", "4", "--train-iters", "3", "--eval-iters", "0", "--bf16")

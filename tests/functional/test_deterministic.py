@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.runs import ROOT, TINY, run_gpt, without_times
 from tests.support import selection
+from tests.support.runs import ROOT, TINY, run_gpt, without_times
 
 BASE = [*TINY, *"--train-iters 3 --deterministic-mode --log-params-hash-interval 1".split()]
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"

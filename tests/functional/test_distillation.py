@@ -24,12 +24,11 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.planning.rank import cost_of_rank
 from megatron.training.step.run import Callback, TrainingRun
 from megatron.training.training import get_model, pretrain
-from tests import tolerances
-from tests.functional.runs import TINY, losses, refusal, run_gpt
 from tests.functional.test_pretrain_gpt import steps
-from tests.ranks import run_ranks
-from tests.support import selection
-from tests.unit.arguments.commands import run_of
+from tests.support import selection, tolerances
+from tests.support.command_lines import run_of
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, refusal, run_gpt
 
 TEACHER = (
     "--num-layers 3 --hidden-size 64 --swiglu --group-query-attention --num-query-groups 2 "
@@ -262,7 +261,7 @@ def test_the_plan_counts_the_weights_of_the_teacher(teachers: Path) -> None:
 
 
 def test_a_script_that_builds_its_own_model_is_told(teachers: Path, tmp_path: Path) -> None:
-    script = Path(__file__).parent / "user_pretrain.py"
+    script = Path(__file__).parents[1] / "support" / "user_pretrain.py"
     for flags in (
         ["--export-kd-teacher-load", str(teachers / "alike")],
         ["--logits-save-dir", str(tmp_path)],

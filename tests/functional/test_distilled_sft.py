@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tolerances
-from tests.functional.runs import losses, run_gpt, train_gpt
 from tests.functional.test_sft import BASE, flags_of, write_chat_tokenizer, write_conversations
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import losses, run_gpt, train_gpt
 
 KEYS = ("lm loss", "logits distillation loss", "total loss", "grad-norm")
 

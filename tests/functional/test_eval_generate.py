@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.chat_templates import write_chat_tokenizer, write_conversations
-from tests.functional.runs import heard, refusal
-from tests.ranks import run_ranks
 from tests.support import selection
+from tests.support.chat_templates import write_chat_tokenizer, write_conversations
+from tests.support.ranks import run_ranks
+from tests.support.runs import heard, refusal
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")

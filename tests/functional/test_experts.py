@@ -11,11 +11,10 @@ import torch
 
 from megatron.core.pipeline_parallel import pass_interleaving
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
-from tests import tolerances
-from tests.functional.runs import TINY, losses, run_gpt, train_gpt
 from tests.functional.test_pretrain_gpt import generate, steps
-from tests.ranks import run_ranks
-from tests.support import selection
+from tests.support import selection, tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, run_gpt, train_gpt
 
 EXPERTS = (
     "--num-layers 4 --eval-interval 3 --log-params-norm --num-experts 4 --disable-bias-linear "

@@ -18,8 +18,8 @@ from unittest import mock
 
 import pytest
 
-from tests.pages import blocks_of, commands_of
-from tests.ranks import run_ranks
+from tests.support.pages import blocks_of, commands_of
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBER = r"[-+]?\d[\d.]*(?:[eE][-+]?\d+)?"

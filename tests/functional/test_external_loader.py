@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import tolerances
-from tests.functional.runs import ROOT, TINY, losses, train_gpt
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import ROOT, TINY, losses, train_gpt
 
 FLAGS = (
     "--dataloader-type external --eval-iters 0 --train-iters 4 --micro-batch-size 2 --mock-data"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron.inference.generation import GenerationLayout
-from tests.functional.generation_ranks import generate
-from tests.ranks import run_ranks
 from tests.support import selection
+from tests.support.generation_ranks import generate
+from tests.support.ranks import run_ranks
 
-families = pytest.importorskip("tests.functional.generation_families", reason="needs transformers")
+families = pytest.importorskip("tests.support.generation_families", reason="needs transformers")
 
 
 @pytest.fixture(scope="module")

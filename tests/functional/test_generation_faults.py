@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.functional.runs import run_gpt
-from tests.ranks import ROOT
+from tests.support import forked
+from tests.support.ranks import ROOT
+from tests.support.runs import run_gpt
 
 
 @pytest.mark.feature("Generation: torchrun ends with the name of a killed rank")

@@ -15,9 +15,9 @@ import pytest
 
 from megatron.core.optimizer import clip_grads, optimizer
 from megatron.training.runtime import setup
-from tests import host_gpu
-from tests.functional.runs import TINY, train_gpt, without_times
-from tests.ranks import run_ranks
+from tests.support import host_gpu
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, train_gpt, without_times
 
 ONE = "--bf16 --global-batch-size 2 --train-iters 3".split()
 UNWIDENED = "torch.float32" if host_gpu.is_asked() else "torch.bfloat16"

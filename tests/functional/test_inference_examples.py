@@ -13,9 +13,9 @@ import pytest
 
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.llm import LLM
-from tests import forked
-from tests.functional.runs import ROOT, TINY, run_gpt
-from tests.ranks import run_ranks
+from tests.support import forked
+from tests.support.ranks import run_ranks
+from tests.support.runs import ROOT, TINY, run_gpt
 
 GREEDY = SamplingParams(top_k=1, num_tokens_to_generate=6)
 MAMBA = (

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests import forked
-from tests.functional.runs import ROOT, run_gpt
-from tests.server_process import started
+from tests.support import forked
+from tests.support.runs import ROOT, run_gpt
+from tests.support.server_process import started
 
 SCRIPTS = ROOT / "examples" / "inference"
 PROMPTS = ["1 2 3", "5"]
@@ -60,7 +60,7 @@ def test_static_and_dynamic_generation_give_the_same_tokens(tmp_path: Path) -> N
 def test_a_llama_is_converted_served_and_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    families = pytest.importorskip("tests.functional.generation_families")
+    families = pytest.importorskip("tests.support.generation_families")
     model = families.write_llama(tmp_path / "hf")
     prompt = [40, 413, 79, 12]
     expected, _ = families.greedy(model, prompt)

@@ -13,8 +13,8 @@ import pytest
 
 from megatron.core import optional
 from megatron.core.distributed.data_parallel_base import DataParallelBase
-from tests.functional.runs import ON_HOST, TINY, losses, run_gpt, train_gpt
-from tests.ranks import ROOT, run_ranks
+from tests.support.ranks import ROOT, run_ranks
+from tests.support.runs import ON_HOST, TINY, losses, run_gpt, train_gpt
 
 RESTART = "--inprocess-restart --inprocess-granularity rank --inprocess-active-world-size 2"
 FLAGS = "--hidden-dropout 0.1 --save-interval 2 --inprocess-last-call-wait 0.2"
@@ -58,7 +58,7 @@ def losses_of(folder: Path) -> dict[int, set[float]]:
     ("faults", "script"),
     [
         ("step.before:raise:rank1:step5:start0", "pretrain_gpt.py"),
-        ("evaluate.iter:raise:rank1:start0", "tests/functional/user_inprocess.py"),
+        ("evaluate.iter:raise:rank1:start0", "tests/support/user_inprocess.py"),
     ],
 )
 def test_losses_after_a_fault_are_those_of_an_undisturbed_run(

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.functional.runs import TINY
-from tests.ranks import ROOT
+from tests.support.ranks import ROOT
+from tests.support.runs import TINY
 
 CONFLICTS = {
     "--tensor-model-parallel-size 3": "--num-attention-heads 4 cannot be split over",

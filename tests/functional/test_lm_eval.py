@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from megatron.training.conversion.convert import ConversionRequest, convert
-from tests.server_process import ROOT, started
-from tests.tokenizer_files import corpus_texts
+from tests.support.server_process import ROOT, started
+from tests.support.tokenizer_files import corpus_texts
 
 pytest.importorskip("lm_eval", reason="needs lm-eval")
 pytest.importorskip("accelerate", reason="lm-eval's backend hf needs it")
-families = pytest.importorskip("tests.functional.generation_families", reason="needs transformers")
+families = pytest.importorskip("tests.support.generation_families", reason="needs transformers")
 
 THEIRS = [sys.executable, "-m", "lm_eval"]
 OURS = ["tools/run_lm_eval.py"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.functional.runs import ROOT, run_gpt
+from tests.support import forked
+from tests.support.runs import ROOT, run_gpt
 
 
 @pytest.mark.feature("LoRA: an example trains adapters and merges them (examples/post_training)")

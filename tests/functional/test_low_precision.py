@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron.training.conversion.convert import HF, ConversionRequest, convert
-from tests import tolerances
-from tests.distributed.layouts import Trace, compare, trace
-from tests.functional.runs import TINY, losses, refusal, run_gpt
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.layouts import Trace, compare, trace
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, refusal, run_gpt
 
 SHORT = [*TINY, *"--train-iters 3 --eval-iters 0".split()]
 DELAYED = "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max"

@@ -10,8 +10,8 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM
 from megatron.inference.generation import open_writer
-from tests.functional.runs import losses, run_gpt
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import losses, run_gpt
 
 HYBRID = (
     "--model-kind mamba --num-layers 4 --hybrid-override-pattern M*ME --num-experts 4 "

@@ -17,9 +17,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
 from megatron.inference.engine_flags import GenerationLayout
 from megatron.training.conversion.convert import HF, ConversionRequest, convert
-from tests import tolerances
-from tests.functional.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
 
 FLAGS = (
     "--model-kind mimo --model-provider llava_avlm --audio-seq-length 5 --vision-num-layers 1 "

@@ -12,10 +12,10 @@ from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.inference.paged_engine.options import EngineOptions
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.generation import GenerationLayout, open_writer
-from tests import tolerances
-from tests.functional.runs import TINY, losses, run_gpt, run_gpt_in_virtual_ranks
 from tests.functional.test_pretrain_gpt import steps
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, run_gpt, run_gpt_in_virtual_ranks
 
 ROPE = ["--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"]
 AHEAD = [*ROPE, "--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.5"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.supervised import SupervisedRun
+from tests.support.supervised import SupervisedRun
 
 CONF = "join_timeout=100,last_call_timeout=8"
 

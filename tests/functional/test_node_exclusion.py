@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.supervised import SupervisedRun
+from tests.support.supervised import SupervisedRun
 
 CONF = "last_call_timeout=8"
 NAN = "step.gradient:nan:rank1:step5:start0"

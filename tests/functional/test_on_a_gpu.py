@@ -1,4 +1,4 @@
-"""The command line of a GPU, on the device of `tests.host_gpu`: the numbers of a CPU.
+"""The command line of a GPU, on the device of `tests.support.host_gpu`: the numbers of a CPU.
 
 What it finds: tensors left on the host, collectives that NCCL has not, kernels called otherwise
 than they are declared.
@@ -19,11 +19,10 @@ import pytest
 import torch
 
 from megatron.core.optional import why_missing
-from tests import forked, host_gpu, tolerances
-from tests.functional.runs import TINY, losses, run_gpt
-from tests.ranks import ROOT
-from tests.support import selection
-from tests.unit.datasets.common import write
+from tests.support import forked, host_gpu, selection, tolerances
+from tests.support.dataset_files import write
+from tests.support.ranks import ROOT
+from tests.support.runs import TINY, losses, run_gpt
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or host_gpu.is_asked(),
@@ -61,7 +60,7 @@ def on_the_device(
     if "TRITON_INTERPRET" in environ:
         python = sys.executable
     start = [python] if world_size == 1 else forked.torchrun(world_size, python)
-    command = [*start, "-m", "tests.host_gpu", program, *base, *flags]
+    command = [*start, "-m", "tests.support.host_gpu", program, *base, *flags]
     ended = subprocess.run(
         [*command, "--device", "cuda", "--metrics-file", str(metrics)],
         cwd=ROOT,
@@ -240,9 +239,14 @@ GENERATED = {
 
 
 def waits_of(compiled: Path, script: str) -> dict[str, object]:
-    """Run a script of tests/functional on the device; return the waits that it prints last."""
+    """Run a script of tests/support on the device; return the waits that it prints last."""
     ended = subprocess.run(
-        [forked.python_on_host_gpu(compiled), "-m", "tests.host_gpu", f"tests/functional/{script}"],
+        [
+            forked.python_on_host_gpu(compiled),
+            "-m",
+            "tests.support.host_gpu",
+            f"tests/support/{script}",
+        ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -285,7 +289,7 @@ def test_text_of_the_device_is_that_of_a_cpu(name: str, tmp_path: Path, compiled
     tool = ["tools/text_generation_cli.py", "--load", save, "--prompt", "5 7 9", "--seed", "1"]
     texts = {}
     on_device = [*forked.torchrun(world_size, forked.python_on_host_gpu(compiled)), "-m"]
-    starts = {"cpu": forked.torchrun(world_size), "cuda": [*on_device, "tests.host_gpu"]}
+    starts = {"cpu": forked.torchrun(world_size), "cuda": [*on_device, "tests.support.host_gpu"]}
     for device, start in starts.items():
         asked = ["--num-tokens", "12", "--device", device, *of_engine.split()]
         ended = subprocess.run(

@@ -17,9 +17,9 @@ from megatron.training.planning import out_of_memory
 from megatron.training.planning.memory_warmup import make_optimizer_state
 from megatron.training.planning.out_of_memory import LOGITS, owners
 from megatron.training.process.phase import current_phase, in_phase
-from tests.functional.runs import TINY, refusal
-from tests.ranks import run_ranks
-from tests.unit.callbacks.helpers import fake_run
+from tests.support.callback_calls import fake_run
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, refusal
 
 LARGE = "--vocab-size 40000 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 8"
 LOGITS_GIB = 8 * 512 * 40_064 * 4 / 2**30

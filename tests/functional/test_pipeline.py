@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tolerances
-from tests.functional.runs import TINY, losses, run_gpt
 from tests.functional.test_pretrain_gpt import steps
+from tests.support import tolerances
+from tests.support.runs import TINY, losses, run_gpt
 
 FOUR_LAYERS = [*TINY, "--num-layers", "4", "--eval-interval", "3", "--log-params-norm"]
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.post_training.distillation.logits_store import LogitsStore
-from tests import forked
-from tests.functional.runs import ROOT
+from tests.support import forked
+from tests.support.runs import ROOT
 
 pytest.importorskip("yaml")
 LOSS = re.compile(r"validation loss at.* on validation set \| lm loss value: (\S+)")

@@ -12,10 +12,10 @@ import torch
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.convert import convert
 from megatron.training.conversion.source import ConversionRequest
-from tests import tolerances
-from tests.functional.runs import losses, refusal, run_gpt
 from tests.golden import trl_preference
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import losses, refusal, run_gpt
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.functional.runs import ROOT, losses
 from tests.golden import trl_preference
+from tests.support import forked
+from tests.support.runs import ROOT, losses
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")

@@ -12,9 +12,9 @@ from megatron.training.preprocess.documents import RecordFormat
 from megatron.training.preprocess.run import PreprocessOptions, preprocess
 from megatron.training.preprocess.train import TrainingOptions, train_wordpiece
 from megatron.training.tokenizer.library import _BertWordPieceTokenizer
-from tests.functional.runs import TINY, losses, refusal, run_gpt
-from tests.ranks import run_ranks
-from tests.tokenizer_files import CORPUS
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, refusal, run_gpt
+from tests.support.tokenizer_files import CORPUS
 
 BERT = [*TINY, "--model-kind", "bert"]
 

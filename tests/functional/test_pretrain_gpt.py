@@ -13,9 +13,9 @@ import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.step import evaluate
-from tests import tolerances
-from tests.functional.runs import TINY, losses, refusal, run_gpt, train_gpt
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, refusal, run_gpt, train_gpt
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "

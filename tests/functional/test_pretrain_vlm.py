@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import CheckpointReader
 from megatron.training.conversion.convert import ConversionRequest, convert
 from pretrain_vlm import weighted_loss
-from tests import tolerances
-from tests.functional.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
 from tests.unit.models.test_mrope import qwen
 
 FLAGS = (

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 
 from megatron.core import optional
-from tests.ranks import run_ranks
 from tests.repo.source import ROOT
+from tests.support.ranks import run_ranks
 
 FOLDERS = ("tools", "examples")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]

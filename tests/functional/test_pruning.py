@@ -23,9 +23,9 @@ from megatron.training.conversion.convert import (
     read_source,
     write_checkpoint,
 )
-from tests import tolerances
-from tests.functional.runs import ROOT, run_gpt
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import ROOT, run_gpt
 
 LLAMA = (
     "--num-layers 3 --hidden-size 48 --ffn-hidden-size 40 --num-attention-heads 6 --swiglu "

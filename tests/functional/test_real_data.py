@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.runs import TINY, losses, refusal, run_gpt
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, refusal, run_gpt
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "data"
 FLAGS = [flag for flag in TINY if flag != "--mock-data"]

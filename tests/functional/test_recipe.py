@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.training.models.registry import model_kind
-from tests import forked
-from tests.functional.runs import losses, run_gpt
+from tests.support import forked
+from tests.support.runs import losses, run_gpt
 from tools.dev import run_recipe
 from tools.dev.recipe_scale import scale_down
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import host_gpu
-from tests.functional.runs import train_gpt
-from tests.log_parser import TrainingLine, ValidationLine, parse_log
-from tests.ranks import run_ranks
-from tests.reference_checkpoints import unpack
+from tests.support import host_gpu
+from tests.support.log_parser import TrainingLine, ValidationLine, parse_log
+from tests.support.ranks import run_ranks
+from tests.support.reference_checkpoints import unpack
+from tests.support.runs import train_gpt
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

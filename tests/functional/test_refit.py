@@ -20,9 +20,9 @@ from megatron.inference.engine_flags import GenerationLayout
 from megatron.inference.generation import TrainingEngine, Writer, open_engine, open_writer
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
-from tests import host_gpu
-from tests.functional.runs import losses, run_gpt
-from tests.ranks import run_ranks
+from tests.support import host_gpu
+from tests.support.ranks import run_ranks
+from tests.support.runs import losses, run_gpt
 
 EVERY = 2  # steps
 PROMPTS = [[(5 * i + 3 * j) % 90 + 1 for j in range(2 + 5 * i)] for i in range(5)]

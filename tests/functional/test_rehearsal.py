@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.runs import TINY, heard, run_gpt, without_times
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, heard, run_gpt, without_times
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --eval-interval 2 --train-samples 40"
 RAMP = f"{DROPOUT} --rampup-batch-size 4 4 16 --lr-decay-samples 40"

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import host_gpu
-from tests.functional.runs import TINY, train_gpt
-from tests.ranks import run_ranks
+from tests.support import host_gpu
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, train_gpt
 
 DROPOUT = [*TINY, "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
 EXPERTS = (

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from tests.distributed.test_fsdp import SHARD
-from tests.functional.runs import TINY, run_gpt, without_times
+from tests.support.runs import TINY, run_gpt, without_times
 
 SHORT = "--seq-length 16 --global-batch-size 4 --eval-iters 0 --log-params-norm"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests import host_gpu
-from tests.functional.rl_environments import Echo
-from tests.functional.rl_runs import numbers, refusal_of_rl, run_rl
+from tests.support import host_gpu
+from tests.support.rl_environments import Echo
+from tests.support.rl_runs import numbers, refusal_of_rl, run_rl
 
 LAYOUTS: dict[str, tuple[int, str]] = {
     "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
     ),
 }
-ECHO = "tests.functional.rl_environments:Echo"
+ECHO = "tests.support.rl_environments:Echo"
 ROUNDED = {"grad-norm", "sampling difference"}
 
 
@@ -132,7 +132,7 @@ def test_a_run_that_was_killed_in_rollouts_goes_on_with_the_same_numbers(tmp_pat
     flags = ["--train-iters", "6", "--save-interval", "1"]
     whole = run_rl(tmp_path / "whole", *flags)
     killer = {
-        "agent_type": "tests.functional.rl_environments:Dying",
+        "agent_type": "tests.support.rl_environments:Dying",
         "agent_args": {"calls": 40, "marker": str(tmp_path / "marker")},
     }
     with pytest.raises(Exception, match="9"):  # killed in the third round of 16 answers
@@ -221,7 +221,7 @@ def test_another_reference_policy_is_refused(pretrained: Path, tmp_path: Path) -
 @pytest.mark.feature("RL: weights of TP2 go to an engine with TP1 without files, by bits")
 def test_the_engine_has_the_weights_of_training(tmp_path: Path) -> None:
     flags = "--tensor-model-parallel-size 2 --rl-inference-tensor-model-parallel-size 1"
-    callback = "--callback tests.functional.rl_environments:CompareWeights"
+    callback = "--callback tests.support.rl_environments:CompareWeights"
     argv = f"{flags} {callback} --use-distributed-optimizer --train-iters 3".split()
     run_rl(tmp_path, *argv, world_size=4)
     assert int((tmp_path / "metrics.jsonl.compared").read_text()) > 20

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from examples.post_training.countdown import Countdown, problems, value_of
-from tests import forked
-from tests.functional.runs import ROOT
+from tests.support import forked
+from tests.support.runs import ROOT
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from tests.server_process import fake_server
 from tests.support import selection
+from tests.support.server_process import fake_server
 
 C = "/v1/completions"
 H = "/v1/chat/completions"

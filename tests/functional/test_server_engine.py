@@ -16,11 +16,11 @@ import pytest
 from megatron.core.config.errors import LaunchError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM
-from tests import forked
-from tests.functional.runs import TINY, run_gpt
-from tests.ranks import run_ranks
-from tests.server_process import ROOT, TIMEOUT_S, started
-from tests.tokenizer_files import write_bpe
+from tests.support import forked
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, run_gpt
+from tests.support.server_process import ROOT, TIMEOUT_S, started
+from tests.support.tokenizer_files import write_bpe
 
 PROMPTS = ("def main(", "Hello", "The \U0001f600 of it", "x" * 40)
 NUM_TOKENS = 12

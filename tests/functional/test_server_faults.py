@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.runs import TINY, run_gpt
-from tests.server_process import ROOT, TIMEOUT_S, Server, started
 from tests.support import selection
+from tests.support.runs import TINY, run_gpt
+from tests.support.server_process import ROOT, TIMEOUT_S, Server, started
 
 TOOL = str(ROOT / "tools" / "run_text_generation_server.py")
 DEADLINE_S = 5  # for the error, after the kill

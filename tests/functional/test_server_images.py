@@ -18,11 +18,11 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
 from megatron.inference.server.chat_images import ImageFiles
 from megatron.inference.server.fields import ApiError
-from tests import forked
-from tests.functional.runs import TINY, run_gpt
-from tests.pages import python_of
-from tests.ranks import run_ranks
-from tests.server_process import ROOT, Server, fake_server, started
+from tests.support import forked
+from tests.support.pages import python_of
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, run_gpt
+from tests.support.server_process import ROOT, Server, fake_server, started
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("PIL")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server_process import EOD, fake_server
+from tests.support.server_process import EOD, fake_server
 
 
 @pytest.fixture(scope="module")

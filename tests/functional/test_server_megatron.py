@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tests.server_process import fake_server
+from tests.support.server_process import fake_server
 from tools import text_generation_cli
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.server_process import VOCAB_SIZE, fake_server
-from tests.tokenizer_files import write_bpe
+from tests.support.server_process import VOCAB_SIZE, fake_server
+from tests.support.tokenizer_files import write_bpe
 
 openai = pytest.importorskip("openai")
 

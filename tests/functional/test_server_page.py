@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser import browser, needs_chromium
-from tests.server_process import fake_server
+from tests.support.browser import browser, needs_chromium
+from tests.support.server_process import fake_server
 
 pytestmark = needs_chromium
 

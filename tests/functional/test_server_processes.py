@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.server_process import TIMEOUT_S, fake_server
 from tests.support import selection
+from tests.support.server_process import TIMEOUT_S, fake_server
 
 GATED = "<|endoftext|>abc"  # waits until the gate exists
 ENDLESS = {"prompt": "ab", "max_tokens": 900, "ignore_eos": True}

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from megatron.training.arguments.parser import build_parser
-from tests.pages import commands_of, python_of
-from tests.server_process import ROOT, fake_server
+from tests.support.pages import commands_of, python_of
+from tests.support.server_process import ROOT, fake_server
 from tools import text_generation_cli
 from tools.run_text_generation_server import add_server_flags, model_flags, warnings_of
 

@@ -13,11 +13,10 @@ from megatron.post_training.sft.dataset import SFTDataset, SFTDatasetConfig, SFT
 from megatron.training.tokenizer.base import TokenizerSpec
 from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.tokenizer import create_tokenizer
-from tests import tolerances
-from tests.chat_templates import write_chat_tokenizer, write_conversations
-from tests.functional.runs import heard, losses, refusal, run_gpt
-from tests.ranks import run_ranks
-from tests.support import selection
+from tests.support import selection, tolerances
+from tests.support.chat_templates import write_chat_tokenizer, write_conversations
+from tests.support.ranks import run_ranks
+from tests.support.runs import heard, losses, refusal, run_gpt
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.chat_templates import write_conversations
-from tests.functional.runs import ROOT, losses
 from tests.golden.make_sft_losses import TEMPLATE, write_model
+from tests.support import forked
+from tests.support.chat_templates import write_conversations
+from tests.support.runs import ROOT, losses
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")

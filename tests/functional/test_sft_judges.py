@@ -15,8 +15,8 @@ from megatron.training.conversion.convert import HF, ConversionRequest, convert
 from megatron.training.tokenizer.base import TokenizerSpec
 from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.tokenizer import create_tokenizer
-from tests.functional.runs import losses, run_gpt
 from tests.golden.make_sft_losses import GOLDEN, conversations, digest, write_model
+from tests.support.runs import losses, run_gpt
 
 pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
@@ -85,7 +85,7 @@ def test_loss_and_gradients_are_those_of_the_judges(
         source=tmp_path / "after", target=tmp_path / "back", format=HF, verify=False
     )
     convert(request)
-    models = pytest.importorskip("tests.unit.conversion.models")
+    models = pytest.importorskip("tests.support.hugging_face_models")
     before = models.weights(folder)
     after = models.weights(tmp_path / "back")
     found = digest({name: (before[name] - weight) / STEP for name, weight in after.items()})

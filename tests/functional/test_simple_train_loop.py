@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from examples import run_simple_train_loop
-from tests import forked, tolerances
-from tests.functional import user_simple_loop
-from tests.functional.runs import ROOT
-from tests.ranks import run_ranks
+from tests.support import forked, tolerances, user_simple_loop
+from tests.support.ranks import run_ranks
+from tests.support.runs import ROOT
 
 
 def _train(rank: int, world_size: int, tp: int) -> list[float]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.functional.runs import without_times
 from tests.functional.test_reruns import train
+from tests.support.runs import without_times
 
 NAN_IN_STEP_3 = "step.gradient:nan:step3:times1"
 ADAPTED = "--fp16 --initial-loss-scale 4096 --hysteresis 1 --loss-scale-window 2"

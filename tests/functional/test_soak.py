@@ -13,10 +13,10 @@ import torch
 from megatron.training import training
 from megatron.training.runtime.context import StepResult
 from megatron.training.step.run import Callback, TrainingRun
-from tests.functional.runs import TINY, train_gpt
-from tests.functional.soak import grown
-from tests.functional.soak_probe import Probe, finish_save, read_samples
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, train_gpt
+from tests.support.soak import grown
+from tests.support.soak_probe import Probe, finish_save, read_samples
 
 FIRST, EVERY, LAST = 50, 70, 190  # steps of the samples
 WORK = (

@@ -11,10 +11,10 @@ import pytest
 
 from megatron.training.conversion.convert import convert
 from megatron.training.conversion.source import ConversionRequest
-from tests.functional.rl_runs import numbers, run_rl
-from tests.functional.runs import TINY, run_gpt
 from tests.golden import trl_preference
 from tests.support import selection
+from tests.support.rl_runs import numbers, run_rl
+from tests.support.runs import TINY, run_gpt
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")

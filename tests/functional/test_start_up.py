@@ -8,8 +8,8 @@ import sys
 from megatron.core.dist_checkpointing.formats import _READERS, FORMATS
 from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.models.registry import model_kind
-from tests.functional.runs import TINY
 from tests.repo.source import ROOT
+from tests.support.runs import TINY
 
 # Of a GPT without flags: kinds of model and file that it has not, the planner, compilers.
 LEFT_OUT = (

@@ -14,16 +14,16 @@ import torch
 from megatron.post_training.distillation import stored_distillation
 from megatron.post_training.distillation.logits_store import LogitsStore
 from megatron.training.planning.run_plan import plan_run
-from tests import tolerances
-from tests.functional.runs import (
+from tests.support import tolerances
+from tests.support.command_lines import run_of
+from tests.support.ranks import run_ranks
+from tests.support.runs import (
     TINY,
     losses,
     refusal,
     run_gpt,
     train_gpt,
 )
-from tests.ranks import run_ranks
-from tests.unit.arguments.commands import run_of
 
 TEACHER = "--num-layers 3 --hidden-size 64 --swiglu --position-embedding-type rope".split()
 KL = "logits distillation loss"

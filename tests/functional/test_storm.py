@@ -1,4 +1,4 @@
-"""A small part of the storm; `python -m tests.functional.storm` runs all of it."""
+"""A small part of the storm; `python -m tests.support.storm` runs all of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.storm import Plan, Storm, draw
 from tests.support import selection
+from tests.support.storm import Plan, Storm, draw
 
 
 def plans(last: int) -> tuple[Plan, ...]:

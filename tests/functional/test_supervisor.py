@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.supervised import SupervisedRun
+from tests.support.supervised import SupervisedRun
 
 
 @pytest.fixture(scope="module")

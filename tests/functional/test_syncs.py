@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.rerun.state_machine import SentNorm
 from megatron.training.step import train_step as steps
-from tests.functional.runs import TINY, train_gpt
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, train_gpt
 
 LEFT_OUT = ("/datasets/", "torch/utils/data", "callbacks/metrics")
 PASSES = "the passes are queued"

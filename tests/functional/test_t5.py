@@ -15,9 +15,9 @@ import torch
 
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM
-from tests import tolerances
-from tests.functional.runs import TINY, losses, run_gpt
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, run_gpt
 from tools import text_generation_cli
 
 WORDS = "a b c d e f g h i j k l m n o p q r s t u v w x y z".split()

@@ -18,7 +18,7 @@ from benchmarks.gpu_contenders import (
 )
 from benchmarks.train_gpu import loss_gap, table
 from megatron.core import device
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def losses(rank: int, world_size: int, name: str, shape: str) -> list[float]:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tolerances
-from tests.fake_transformer_engine import installed
-from tests.functional.runs import TINY, losses, run_gpt, train_gpt
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.fake_transformer_engine import installed
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, run_gpt, train_gpt
 
 NOTED = ("kind", "recipe", "is_first", "splits", "fuses")
 KEYS = ("lm loss", "grad-norm", "params-norm")

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.optional import why_missing
-from tests import forked, triton_memory
-from tests.ranks import ROOT
-from tests.support import selection
+from tests.support import forked, selection, triton_memory
+from tests.support.ranks import ROOT
 
 pytestmark = pytest.mark.skipif(
     why_missing("triton") is not None, reason=why_missing("triton") or ""
@@ -55,12 +54,12 @@ def test_interpreted_kernels_access_only_memory_of_tensors() -> None:
 @pytest.mark.parametrize("target", selection.only([90], [80, 90, 100]))
 def test_each_kernel_compiles(target: int, tmp_path: Path) -> None:
     """With the arguments of the first test that calls it."""
-    words = ("tests.gpu.compiling", str(target), "--once")
+    words = ("tests.support.kernel_compiling", str(target), "--once")
     assert "passed" in outcome(forked.python(), *words, TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [80, 90, 100])
 def test_each_kernel_compiles_with_the_arguments_of_all_tests(target: int, tmp_path: Path) -> None:
-    words = ("tests.gpu.compiling", str(target))
+    words = ("tests.support.kernel_compiling", str(target))
     assert "passed" in outcome(forked.python(), *words, TRITON_CACHE_DIR=str(tmp_path))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.inference.generation import GenerationLayout
-from tests.functional.generation_ranks import generate
-from tests.functional.runs import run_gpt
-from tests.ranks import run_ranks
+from tests.support.generation_ranks import generate
+from tests.support.ranks import run_ranks
+from tests.support.runs import run_gpt
 
 PROMPTS = [[(5 * i + 3 * j) % 90 + 1 for j in range(2 + 5 * i)] for i in range(5)]
 

@@ -28,9 +28,9 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.training import get_model, setup_model_and_optimizer
 from pretrain_gpt import model_provider
 from pretrain_mamba import model_provider as mamba_provider
-from tests.functional import user_inference
-from tests.functional.runs import ROOT, run_gpt
-from tests.ranks import run_ranks
+from tests.support import user_inference
+from tests.support.ranks import run_ranks
+from tests.support.runs import ROOT, run_gpt
 
 PROMPTS = ["1 2 3", "5 6"]
 SHAPE = (

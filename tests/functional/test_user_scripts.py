@@ -16,12 +16,11 @@ import torch
 from megatron.training import get_args, get_tokenizer
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.initialize import initialize_megatron
-from tests import tolerances
-from tests.functional import user_spec
-from tests.functional.runs import ON_HOST, TINY, losses, run_gpt, train_gpt
-from tests.ranks import run_ranks
+from tests.support import tolerances, user_spec
+from tests.support.ranks import run_ranks
+from tests.support.runs import ON_HOST, TINY, losses, run_gpt, train_gpt
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1] / "support"
 DATA = HERE.parent / "golden" / "data" / "text_text_document"
 TP2 = ["--tensor-model-parallel-size", "2"]
 
@@ -144,7 +143,7 @@ def losses_with_spec(folder: Path, *spec: str) -> tuple[list[float], list[int]]:
     return losses([*map(json.loads, metrics.read_text().splitlines())]), built
 
 
-USERS = "tests.functional.user_spec"
+USERS = "tests.support.user_spec"
 
 
 @pytest.mark.feature("Model: layers of one's own by --spec")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.runs import (
+from tests.support.ranks import run_ranks
+from tests.support.runs import (
     ON_HOST,
     TINY,
     losses,
@@ -16,7 +17,6 @@ from tests.functional.runs import (
     run_gpt,
     run_gpt_in_virtual_ranks,
 )
-from tests.ranks import run_ranks
 
 FLAGS = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--train-iters", "4"]
 LAYOUTS = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.training.conversion.convert import ConversionRequest, convert
-from tests import tolerances
-from tests.functional.runs import losses, refusal, run_gpt
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import losses, refusal, run_gpt
 from tests.unit.conversion.test_image_classifier import theirs
 
 BASE = (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.functional.runs import ROOT
-from tests.functional.supervised import free_port
 from tests.functional.test_vision_classify import draw
+from tests.support import forked
+from tests.support.runs import ROOT
+from tests.support.supervised import free_port
 
 LOSS = re.compile(r"iteration +(\d)/ +4 .* loss: (\S+)")
 # The size of the model and of the run, for a test.

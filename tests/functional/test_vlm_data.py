@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron.training.tokenizer.multimodal_tokenizer import qwen2p0_custom_template
-from tests import tolerances
-from tests.functional.runs import TINY, losses, refusal, run_gpt
-from tests.ranks import run_ranks
-from tests.tokenizer_files import write_bpe
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, refusal, run_gpt
+from tests.support.tokenizer_files import write_bpe
 
 Image = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")

@@ -13,8 +13,8 @@ from megatron.core.inference.paged_engine.request import FIRST_ID, RequestError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
 from megatron.inference import LLM, PromptWithImages
-from tests.functional.runs import run_gpt
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import run_gpt
 
 FLAGS = (
     "--model-kind vlm --vision-num-layers 1 --seq-length 20 --img-h 24 --img-w 24 --patch-dim 6 "

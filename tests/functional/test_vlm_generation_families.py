@@ -16,9 +16,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
 from megatron.inference.generation import GenerationLayout
 from megatron.training.conversion.convert import ConversionRequest, convert
-from tests import tolerances
 from tests.functional.test_vlm_generation import drawn
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.ranks import run_ranks
 from tests.unit.conversion.test_vision_language import IMAGE_TOKEN, NEXT, theirs
 from tests.unit.models.test_mrope import qwen
 

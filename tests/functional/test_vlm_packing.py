@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tolerances
-from tests.functional.runs import TINY, losses, run_gpt
+from tests.support import tolerances
+from tests.support.runs import TINY, losses, run_gpt
 
 BASE = [
     *(flag for flag in TINY if flag != "--mock-data"),
     *(
         "--model-kind vlm --vision-num-layers 1 --seq-length 26 --img-h 12 --img-w 12 "
         "--patch-dim 6 --train-iters 4 --decoder-seq-length 40 "
-        "--import-module tests.functional.user_packed "
+        "--import-module tests.support.user_packed "
         "--eval-iters 0 --use-packed-sequence --max-position-embeddings 64"
     ).split(),
 ]

@@ -14,9 +14,9 @@ import pytest
 
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference import LLM, PromptWithImages
-from tests.functional.runs import ROOT, run_gpt
 from tests.functional.test_vlm_generation import FLAGS, NUM_NEW, drawn
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import ROOT, run_gpt
 from tools import run_vlm_text_generation, text_generation_cli
 
 pytest.importorskip("PIL")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.formats import open_reader
-from tests.functional.runs import run_gpt
+from tests.support.runs import run_gpt
 
 
 @pytest.mark.feature("Logging: --config-logger-dir writes every configuration object as JSON")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.chat_templates import write_chat_tokenizer
+from tests.support.chat_templates import write_chat_tokenizer
 
 GOLDEN = Path(__file__).with_name("sft_losses.json")
 TEMPLATE = (

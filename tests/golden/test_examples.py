@@ -31,7 +31,7 @@ from megatron.training.arguments.sections import SECTIONS
 from megatron.training.config.run import RunConfig
 from megatron.training.planning.check import check_only
 from megatron.training.process.user_code import parse_tool_args
-from tests.functional.runs import ROOT, defaults_of
+from tests.support.runs import ROOT, defaults_of
 from tools import run_text_generation_server
 from tools.checkpoint import convert as checkpoint_convert
 

@@ -20,7 +20,7 @@ import pytest
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.fault_tolerance.launch_flags import parse
-from tests.functional.runs import ROOT, defaults_of
+from tests.support.runs import ROOT, defaults_of
 
 FOLDER = ROOT / "examples/fault_tolerance"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))

@@ -18,7 +18,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.planning.check import check_only
-from tests.functional.runs import defaults_of
+from tests.support.runs import defaults_of
 
 SCRIPTS = json.loads((Path(__file__).parent / "megatron_v014_scripts.json").read_text())
 ACCEPTED = {s["script"]: s for s in SCRIPTS if not s["refused"]}

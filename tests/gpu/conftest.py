@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.fusions import kernels
 from megatron.core.optional import why_missing
-from tests import triton_interpreter, triton_memory
 from tests.gpu import TARGET
+from tests.support import triton_interpreter, triton_memory
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

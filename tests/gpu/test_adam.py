@@ -15,8 +15,8 @@ from megatron.core.fusions import kernels
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.optimizer.update_rules import AdamW
-from tests import tolerances
 from tests.gpu.conftest import IS_INTERPRETED
+from tests.support import tolerances
 
 adam: Any = pytest.importorskip("megatron.core.fusions.triton.adam")
 SIZE = 8 * 128 + 200  # a program and a bit; a block of 128 and a bit

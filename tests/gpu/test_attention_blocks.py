@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron.core.fusions.attention_merge import merge_attention
 from megatron.core.transformer.attention_blocks import BlockCall, ScoreRule, block_kernel
-from tests import tolerances
 from tests.gpu.conftest import IS_INTERPRETED
+from tests.support import tolerances
 
 # float32 has no flash kernel on a GPU.
 CASES = [

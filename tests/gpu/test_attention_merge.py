@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.attention_merge import merge_attention
-from tests import tolerances
+from tests.support import tolerances
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

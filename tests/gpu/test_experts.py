@@ -24,9 +24,9 @@ from megatron.core.transformer.moe.grouped_linear import LazyTokenCounts, RowGro
 from megatron.core.transformer.moe.grouped_quantized_linear import GroupQuantizer
 from megatron.core.transformer.moe.routing import RoutingRule
 from megatron.core.transformer.moe.token_dispatcher import by_expert
-from tests import tolerances
 from tests.gpu.conftest import has_fp8
-from tests.unit.one_process import one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_rank, tiny_config
 
 CHOICES = {
     "softmax over the chosen": RoutingRule(k=3),

@@ -19,9 +19,9 @@ from megatron.core.fusions.rms_norm import layer_norm, norm_rows_of_sum, rms_nor
 from megatron.core.fusions.rope import RotaryTable, apply_rotary, split_and_rotate
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.token_dispatcher import Order, by_expert, combine, expand
-from tests import tolerances
-from tests.unit.fusions import references
-from tests.unit.one_process import one_rank
+from tests.support import kernel_references as references
+from tests.support import tolerances
+from tests.support.one_process import one_rank
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from megatron.core.activations import openai_gelu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from tests import tolerances
-from tests.unit.one_process import one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_rank, tiny_config
 
 
 def test_the_kernel_of_gelu_adds_the_bias_and_sums_its_gradient(where: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions.paged_attention import PagedBatch, PagedRule, paged_attention
-from tests import tolerances
+from tests.support import tolerances
 from tests.unit.fusions.test_paged_attention import Pages, Sizes, batch_of, drawn
 
 Plain = Callable[[Callable[[], object]], object]

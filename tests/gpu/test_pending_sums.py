@@ -13,8 +13,8 @@ from megatron.core.fusions import rms_norm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import norms
 from megatron.core.transformer.transformer_block import TransformerBlock
-from tests import tolerances
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
 
 S, B, H = 3, 2, 64
 

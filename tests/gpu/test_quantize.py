@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.core import device, low_precision
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look, scaled_mm
 from megatron.core.low_precision import E4M3, E5M2, Block, FloatFormat, Scaled
-from tests import tolerances
 from tests.gpu.conftest import has_fp8
+from tests.support import tolerances
 from tests.unit.tensor_parallel.test_quantized_linear import IN, OUT, TOKENS, make
 
 pytestmark = pytest.mark.skipif(

@@ -12,10 +12,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.norms import Norm
-from tests import tolerances
 from tests.gpu.test_kernels import DTYPES, compare
-from tests.unit.fusions import references
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import kernel_references as references
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
 
 WIDTH = 24
 EPS = 1e-5

@@ -37,7 +37,7 @@ BREACHES = {
         ("megatron/training/x.py", "from megatron.post_training.sft import dataset"),
         ("megatron/training/models/x.py", "SFT = 'megatron.post_training.sft.objective:GPT_SFT'"),
         ("megatron/inference/x.py", "import megatron.post_training"),
-        ("tools/x.py", "from tests.ranks import run_ranks"),
+        ("tools/x.py", "from tests.support.ranks import run_ranks"),
     ],
     "only_the_compatibility_api_reads_global_state": [
         ("megatron/core/transformer/x.py", "from megatron.core import parallel_state"),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.data import batch
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def broadcast_in_two_runs(rank: int, world_size: int) -> list[int]:

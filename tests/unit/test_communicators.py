@@ -23,8 +23,8 @@ from megatron.core.parallel.communicators import (
 )
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.training.runtime.setup import high_priority_groups
-from tests.host_gpu import nccl
-from tests.unit.arguments.commands import run_of
+from tests.support.command_lines import run_of
+from tests.support.host_gpu import nccl
 
 HIGH = CommunicatorSettings(is_high_priority_stream=True)
 MINUTE = timedelta(minutes=1)

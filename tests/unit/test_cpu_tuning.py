@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.core.device import cpu_tuning
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 _BLOCK = 64 << 20
 

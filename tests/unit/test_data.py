@@ -13,7 +13,7 @@ from megatron.core.config.errors import DataError
 from megatron.training.config.data import DataConfig
 from megatron.training.data.loaders import get_blend_and_blend_per_split
 from megatron.training.models import gpt
-from tests.unit.arguments.commands import run_of
+from tests.support.command_lines import run_of
 
 PER_SPLIT = "--per-split-data-args-path"
 

@@ -21,9 +21,9 @@ from megatron.core.config.errors import (
 )
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.training.process import exit_report
-from tests import forked
-from tests.functional.runs import TINY
-from tests.ranks import ROOT
+from tests.support import forked
+from tests.support.ranks import ROOT
+from tests.support.runs import TINY
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.core.config.errors import DataError
-from tests.file_fuzz import files
-from tests.file_fuzz.files import FAILURES, TARGETS, Fuzzer
-from tests.file_fuzz.targets import Change, Target
+from tests.support.file_fuzz import files
+from tests.support.file_fuzz.files import FAILURES, TARGETS, Fuzzer
+from tests.support.file_fuzz.targets import Change, Target
 
 CASES = 6
 

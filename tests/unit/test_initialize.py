@@ -21,8 +21,8 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_s
 from megatron.training import initialize
 from megatron.training.checkpointing.save import save_run
 from megatron.training.initialize import _init_default_group, configure, fail
-from tests.unit.arguments.commands import argv, run_of
-from tests.unit.checkpointing.tiny_run import counters, make_parts, options
+from tests.support.command_lines import argv, run_of
+from tests.support.tiny_run import counters, make_parts, options
 
 
 def check(words: str, without: tuple[str, ...] = ()) -> int | str | None:

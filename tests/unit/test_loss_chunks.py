@@ -6,7 +6,7 @@ import pytest
 
 from megatron.training.estimates.automatic_settings import chunk_line, resolve_loss_chunks
 from megatron.training.planning.run_plan import plan_lines, plan_run
-from tests.unit.arguments.commands import run_of
+from tests.support.command_lines import run_of
 
 WORDS = "--seq-length 512 --max-position-embeddings 512 --padded-vocab-size 100000"
 LOGITS = 2 * 512 * 100_000 * 4  # of a micro-batch, fp32

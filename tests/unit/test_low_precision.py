@@ -20,7 +20,7 @@ from megatron.core.low_precision import (
     power_of_two,
     rotated,
 )
-from tests import tolerances
+from tests.support import tolerances
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1}
 BLOCKS: dict[str, Block | None] = {"whole": None, "rows": (1, 32), "square": (16, 16)}

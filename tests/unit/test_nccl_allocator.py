@@ -19,7 +19,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.device import nccl_allocator
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
-from tests.unit.distributed.alone import ModelConfig
+from tests.support.one_rank_training import ModelConfig
 
 
 class Backend:

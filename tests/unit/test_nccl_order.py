@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.host_gpu.nccl_order import Call, Operation, Part, Wait, WrongOrderError, check
+from tests.support.host_gpu.nccl_order import Call, Operation, Part, Wait, WrongOrderError, check
 
 GROUPS = {"all": [0, 1], "other": [0, 1], "ranks 0 and 1": [0, 1], "three": [0, 1, 2]}
 

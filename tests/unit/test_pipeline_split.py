@@ -13,7 +13,7 @@ from megatron.training.estimates.automatic_settings import (
     costs,
     resolve_pipeline_split,
 )
-from tests.unit.arguments.commands import run_of
+from tests.support.command_lines import run_of
 
 
 def stage_costs(

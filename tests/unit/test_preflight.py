@@ -9,7 +9,7 @@ import pytest
 from megatron.core.config.errors import ConfigError
 from megatron.training.initialize import configure
 from megatron.training.training import pretrain
-from tests.unit.arguments.commands import argv, problems_of
+from tests.support.command_lines import argv, problems_of
 
 _LAUNCH = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 _TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

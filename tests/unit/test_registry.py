@@ -17,7 +17,7 @@ from megatron.training.conversion.hf import choose_family
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.models import model_kind, register_model_kind
 from megatron.training.models.registry import model_kind_of
-from tests.unit.arguments.commands import argv
+from tests.support.command_lines import argv
 
 KIND_MODULE = """
 from dataclasses import replace

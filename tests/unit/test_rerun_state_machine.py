@@ -38,7 +38,7 @@ from megatron.core.rerun.state_machine import (
     RerunStateMachine,
     get_rerun_state_machine,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 NAN = math.nan
 GO_ON = (False, False, 0)

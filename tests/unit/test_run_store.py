@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.parallel.run_store import RunStore, agree_on_secret
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SECRET = bytes(range(32))
 

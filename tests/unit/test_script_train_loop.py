@@ -13,8 +13,8 @@ from megatron.training.arguments.flat_values import flat_values
 from megatron.training.compat import checkpointing, global_vars, train_loop
 from megatron.training.initialize import initialize_megatron
 from megatron.training.yaml_arguments import core_transformer_config_from_yaml
-from tests.unit.arguments.commands import run_of
-from tests.unit.small_run import small_run
+from tests.support.command_lines import run_of
+from tests.support.small_run import small_run
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from megatron.training.process import signals
 from megatron.training.process.signals import StopSignal, catch_stop_signal
 from megatron.training.step.evaluate import received_anywhere
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

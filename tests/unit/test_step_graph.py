@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.training.data.prefetch import ReadAhead, read_ahead
 from megatron.training.runtime.step_graph import StepGraph
-from tests.graph_stand_in import graphs_on_cpu
+from tests.support.graph_stand_in import graphs_on_cpu
 
 
 class Model(nn.Linear):

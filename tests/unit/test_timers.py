@@ -15,7 +15,7 @@ from megatron.core.diagnostics.timers import (
     Timers,
     format_times,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from megatron.training.data.datasets import build_user_datasets
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, register_tokenizer
 from megatron.training.tokenizer.base import _NullTokenizer
 from megatron.training.tokenizer.fingerprint import Fingerprint
-from tests.unit.arguments.commands import argv, problems_of
-from tests.unit.callbacks.helpers import fake_run, step_result
+from tests.support.callback_calls import fake_run, step_result
+from tests.support.command_lines import argv, problems_of
 
 REGISTRIES = (OPTIMIZERS, TOKENIZER_TYPES, DATASETS, user_metrics._METRICS)
 

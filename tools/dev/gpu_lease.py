@@ -78,7 +78,7 @@ def main() -> int:
     tables = []
     status = 0
     if asked.stand_in:  # its compilation belongs to no command
-        build = [sys.executable, "-m", "tests.host_gpu", os.devnull]
+        build = [sys.executable, "-m", "tests.support.host_gpu", os.devnull]
         run_stage([Command("fake device", build, _TRIAL_S)], Path(os.devnull), _TRIAL_S)
     for stage in asked.stages:
         # Most runs measure no time, and spend most of theirs on imports and compilation.
@@ -126,7 +126,7 @@ def _arguments() -> argparse.Namespace:
         help="Folder of the results; default: the environment variable OUT, or gpu_lease.",
     )
     parser.add_argument(
-        "--stand-in", action="store_true", help="Run on the fake CUDA device of tests.host_gpu."
+        "--stand-in", action="store_true", help="Run on the device of tests.support.host_gpu."
     )
     parser.add_argument(
         "--write-reference",
@@ -153,7 +153,7 @@ def _script(asked: argparse.Namespace, script: str, *words: str, ranks: int = 1)
         start += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         start.append(f"--nproc-per-node={ranks}")
     if asked.stand_in:
-        start += ["-m", "tests.host_gpu"]
+        start += ["-m", "tests.support.host_gpu"]
     return [*start, script, *words]
 
 

@@ -55,7 +55,7 @@ class Limits:
     gradient: float
 
 
-# What the limits rest on was computed on CPUs, and on the emulated device of tests/host_gpu.
+# The limits rest on CPUs and on the emulated device of tests/support/host_gpu.
 # Sums in another order differ by 6e-6.  A GEMM in TF32 would be off by 5e-4.
 FP32 = Limits(1e-5, 5e-5)
 # bf16 itself changes losses by 4e-4 and gradients by 2e-2; gradients of wrong heads differ by 0.9.

@@ -2,7 +2,7 @@
 
 Under ``torch.use_deterministic_algorithms(True)`` torch raises RuntimeError in operations whose
 CUDA kernels add in no fixed order.  Of those, this program needs only the cumulative sum of floats;
-`tests.host_gpu` raises like a GPU does if another one is used.
+`tests.support.host_gpu` raises like a GPU does if another one is used.
 """
 
 from __future__ import annotations

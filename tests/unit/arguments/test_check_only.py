@@ -12,7 +12,7 @@ from megatron.training.arguments.input_files import vocabulary_of
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.planning.check import check_only
-from tests.unit.arguments.commands import argv
+from tests.support.command_lines import argv
 
 
 def report(words: str, without: tuple[str, ...] = ()) -> tuple[int, list[str]]:

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.training.arguments.parser import parse_args
 from megatron.training.planning.check import check_only
-from tests.unit.arguments.commands import argv
+from tests.support.command_lines import argv
 
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP = "--pipeline-model-parallel-size 2"

@@ -19,7 +19,7 @@ from megatron.training.arguments.rules.requirements import REQUIREMENTS
 from megatron.training.arguments.rules.rule import Rule, Settings
 from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
 from megatron.training.config.run import RunConfig
-from tests.unit.arguments.commands import argv, problems_of, run_of
+from tests.support.command_lines import argv, problems_of, run_of
 
 Case = tuple[str, int, tuple[str, ...], str]  # words, world size, flags left out, message
 

@@ -14,7 +14,7 @@ from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.training.arguments.config_file import write_config
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from tests.unit.arguments.commands import argv, run_of
+from tests.support.command_lines import argv, run_of
 
 # Every kind of value: switches both ways, lists, pairs, patterns, enums, floats, words.
 WORDS = (

@@ -18,7 +18,7 @@ from megatron.training.arguments.flat_values import flat_values
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
-from tests.unit.arguments.commands import argv, run_of
+from tests.support.command_lines import argv, run_of
 
 
 def test_resolve_changes_nothing_and_answers_alike() -> None:

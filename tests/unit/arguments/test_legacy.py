@@ -23,8 +23,8 @@ from megatron.training.config.run import RunConfig
 from megatron.training.runtime.context import TrainState
 from megatron.training.runtime.flat_namespace import legacy_namespace
 from megatron.training.step.run import TrainingRun
-from tests.unit.arguments.commands import argv, run_of
-from tests.unit.small_run import small_run
+from tests.support.command_lines import argv, run_of
+from tests.support.small_run import small_run
 
 
 def run_with_tokenizer(config: RunConfig, **settings: Any) -> TrainingRun:

@@ -15,8 +15,8 @@ from megatron.training.estimates.parameters import (
 from megatron.training.estimates.theoretical_memory import count_parameters
 from megatron.training.models.gpt import build_gpt_model
 from megatron.training.models.registry import build_model_stage
-from tests.unit.arguments.commands import run_of
-from tests.unit.one_process import one_process_groups
+from tests.support.command_lines import run_of
+from tests.support.one_process import one_process_groups
 
 FULL = {"attention": {}, "ffn": {"ffn_mult": 2.0}}
 LINEAR = {"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}}

@@ -12,7 +12,7 @@ from megatron.core.enums import AttnBackend
 from megatron.training.arguments.options import GROUPS
 from megatron.training.arguments.parser import PARSE_WARNINGS, build_parser, parse_args
 from megatron.training.arguments.resolve import resolve
-from tests.unit.arguments.commands import argv
+from tests.support.command_lines import argv
 
 
 def message_of(words: str, capsys: pytest.CaptureFixture[str], **settings: object) -> list[str]:

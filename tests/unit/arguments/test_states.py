@@ -14,7 +14,7 @@ from megatron.training.arguments.options import state
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import states
 from megatron.training.arguments.sections import ALL_CLASSES
-from tests.unit.arguments.commands import run_of
+from tests.support.command_lines import run_of
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = {

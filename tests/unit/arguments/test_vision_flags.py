@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.models.vlm import read_prompts
-from tests.unit.arguments.commands import problems_of, run_of
+from tests.support.command_lines import problems_of, run_of
 
 VLM = "--model-kind vlm --img-h 24 --img-w 24 --patch-dim 6"
 MODELOPT = "--export-te-mcore-model --export-force-local-attention --export-model-type MambaModel"

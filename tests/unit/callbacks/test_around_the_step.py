@@ -28,7 +28,7 @@ from megatron.training.process.signals import StopSignal
 from megatron.training.step import evaluate as evaluate_module
 from megatron.training.step.evaluate import minutes_over_limit
 from megatron.training.step.run import CallbackList, CheckpointEvent
-from tests.unit.callbacks.helpers import fake_run, step_result
+from tests.support.callback_calls import fake_run, step_result
 
 
 def train(run: Any, callback: Any, last: int = 10) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron.training.callbacks import console
 from megatron.training.callbacks.console import ProgressBar, terminal, validation_block
 from megatron.training.callbacks.records import EvalRecord
-from tests.unit.callbacks.helpers import fake_run, step_result
+from tests.support.callback_calls import fake_run, step_result
 
 
 def _record(**changes: object) -> EvalRecord:

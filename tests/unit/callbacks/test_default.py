@@ -10,7 +10,7 @@ import pytest
 from megatron.training.callbacks import console, default
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.step.run import Callback, CallbackList, CheckpointEvent, EvalResult
-from tests.unit.callbacks.helpers import fake_run, step_result
+from tests.support.callback_calls import fake_run, step_result
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,8 @@ from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink
 from megatron.training.estimates.peak_flops import Peak
 from megatron.training.step.run import CallbackList, EvalResult
-from tests.log_parser import TrainingLine, ValidationLine, parse_log
-from tests.unit.callbacks.helpers import fake_run, run_config, step_result
+from tests.support.callback_calls import fake_run, run_config, step_result
+from tests.support.log_parser import TrainingLine, ValidationLine, parse_log
 
 
 class Recorder(Sink):

@@ -24,7 +24,7 @@ from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.profiler import MemoryHistory
 from megatron.training.callbacks.straggler import gpu_reader, report
 from megatron.training.step.run import Callback, CallbackList, CheckpointEvent
-from tests.unit.callbacks.helpers import fake_run, step_result
+from tests.support.callback_calls import fake_run, step_result
 from tests.unit.callbacks.test_tensorboard import log_steps
 
 

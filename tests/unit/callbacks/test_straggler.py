@@ -20,8 +20,8 @@ from megatron.core.diagnostics import collective_tracer, straggler
 from megatron.core.utils import StragglerDetector
 from megatron.training.callbacks import straggler as straggler_callback
 from megatron.training.callbacks.straggler import Straggler, Switch, report, slow_sections
-from tests.ranks import run_virtual_ranks
-from tests.unit.callbacks.helpers import fake_run, step_result
+from tests.support.callback_calls import fake_run, step_result
+from tests.support.ranks import run_virtual_ranks
 
 NONE = float("nan")
 LOOPBACK = "127.0.0.1"

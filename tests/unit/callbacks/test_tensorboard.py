@@ -10,7 +10,7 @@ from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from megatron.training.callbacks.records import StepRecord
 from megatron.training.callbacks.tensorboard import History, TensorBoardSink
-from tests.unit.callbacks.helpers import run_config
+from tests.support.callback_calls import run_config
 from tests.unit.callbacks.test_metrics import scalars
 
 

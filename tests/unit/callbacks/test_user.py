@@ -17,7 +17,7 @@ from megatron.training.callbacks.user import (
 )
 from megatron.training.initialize import configure
 from megatron.training.process.user_code import import_user_module
-from tests.unit.callbacks.helpers import TINY_GPT, fake_run
+from tests.support.callback_calls import TINY_GPT, fake_run
 
 MODULE = """
 from megatron.training.callbacks import Callback

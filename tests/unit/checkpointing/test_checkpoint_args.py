@@ -16,7 +16,7 @@ from megatron.training.checkpointing.checkpoint_args import (
 )
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import save_run
-from tests.unit.checkpointing.tiny_run import counters, make_parts, options
+from tests.support.tiny_run import counters, make_parts, options
 
 SAVED = {
     "model_kind": "bert",
@@ -172,7 +172,7 @@ def test_a_checkpoint_does_not_choose_code(tmp_path, monkeypatch, stored):
 
 
 def test_the_command_line_may_choose_what_a_checkpoint_may_not(tmp_path):
-    mine = ["tests.functional.user_spec", "layer_spec"]
+    mine = ["tests.support.user_spec", "layer_spec"]
     ns = spec_namespace(tmp_path, mine, spec=mine)
     apply_checkpoint_args(ns)
     assert ns.spec == mine

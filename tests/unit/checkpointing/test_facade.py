@@ -11,15 +11,15 @@ from megatron.core.config.errors import CheckpointError
 from megatron.training import checkpointing
 from megatron.training.compat import global_vars
 from megatron.training.runtime.context import TrainState
-from tests.unit.arguments.commands import run_of
-from tests.unit.checkpointing.tiny_run import (
+from tests.support.command_lines import run_of
+from tests.support.small_run import small_run
+from tests.support.tiny_run import (
     advance,
     assert_equal,
     make_parts,
     options,
     values,
 )
-from tests.unit.small_run import small_run
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from megatron.training.checkpointing.checkpoint_args import ModelDifferences, co
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.checkpointing.save import save_run
-from tests.reference_checkpoints import unpack
-from tests.unit.checkpointing.tiny_run import counters, make_parts, options
+from tests.support.reference_checkpoints import unpack
+from tests.support.tiny_run import counters, make_parts, options
 
 GPT = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
 ROPE = f"{GPT} --position-embedding-type rope"

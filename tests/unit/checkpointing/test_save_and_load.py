@@ -23,7 +23,7 @@ from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.checkpointing.save import save_run
 from megatron.training.config.checkpoint import CheckpointConfig
-from tests.unit.checkpointing.tiny_run import (
+from tests.support.tiny_run import (
     advance,
     assert_equal,
     counters,

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import transient
 from megatron.training.checkpointing.save import contents_of, save_local_run, save_run
-from tests.unit.checkpointing.tiny_run import (
+from tests.support.tiny_run import (
     advance,
     assert_equal,
     counters,

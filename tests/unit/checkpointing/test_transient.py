@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.serialization import save as publish
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import SUBFOLDER, transient
 from megatron.training.checkpointing.save import save_run
-from tests.unit.checkpointing.tiny_run import Alone, counters, make_parts, options
+from tests.support.tiny_run import Alone, counters, make_parts, options
 
 GLOBAL = {"non_persistent_ckpt_type": "global"}
 

@@ -17,9 +17,9 @@ from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.convert import BESIDE, HF, ConversionRequest, convert, read_source
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.tensors import Rule
-from tests.reference_checkpoints import unpack
-from tests.tokenizer_files import SPM_MODEL, write_bpe
-from tests.unit.conversion import models
+from tests.support import hugging_face_models as models
+from tests.support.reference_checkpoints import unpack
+from tests.support.tokenizer_files import SPM_MODEL, write_bpe
 from tools.checkpoint import convert as tool
 
 OURS = "safetensors_dist"

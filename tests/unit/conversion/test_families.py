@@ -21,8 +21,8 @@ from megatron.training.conversion.convert import (
     run_config,
 )
 from megatron.training.conversion.verify import our_logits, our_model
-from tests import tolerances
-from tests.unit.conversion import models
+from tests.support import hugging_face_models as models
+from tests.support import tolerances
 
 OURS = "safetensors_dist"
 

@@ -32,7 +32,7 @@ from megatron.training.conversion.shape import ModelShape, shape_of
 from megatron.training.conversion.tensors import tensors_of
 from megatron.training.conversion.verify import our_model, our_outputs
 
-models = pytest.importorskip("tests.unit.conversion.models", reason="needs transformers")
+models = pytest.importorskip("tests.support.hugging_face_models", reason="needs transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 with pytest.MonkeyPatch.context() as patch:

@@ -23,8 +23,8 @@ from megatron.training.conversion.convert import (
 )
 from megatron.training.conversion.lazy import plain_numbers
 from megatron.training.conversion.verify import our_model
-from tests import tolerances
-from tests.unit.conversion import models
+from tests.support import hugging_face_models as models
+from tests.support import tolerances
 
 layers = pytest.importorskip("transformers.modeling_layers")
 deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")

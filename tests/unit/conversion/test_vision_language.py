@@ -37,8 +37,8 @@ from megatron.training.conversion.vision_language import (
 )
 from megatron.training.models.registry import build_model_stage
 from megatron.training.models.vlm import llava_arguments
-from tests import tolerances
-from tests.unit.one_process import one_process_groups
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups
 
 IMAGE = DEFAULT_IMAGE_TOKEN_INDEX
 VOCABULARY = 64

@@ -24,8 +24,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.index_cache import load_array, save_array
 from megatron.core.datasets.utils import compile_helpers, get_blend_from_list, normalize
-from tests.ranks import run_ranks
-from tests.unit.datasets.common import Tokenizer, config, dataset, numbered, write
+from tests.support.dataset_files import Tokenizer, config, dataset, numbered, write
+from tests.support.ranks import run_ranks
 
 
 def build(sizes: list[int | None], built_here: bool = True, **changes: Any) -> list[Any]:

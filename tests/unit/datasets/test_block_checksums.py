@@ -20,7 +20,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_idx_path,
 )
 from megatron.core.datasets.indexed_format import Checksums, get_crc_path
-from tests.unit.datasets.common import numbered, write
+from tests.support.dataset_files import numbered, write
 from tools import verify_data
 
 FLIPS = 100

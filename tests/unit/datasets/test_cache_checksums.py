@@ -15,8 +15,8 @@ from megatron.core.datasets import blended_dataset, gpt_dataset, index_cache
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split
-from tests.unit.datasets.common import config, dataset, numbered, write
-from tests.unit.datasets.masked_common import bert_dataset, corpus
+from tests.support.dataset_files import config, dataset, numbered, write
+from tests.support.masked_samples import bert_dataset, corpus
 
 FLIPS = 15  # in each file
 

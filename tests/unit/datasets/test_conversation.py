@@ -22,7 +22,7 @@ from megatron.post_training.sft.dataset import encode_conversation
 from megatron.training.tokenizer.base import TokenizerSpec
 from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.tokenizer import create_tokenizer
-from tests.chat_templates import write_chat_tokenizer
+from tests.support.chat_templates import write_chat_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello."}

@@ -27,7 +27,7 @@ from megatron.core.datasets.gpt_dataset import (
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.utils import Split
-from tests.unit.datasets.common import (
+from tests.support.dataset_files import (
     GOLDEN,
     GoldenTokenizer,
     Tokenizer,

@@ -17,7 +17,7 @@ from megatron.core.datasets.images import (
     decode_image,
     size_of_image,
 )
-from tests.transformers_release import need_tested_release
+from tests.support.transformers_release import need_tested_release
 
 Image = pytest.importorskip("PIL.Image")
 transformers = pytest.importorskip("transformers")

@@ -22,7 +22,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
-from tests.unit.datasets.common import GOLDEN_PREFIX, numbered, write
+from tests.support.dataset_files import GOLDEN_PREFIX, numbered, write
 
 
 def same_files(first: str, second: str) -> bool:

@@ -19,7 +19,7 @@ from megatron.core.datasets.bert_dataset import (
 )
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from tests.unit.datasets.masked_common import (
+from tests.support.masked_samples import (
     FIRST_CONTINUATION,
     MOCK,
     WordPieces,

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets import helpers, helpers_numpy
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.masked_dataset import Words, choose_spans, positions_of, span_weights
-from tests.unit.datasets.masked_common import corpus
+from tests.support.masked_samples import corpus
 
 
 @pytest.fixture

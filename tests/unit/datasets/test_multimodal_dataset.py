@@ -16,7 +16,7 @@ from megatron.core.datasets.multimodal_dataset import (
     MultimodalDatasetConfig,
 )
 from megatron.core.datasets.utils import Split
-from tests.unit.datasets.common import Tokenizer
+from tests.support.dataset_files import Tokenizer
 
 
 def config(**changes: Any) -> MultimodalDatasetConfig:

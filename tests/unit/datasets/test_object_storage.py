@@ -19,7 +19,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
-from tests.unit.datasets.common import config, numbered, write
+from tests.support.dataset_files import config, numbered, write
 
 DOCUMENTS = numbered([3, 5, 2, 7])
 

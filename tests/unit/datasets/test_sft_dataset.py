@@ -25,7 +25,7 @@ from megatron.training.tokenizer.base import TokenizerSpec, _NullTokenizer
 from megatron.training.tokenizer.chat import load_chat_template
 from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
 from megatron.training.tokenizer.tokenizer import create_tokenizer
-from tests.chat_templates import write_chat_tokenizer, write_conversations
+from tests.support.chat_templates import write_chat_tokenizer, write_conversations
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")

@@ -12,7 +12,7 @@ import torch
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.t5_dataset import MockT5MaskedWordPieceDataset, T5MaskedWordPieceDataset
-from tests.unit.datasets.masked_common import (
+from tests.support.masked_samples import (
     MOCK,
     WordPieces,
     corpus,

@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.commit import newest_token, take_token, token_of
 from megatron.core.dist_checkpointing.folders import TRACKER, choose, published
 from megatron.core.dist_checkpointing.manifest import MANIFEST, MANIFEST_BESIDE
+from tests.support.tiny_checkpoint import names_in, publish_model
 from tests.unit.dist_checkpointing.test_commit import calls_of, run_and_kill
-from tests.unit.dist_checkpointing.tiny import names_in, publish_model
 
 HOUR_NS = 3600 * 10**9
 OF_AN_EARLIER_VERSION = f"{time.time_ns():x}-0123abcd"

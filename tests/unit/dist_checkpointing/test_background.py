@@ -33,9 +33,9 @@ from megatron.core.parallel.run_store import RunStore
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.step import train_step
-from tests.unit.arguments.commands import run_of
-from tests.unit.dist_checkpointing.tiny import global_tensors, names_in, records, shares
-from tests.unit.small_run import small_run
+from tests.support.command_lines import run_of
+from tests.support.small_run import small_run
+from tests.support.tiny_checkpoint import global_tensors, names_in, records, shares
 
 
 def contents(seed: int) -> tuple[Contents, list[torch.Tensor]]:

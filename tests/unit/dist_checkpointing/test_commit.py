@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.folders import (
 from megatron.core.dist_checkpointing.formats import FORMATS, Contents
 from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
 from megatron.core.dist_checkpointing.serialization import SaveFailed, begin, fill, load, save
-from tests.unit.dist_checkpointing.tiny import names_in, publish_model, read_all
+from tests.support.tiny_checkpoint import names_in, publish_model, read_all
 
 NUM_KILLS = 30
 POINTS = [

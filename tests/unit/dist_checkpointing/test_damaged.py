@@ -29,9 +29,9 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.serialization import save
-from tests.functional.runs import TINY, train_gpt
-from tests.ranks import run_ranks
-from tests.reference_checkpoints import ITERATION, unpack
+from tests.support.ranks import run_ranks
+from tests.support.reference_checkpoints import ITERATION, unpack
+from tests.support.runs import TINY, train_gpt
 from tests.unit.dist_checkpointing.test_faulty_files import SMALL
 from tests.unit.dist_checkpointing.test_faulty_files import contents as contents
 from tests.unit.dist_checkpointing.test_unpickler import Bomb

@@ -19,7 +19,7 @@ from megatron.core.diagnostics.fault_injection import (
     fault_point,
 )
 from megatron.training.initialize import configure
-from tests.unit.dist_checkpointing.tiny import publish_model, read_all
+from tests.support.tiny_checkpoint import publish_model, read_all
 
 MEGATRON = Path(module.__file__).parents[2]
 

@@ -17,9 +17,9 @@ from megatron.core.dist_checkpointing.mapping import from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import SaveFailed, begin, save
 from megatron.core.params.param_info import ParamInfo
-from tests.functional.runs import run_gpt
-from tests.unit.dist_checkpointing.faulty_files import FaultyFiles
-from tests.unit.dist_checkpointing.tiny import names_in
+from tests.support.faulty_files import FaultyFiles
+from tests.support.runs import run_gpt
+from tests.support.tiny_checkpoint import names_in
 
 # Few tensors: a save costs time for each.
 SMALL = "--bf16 --num-layers 1 --disable-bias-linear --normalization RMSNorm".split()

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.folders import (
 from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.manifest import _checksum
 from megatron.core.dist_checkpointing.serialization import save
-from tests.unit.dist_checkpointing.tiny import names_in, publish_model
+from tests.support.tiny_checkpoint import names_in, publish_model
 
 
 def chosen(root):

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.megatron_formats.reference_values import reference_rng
 from megatron.training.checkpointing.checkpoint_tensors import rng_state
-from tests.reference_checkpoints import ITERATION, unpack
+from tests.support.reference_checkpoints import ITERATION, unpack
 
 LAYER = "decoder.layers.0"
 

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.serialization import save
 from megatron.core.text_files import parse_yaml
 from megatron.training.checkpointing.checkpoint_tensors import rng_state
 from megatron.training.checkpointing.paths import check_common, check_rank_state
-from tests.unit.dist_checkpointing.tiny import publish_model, read_all
+from tests.support.tiny_checkpoint import publish_model, read_all
 
 QKV, PROJ = "layers.0.qkv.weight", "layers.0.proj.weight"
 STATE = "__0_state.json"

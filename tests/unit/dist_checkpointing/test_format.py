@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     read_header,
     write_file,
 )
-from tests.unit.dist_checkpointing.tiny import (
+from tests.support.tiny_checkpoint import (
     global_tensors,
     publish_model,
     publish_ranks,

@@ -13,7 +13,8 @@ from megatron.core.config.errors import CheckpointDamaged
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import save_run
-from tests.unit.checkpointing.tiny_run import (
+from tests.support.tiny_checkpoint import read_all
+from tests.support.tiny_run import (
     Optimizer,
     advance,
     assert_equal,
@@ -22,7 +23,6 @@ from tests.unit.checkpointing.tiny_run import (
     options,
     values,
 )
-from tests.unit.dist_checkpointing.tiny import read_all
 
 FROZEN = "__0_1.safetensors"
 

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import (
     to_write,
 )
 from megatron.core.params import param_info
-from tests.unit.dist_checkpointing.tiny import (
+from tests.support.tiny_checkpoint import (
     PARAMS,
     global_tensors,
     info,

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.folders import (
 from megatron.core.dist_checkpointing.formats import Contents
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.serialization import save
-from tests.unit.dist_checkpointing.tiny import names_in
+from tests.support.tiny_checkpoint import names_in
 
 
 def order(*iterations: int, damaged: tuple[int, ...] = ()) -> list[CheckpointFolder]:

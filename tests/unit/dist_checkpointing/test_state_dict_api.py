@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def tensor_of(key: str, value: torch.Tensor, *offsets: tuple[int, int, int]) -> ShardedTensor:

@@ -1,3 +1,3 @@
 """Fixtures of this directory."""
 
-from tests.unit.distributed.alone import alone as alone
+from tests.support.one_rank_training import alone as alone

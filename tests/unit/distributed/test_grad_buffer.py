@@ -15,8 +15,8 @@ from megatron.core.distributed.grad_buffer import add_into, gradient_of
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import weight_gradient
 from megatron.core.tensor_parallel.weight_gradient import add_to_main_grad
-from tests import tolerances
-from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support import tolerances
+from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
 
 
 def wrap(

@@ -24,8 +24,8 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
 from megatron.core.rerun.faults import RerunMode
 from megatron.core.rerun.state_machine import RerunStateMachine
-from tests import tolerances
-from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support import tolerances
+from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
 
 
 def token_losses(logits: Tensor, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

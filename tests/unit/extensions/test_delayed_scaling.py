@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
 from megatron.core.transformer.low_precision import recipe_of
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests import tolerances
-from tests.fake_transformer_engine import DelayedScaling, installed
-from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.fake_transformer_engine import DelayedScaling, installed
+from tests.support.one_process import one_process_groups, one_rank, tiny_config
 
 LAYERS = {
     "column": (te.TEColumnParallelLinear, ColumnParallelLinear),

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests import fake_transformer_engine as fake
+from tests.support import fake_transformer_engine as fake
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN: dict[str, dict[str, list[str]]] = {

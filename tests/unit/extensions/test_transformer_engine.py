@@ -32,10 +32,10 @@ from megatron.core.params.param_init import initialize_parameters
 from megatron.core.peft.lora import LoraConfig, attach_adapters
 from megatron.core.tensor_parallel.random import get_rng_tracker, model_parallel_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from tests import tolerances
-from tests.fake_transformer_engine import installed
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.fake_transformer_engine import installed
+from tests.support.one_process import one_process_groups, one_rank, tiny_config
+from tests.support.ranks import run_ranks
 
 S, B, N, G, D = 8, 2, 4, 2, 8
 

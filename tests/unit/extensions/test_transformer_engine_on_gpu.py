@@ -17,8 +17,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.params.param_info import info_of, name_parameters
 from megatron.core.params.param_init import initialize_parameters
-from tests import tolerances
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
 
 S, B, VOCABULARY = 64, 2, 64
 

@@ -21,10 +21,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import name_parameters
 from megatron.core.params.param_init import initialize_parameters
-from tests import fake_transformer_engine as fake
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.one_process import tiny_config
+from tests.support import fake_transformer_engine as fake
+from tests.support import tolerances
+from tests.support.one_process import tiny_config
+from tests.support.ranks import run_ranks
 
 TOKENS = torch.arange(16).view(2, 8) % 11
 POSITIONS = torch.arange(8).expand(2, 8)

@@ -20,7 +20,7 @@ from megatron.training.fault_tolerance.heartbeat import (
     process_state,
     read_heartbeats,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def test_a_reader_sees_section_and_iteration(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megatron.training.fault_tolerance.rendezvous import nodes_that_fit
 from megatron.training.fault_tolerance.restart_policy import History
 from megatron.training.fault_tolerance.supervisor import older_checkpoint, restart_flags
 from megatron.training.process.shared_memory import lock_folder
-from tests.unit.dist_checkpointing.tiny import publish_model
+from tests.support.tiny_checkpoint import publish_model
 from tools import launch
 
 _SCRIPT = __file__  # any file

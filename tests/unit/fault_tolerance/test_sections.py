@@ -25,8 +25,8 @@ from megatron.training.fault_tolerance.heartbeat import (
     read_heartbeats,
 )
 from megatron.training.step.run import CallbackList
-from tests.ranks import run_virtual_ranks
-from tests.unit.callbacks.helpers import fake_run, step_result
+from tests.support.callback_calls import fake_run, step_result
+from tests.support.ranks import run_virtual_ranks
 
 
 class FakeClient:

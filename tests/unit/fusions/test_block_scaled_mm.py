@@ -13,8 +13,8 @@ from megatron.core import device
 from megatron.core.diagnostics.log_once import warn_once
 from megatron.core.fusions import quantize
 from megatron.core.low_precision import E4M3, E5M2, Scaled
-from tests import tolerances
-from tests.host_gpu import gemm
+from tests.support import tolerances
+from tests.support.host_gpu import gemm
 from tests.unit.test_low_precision import draw
 
 ROW = (1, 128)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron.core.fusions import causal_attention as fusion
 from megatron.core.fusions.causal_attention import causal_attention
-from tests import tolerances
-from tests.unit.fusions import references
+from tests.support import kernel_references as references
+from tests.support import tolerances
 
 S, B, N, D = 11, 2, 4, 8
 

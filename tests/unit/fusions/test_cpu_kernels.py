@@ -20,8 +20,8 @@ from megatron.core.fusions.rms_norm import layer_norm, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.optimizer.clip_grads import sum_of_squares
 from megatron.core.transformer.moe.token_dispatcher import by_expert, combine
-from tests import tolerances
-from tests.unit.one_process import one_rank
+from tests.support import tolerances
+from tests.support.one_process import one_rank
 
 kernels: Any = cpu_kernels.compiled()
 pytestmark = pytest.mark.skipif(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron.core.fusions import linear_cross_entropy as fusion
 from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
-from tests import tolerances
-from tests.unit.fusions import references
-from tests.unit.one_process import one_rank
+from tests.support import kernel_references as references
+from tests.support import tolerances
+from tests.support.one_process import one_rank
 
 pytestmark = pytest.mark.usefixtures("each_form")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions.paged_attention import PagedBatch, PagedRule, paged_attention, store
-from tests import tolerances
+from tests.support import tolerances
 from tests.unit.fusions.conftest import kernels_off
 
 each_form = pytest.mark.usefixtures("each_form")

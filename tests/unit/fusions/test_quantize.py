@@ -8,7 +8,7 @@ import torch
 from megatron.core import device, low_precision
 from megatron.core.fusions import kernels, quantize
 from megatron.core.low_precision import E4M3
-from tests import tolerances
+from tests.support import tolerances
 
 A100 = (8, 0)
 L4 = (8, 9)

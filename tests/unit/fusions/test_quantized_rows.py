@@ -17,7 +17,7 @@ from megatron.core.fusions.paged_attention import (
     paged_attention,
     store_rows,
 )
-from tests import tolerances
+from tests.support import tolerances
 from tests.unit.fusions.conftest import kernels_off
 from tests.unit.fusions.test_paged_attention import Pages, Sizes, batch_of, drawn
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.core.fusions.rms_norm import layer_norm, rms_norm
-from tests import tolerances
-from tests.unit.fusions import references
+from tests.support import kernel_references as references
+from tests.support import tolerances
 
 pytestmark = pytest.mark.usefixtures("each_form")
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions.small_linear import GROUP, Weight, quantize_weight, small_linear
 from megatron.core.low_precision import Scaled
-from tests import tolerances
+from tests.support import tolerances
 from tests.unit.fusions.conftest import kernels_off
 
 FORMATS = ["float32", "bfloat16", "int8"]

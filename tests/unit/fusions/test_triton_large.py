@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from megatron.core.fusions import triton as ours
-from tests.unit.fusions.large_launches import large_launches
-from tests.unit.fusions.triton_addresses import overflows
-from tests.unit.fusions.triton_launches import (
+from tests.support.large_launches import large_launches
+from tests.support.triton_addresses import overflows
+from tests.support.triton_launches import (
     Launch,
     compiling_for,
     launches_of,

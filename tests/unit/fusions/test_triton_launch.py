@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.host_gpu.triton_driver import cuda_driver
-from tests.ranks import run_ranks
+from tests.support.host_gpu.triton_driver import cuda_driver
+from tests.support.ranks import run_ranks
 
 triton: Any = pytest.importorskip("triton")
 launching: Any = importlib.import_module("megatron.core.fusions.triton.launch")

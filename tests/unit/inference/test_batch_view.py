@@ -17,9 +17,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.mamba import MambaModel
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
-from tests import tolerances
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
 from tests.unit.models.test_t5_model import build_t5
-from tests.unit.one_process import one_process_groups, tiny_config
 
 LENGTH = 24
 VOCABULARY = 50

@@ -12,14 +12,14 @@ from megatron.core.inference.paged_engine.beam import BeamSearch
 from megatron.core.inference.paged_engine.request import BeamParams, Request, RequestError
 from megatron.core.inference.paged_engine.request_state import RequestState
 from megatron.core.inference.paged_engine.scheduler import EngineLimits
-from tests.unit.inference.engine_simulation import (
+from tests.support.engine_lanes import LIMITS, Lanes, make_request, random_request
+from tests.support.engine_simulation import (
     EOD,
     VOCABULARY,
     entry_of,
     log_probs_of,
     run_alone,
 )
-from tests.unit.inference.lanes import LIMITS, Lanes, make_request, random_request
 
 
 @dataclass

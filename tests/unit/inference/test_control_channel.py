@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.core.config.errors import LaunchError
 from megatron.core.inference.paged_engine.control import ControlChannel
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _timeout(rank: int, world_size: int) -> timedelta:

@@ -11,7 +11,7 @@ from megatron.core.inference.paged_engine import decode_graphs
 from megatron.core.inference.paged_engine.decode_graphs import DecodeGraphs, captured_sizes
 from megatron.core.inference.paged_engine.engine import EngineOptions
 from megatron.core.inference.refit import note_new_weights
-from tests.graph_stand_in import graphs_on_cpu
+from tests.support.graph_stand_in import graphs_on_cpu
 from tests.unit.inference.test_engine import MOE, Tokens, assert_equal, engine, requests
 
 MODELS: dict[str, dict[str, Any]] = {

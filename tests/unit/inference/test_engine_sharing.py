@@ -9,7 +9,7 @@ import pytest
 from megatron.core.inference.paged_engine.engine import EngineOptions
 from megatron.core.inference.paged_engine.request import Beam, BeamParams, Request
 from megatron.core.inference.sampling_params import SamplingParams
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.unit.inference.test_engine import Tokens, alone, assert_equal, engine, generated
 
 PROMPT = [(7 * i) % 60 + 2 for i in range(10)]

@@ -24,10 +24,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.transformer.batch_invariant import sigmoid
-from tests import tolerances
-from tests.support import selection
+from tests.support import selection, tolerances
+from tests.support.one_process import one_process_groups, tiny_config
 from tests.unit.inference.test_batch_view import MLA, ints, plans, token
-from tests.unit.one_process import one_process_groups, tiny_config
 
 LENGTH = 40
 VOCABULARY = 50

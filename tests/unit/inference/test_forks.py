@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.inference.paged_engine.request import Request, RequestError
-from tests.unit.inference.lanes import LIMITS, Lanes, make_request
+from tests.support.engine_lanes import LIMITS, Lanes, make_request
 
 
 def _fork(parent: Request, number: int) -> Request:

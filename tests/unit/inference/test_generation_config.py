@@ -10,7 +10,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.inference import generation
 from megatron.inference.generation import GenerationLayout, generation_config
 from megatron.training.checkpointing.paths import open_checkpoint
-from tests.reference_checkpoints import unpack
+from tests.support.reference_checkpoints import unpack
 
 
 @pytest.mark.feature("Text generation: from the checkpoints of Megatron-LM too")

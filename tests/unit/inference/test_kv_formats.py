@@ -13,8 +13,8 @@ from megatron.core.device import cpu_kernels
 from megatron.core.inference.paged_engine.engine import cache_dtype
 from megatron.core.inference.paged_engine.options import EngineOptions, KVFormat
 from megatron.core.inference.sampling_params import SamplingParams
-from tests.ranks import run_ranks
 from tests.support import selection
+from tests.support.ranks import run_ranks
 from tests.unit.inference import test_invariance as invariance
 from tests.unit.inference.test_batch_view import MLA
 from tests.unit.inference.test_engine import LAYOUTS, LENGTH, assert_equal, engine, generated

@@ -10,9 +10,9 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
 
 LENGTH = 16
 MLA = {

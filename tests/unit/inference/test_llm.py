@@ -13,7 +13,7 @@ from megatron.core.inference.paged_engine.request import RequestError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.inference.llm import LLM
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.unit.inference.test_engine import LENGTH, engine
 
 PARAMS = SamplingParams(temperature=0.0, num_tokens_to_generate=8, return_log_probs=True)

@@ -16,7 +16,7 @@ from megatron.core.inference.paged_engine.request_state import (
     Speculation,
 )
 from megatron.core.inference.sampling_params import SamplingParams
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.unit.inference.test_engine import LENGTH, engine
 
 BORDER = 20

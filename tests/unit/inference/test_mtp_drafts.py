@@ -22,9 +22,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
-from tests.ranks import run_ranks
 from tests.support import selection
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
 
 VOCABULARY = 64
 LENGTH = 48

@@ -27,10 +27,10 @@ from megatron.core.inference.paged_engine.runner import ModelRunner
 from megatron.core.inference.paged_engine.step_plan import StepPlan
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.scheduler import Scheduler
-from tests.ranks import run_ranks
+from tests.support import scripts_for_megatron as scripts
 from tests.support import selection
-from tests.unit.inference import scripts_for_megatron as scripts
-from tests.unit.inference.scripts_for_megatron import LENGTH, PROMPTS, Letters
+from tests.support.ranks import run_ranks
+from tests.support.scripts_for_megatron import LENGTH, PROMPTS, Letters
 
 GREEDY = SamplingParams(top_k=1, num_tokens_to_generate=6)
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}

@@ -27,10 +27,10 @@ from megatron.core.inference.text_generation_controllers.vlm_text_generation_con
 from megatron.core.models.huggingface.module import get_hf_model_type
 from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
-from tests.ranks import run_ranks
-from tests.unit.inference.scripts_for_megatron import Letters
+from tests.support.one_process import one_process_groups
+from tests.support.ranks import run_ranks
+from tests.support.scripts_for_megatron import Letters
 from tests.unit.models.test_llava_model import IMAGE, llava
-from tests.unit.one_process import one_process_groups
 
 LENGTH = 48
 PER_TILE = 4

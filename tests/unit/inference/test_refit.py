@@ -16,10 +16,10 @@ from megatron.core.inference.refit import Refit, share_parameters
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of
 from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
-from tests.ranks import run_ranks
 from tests.support import selection
+from tests.support.one_process import one_process_groups
+from tests.support.ranks import run_ranks
 from tests.unit.inference.test_engine import MOE, assert_equal, engine, requests
-from tests.unit.one_process import one_process_groups
 
 Layout = dict[str, int]
 PAIRS: dict[str, tuple[int, Layout, Layout, dict[str, Any]]] = {

@@ -23,7 +23,7 @@ from megatron.core.inference.paged_engine.step_plan import (
 from megatron.core.inference.sampling.choice import exponentials, row_keys
 from megatron.core.inference.sampling.sampler import Sampler, log_probs_of
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from tests.unit.one_process import one_rank
+from tests.support.one_process import one_rank
 
 CPU = torch.device("cpu")
 EOD = 0

@@ -16,7 +16,7 @@ from megatron.core.inference.paged_engine.request import (
     RequestStatus,
 )
 from megatron.core.inference.paged_engine.step_plan import NO_TOKEN, SAMPLE
-from tests.unit.inference.lanes import LIMITS, UNLIMITED, Lanes, make_request, random_work
+from tests.support.engine_lanes import LIMITS, UNLIMITED, Lanes, make_request, random_work
 
 
 @pytest.mark.parametrize("budget", [1, 7, 16, 64, UNLIMITED])

@@ -43,7 +43,7 @@ from megatron.inference.server.openai_api import LogProbTable
 from megatron.inference.server.openai_fields import ToolCallParser
 from megatron.inference.text import PlacedToken, TextRules
 from megatron.training.tokenizer import TokenizerSpec
-from tests.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 INFO = EngineInfo("m", {"tokenizer_type": "NullTokenizer"}, 100, 50, 0, modules=("a",))
 PARAMS = SamplingParams(

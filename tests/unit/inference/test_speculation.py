@@ -11,8 +11,8 @@ import pytest
 from megatron.core.inference.paged_engine.request import RequestError
 from megatron.core.inference.paged_engine.request_state import NgramLookup, Speculation
 from megatron.core.inference.paged_engine.step_plan import NO_TOKEN, SAMPLE, StepOutput
-from tests.unit.inference.engine_simulation import EOD, CountingMatcher
-from tests.unit.inference.lanes import LIMITS, Lanes, make_request, random_work
+from tests.support.engine_lanes import LIMITS, Lanes, make_request, random_work
+from tests.support.engine_simulation import EOD, CountingMatcher
 
 
 def test_a_draft_is_what_followed_the_same_tokens_last() -> None:

@@ -7,7 +7,7 @@ import pytest
 from megatron.core.inference.paged_engine.request import RequestOutput, TokenOutput
 from megatron.inference.text import Detokenizer, SampleText, StopFinder, TextRules
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
-from tests.tokenizer_files import SPM_MODEL, corpus_texts, write_bpe
+from tests.support.tokenizer_files import SPM_MODEL, corpus_texts, write_bpe
 
 TEXTS = (
     "Hello \U0001f600 world",

@@ -17,7 +17,7 @@ from megatron.core.inference.paged_engine.request import Request
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.batch_invariant import make_batch_invariant
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.unit.inference.test_batch_view import MLA
 from tests.unit.inference.test_engine import LENGTH, MOE, engine
 from tests.unit.models.test_bert_model import bert

@@ -19,8 +19,8 @@ from megatron.training.estimates.flops import (
 )
 from megatron.training.estimates.peak_flops import device_peak, known_peak
 from megatron.training.models.registry import build_model_stage, implementation_of
-from tests.unit.callbacks.helpers import run_config
-from tests.unit.one_process import one_process_groups
+from tests.support.callback_calls import run_config
+from tests.support.one_process import one_process_groups
 
 # Counter of Megatron-LM core_v0.14 after 5 steps of 8 samples: 2 layers, hidden 32, 4 heads,
 # sequence 64, padded vocabulary 512.

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.training.callbacks.console import FORMATS, training_line, validation_block
 from megatron.training.callbacks.records import EvalRecord
-from tests.log_parser import (
+from tests.support.log_parser import (
     TrainingLine,
     ValidationLine,
     parse_log,

@@ -17,8 +17,8 @@ from megatron.training.startup_log import (
     print_fused_operations,
     print_layout,
 )
-from tests.unit.arguments.commands import run_of
-from tests.unit.callbacks.helpers import run_config
+from tests.support.callback_calls import run_config
+from tests.support.command_lines import run_of
 
 
 def test_arguments_stand_in_alphabetical_order_with_dots_to_column_48(

@@ -22,8 +22,8 @@ from megatron.training.estimates.theoretical_memory import (
 )
 from megatron.training.models.gpt import build_gpt_model
 from megatron.training.theoretical_memory_usage import report_theoretical_memory
-from tests.unit.callbacks.helpers import run_config
-from tests.unit.one_process import one_process_groups
+from tests.support.callback_calls import run_config
+from tests.support.one_process import one_process_groups
 
 MODELS = {
     "gpt2": "",

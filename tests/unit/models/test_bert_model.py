@@ -15,9 +15,9 @@ from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from tests import tolerances
-from tests.unit.conversion.names import in_our_names
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.conversion_names import in_our_names
+from tests.support.one_process import one_process_groups, tiny_config
 
 LENGTH, VOCABULARY = 24, 96
 LENGTHS = (24, 17, 9)  # of the sequences of a batch; the rest is padding

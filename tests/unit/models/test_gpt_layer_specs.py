@@ -21,7 +21,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.utils import PaddedSize
-from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+from tests.support.one_process import one_process_groups, one_rank, tiny_config
 
 PATH = "a_users_module"
 

@@ -24,8 +24,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel import parallel_state
 from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from tests import tolerances
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
 
 LENGTH, VOCABULARY = 12, 64
 LLAMA: dict[str, Any] = {

@@ -18,10 +18,10 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
 )
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes, width_of
-from tests import tolerances
-from tests.distributed.sharded import assemble_gradients, gradients
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
+from tests.support.sharded import assemble_gradients, gradients
 
 ABSENT, MATRIX = {"no_op": True}, {"replace_with_linear": True}
 BLOCKS: list[dict[str, Any]] = [

@@ -20,8 +20,8 @@ from megatron.core.params.param_info import name_parameters
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_rank, tiny_config
+from tests.support.one_process import one_rank, tiny_config
+from tests.support.ranks import run_ranks
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 WIDTH = 24  # of the encoder

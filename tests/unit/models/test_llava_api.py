@@ -13,7 +13,7 @@ from megatron.core.models.multimodal.llava_spec import (
     decoder_model_with_local_default_spec,
     decoder_model_with_transformer_engine_default_spec,
 )
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support.one_process import one_process_groups, tiny_config
 
 
 @pytest.mark.parametrize(

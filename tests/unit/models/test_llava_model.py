@@ -18,11 +18,11 @@ from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
-from tests import tolerances
-from tests.ranks import run_ranks
+from tests.support import tolerances
+from tests.support.conversion_names import in_our_names
 from tests.support.encoders import encoder_from_hf
-from tests.unit.conversion.names import in_our_names
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
 
 IMAGE = DEFAULT_IMAGE_TOKEN_INDEX
 VOCABULARY = 64

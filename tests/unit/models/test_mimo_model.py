@@ -27,8 +27,8 @@ from megatron.core.optimizer.clip_grads import counts_here
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import info_of
 from megatron.core.transformer.spec_utils import ModuleSpec
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
 
 IMAGE = 64
 SOUND = 65  # outside of the vocabulary

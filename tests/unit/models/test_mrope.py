@@ -25,9 +25,9 @@ from megatron.training.conversion.convert import run_config
 from megatron.training.conversion.lazy import as_lazy
 from megatron.training.conversion.shape import args_of, shape_of
 from megatron.training.models.kind import language_arguments
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
 
 LENGTH = 16
 VOCABULARY = 64

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
-from tests import tolerances
+from tests.support import tolerances
 from tests.unit.models.test_gpt_model import LENGTH, VOCABULARY, build, tokens
 
 LENGTHS = (5, 3, 4)

@@ -22,11 +22,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.conversion.family import Config
 from megatron.training.conversion.vision import build_encoder
 from megatron.training.conversion.vision_language import QWEN2_VL, shape_of_config
-from tests import tolerances
-from tests.ranks import run_ranks
+from tests.support import tolerances
 from tests.support.encoders import encoder_from_hf, encoder_to_hf
+from tests.support.one_process import one_process_groups, one_rank, tiny_config
+from tests.support.ranks import run_ranks
 from tests.unit.models.test_mrope import IMAGE_TOKEN, ours, qwen
-from tests.unit.one_process import one_process_groups, one_rank, tiny_config
 
 GRIDS = [(1, 4, 6), (2, 2, 4)]  # an image, and a video of two pairs of frames
 SIDE = 4

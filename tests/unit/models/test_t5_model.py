@@ -16,9 +16,9 @@ from megatron.core.inference.paged_engine.runner import GenerationModel
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.T5 import T5Model
 from megatron.core.params.param_info import info_of
-from tests import tolerances
-from tests.unit.conversion.names import in_our_names
-from tests.unit.models.t5 import VOCABULARY, Shape, build_t5, build_transformers
+from tests.support import tolerances
+from tests.support.conversion_names import in_our_names
+from tests.support.t5_models import VOCABULARY, Shape, build_t5, build_transformers
 
 SHAPES = {"original": Shape(), "v1.1": Shape(is_v11=True)}
 

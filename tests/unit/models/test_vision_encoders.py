@@ -18,11 +18,11 @@ from megatron.training.conversion.vision import (
     Encoder,
     build_encoder,
 )
-from tests import tolerances
-from tests.ranks import run_ranks
+from tests.support import tolerances
 from tests.support.encoders import encoder_from_hf, encoder_to_hf
-from tests.transformers_release import need_tested_release
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support.one_process import one_process_groups, tiny_config
+from tests.support.ranks import run_ranks
+from tests.support.transformers_release import need_tested_release
 
 SIZES = {
     "hidden_size": 32,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.distributed.alone import alone as alone
+from tests.support.one_rank_training import alone as alone
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,7 @@ from megatron.core.fusions.cpu import ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from tests import tolerances
+from tests.support import tolerances
 
 pytestmark = pytest.mark.skipif(
     cpu_kernels.compiled() is None, reason="not installed: python setup.py build_ext --inplace"

@@ -18,8 +18,8 @@ from megatron.core.optimizer.reduced_precision_state import (
     StateStorage,
 )
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from tests import tolerances
-from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support import tolerances
+from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
 
 AWARE = {"use_precision_aware_optimizer": True}
 ALL_FORMATS = [

@@ -13,7 +13,7 @@ from megatron.core.optimizer.muon import COEFFICIENTS, coefficients_of, orthogon
 from megatron.core.optimizer.param_groups import is_matrix
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, set_info
-from tests import tolerances
+from tests.support import tolerances
 
 NUMBERS = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0}
 

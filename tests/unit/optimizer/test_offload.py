@@ -17,7 +17,7 @@ from megatron.core import device
 from megatron.core.optimizer.mixed_precision import batches, chosen
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from tests import tolerances
+from tests.support import tolerances
 from tests.unit.optimizer.test_optimizer import Run
 
 OFFLOAD = {"optimizer_cpu_offload": True, "clip_grad": 0.1}

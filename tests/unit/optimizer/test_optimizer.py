@@ -23,8 +23,8 @@ from megatron.core.optimizer.param_groups import no_weight_decay_on_embeddings
 from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, set_info
-from tests import tolerances
-from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
+from tests.support import tolerances
+from tests.support.one_rank_training import ModelConfig, TinyModel, mean_loss, token_batch
 
 NUMBERS = {"lr": 0.01, "weight_decay": 0.1, "adam_beta2": 0.95}
 

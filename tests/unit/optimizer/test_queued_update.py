@@ -18,7 +18,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun import state_machine
 from megatron.core.rerun.faults import RerunErrorInjector, RerunMode
 from megatron.core.rerun.state_machine import PassRejected, RerunStateMachine
-from tests import tolerances
+from tests.support import tolerances
 
 QUEUED, READ_FIRST = ["update", "read"], ["read", "update"]
 

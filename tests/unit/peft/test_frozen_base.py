@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.frozen_weight import (
     stored,
 )
 from megatron.core.tensor_parallel.layers import Linear
-from tests import tolerances
+from tests.support import tolerances
 from tests.unit.models.test_gpt_model import build, tokens
 
 # Largest relative rounding error, and bytes of a value, scales included.

@@ -14,9 +14,9 @@ from megatron.core.params.param_init import Init, initialize_parameters
 from megatron.core.peft import lora
 from megatron.core.peft.lora import LoraConfig, attach_adapters, check_targets, names_in, split_name
 from megatron.core.tensor_parallel.layers import Linear
-from tests import tolerances
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
 from tests.unit.models.test_gpt_model import build, tokens
-from tests.unit.one_process import one_process_groups, tiny_config
 
 _TARGETS = ("linear_qkv", "o_proj", "mlp.gate_proj", "down_proj", "embed_tokens", "lm_head")
 

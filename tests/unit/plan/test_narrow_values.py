@@ -10,7 +10,7 @@ from megatron.core.enums import AttnBackend
 from megatron.core.transformer import cudnn_attention
 from megatron.core.transformer.attention_backends import AttentionRequest, choose
 from megatron.training.planning.rank import cost_of_rank
-from tests.unit.arguments.commands import run_of
+from tests.support.command_lines import run_of
 
 TOKENS = 64
 ROWS = 2

@@ -14,7 +14,7 @@ from megatron.training.estimates.parameters import (
     projector_parameters,
 )
 from megatron.training.planning.run_plan import RunPlan, plan_lines, plan_run
-from tests.unit.arguments.commands import argv, run_of
+from tests.support.command_lines import argv, run_of
 from tools import plan as plan_tool
 from tools import report_theoretical_memory
 

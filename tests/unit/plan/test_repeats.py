@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.planning import repeats
 from megatron.training.planning.repeats import traced_spans
 from megatron.training.planning.run_plan import plan_run
-from tests.unit.arguments.commands import run_of
+from tests.support.command_lines import run_of
 
 EXPERTS = "--num-experts 4 --disable-bias-linear --swiglu --moe-ffn-hidden-size 96 "
 CASES = {

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.training.planning import rank
-from tests.graph_stand_in import waits
-from tests.unit.arguments.commands import run_of
+from tests.support.command_lines import run_of
+from tests.support.graph_stand_in import waits
 
 
 class _Crossings(TorchDispatchMode):

@@ -19,9 +19,9 @@ from megatron.post_training.distillation.losses import (
     kl_divergence,
     mse_loss,
 )
-from tests import tolerances
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_rank
+from tests.support import tolerances
+from tests.support.one_process import one_rank
+from tests.support.ranks import run_ranks
 
 SIZE = 37
 PADDED = 40

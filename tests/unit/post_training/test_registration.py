@@ -10,7 +10,7 @@ import pytest
 from megatron.core.config.errors import ConfigError
 from megatron.training.models import registry
 from tests.repo.source import ROOT
-from tests.unit.arguments.commands import run_of
+from tests.support.command_lines import run_of
 
 
 @pytest.mark.parametrize("program", ["pretrain_gpt", "pretrain_mamba", "pretrain_rl"])

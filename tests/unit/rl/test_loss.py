@@ -19,9 +19,9 @@ from megatron.post_training.rl.rounds import (
     trim_rows,
 )
 from megatron.training.config.run import RunConfig
-from tests.ranks import run_ranks
-from tests.unit.arguments.commands import run_of
-from tests.unit.one_process import one_process_groups, one_rank
+from tests.support.command_lines import run_of
+from tests.support.one_process import one_process_groups, one_rank
+from tests.support.ranks import run_ranks
 
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "golden/trl_grpo.json").read_text()

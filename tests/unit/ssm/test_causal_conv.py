@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.ssm.mamba_mixer import causal_conv
-from tests import tolerances
+from tests.support import tolerances
 
 _CLOSE = tolerances.of(torch.float64)
 

@@ -7,8 +7,8 @@ import pytest
 from megatron.core.config.errors import ConfigError
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_hybrid_layer_allocation import layer_pattern
-from tests.unit.arguments.commands import run_of
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support.command_lines import run_of
+from tests.support.one_process import one_process_groups, tiny_config
 
 
 def test_ratios_without_a_pattern() -> None:

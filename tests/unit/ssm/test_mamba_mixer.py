@@ -13,8 +13,8 @@ from megatron.core.params.param_init import initialize_parameters
 from megatron.core.ssm.mamba_hybrid_layer_allocation import mixer_shape
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.spec_utils import build_module
-from tests import tolerances
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.mamba2 import modeling_mamba2  # noqa: E402

@@ -17,8 +17,8 @@ from megatron.core.models.mamba import MambaModel
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.params.param_info import info_of
-from tests import tolerances
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
 
 VOCABULARY, LENGTH = 50, 24
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ssm.scan import chunked_scan
-from tests import tolerances
+from tests.support import tolerances
 
 _CLOSE = tolerances.of(torch.float64)
 

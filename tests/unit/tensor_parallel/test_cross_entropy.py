@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from megatron.core.config.errors import DataError
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from tests import tolerances
-from tests.unit.one_process import one_rank
+from tests.support import tolerances
+from tests.support.one_process import one_rank
 
 
 def loss_of(logits: torch.Tensor, target: torch.Tensor, **options: object) -> torch.Tensor:

@@ -20,8 +20,8 @@ from megatron.core.parallel.process_groups_config import (
 from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
-from tests import tolerances
-from tests.unit.one_process import one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_rank, tiny_config
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel import layers, linear, mappings, weight_gradient
 from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
-from tests.unit.one_process import tiny_config
+from tests.support.one_process import tiny_config
 
 TOKENS, INPUT, OUTPUT = 8, 6, 5  # of this rank's matrix
 NAMES = {

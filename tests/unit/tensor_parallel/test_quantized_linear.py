@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel.quantized_linear import (
 )
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.core.transformer.low_precision import recipe_of, stays_in_bf16
-from tests import tolerances
-from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, one_rank, tiny_config
 from tests.unit.test_low_precision import error_bound
 
 RECIPES: dict[str, dict[str, Any]] = {

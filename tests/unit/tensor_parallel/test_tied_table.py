@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.tensor_parallel.tied_embedding import look_up
-from tests import tolerances
+from tests.support import tolerances
 
 IDS = torch.tensor([[3, 0, 3, 9], [3, 1, 0, 3]])
 

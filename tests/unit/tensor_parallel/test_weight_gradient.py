@@ -29,8 +29,8 @@ from megatron.core.parallel.process_groups_config import (
 from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue, adds_to_main_grad
-from tests import tolerances
-from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, one_rank, tiny_config
 
 
 def small_gpt(*, tied: bool = False, **changes: Any) -> GPTModel:

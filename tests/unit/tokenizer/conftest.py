@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tokenizer_files import write_bpe
+from tests.support.tokenizer_files import write_bpe
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from megatron.training.tokenizer.chat import ChatTemplate, load_chat_template
 from megatron.training.tokenizer.multimodal_tokenizer import IGNORE_INDEX
 from megatron.training.tokenizer.sft_tokenizer import SFTTokenizer
 from megatron.training.tokenizer.tokenizer import create_tokenizer
-from tests import chat_templates as texts
+from tests.support import chat_templates as texts
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")

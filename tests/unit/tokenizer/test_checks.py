@@ -10,7 +10,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, fingerprint
 from megatron.training.tokenizer.base import _NullTokenizer
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint, sidecar_path
-from tests.tokenizer_files import SPM_MODEL, write_bpe
+from tests.support.tokenizer_files import SPM_MODEL, write_bpe
 
 
 class PadIsEod(_NullTokenizer):

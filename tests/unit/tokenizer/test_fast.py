@@ -13,7 +13,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer, fast
 from megatron.training.tokenizer.base import BpeRules, byte_of_character, surround
 from megatron.training.tokenizer.fast import GigatokenEncoder, TiktokenEncoder
-from tests.tokenizer_files import SPM_MODEL, corpus_texts
+from tests.support.tokenizer_files import SPM_MODEL, corpus_texts
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.config.errors import DataError
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, fingerprint
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint, sidecar_path
-from tests.tokenizer_files import SPM_MODEL
+from tests.support.tokenizer_files import SPM_MODEL
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s", "!", "a"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.fast import token_bytes
-from tests.tokenizer_files import SPM_MODEL, write_bpe
+from tests.support.tokenizer_files import SPM_MODEL, write_bpe
 
 TEXT = 'na\u00efve \u65e5\u672c \U0001f600 {"a": 1}\n'
 

@@ -26,7 +26,7 @@ from megatron.training.tokenizer.tokenizer import (
     _NullTokenizer,
     _vocab_size_with_padding,
 )
-from tests.tokenizer_files import DATA, SPM_MODEL, corpus_texts
+from tests.support.tokenizer_files import DATA, SPM_MODEL, corpus_texts
 
 TEXTS = ("Hello world, it's 12 o'clock.", "", " \n\n x", "caf\u00e9 \u4f60\u597d \U0001f600", "<s>")
 

@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.config.errors import CheckpointDamaged, CheckpointError, ConfigError
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.training.checkpointing.paths import open_checkpoint
-from tests.unit.dist_checkpointing.tiny import global_tensors, publish_model
+from tests.support.tiny_checkpoint import global_tensors, publish_model
 from tools.checkpoint.checkpoint_inspector import main
 
 

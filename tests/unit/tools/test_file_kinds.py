@@ -19,7 +19,7 @@ from megatron.core.config.errors import ConfigError, DataError, MissingDependenc
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.preprocess.documents import RecordFormat, read_documents
 from megatron.training.preprocess.inputs import find_inputs
-from tests.tokenizer_files import SPM_MODEL
+from tests.support.tokenizer_files import SPM_MODEL
 from tools import preprocess_data
 
 LINES = b'{"text": "hello"}\n' * 50

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tokenizer_files import CORPUS, SPM_MODEL
+from tests.support.tokenizer_files import CORPUS, SPM_MODEL
 
 ROOT = Path(__file__).parents[3]
 TOOLS = (

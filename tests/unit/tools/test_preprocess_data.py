@@ -20,7 +20,7 @@ from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
 from megatron.training.preprocess.inputs import Block, json_lines
 from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer, fast
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint
-from tests.tokenizer_files import CORPUS, DATA, SPM_MODEL, corpus_texts, write_bpe
+from tests.support.tokenizer_files import CORPUS, DATA, SPM_MODEL, corpus_texts, write_bpe
 from tools import preprocess_data
 
 TOKENIZER = ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(SPM_MODEL)]

@@ -7,7 +7,7 @@ import pytest
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
-from tests.tokenizer_files import SPM_MODEL
+from tests.support.tokenizer_files import SPM_MODEL
 from tools import preprocess_data_nmt
 
 TOKENIZER = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(SPM_MODEL)]

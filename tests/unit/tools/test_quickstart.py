@@ -16,7 +16,7 @@ import pytest
 from examples.quickstart import corpus, unigram
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from tests.functional.runs import ROOT, defaults_of
+from tests.support.runs import ROOT, defaults_of
 from tools import preprocess_data, text_generation_cli, train_tokenizer
 
 # Stands in for python: notes what it is asked to run, a line a command.

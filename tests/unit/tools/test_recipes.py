@@ -11,7 +11,7 @@ import pytest
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.arguments.parser import build_parser, parse_args
 from megatron.training.arguments.resolve import resolve
-from tests.functional.runs import defaults_of
+from tests.support.runs import defaults_of
 from tools.dev import recipe_file, recipe_results, run_recipe
 from tools.dev.recipe_scale import DATA_FLAGS, scale_down, smallest_world
 

@@ -14,7 +14,7 @@ from megatron.training.preprocess.encode import (
     split_by_punkt,
     split_by_rules,
 )
-from tests.tokenizer_files import corpus_texts
+from tests.support.tokenizer_files import corpus_texts
 
 
 @pytest.mark.parametrize(

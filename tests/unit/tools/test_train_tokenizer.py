@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
-from tests.tokenizer_files import CORPUS, corpus_texts
+from tests.support.tokenizer_files import CORPUS, corpus_texts
 from tools import train_tokenizer
 
 

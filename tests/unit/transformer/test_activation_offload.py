@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.transformer import activation_offload
 from megatron.core.transformer.activation_offload import _OffloadedStorage
 from tests.distributed.test_tensor_parallel_model import build, loss_and_gradients
-from tests.functional.runs import TINY, train_gpt
-from tests.ranks import run_ranks
-from tests.unit.one_process import one_process_groups
+from tests.support.one_process import one_process_groups
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, train_gpt
 
 OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
 LARGE = 1024  # bytes

@@ -14,8 +14,8 @@ import torch
 
 from megatron.core import device
 from megatron.training.callbacks.adaptive_recompute import PARTS, SavedBytes, Search, apply
-from tests.functional.runs import TINY, losses, run_gpt, train_gpt
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.runs import TINY, losses, run_gpt, train_gpt
 
 GAINS = {"layer": 1.0, "mlp": 4.0, "core_attn": 3.0, "layernorm": 2.0}  # bytes of a layer
 

@@ -31,8 +31,8 @@ from megatron.core.transformer.attention_masks import (
     window_of_layer,
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from tests import tolerances
-from tests.unit.one_process import tiny_config
+from tests.support import tolerances
+from tests.support.one_process import tiny_config
 
 S, B, N, D = 10, 2, 4, 8
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer.attention_backends import PLAIN, AttentionRequest, only_kernels
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from tests.unit.one_process import tiny_config
+from tests.support.one_process import tiny_config
 
 
 def test_torch_may_use_the_chosen_kernels_only_until_a_call_ends() -> None:

@@ -26,7 +26,7 @@ from megatron.core.transformer.context_parallel import (
     comm_type_of_layer,
     ring_attention,
 )
-from tests.unit.one_process import tiny_config
+from tests.support.one_process import tiny_config
 
 
 def test_a_rank_holds_an_early_and_a_late_chunk_of_each_sequence() -> None:

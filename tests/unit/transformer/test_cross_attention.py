@@ -19,8 +19,8 @@ from megatron.core.params.param_init import Init, initialize_parameters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from tests import tolerances
-from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, one_rank, tiny_config
 
 SLOTS = CrossAttentionSubmodules(
     linear_q=ColumnParallelLinear,

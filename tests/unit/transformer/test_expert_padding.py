@@ -14,7 +14,7 @@ from megatron.core.params.param_info import name_parameters
 from megatron.core.params.param_init import initialize_parameters
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support.one_process import one_process_groups, tiny_config
 
 EXPERTS = 4
 HIDDEN = 8

@@ -31,8 +31,8 @@ from megatron.core.transformer.moe.grouped_linear import grouped_linear as by_gr
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.training.startup_log import print_expert_waits
-from tests import tolerances
-from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, one_rank, tiny_config
 
 OUT, IN = 24, 16
 COUNTS = {"uneven": (3, 0, 7, 2), "first empty": (0, 5, 1, 1), "no rows": (0, 0, 0, 0)}

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.transformer.layer_layout import layer_range, layer_ranges, parse_layout
-from tests.unit.one_process import tiny_config
+from tests.support.one_process import tiny_config
 
 
 def stages(num_ranks: int, **changes: Any) -> list[list[int]]:

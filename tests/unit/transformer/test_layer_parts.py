@@ -31,8 +31,8 @@ from megatron.core.transformer.spec_utils import (
     import_module,
 )
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from tests import tolerances
-from tests.unit.one_process import one_rank, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_rank, tiny_config
 
 
 def filled(module: nn.Module) -> nn.Module:

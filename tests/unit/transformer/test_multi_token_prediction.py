@@ -18,8 +18,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.params.param_info import info_of
 from megatron.core.transformer.multi_token_prediction import tokens_ahead
-from tests import tolerances
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.support import tolerances
+from tests.support.one_process import one_process_groups, tiny_config
 
 LENGTH, VOCABULARY, DEPTHS, FACTOR = 7, 11, 2, 0.3
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from tests.unit.one_process import tiny_config
+from tests.support.one_process import tiny_config
 from tests.unit.transformer.test_attention_core import inputs, packed
 
 

@@ -15,8 +15,8 @@ from megatron.core.transformer.rope import (
     base_frequencies,
     llama3_frequencies,
 )
-from tests import tolerances
-from tests.unit.fusions import references
+from tests.support import kernel_references as references
+from tests.support import tolerances
 
 
 def rotate_by_hand(x: Tensor, width: int, interleaved: bool) -> Tensor:

@@ -2,8 +2,8 @@
 
 Triton examines every argument of every launch, which takes 10 to 20 microseconds: the eight
 launches of a Llama layer took a third of the host's time.  `launch` keeps the compiled kernel for
-arguments that it has seen, as tests.host_gpu.host_time shows.  Triton does not document the launch
-of a compiled kernel: where it fails, Triton launches the kernel as usual.
+arguments that it has seen, as tests.support.host_gpu.host_time shows.  Triton does not document the
+launch of a compiled kernel: where it fails, Triton launches the kernel as usual.
 """
 
 from __future__ import annotations

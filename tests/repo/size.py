@@ -1,0 +1,174 @@
+"""Size of the project's code: tokens of each package, and files that are too small to be a concept.
+
+A token is one of Python's, without comments, docstrings and imports: it measures how much there is
+to understand, whatever the line breaks are.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import tokenize
+from collections.abc import Iterable
+
+from tests.repo.source import ROOT, Source, project
+
+# Package of megatron -> tokens that it may have.  A feature that needs more raises its number, with
+# a reason in the commit; a removal lowers it.
+BUDGETS: dict[str, int] = {
+    ".": 50,
+    "core": 12700,
+    "core/config": 1450,
+    "core/datasets": 39400,
+    "core/device": 5150,
+    "core/diagnostics": 4050,
+    "core/dist_checkpointing": 48250,
+    "core/distributed": 11350,
+    "core/extensions": 4500,
+    "core/fusions": 46800,
+    "core/inference": 47950,
+    "core/models": 22050,
+    "core/optimizer": 15950,
+    "core/parallel": 7750,
+    "core/params": 3250,
+    "core/peft": 3050,
+    "core/pipeline_parallel": 9650,
+    "core/rerun": 5700,
+    "core/ssm": 5550,
+    "core/tensor_parallel": 15800,
+    "core/transformer": 51050,
+    "core/virtual_ranks": 4400,
+    "inference": 8650,
+    "inference/server": 22600,
+    "legacy": 0,
+    "legacy/model": 0,
+    "post_training": 2500,
+    "post_training/distillation": 8400,
+    "post_training/preference": 3200,
+    "post_training/pruning": 4150,
+    "post_training/rl": 7800,
+    "post_training/sft": 3850,
+    "training": 6300,
+    "training/arguments": 25200,
+    "training/callbacks": 12650,
+    "training/checkpointing": 12600,
+    "training/compat": 3150,
+    "training/config": 8750,
+    "training/conversion": 38500,
+    "training/data": 4850,
+    "training/datasets": 0,
+    "training/estimates": 5950,
+    "training/fault_tolerance": 21050,
+    "training/models": 9500,
+    "training/planning": 13150,
+    "training/preprocess": 10050,
+    "training/process": 4350,
+    "training/runtime": 3950,
+    "training/step": 5550,
+    "training/tokenizer": 16150,
+}
+
+# A file is a concept.  One below this many lines is read together with another one: merge them.
+MIN_FILE_LINES = 60
+# Smaller files that neither Megatron-LM's import paths nor `__init__.py` explain, and the reason.
+_OF_MEGATRON = "an import path of Megatron-LM without a name of its own"
+_IN_ALL = "imported by several packages, none of which may import another"
+SMALL_FILES: dict[str, str] = {
+    "megatron/core/config/value_types.py": _IN_ALL,
+    "megatron/core/device/async_host_copy.py": "tests recognize waits of the host by this file",
+    "megatron/core/diagnostics/log_once.py": _IN_ALL,
+    "megatron/core/distributed/sharding.py": _IN_ALL,
+    "megatron/core/fusions/adam_step.py": "kernels of CPU and GPU share it without importing both",
+    "megatron/core/fusions/attention_merge.py": "a kernel: the file holds its plain reference",
+    "megatron/core/inference/common_inference_params.py": _OF_MEGATRON,
+    "megatron/core/inference/contexts/inference_params.py": _OF_MEGATRON,
+    "megatron/core/inference/engines/mcore_engine.py": _OF_MEGATRON,
+    "megatron/core/inference/text_generation_controllers/"
+    "simple_text_generation_controller.py": _OF_MEGATRON,
+    "megatron/core/inference_params.py": _OF_MEGATRON,
+    "megatron/core/models/mamba/mamba_layer_specs.py": _OF_MEGATRON,
+    "megatron/core/process_memory.py": "imports no torch: programs that prepare data read it",
+    "megatron/core/rank_local.py": _IN_ALL,
+    "megatron/core/registry.py": _IN_ALL,
+    "megatron/training/activations.py": _OF_MEGATRON,
+    "megatron/training/arguments/sections.py": _IN_ALL,
+    "megatron/training/arguments/tokenizer_flags.py": "imports no torch: programs read it first",
+    "megatron/training/callbacks/fault_tolerance.py": "a callback of its own",
+    "megatron/training/config/preference.py": "a section of the configuration",
+    "megatron/training/process/early_sigterm.py": "imported before everything else",
+    "megatron/training/process/phase.py": _IN_ALL,
+}
+
+_MODULES_OF_MEGATRON = "tests/golden/modules.json"
+_NOT_COUNTED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def count_tokens(source: Source) -> int:
+    """Return the number of tokens of a file without comments, docstrings and imports."""
+    skipped: set[int] = set()
+    for node in source.nodes:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node) is not None:
+                skipped.update(_lines(node.body[0]))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            skipped.update(_lines(node))
+    found = tokenize.generate_tokens(io.StringIO(source.text).readline)
+    return sum(t.type not in _NOT_COUNTED and t.start[0] not in skipped for t in found)
+
+
+def _lines(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def package_of(source: Source) -> str:
+    """Return ``core/transformer`` for a file below that folder, else the folder of the file."""
+    return "/".join(source.path.split("/")[1:-1][:2]) or "."
+
+
+def tokens_of_packages(sources: Iterable[Source]) -> dict[str, int]:
+    """Return the tokens of each package of megatron."""
+    totals: dict[str, int] = {}
+    for source in sources:
+        if source.is_under("megatron"):
+            package = package_of(source)
+            totals[package] = totals.get(package, 0) + count_tokens(source)
+    return totals
+
+
+def packages_over_budget(sources: Iterable[Source]) -> list[str]:
+    """Return a message for each package of megatron that has more tokens than its budget."""
+    return [
+        f"megatron/{package}: {tokens} tokens, budget {BUDGETS.get(package, 0)}: remove code, or "
+        "raise the budget in tests/repo/size.py and say why"
+        for package, tokens in sorted(tokens_of_packages(sources).items())
+        if tokens > BUDGETS.get(package, 0)
+    ]
+
+
+def small_files_without_reason(sources: Iterable[Source]) -> list[str]:
+    """Return a message for each small file of megatron that nothing explains."""
+    modules = set(json.loads((ROOT / _MODULES_OF_MEGATRON).read_text()))
+    return [
+        f"{source.path}: {lines} lines, at least {MIN_FILE_LINES}: merge it with its users, or "
+        "give the reason in tests/repo/size.py"
+        for source in sources
+        if source.is_under("megatron")
+        and not source.path.endswith("__init__.py")
+        and source.module not in modules
+        and source.path not in SMALL_FILES
+        and (lines := source.text.count("\n")) < MIN_FILE_LINES
+    ]
+
+
+if __name__ == "__main__":
+    for name, number in sorted(tokens_of_packages(project()).items()):
+        print(f'    "{name}": {number},')
+    print("\n".join(small_files_without_reason(project())))

@@ -1,0 +1,45 @@
+"""Take the place of a Python interpreter: ask the server for the program, and end as it ends.
+
+`tests.support.forked` writes this file, as an executable, beside the server's socket.  It forwards
+signals, and the server kills the program when this process is killed.  It imports little: each
+program of a test starts it.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SERVER_ENDED = 70  # EX_SOFTWARE
+
+
+def main() -> None:
+    if not sys.argv[1].endswith(".py") and sys.argv[1] not in ("-m", "-u"):
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "socket"))
+    command = {"argv": sys.argv[1:], "cwd": os.getcwd(), "environ": dict(os.environ)}
+    content = json.dumps(command).encode()
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # no signal inside the command
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: forward(connection, number))
+    socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
+    connection.sendall(content)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    status = int(connection.recv(64) or SERVER_ENDED)
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def forward(connection: socket.socket, number: int) -> None:
+    try:
+        connection.sendall(bytes([number]))
+    except OSError:
+        return  # the program has ended
+
+
+main()

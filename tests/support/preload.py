@@ -1,0 +1,43 @@
+"""What the fork server of `tests.support.ranks` imports before it forks the first rank.
+
+Nothing here may run a torch operation: its thread pools do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+from tests.support import host_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def preload_package(name: str) -> None:
+    """Import every module of package ``name`` that can be imported.
+
+    A module that cannot is passed over: the test that needs it reports the error better.
+    """
+    with contextlib.suppress(Exception):
+        package = importlib.import_module(name)
+        for info in pkgutil.iter_modules(package.__path__, f"{name}."):
+            if info.ispkg:
+                preload_package(info.name)
+            else:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(info.name)
+
+
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+host_gpu.load()
+for module in ("numpy", "pytest", "torch", "torch.distributed"):
+    importlib.import_module(module)
+for module in ("tests.support.ranks", "tests.support.tolerances"):
+    importlib.import_module(module)
+preload_package("megatron")
+gc.freeze()  # ranks share these pages with the server until they write to them
