@@ -8,9 +8,9 @@ import pytest
 
 from tests.support import selection
 from tests.support.layouts import must_agree
-from tools.dev.layout_axes import Case, case_of
+from tools.dev.lib.layout_axes import Case, case_of
 
-# Features of tools/dev/layout_axes.py, and flags of BERT.
+# Features of tools/dev/lib/layout_axes.py, and flags of BERT.
 CASES = {
     "sequence-parallel": ("tp sp untied", ""),
     "virtual-stages": ("tp sp pp interleaved tied", ""),

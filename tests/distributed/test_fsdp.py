@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import selection
 from tests.support.layouts import must_agree
-from tools.dev.layout_axes import Case, Sizes, case_of
+from tools.dev.lib.layout_axes import Case, Sizes, case_of
 
 SHARD = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 INSTANCES = "--num-distributed-optimizer-instances 2"

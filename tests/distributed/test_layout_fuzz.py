@@ -11,7 +11,7 @@ from tests.support import tolerances
 from tests.support.draws import QUICK, draw
 from tests.support.layouts import Trace, badly_rounded, compare, must_agree
 from tools.dev import matrix
-from tools.dev.layout_axes import Sizes, case_of
+from tools.dev.lib.layout_axes import Sizes, case_of
 
 # What the fuzzer, or somebody's fuzzer of such systems, has found wrong once.
 FOUND = {

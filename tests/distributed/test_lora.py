@@ -11,7 +11,7 @@ from megatron.core.params.param_init import Init
 from megatron.core.peft import lora
 from tests.support import layouts
 from tests.support.layouts import Trace, must_agree
-from tools.dev.layout_axes import Case, Sizes, case_of
+from tools.dev.lib.layout_axes import Case, Sizes, case_of
 
 _EVERYWHERE = "--lora-target-modules all-linear word_embeddings output_layer"
 CASES = {

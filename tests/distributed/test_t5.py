@@ -24,7 +24,7 @@ from tests.support import tolerances
 from tests.support.layouts import must_agree
 from tests.support.ranks import run_ranks
 from tests.support.t5_models import VOCABULARY, Shape, build_t5
-from tools.dev.layout_axes import Case, Sizes, case_of
+from tools.dev.lib.layout_axes import Case, Sizes, case_of
 
 SOURCES, TARGETS, STEPS, MICRO_BATCHES = 12, 8, 2, 4
 

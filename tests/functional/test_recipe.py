@@ -11,7 +11,7 @@ from megatron.training.models.registry import model_kind
 from tests.support import forked
 from tests.support.runs import losses, run_gpt
 from tools.dev import run_recipe
-from tools.dev.recipe_scale import scale_down
+from tools.dev.lib.recipe_scale import scale_down
 
 RECIPES = Path(__file__).parents[1] / "golden/recipes"
 

@@ -33,7 +33,8 @@ def stand_in(folder: Path, name: str, text: str) -> None:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    return {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **more}
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHON": "python", **more}
 
 
 def words_of(tmp_path: Path, **more: str) -> list[str]:

@@ -26,7 +26,7 @@ from tests.support.layouts import (
     dtype_of,
     rounds_gradients_elsewhere,
 )
-from tools.dev.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
+from tools.dev.lib.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
 from tools.dev.matrix import MAX_RANKS, refusals
 
 DEGREES = {

@@ -28,7 +28,7 @@ from tests.support import tolerances
 from tests.support.graph_stand_in import graphs_on_cpu
 from tests.support.ranks import run_ranks
 from tests.support.runs import train_gpt
-from tools.dev.layout_axes import FEATURES, Case
+from tools.dev.lib.layout_axes import FEATURES, Case
 
 NUM_STEPS = 3
 TIMEOUT_S = 240  # for a machine with much else to do

@@ -37,7 +37,7 @@ from tests.support.draws import without_stand_ins
 from tests.support.layouts import TIMEOUT_S, Parts, allowed, assembled, dtype_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import train_gpt
-from tools.dev.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
+from tools.dev.lib.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
 from tools.dev.matrix import refusals
 
 SAVED_AT, BATCH = 2, 12

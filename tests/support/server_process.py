@@ -91,7 +91,7 @@ def fake_server(folder: Path, *words: str, tokenizer: Path | None = None) -> Ite
         tokenizer = write_bpe(folder, VOCAB_SIZE)
     command = [
         sys.executable,
-        str(ROOT / "tests" / "fake_engine.py"),
+        str(ROOT / "tests" / "support" / "fake_engine.py"),
         *("--port", "0", "--tokenizer", str(tokenizer)),
         *("--vocab-size", str(VOCAB_SIZE), "--eod", str(EOD), *words),
     ]

@@ -42,7 +42,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.dev.gpu_lease_losses import (
+from tools.dev.lib.gpu_lease_losses import (
     FLAG_SETS,
     GPT,
     STEPS,
@@ -55,7 +55,7 @@ from tools.dev.gpu_lease_losses import (
     losses_in,
     store,
 )
-from tools.dev.timed_commands import Command, Row, run_stage, table_of
+from tools.dev.lib.timed_commands import Command, Row, run_stage, table_of
 
 _STAGE_S = {"smoke": 300.0, "losses": 300.0, "speed": 545.0, "profile": 300.0, "rest": 300.0}
 _STAGE_S |= {"sanitize": 400.0, "pair": 300.0}

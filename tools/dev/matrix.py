@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from megatron.core.config.errors import ConfigError  # noqa: E402
 from megatron.training.arguments.parser import parse_args  # noqa: E402
 from megatron.training.arguments.resolve import resolve  # noqa: E402
-from tools.dev.layout_axes import FEATURES, Case, case_of, with_needs  # noqa: E402
+from tools.dev.lib.layout_axes import FEATURES, Case, case_of, with_needs  # noqa: E402
 
 TARGET = ROOT / "docs/matrix.md"
 COVERING = ROOT / "tests/distributed/covering.txt"

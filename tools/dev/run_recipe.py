@@ -30,9 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from tools.dev.recipe_file import Recipe, load
-from tools.dev.recipe_results import compare_with_golden, read_metrics, report
-from tools.dev.recipe_scale import scale_down, smallest_world
+from tools.dev.lib.recipe_file import Recipe, load
+from tools.dev.lib.recipe_results import compare_with_golden, read_metrics, report
+from tools.dev.lib.recipe_scale import scale_down, smallest_world
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACKER = "latest_checkpointed_iteration.txt"

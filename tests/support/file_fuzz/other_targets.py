@@ -26,7 +26,7 @@ from megatron.training.tokenizer.fingerprint import read_fingerprint, sidecar_pa
 from tests.support.file_fuzz.mutations import INTEGERS, change_bytes, change_json, replace_file
 from tests.support.file_fuzz.targets import Change, Content, Target
 from tests.support.tokenizer_files import DATA, SPM_MODEL, write_bpe
-from tools.dev.recipe_file import load as load_recipe
+from tools.dev.lib.recipe_file import load as load_recipe
 from tools.dev.run_recipe import words_of
 from tools.verify_data import main as verify_data
 

@@ -121,6 +121,7 @@ def test_the_wrapper_gets_the_flags_and_calls_the_function_again(
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    monkeypatch.setattr(inprocess_restart, "_WRITING_S", 0)  # other tests leave such threads
     attempts = []
 
     def train(*, inprocess_call_wrapper: Any, store: object) -> None:

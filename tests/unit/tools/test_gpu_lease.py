@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.dev import gpu_lease
-from tools.dev.timed_commands import Command, run_stage, table_of
+from tools.dev.lib.timed_commands import Command, run_stage, table_of
 
 PRINT = [sys.executable, "-c", "print('lm loss: 6.5 |'); print('lm loss: 6.25 |')"]
 HANG = [sys.executable, "-c", "import time; print('started', flush=True); time.sleep(600)"]

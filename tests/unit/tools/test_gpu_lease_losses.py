@@ -1,4 +1,4 @@
-"""tools/dev/gpu_lease_losses.py: a run on a GPU is compared with one on a CPU, gradients too."""
+"""tools/dev/lib/gpu_lease_losses.py: a run on a GPU is compared with one on a CPU, with gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.dev import gpu_lease_losses
-from tools.dev.gpu_lease_losses import BF16, FLAG_SETS, FP32, REFERENCE, STEPS, Training, compare
-from tools.dev.gradient_sketches import gaps, sketch
+from tools.dev.lib import gpu_lease_losses
+from tools.dev.lib.gpu_lease_losses import (
+    BF16,
+    FLAG_SETS,
+    FP32,
+    REFERENCE,
+    STEPS,
+    Training,
+    compare,
+)
+from tools.dev.lib.gradient_sketches import gaps, sketch
 
 HEADS = 4
 

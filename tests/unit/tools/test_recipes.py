@@ -12,8 +12,9 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.arguments.parser import build_parser, parse_args
 from megatron.training.arguments.resolve import resolve
 from tests.support.runs import defaults_of
-from tools.dev import recipe_file, recipe_results, run_recipe
-from tools.dev.recipe_scale import DATA_FLAGS, scale_down, smallest_world
+from tools.dev import run_recipe
+from tools.dev.lib import recipe_file, recipe_results
+from tools.dev.lib.recipe_scale import DATA_FLAGS, scale_down, smallest_world
 
 RECIPES = sorted((Path(__file__).parents[2] / "golden/recipes").glob("*.yaml"))
 RESUME = next(path for path in RECIPES if path.name == "gpt_resume.yaml")

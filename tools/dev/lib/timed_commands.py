@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 _ABORT_S = 2.0  # for the stacks of threads
 _OUTPUT_LINES = 400  # of a failed command, in the log
 _FAILURES = (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)

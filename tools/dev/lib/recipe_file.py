@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.text_files import parse_yaml, read_text
-from tools.dev.recipe_results import DEFAULT_METRICS, golden_beside
+from tools.dev.lib.recipe_results import DEFAULT_METRICS, golden_beside
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TEST_TYPES = ("regular", "ckpt-resume", "frozen-start", "frozen-resume", "release")
 SCRIPT_VARIABLE = "TRAINING_SCRIPT_PATH"
 

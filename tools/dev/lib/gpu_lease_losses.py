@@ -1,7 +1,7 @@
 """Flag sets whose training on a GPU tools/dev/gpu_lease.py compares with that on a CPU.
 
 benchmarks/gpu_lease_losses.json holds, for each flag set, three losses and sketches of the first
-gradients of every parameter (tools/dev/gradient_sketches.py), computed on a CPU.
+gradients of every parameter (tools/dev/lib/gradient_sketches.py), computed on a CPU.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from tools.dev.gradient_sketches import Sketches, gaps, sketches_of
-from tools.dev.timed_commands import ROOT
+from tools.dev.lib.gradient_sketches import Sketches, gaps, sketches_of
+from tools.dev.lib.timed_commands import ROOT
 
 REFERENCE = ROOT / "benchmarks" / "gpu_lease_losses.json"
 STEPS = 3
