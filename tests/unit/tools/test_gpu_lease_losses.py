@@ -1,4 +1,4 @@
-"""tools/dev/lib/gpu_lease_losses.py: a run on a GPU is compared with one on a CPU, with gradients."""
+"""tools/dev/lib/gpu_lease_losses.py: compare a run on a GPU with one on a CPU."""
 
 from __future__ import annotations
 
