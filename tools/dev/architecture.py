@@ -28,26 +28,33 @@ How a run goes through the code. `tools/dev/architecture.py` writes this page fr
   command line and no global state except what Megatron-LM's own API needs.
 - `megatron/training` is the application: from a command line to a trained model.
 - `megatron/post_training` is above it: fine-tuning, distillation, pruning, reinforcement learning.
-  It registers its objectives with `megatron/training`, which imports nothing of it.
+  It registers its objectives with `training/models/registry.py`; training imports nothing of it.
+- `megatron/inference` loads a checkpoint, generates, and serves: `server` is the HTTP front end;
+  `megatron/core/inference` is the engine. `tools/lib/front_end_process.py` starts both.
 - `pretrain_*.py` are the entry scripts: the model, the batch and the loss of one kind of model.
 
 The concepts come first, then the layers, then the calls.
 
 ## Ranks and groups
 
-Every process is a rank and runs the same program. The layout places each rank on the axes of a
-grid: tensor (`tp`), context (`cp`), expert (`ep`), data (`dp`) and pipeline (`pp`) parallelism.
-`RankGrid` computes with integers which ranks share an axis; `create_process_groups` creates a
-group for each axis once, and `ProcessGroupCollection` holds them. A layer gets the group that it
-needs as an argument; only Megatron-LM's own API reads the groups of `parallel_state`. Ranks may
-also be threads of one process (`--virtual-ranks`), which communicate through memory.
+Every process is a rank and runs the same program. The layout is the set of parallel sizes. Two
+grids lie over the same ranks: dense layers divide them by tensor (`tp`), context (`cp`), data
+(`dp`) and pipeline (`pp`) parallelism, expert layers by expert-tensor, expert (`ep`), expert-data
+and pipeline parallelism. `RankGrid` computes with integers which ranks share an axis;
+`create_process_groups` creates each group once, and `ProcessGroupCollection` holds them: `dp_cp`
+is the group over two axes, `expt_` marks the grid of expert layers. A pipeline rank holds one or
+more model chunks; each chunk is a stage of the pipeline. A layer gets the group that it needs as
+an argument; only Megatron-LM's own API reads the groups of `parallel_state`. Ranks may also be
+threads of one process (`--virtual-ranks`), which communicate through memory.
 
 ## A flag
 
-A field of a configuration with `option()` is a flag: the parser, the help text and Megatron-LM's
+A field of a configuration with `option()` is a flag (sections of the configuration use aliases
+such as `_distributed = partial(option, group=...)`): the parser, the help text and Megatron-LM's
 attribute names come from it. `resolve` turns the parsed values into a frozen `RunConfig`: it
-derives values that were not given, and evaluates every rule of `arguments/rules`, a message with
-its condition. All messages are reported together, before a process group exists.
+derives values that were not given and evaluates all rules of `arguments/rules`. A rule is a
+condition and its message. Errors of parsing end the program first; all conflicts that rules find
+are then reported together. Only what needs the device is checked later, in `connect`.
 
 ## A run
 
@@ -65,29 +72,38 @@ loads its checkpoint (`set_up`), trains (`train`) and evaluates.
 
 ## A step
 
-`train_step` is five calls. `next_batch` gives the sizes of the global batch. `forward_backward`
-runs the pipeline schedule over its micro-batches; gradients add up in the buffers of the
-data-parallel wrapper. `reduce_gradients` reduces them over data-parallel ranks, tied embeddings
-and experts. `update_parameters` lets the optimizer compute the norm, clip and update; nothing
-changes if a rank rejects the gradients. `complete_result` reduces the losses for the log. With
-`--rerun-mode`, `run_step` repeats a step whose result is not what it should be. Everything else,
-from the log line to the checkpoint, is a callback.
+`train_step` has five stages. `next_batch` gives the sizes of the global batch; the forward step
+reads the data later (second walk). `forward_backward` runs the pipeline schedule over its
+micro-batches; gradients add up in the buffers of the data-parallel wrapper. `reduce_gradients`
+completes their reduction over data-parallel ranks (begun in the backward pass with overlap), sums
+over tensor-parallel ranks and tied embeddings, divides by the tokens, and updates router biases
+and the histories of fp8 scales. `update_parameters` lets the optimizer compute the norm, clip and
+update; if the norm is not finite, parameters and learning rate stay, and the step still counts.
+`complete_result` reduces the losses for the log. `train` calls each step through `run_step`,
+which with `--rerun-mode` restores a snapshot and repeats a step whose result is rejected.
+Everything else, from the log line to the checkpoint, is a callback.
 
 ## A save
 
-Each rank lists the tensors that it holds as records: name, global shape, offset and values.
-Replicas are divided among the ranks, each writes its files into a folder with a temporary name,
-and rank 0 completes the folder with a manifest, renames it and replaces the tracker file, in this
-order: a process that is killed at any moment leaves the checkpoint before it complete. A load
-asks for records by name and fills them from the files of any layout.
+A callback saves after a step (`CheckpointCallback`). Each rank lists the tensors that it holds as
+records (`ShardedTensor`): name, global shape, and pieces with offset and values. Of values that
+several ranks hold, one rank writes each. Random states are saved per rank; counters, scheduler
+and arguments once. Rank 0 creates a folder with a temporary name, every rank writes its files
+into it, and rank 0 completes it with a manifest, renames it and replaces the tracker file, in
+this order: a kill at any moment leaves a complete checkpoint to load (table in `commit.py`). With
+`--async-save` the files are written in the background. A load asks for records by name and fills
+them from the files of any layout.
 
 ## A request
 
-The front end of the server parses HTTP, checks fields, renders templates and tokenizes in limited
-processes, and sends the request to the engine, which is another process. On rank 0 the scheduler
+The front end of the server, a process without torch, parses HTTP and checks fields; templates,
+images and long texts run in helper processes with limits (`workers.py`). It sends the request to
+the engine, another process: they exchange JSON lines over a socket (`engine_link.py`). Rank 0 of
+the engine holds a scheduler for each replica (copy of the model) and pipeline lane. The scheduler
 plans a step: which tokens of which requests the model sees, and in which pages of the cache their
-keys and values lie. The plan is broadcast, all ranks execute it, the last stage samples, and the
-scheduler records the new tokens. The front end turns them into text.
+keys and values lie. Rank 0 sends the plan to the ranks of that replica, which execute it
+(`Engine.follow`); the rank that samples returns the tokens, and the scheduler records them. The
+front end turns them into text.
 
 ## Layers
 
@@ -183,6 +199,7 @@ ARGV_TO_STEP = _in(
     _in(
         f"{_TRAINING}/step/train_step.py",
         "train",
+        _in(f"{_TRAINING}/step/rerun.py", "run_step"),
         _in(
             f"{_TRAINING}/step/train_step.py",
             "train_step",
@@ -355,11 +372,16 @@ ENGINE_TO_TOKENS = _in(
         _in(f"{_ENGINE}/scheduler.py", "RequestScheduler.record"),
     ),
 )
+AFTER_STEP = _in(
+    f"{_TRAINING}/callbacks/periodic.py",
+    "CheckpointCallback.on_step_end",
+    PARAMETER_TO_CHECKPOINT,
+)
 WALKS: Mapping[str, Sequence[Stop]] = {
     "From the command line to a step": [ARGV_TO_STEP],
     "From tokens to the loss": [TOKENS_TO_LOSS],
     "From a parameter to a checkpoint and back": [
-        PARAMETER_TO_CHECKPOINT,
+        AFTER_STEP,
         CHECKPOINT_TO_PARAMETER,
     ],
     "From a request to its tokens": [READ_REQUEST, REQUEST_TO_ENGINE, ENGINE_TO_TOKENS],

@@ -46,6 +46,7 @@ class CheckpointCallback(Callback):
     """Save checkpoints.  Collective over all ranks, which all take the same decision."""
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
+        """Publish finished background saves, and save if the step is due."""
         poll(run)
         config, iteration = run.config.checkpoint, run.state.iteration
         before = run.state.consumed_train_samples - result.batch_size
