@@ -148,7 +148,7 @@ def test_a_generation_script_gives_our_answers(
     tmp_path: Path, checkpoints: dict[str, str], wanted: dict[str, list[Any]], case: str
 ) -> None:
     script, model, *_ = CASES[case]
-    found = answers_of(ROOT / "tests/functional" / script, tmp_path, checkpoints, case)
+    found = answers_of(ROOT / "tests/support" / script, tmp_path, checkpoints, case)
     assert_answers(found, wanted[model], case)
 
 
@@ -166,7 +166,7 @@ def test_the_examples_take_the_command_lines_of_megatron(
 def test_the_checkpoint_does_not_change_a_flag_of_the_script(
     tmp_path: Path, checkpoints: dict[str, str], wanted: dict[str, list[Any]]
 ) -> None:
-    script = ROOT / "tests/functional" / STATIC
+    script = ROOT / "tests/support" / STATIC
     found = answers_of(script, tmp_path, checkpoints, "static", "--use-checkpoint-args")
     assert_answers(found, wanted["gpt"], "static")
 
@@ -177,7 +177,7 @@ def test_a_script_generates_in_fp8(tmp_path: Path) -> None:
     for flags in ([], ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", *GRAPHS]):
         argv = [*SHAPE, *USUAL, "--bf16", *flags, "--prompts", *PROMPTS]
         argv += ["--load", str(tmp_path / "ck"), "--output-path", str(tmp_path / "out.json")]
-        run_ranks(run_script, 1, str(ROOT / "tests/functional" / STATIC), argv)
+        run_ranks(run_script, 1, str(ROOT / "tests/support" / STATIC), argv)
         found = json.loads((tmp_path / "out.json").read_text()).values()
         tokens.append([answer["generated_tokens"] for answer in found])
     assert tokens[0] == tokens[1]
@@ -188,7 +188,7 @@ def test_experts_generate_without_the_flag_that_training_needs(
 ) -> None:
     argv = [*SHAPE, *USUAL, *EXPERTS, *TP2, "--prompts", *PROMPTS]
     argv += ["--load", checkpoints["experts"], "--output-path", str(tmp_path / "out.json")]
-    run_ranks(run_script, 2, str(ROOT / "tests/functional" / STATIC), argv)
+    run_ranks(run_script, 2, str(ROOT / "tests/support" / STATIC), argv)
     found = list(json.loads((tmp_path / "out.json").read_text()).values())
     assert_answers(found, wanted["experts"], "static")
 
