@@ -94,8 +94,8 @@ def _plain(image: Image.Image, width: int, height: int) -> np.ndarray:
     known = STATISTICS["internvit"]
     resized = image.resize((width, height), Image.Resampling.BICUBIC)
     values = np.asarray(resized, np.float32) / 255
-    normalised = (values - np.array(known.mean, np.float32)) / np.array(known.std, np.float32)
-    return np.ascontiguousarray(normalised.transpose(2, 0, 1))
+    normalized = (values - np.array(known.mean, np.float32)) / np.array(known.std, np.float32)
+    return np.ascontiguousarray(normalized.transpose(2, 0, 1))
 
 
 def _plain_tiles(data: bytes, settings: ImageSettings) -> np.ndarray:

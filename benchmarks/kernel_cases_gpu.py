@@ -155,7 +155,7 @@ def _adam(moments: str, num_bytes: int) -> Case:
     return Case(name, num_bytes * len(params) * _WIDTH**2, step)
 
 
-def _quantised(name: str, block: Block | None) -> Case:
+def _quantized(name: str, block: Block | None) -> Case:
     x = drawn(_TOKENS, _WIDTH)
     return Case(name, x.numel() * 3, lambda: quantize(x, E4M3, block))
 
@@ -192,10 +192,10 @@ CASES: list[Callable[[], Case]] = [
     partial(_adam, "fp32", 26),
     partial(_adam, "bf16", 18),
     partial(_adam, "fp8", 14),
-    partial(_quantised, "fp8, one scale", None),
-    partial(_quantised, "fp8, a scale for 1 x 128", (1, 128)),
-    partial(_quantised, "fp8, a scale for 128 x 1", (128, 1)),
-    partial(_quantised, "fp8, a scale for 128 x 128", (128, 128)),
+    partial(_quantized, "fp8, one scale", None),
+    partial(_quantized, "fp8, a scale for 1 x 128", (1, 128)),
+    partial(_quantized, "fp8, a scale for 128 x 1", (128, 1)),
+    partial(_quantized, "fp8, a scale for 128 x 128", (128, 128)),
     _delayed,
     _weight_gradient,
 ]

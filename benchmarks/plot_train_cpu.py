@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLES, TARGET = ROOT / "benchmarks/train_cpu.md", ROOT / "docs/train_cpu.svg"
 BASELINE = "plain PyTorch, torch.compile"
-SHOWN = {  # row of a table -> label and colour
+SHOWN = {  # row of a table -> label and color
     "plain PyTorch, eager": ("PyTorch, eager", "#bbbbbb"),
     BASELINE: ("PyTorch, torch.compile", "#888888"),
     "ours": ("this project", "#0072b2"),

@@ -60,7 +60,7 @@ class ModelParallelConfig:
     )
     use_cpu_initialization: bool | None = _training(
         None,
-        "Initialise weights on the CPU.",
+        "Initialize weights on the CPU.",
         ignored="initial weights depend on seed, name and index alone, on any device",
     )
     deterministic_mode: bool = _training(
@@ -93,7 +93,7 @@ class ModelParallelConfig:
     )
     perform_initialization: bool = option(
         True,
-        "Do not initialise weights, because a checkpoint replaces all of them.",
+        "Do not initialize weights, because a checkpoint replaces all of them.",
         group="checkpointing",
         flag="--no-initialization",
     )

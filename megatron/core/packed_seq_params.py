@@ -98,7 +98,7 @@ class PackedSeqParams:
     def lengths(self) -> tuple[int, ...]:
         """Number of tokens of each sequence, including padding.
 
-        The first access synchronises with the device.
+        The first access synchronizes with the device.
         """
         return tuple(n for n in self.ends.diff().tolist() if n > 0)
 

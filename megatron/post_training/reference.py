@@ -269,7 +269,7 @@ def teacher_folder(config: RunConfig) -> Path:
     if wanted is not None and wanted != found:
         raise CheckpointError(
             f"{folder} is of format {found}, --export-kd-teacher-ckpt-format is {wanted}: leave "
-            "the flag out, the format is recognised"
+            "the flag out, the format is recognized"
         )
     return folder
 

@@ -157,15 +157,15 @@ def print_low_precision(config: RunConfig) -> None:
     model = config.model
     if not model.is_quantized:
         return
-    dequantised = f"values are dequantised to {model.params_dtype}, at no gain in speed"
+    dequantized = f"values are dequantized to {model.params_dtype}, at no gain in speed"
     if _engine_computes(config) and unsupported_matrices_reason(model) is None:
         answer = "yes, through Transformer Engine"
     elif model.fp4 is not None or not device.multiplies_fp8(device.current()):
-        answer = f"no, {dequantised}"
+        answer = f"no, {dequantized}"
     elif model.fp8_recipe in ("delayed", "tensorwise"):
         answer = "yes"
     else:
-        answer = f"where a block-scaled GEMM takes their sizes, else {dequantised}"
+        answer = f"where a block-scaled GEMM takes their sizes, else {dequantized}"
     print_rank_0(f"the device computes matmuls of --{model.format_flag}: {answer}")
 
 

@@ -79,7 +79,7 @@ EXPERTS = (
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, "--fp4-format e2m1"])
-def test_experts_latent_attention_and_tokens_ahead_are_quantised(
+def test_experts_latent_attention_and_tokens_ahead_are_quantized(
     tmp_path: Path, recipe: str
 ) -> None:
     plain = losses(run_gpt(tmp_path, *EXPERTS.split(), base=SHORT))

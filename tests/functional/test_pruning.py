@@ -38,7 +38,7 @@ CALIBRATION += ["--num-workers", "0"]
 
 
 def prune(rank: int, world_size: int, argv: Sequence[str]) -> tuple[str, str, object]:
-    """Run the tool on initialised process groups; return stdout, stderr and the exit code."""
+    """Run the tool on initialized process groups; return stdout, stderr and the exit code."""
     out = io.StringIO()
     err = io.StringIO()
     code: object = 0

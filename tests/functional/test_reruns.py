@@ -45,7 +45,7 @@ LAYOUTS = {
 }
 not_emulated = pytest.mark.skipif(
     host_gpu.is_asked(),
-    reason="these formats recognise the random state of a GPU by its size, and this one has the "
+    reason="these formats recognize the random state of a GPU by its size, and this one has the "
     "host's",
 )
 # Lines that scripts search for in the log, in Megatron-LM's spelling.

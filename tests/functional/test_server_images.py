@@ -55,19 +55,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_gpt(found / "run", "--save", str(found / "ck"), base=base)
     media = found / "media"
     media.mkdir()
-    for name, colour, size in (("a", "red", (24, 24)), ("b c", "blue", (72, 24))):
-        (media / f"{name}.png").write_bytes(png(colour, size))
+    for name, color, size in (("a", "red", (24, 24)), ("b c", "blue", (72, 24))):
+        (media / f"{name}.png").write_bytes(png(color, size))
     (found / "secret.png").write_bytes(png("green"))
     (media / "link.png").symlink_to(found / "secret.png")
     os.mkfifo(media / "pipe.png")
     return found
 
 
-def png(colour: str, size: tuple[int, int] = (24, 24)) -> bytes:
+def png(color: str, size: tuple[int, int] = (24, 24)) -> bytes:
     from PIL import Image
 
     out = io.BytesIO()
-    Image.new("RGB", size, colour).save(out, "PNG")
+    Image.new("RGB", size, color).save(out, "PNG")
     return out.getvalue()
 
 

@@ -152,6 +152,6 @@ def test_layers_follow_their_recipe_and_the_outer_ones_none(tmp_path):
     splits = {n for call in calls for n in call["splits"] or ()}
     assert splits
     assert not any(n % 16 for n in splits)  # rows of an expert, filled up for the kernels
-    # Weights are quantised anew where the first micro-batch meets them.
+    # Weights are quantized anew where the first micro-batch meets them.
     anew = [call["kind"] for call in calls if call["is_first"]]
     assert Counter(anew) == {"LayerNormLinear": 3, "Linear": 3, "GroupedLinear": 2}

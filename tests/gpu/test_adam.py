@@ -43,7 +43,7 @@ def after(steps: int, where: str, dtype: torch.dtype, **numbers_of: Any) -> dict
         param.grad = numbers(where, step + 1).to(dtype)
         rule.begin_step()
         rule.step(divisor=2.0)
-    assert param._version > version or dtype == torch.float32  # what quantised weights look at
+    assert param._version > version or dtype == torch.float32  # what quantized weights look at
     kept = {"param": param.detach()}
     for key, state in rule.state[param].items():
         if isinstance(state, StateStorage):

@@ -96,7 +96,7 @@ def test_one_kernel_writes_the_codes_of_both_orientations(
 
 
 def test_a_layer_transposes_its_weight_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that quantises an input or a gradient writes the transposed codes too."""
+    """The kernel that quantizes an input or a gradient writes the transposed codes too."""
     kernel = "megatron.core.fusions.triton.quantize.transposed"
     transpose = pkgutil.resolve_name(kernel.replace(".transposed", ":transposed"))
     shapes = []

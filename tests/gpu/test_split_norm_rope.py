@@ -1,4 +1,4 @@
-"""A packed projection is split, normalised per head and rotated as by separate operations."""
+"""A packed projection is split, normalized per head and rotated as by separate operations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def no_norm(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("tokens", "groups", "per_group", "rotated"), [(5, 3, 2, 24), (5, 3, 2, 14), (1, 1, 5, 24)]
 )
-def test_splitting_normalising_and_rotating_a_packed_projection(
+def test_splitting_normalizing_and_rotating_a_packed_projection(
     tokens: int,
     groups: int,
     per_group: int,

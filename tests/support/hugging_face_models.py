@@ -227,7 +227,7 @@ def make(case: str, **changes: Any) -> Any:
     if case == "gpt-oss":
         need_tested_release("GPT-OSS ignores swiglu_limit")
     if case == "mamba2":
-        need_tested_release("Mamba-2 normalises all groups together")
+        need_tested_release("Mamba-2 normalizes all groups together")
     if case == "phi3" and "rope_parameters" in changes:
         need_tested_release("Phi-3 changes frequencies at another length")
     if case in OTHERS:

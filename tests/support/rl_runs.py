@@ -58,7 +58,7 @@ def _heard(rank: int, world_size: int, argv: Sequence[str]) -> str:
 
 
 def train_rl(rank: int, world_size: int, argv: Sequence[str]) -> None:
-    """Run pretrain_rl.py on initialised process groups."""
+    """Run pretrain_rl.py on initialized process groups."""
     if host_gpu.is_asked() and world_size == 1:  # gloo sends no tensors of a GPU
         argv = [*argv, "--device", "cuda"]
     with mock.patch("sys.argv", ["pretrain_rl.py", *argv]):

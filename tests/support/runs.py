@@ -49,7 +49,7 @@ def run_gpt(
 
 
 def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
-    """Run pretrain_gpt.py, or the entry script of --model-kind, on initialised process groups.
+    """Run pretrain_gpt.py, or the entry script of --model-kind, on initialized process groups.
 
     With --optimizer-cpu-offload or --cpu-offloading, host memory counts as separate from device
     memory, as on a GPU, and small activations are offloaded too.

@@ -110,7 +110,7 @@ def test_what_is_not_finite_is_seen(name: str, bad: float) -> None:
 
 @pytest.mark.parametrize("left", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("inner", [64, 40])
-def test_torchs_own_product_is_that_of_the_dequantised(left: str, inner: int) -> None:
+def test_torchs_own_product_is_that_of_the_dequantized(left: str, inner: int) -> None:
     a, b = draw(24, inner, decades=1), draw(16, inner, seed=1, decades=1)
     scaled = quantize(a, FORMATS[left]), quantize(b, E4M3)
     torch.testing.assert_close(

@@ -3,7 +3,7 @@
     python examples/multimodal/quickstart/draw_samples.py FOLDER
 
 FOLDER gets train.tar and valid.tar (pairs of NNNNNN.png and NNNNNN.json) and tokenizer/.  The
-pictures of valid.tar have random colours, places and sizes of their own.
+pictures of valid.tar have random colors, places and sizes of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SIDE = 48  # of a picture in pixels
-COLOURS = {"red": 0, "yellow": 55, "green": 110, "blue": 225, "pink": 310}  # hue in degrees
+COLORS = {"red": 0, "yellow": 55, "green": 110, "blue": 225, "pink": 310}  # hue in degrees
 SHAPES = ("circle", "square", "triangle", "ring")
 DIGITS = "0123456789"
 QUESTION = "What is in the picture?"
@@ -30,11 +30,11 @@ NUM_VALID = 200
 
 def draw(random: np.random.Generator) -> tuple[Image.Image, str]:
     """Return a picture of a shape and a digit, and its caption."""
-    colour, shape, digit = (random.choice(list(x)) for x in (COLOURS, SHAPES, DIGITS))
+    color, shape, digit = (random.choice(list(x)) for x in (COLORS, SHAPES, DIGITS))
     grey = int(random.integers(0, 60))
     image = Image.new("RGB", (SIDE, SIDE), (grey, grey, grey))
     pen = ImageDraw.Draw(image)
-    hue = COLOURS[colour] + int(random.integers(-8, 9))
+    hue = COLORS[color] + int(random.integers(-8, 9))
     fill = f"hsl({hue % 360}, {random.integers(80, 101)}%, {random.integers(50, 61)}%)"
     size = int(random.integers(18, 23))
     left = int(random.integers(1, 5))
@@ -51,7 +51,7 @@ def draw(random: np.random.Generator) -> tuple[Image.Image, str]:
     font = ImageFont.load_default(size=int(random.integers(24, 29)))
     at = (int(random.integers(26, 30)), int(random.integers(4, 16)))
     pen.text(at, str(digit), fill="white", font=font)
-    return image, f"a {colour} {shape} and the digit {digit}"
+    return image, f"a {color} {shape} and the digit {digit}"
 
 
 def write_shard(path: Path, count: int, seed: int) -> None:
@@ -75,7 +75,7 @@ def write_shard(path: Path, count: int, seed: int) -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer whose tokens are the words of the captions and of the prompt format."""
-    words = ["a", "and", "the", "digit", *COLOURS, *SHAPES, *DIGITS, "user", "assistant", "system"]
+    words = ["a", "and", "the", "digit", *COLORS, *SHAPES, *DIGITS, "user", "assistant", "system"]
     words += ["What", "is", "in", "picture", "?", "Answer", "questions", ".", "\n"]
     special = ["<unk>", "<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"]
     vocabulary = {word: i for i, word in enumerate([*special, *words])}

@@ -13,7 +13,7 @@ import io
 import json
 import sys
 
-from draw_samples import COLOURS, DIGITS, QUESTION, SHAPES, SIDE
+from draw_samples import COLORS, DIGITS, QUESTION, SHAPES, SIDE
 from PIL import Image, ImageDraw
 
 from megatron.core.datasets.tar_shards import TarShards
@@ -24,8 +24,8 @@ COLUMNS = 4
 ROWS = 3
 SCALE = 3
 CAPTION = 34
-CHANCE = {"colour": 1 / len(COLOURS), "shape": 1 / len(SHAPES), "digit": 1 / len(DIGITS)}
-PLACES = {"colour": 1, "shape": 2, "digit": 6}  # of the words of a caption
+CHANCE = {"color": 1 / len(COLORS), "shape": 1 / len(SHAPES), "digit": 1 / len(DIGITS)}
+PLACES = {"color": 1, "shape": 2, "digit": 6}  # of the words of a caption
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     for name, place in PLACES.items():
         count = sum(word(a, place) == word(b, place) for a, b in zip(said, captions, strict=True))
         print(f"  {name:28} {count / len(said):8.1%} {CHANCE[name]:10.1%}")
-    by_chance = CHANCE["colour"] * CHANCE["shape"] * CHANCE["digit"]
+    by_chance = CHANCE["color"] * CHANCE["shape"] * CHANCE["digit"]
     print(f"  {'the complete answer':28} {sum(right) / len(said):8.1%} {by_chance:10.1%}")
     draw_table(args.table, pictures, said, right)
     print(f"pictures with answers: {args.table}")
@@ -79,8 +79,8 @@ def draw_table(path: str, pictures: list[bytes], said: list[str], right: list[bo
         y = i // COLUMNS * height
         picture = Image.open(io.BytesIO(pictures[i])).resize((SIDE * SCALE, SIDE * SCALE))
         sheet.paste(picture, (x + width // 4, y))
-        colour = "black" if right[i] else "red"
-        pen.text((x + width // 2, y + height - CAPTION // 2), said[i], fill=colour, anchor="mm")
+        color = "black" if right[i] else "red"
+        pen.text((x + width // 2, y + height - CAPTION // 2), said[i], fill=color, anchor="mm")
     sheet.save(path)
 
 

@@ -1,4 +1,4 @@
-"""Images: decoded, divided into tiles or patches, as normalised pixel values.
+"""Images: decoded, divided into tiles or patches, as normalized pixel values.
 
 A file is decoded into RGB, in the orientation in which the image is shown.  Values are bitwise
 identical to those of the Pillow processors of Hugging Face transformers with the same settings:
@@ -304,7 +304,7 @@ STATISTICS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """Size and number of tiles of an image, and the normalisation of its pixels.
+    """Size and number of tiles of an image, and the normalization of its pixels.
 
     ``fit``: stretch changes the aspect ratio; crop scales the shorter side and cuts the rest off,
     as CLIP.  ``tiling``: none; dynamic divides an image into the grid closest to its aspect ratio
@@ -425,21 +425,21 @@ class ImageProcessor:
         rgb = to_rgb(image, name)
         settings = self.settings
         if settings.tiling == "none":
-            return self._normalised([self._fitted(rgb, name)])
+            return self._normalized([self._fitted(rgb, name)])
         columns, rows = settings.grid(*rgb.size)
         if settings.tiling == "patches":
             block = MERGE * settings.patch_dim
             scaled = self._resized(rgb, (columns * block, rows * block))
-            return patches_of(self._normalised([scaled])[0], settings.patch_dim)
+            return patches_of(self._normalized([scaled])[0], settings.patch_dim)
         if settings.tiling == "anyres":
             canvas = self._padded(rgb, (columns * settings.img_w, rows * settings.img_h))
             whole = self._resized(rgb, (settings.img_w, settings.img_h))
-            return self._normalised([whole, *self._tiles(canvas)])
+            return self._normalized([whole, *self._tiles(canvas)])
         canvas = self._resized(rgb, (columns * settings.img_w, rows * settings.img_h))
         tiles = self._tiles(canvas)
         if settings.use_thumbnail and len(tiles) > 1:
             tiles.append(self._resized(rgb, (settings.img_w, settings.img_h)))
-        return self._normalised(tiles)
+        return self._normalized(tiles)
 
     def _resized(self, rgb: Any, size: tuple[int, int]) -> np.ndarray:
         """Return u8 [h, w, 3] for ``size`` (w, h)."""
@@ -484,12 +484,12 @@ class ImageProcessor:
             for x in range(0, canvas.shape[1], w)
         ]
 
-    def _normalised(self, tiles: Sequence[np.ndarray]) -> np.ndarray:
+    def _normalized(self, tiles: Sequence[np.ndarray]) -> np.ndarray:
         """Return f32 [t, 3, H, W] for tiles u8 [H, W, 3], by one table look-up per value."""
         pixels = np.empty((len(tiles), 3, *tiles[0].shape[:2]), np.float32)
         for tile, out in zip(tiles, pixels, strict=True):
-            for colour in range(3):
-                np.take(self._table[colour], tile[..., colour], out=out[colour], mode="clip")
+            for color in range(3):
+                np.take(self._table[color], tile[..., color], out=out[color], mode="clip")
         return pixels
 
     @property
@@ -498,7 +498,7 @@ class ImageProcessor:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        """f32 [3, 256]: normalised value of each 8-bit value of each colour.
+        """f32 [3, 256]: normalized value of each 8-bit value of each color.
 
         Rounded like transformers: v / 255 in float64, then float32.
         """

@@ -35,11 +35,11 @@ _GEOMETRIC_P = 0.2  # SpanBERT: P(length = 1, 2, 3, ...) = 0.2, 0.16, 0.128, ...
 
 
 def span_weights(
-    longest: int, *, favours_long: bool = False, is_geometric: bool = False
+    longest: int, *, favors_long: bool = False, is_geometric: bool = False
 ) -> np.ndarray:
     """Return the probability of a span of 1, 2, ... ``longest`` words; shorter is likelier.
 
-    ``favours_long`` makes longer spans likelier, ``is_geometric`` uses SpanBERT's distribution.
+    ``favors_long`` makes longer spans likelier, ``is_geometric`` uses SpanBERT's distribution.
     """
     n = np.arange(1, longest + 1)
     weights: np.ndarray
@@ -47,7 +47,7 @@ def span_weights(
         weights = _GEOMETRIC_P * (1 - _GEOMETRIC_P) ** (n - 1)
         weights[-1] += 1 - weights.sum()  # longer spans are cut to `longest`
         return weights
-    weights = 1.0 / (n[::-1] if favours_long else n)
+    weights = 1.0 / (n[::-1] if favors_long else n)
     weights /= weights.sum()
     return weights
 
@@ -210,7 +210,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         self._ids = {name: self._special_id(name) for name in self.special_tokens}
         self._ngram_weights = span_weights(
             config.masking_max_ngram,
-            favours_long=config.masking_use_longer_ngrams,
+            favors_long=config.masking_use_longer_ngrams,
             is_geometric=config.masking_use_geometric_distribution,
         )
         self._continues = self._continuing_tokens() if config.masking_do_full_word else None

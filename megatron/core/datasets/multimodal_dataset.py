@@ -33,7 +33,7 @@ class MultimodalDatasetConfig(GPTDatasetConfig):
 class MockMultimodalDataset(MockGPTDataset):
     """Samples of MockGPTDataset with one more key: image f32 [3, image_h, image_w].
 
-    Pixels are normally distributed, like normalised ones, and depend only on the seed, the split
+    Pixels are normally distributed, like normalized ones, and depend only on the seed, the split
     and the sample number.  ``preprocess_func`` of the config receives the sample with its image,
     and returns the final sample.
     """

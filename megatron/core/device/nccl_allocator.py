@@ -40,7 +40,7 @@ def init() -> None:
 def create_nccl_mem_pool(symmetric: bool | None = None) -> device.MemPool:
     """Return a pool of memory that NCCL allocates, for the device of this process.
 
-    Needs an initialised default group.  Raises ConfigError for ``symmetric``.
+    Needs an initialized default group.  Raises ConfigError for ``symmetric``.
     """
     if symmetric:
         raise ConfigError("create_nccl_mem_pool(symmetric=True): symmetric memory is not supported")

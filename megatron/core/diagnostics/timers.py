@@ -1,7 +1,7 @@
 """Named timers, compared over ranks.
 
 A timer has a level from 0 to 2, and measures only if --timing-log-level is at least this level; a
-timer above it costs nothing.  ``start`` and ``stop`` synchronise with the device.
+timer above it costs nothing.  ``start`` and ``stop`` synchronize with the device.
 
 The total of a timer never decreases.  Each reader (console, TensorBoard) has a mark of its own in
 every timer and reads the time since that mark, so that readers do not affect each other.
@@ -40,7 +40,7 @@ class ScalarWriter(Protocol):
 class Timer:
     """Timer with one mark per reader.
 
-    ``barrier=True`` in a method synchronises the ranks before the clock is read.
+    ``barrier=True`` in a method synchronizes the ranks before the clock is read.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,17 +56,17 @@ class Timer:
         return self._started_at_s is not None
 
     def set_barrier_group(self, barrier_group: ProcessGroup) -> None:
-        """Set the group that ``barrier=True`` synchronises; the default is the world."""
+        """Set the group that ``barrier=True`` synchronizes; the default is the world."""
         self._barrier_group = barrier_group
 
     def start(self, barrier: bool = False) -> None:
-        """Start measuring, after synchronising with the device."""
+        """Start measuring, after synchronizing with the device."""
         assert not self.is_running, f"timer {self.name} is started twice"
         self._wait(barrier)
         self._started_at_s = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """Stop measuring, after synchronising with the device."""
+        """Stop measuring, after synchronizing with the device."""
         assert self._started_at_s is not None, f"timer {self.name} is stopped but not started"
         self._wait(barrier)
         self._total_s += time.perf_counter() - self._started_at_s
@@ -215,7 +215,7 @@ def timed(
 ) -> Iterator[None]:
     """Measure the context with timer ``name``, unless ``timers`` is None.
 
-    ``barrier``: synchronise the ranks at the start (see `Timer`).
+    ``barrier``: synchronize the ranks at the start (see `Timer`).
     """
     if timers is None:
         yield

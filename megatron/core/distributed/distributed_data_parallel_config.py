@@ -93,7 +93,7 @@ class DistributedDataParallelConfig:
         "--use-torch-fsdp2.",
     )
     init_model_with_meta_device: bool = _distributed(
-        False, "Build the model on the meta device and initialise it after sharding; needs FSDP."
+        False, "Build the model on the meta device and initialize it after sharding; needs FSDP."
     )
     data_parallel_sharding_strategy: str = _distributed(
         "no_shard",

@@ -353,7 +353,7 @@ def _give_memory(module: nn.Module, records: dict[str, ParamInfo]) -> None:
     if lost:
         raise ConfigError(
             f"--init-model-with-meta-device: no record of the initial values of {lost[0]}; "
-            "create it with param_init.new_parameter, or initialise the model in device memory, "
+            "create it with param_init.new_parameter, or initialize the model in device memory, "
             "which is the default"
         )
     module.to_empty(device=device.current())

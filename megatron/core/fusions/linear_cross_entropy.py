@@ -108,7 +108,7 @@ class _Scratch:
 
     def softmax(self, values: Tensor) -> Tensor:
         """Return probabilities in float32."""
-        if self.room is None:  # one kernel converts and normalises
+        if self.room is None:  # one kernel converts and normalizes
             return torch.softmax(values, -1, dtype=self.dtype)
         room = self.room[: len(values)]
         wide = values if values.dtype == self.dtype else self.widen(values)

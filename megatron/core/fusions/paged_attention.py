@@ -257,7 +257,7 @@ def store_rows(cache: Tensor, rows: Tensor, at: Tensor) -> None:
 
 
 def encode(rows: Tensor) -> Tensor:
-    """Quantise rows [.., d] -> int8 [.., d + SCALE_BYTES].
+    """Quantize rows [.., d] -> int8 [.., d + SCALE_BYTES].
 
     A row with NaN or infinity decodes to NaN.
     """

@@ -49,7 +49,7 @@ class _RMSNorm(Function[Tensor]):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise rows [..., h] with weight [h]."""
+    """Normalize rows [..., h] with weight [h]."""
     if fused := _of_gpu(x, weight):
         y: Tensor = fused.norm(x, weight, None, eps)
         return y
@@ -61,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Normalise rows [..., h] with weight and bias [h]; torch has a kernel everywhere."""
+    """Normalize rows [..., h] with weight and bias [h]; torch has a kernel everywhere."""
     if fused := _of_gpu(x, weight):
         y: Tensor = fused.norm(x, weight, bias, eps)
         return y
@@ -72,7 +72,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalise rows [..., h]: a LayerNorm if there is a bias, else an RMSNorm."""
+    """Normalize rows [..., h]: a LayerNorm if there is a bias, else an RMSNorm."""
     return rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
 
 
@@ -112,7 +112,7 @@ def norm_rows_of_sum(
 
 
 def norm_rows_alike(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalise as `norm_rows` does, on a CPU always by the compiled kernel if there is one.
+    """Normalize as `norm_rows` does, on a CPU always by the compiled kernel if there is one.
 
     So the bits of a row do not depend on the others, and a pass can be recorded.  In training
     torch's LayerNorm is as fast, and it needs no copy of rows that are not contiguous.

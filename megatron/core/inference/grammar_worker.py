@@ -27,7 +27,7 @@ NEW = -1
 DROP = -2
 WANTED_BY = "a grammar in a request"
 
-_LONGEST_FORCED = 1 << 13  # bytes that follow without a choice; each step tokenises them again
+_LONGEST_FORCED = 1 << 13  # bytes that follow without a choice; each step tokenizes them again
 # States take 2 kB each.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
@@ -119,7 +119,7 @@ class _Compiler:
 
 
 class _Vocabulary:
-    """The tokenizer as llguidance expects one; it tokenises bytes that a grammar forces."""
+    """The tokenizer as llguidance expects one; it tokenizes bytes that a grammar forces."""
 
     bos_token_id = None
 

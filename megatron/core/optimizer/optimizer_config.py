@@ -147,7 +147,7 @@ class OptimizerConfig:
         False,
         "All-gather mxfp8 parameters through the gradient buffer.",
         ignored="mxfp8 weights are gathered in 16 bits into their own buffer, not into that of "
-        "gradients; layers quantise them",
+        "gradients; layers quantize them",
     )
     overlap_param_gather_with_optimizer_step: bool = option(
         False,
@@ -163,7 +163,7 @@ class OptimizerConfig:
     )
     barrier_with_L1_time: bool = option(
         True,
-        "Do not synchronise ranks before timers of level 1.",
+        "Do not synchronize ranks before timers of level 1.",
         group="logging",
         flag="--no-barrier-with-level-1-timing",
     )

@@ -39,7 +39,7 @@ def no_weight_decay_on_vectors(name: str, param: nn.Parameter) -> bool:
 def no_weight_decay_on_embeddings(name: str, param: nn.Parameter) -> bool:
     """Return whether a parameter is a bias, a vector or an embedding.
 
-    For models whose embeddings have a standard deviation of their own at initialisation.
+    For models whose embeddings have a standard deviation of their own at initialization.
     """
     return no_weight_decay_on_vectors(name, param) or "embedding" in name
 

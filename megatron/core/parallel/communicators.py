@@ -80,7 +80,7 @@ class Communicators:
     ) -> Communicators:
         """Build the factory from the flags; settings are read only if the backend is NCCL.
 
-        Needs an initialised default group.  Calls ``warn`` for each entry that has no effect.
+        Needs an initialized default group.  Calls ``warn`` for each entry that has no effect.
         Raises ConfigError for an invalid file or value, MissingDependency without PyYAML.
         """
         if dist.get_backend() != dist.Backend.NCCL:

@@ -53,7 +53,7 @@ def initialize_model_parallel(
 ) -> None:
     """Create and install the groups of this world.  Collective over all ranks.
 
-    Needs an initialised default process group.  ``virtual_pipeline_model_parallel_size`` has no
+    Needs an initialized default process group.  ``virtual_pipeline_model_parallel_size`` has no
     effect: it is a property of the model, not of the groups.
     """
     dense, expert = make_grids(

@@ -1,1 +1,1 @@
-"""Parameters: records of global name, shape and sharding, and initialisation."""
+"""Parameters: records of global name, shape and sharding, and initialization."""

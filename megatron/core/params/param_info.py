@@ -1,6 +1,6 @@
 """Record of a parameter: global name, shape before sharding, and the part that this rank holds.
 
-Initialisation, checkpoints, the gradient norm and gradient finalisation read this record, which is
+Initialization, checkpoints, the gradient norm and gradient finalization read this record, which is
 stored as an attribute of the parameter.
 """
 

@@ -33,7 +33,7 @@ _SEED_ATTRIBUTE = "_initialized_with_seed"
 
 @dataclass(frozen=True)
 class Init:
-    """Initialisation of a parameter: kind and standard deviation.
+    """Initialization of a parameter: kind and standard deviation.
 
     Calling the object fills a tensor from torch's own generator instead, for modules that receive
     an ``init_method`` and do not use parameter records.
@@ -61,7 +61,7 @@ def param_info_for(
     dim: int = 0,
     **more: Any,
 ) -> ParamInfo:
-    """Return the record of a parameter with initialisation ``init``.
+    """Return the record of a parameter with initialization ``init``.
 
     ``over``: the group whose ranks shard it along ``dim``; ``more``: further fields of `ParamInfo`.
     """
@@ -71,7 +71,7 @@ def param_info_for(
 
 
 def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -> nn.Parameter:
-    """Create an uninitialised parameter on this process's device, with the record ``info``.
+    """Create an uninitialized parameter on this process's device, with the record ``info``.
 
     Inside ``torch.device("meta")`` it is a meta tensor.  `initialize_parameters` sets its values.
     """
@@ -83,12 +83,12 @@ def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -
 
 
 def initialize_parameters(model: nn.Module, seed: int | None, *, random: bool = True) -> None:
-    """Initialise every parameter of ``model`` that has a record.
+    """Initialize every parameter of ``model`` that has a record.
 
-    ``seed`` None is torch's.  Does nothing if the model was already initialised with this seed.
+    ``seed`` None is torch's.  Does nothing if the model was already initialized with this seed.
     ``random=False`` writes only constant initial values.  Parameters without a record keep the
     values that their module has set; meta parameters are skipped.  Of a sharded model
-    (`FullyShardedDataParallel`) each rank initialises its own parts.
+    (`FullyShardedDataParallel`) each rank initializes its own parts.
     """
     seed = torch.initial_seed() if seed is None else seed
     # A subclass may add parameters after its base class has filled its own.
@@ -119,7 +119,7 @@ def fill_parameter(param: Tensor, info: ParamInfo, seed: int) -> None:
         for _, view in pieces:
             view.fill_(1.0)
     elif info.init != "zeros":
-        assert info.name, "a randomly initialised parameter has no name: call name_parameters"
+        assert info.name, "a randomly initialized parameter has no name: call name_parameters"
         key = _key(seed, info.name)
         for offset, view in pieces:
             _fill_rows(*_rows(offset, view, info.global_shape), key, info)
@@ -173,7 +173,7 @@ def _distribute(words: tuple[Tensor, ...], info: ParamInfo) -> Tensor:
     out = torch.empty(*words[0].shape, 4, dtype=torch.float64, device=words[0].device)
     scale = 2.0**-32
     if info.init != "normal":
-        assert info.init in _QUANTILES, f"unknown initialisation {info.init!r}"
+        assert info.init in _QUANTILES, f"unknown initialization {info.init!r}"
         for lane, word in enumerate(words):
             torch.mul(word.double().add_(0.5), scale, out=out[..., lane])
         return _QUANTILES[info.init](out, info)
@@ -212,7 +212,7 @@ def _mamba_step(u: Tensor, info: ParamInfo) -> Tensor:
     return step + torch.log(-torch.expm1(-step))
 
 
-# Initialisation kind -> function from uniform variates in (0, 1) to initial values.
+# Initialization kind -> function from uniform variates in (0, 1) to initial values.
 _QUANTILES = {
     "xavier_uniform": _xavier,
     "uniform": _uniform,

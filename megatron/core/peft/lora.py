@@ -103,7 +103,7 @@ def attach_adapters(model: nn.Module, config: LoraConfig) -> None:
     """Freeze ``model`` and add adapters to the layers that ``config.targets`` selects.
 
     Layers that loaded models do not have stay trainable, without adapters.  Parameters of adapters
-    are new, with the device and dtype of the layer, and are initialised by `initialize_parameters`.
+    are new, with the device and dtype of the layer, and are initialized by `initialize_parameters`.
     No communication.
     """
     for param in model.parameters():

@@ -46,7 +46,7 @@ class StepHooks:
     # all tokens, and have to keep their weight beside a loss of few tokens, or of pairs of answers.
     loss_share: float = 1.0
     timers: Timers | None = None
-    # Whether timers of level 1 synchronise all ranks before they start.
+    # Whether timers of level 1 synchronize all ranks before they start.
     barrier_with_level_1_timers: bool = True
 
     def timed(self, name: str, log_level: int = 2) -> AbstractContextManager[None]:

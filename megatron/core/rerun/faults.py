@@ -198,7 +198,7 @@ class QuickStats:
 
 
 class LargestValues:
-    """Largest values of several series, to recognise values that are much larger."""
+    """Largest values of several series, to recognize values that are much larger."""
 
     def __init__(self) -> None:
         self.max_values: dict[str, float] = {}

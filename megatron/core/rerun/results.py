@@ -187,7 +187,7 @@ class ResultValidator:
         where: str = "",
         detail: Callable[[], str] = lambda: "",
     ) -> None:
-        """Call ``rejection_func(result)``, and synchronise with the device to read its answer.
+        """Call ``rejection_func(result)``, and synchronize with the device to read its answer.
 
         A rejected result makes the step run again.  ``message`` identifies the validation, and
         calls with the same message are numbered; one whose number differs between passes gives

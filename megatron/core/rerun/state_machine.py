@@ -348,7 +348,7 @@ def destroy_rerun_state_machine() -> None:
 
 
 def get_rerun_state_machine() -> RerunStateMachine:
-    """Return the state machine of this rank; mode DISABLED until it is initialised."""
+    """Return the state machine of this rank; mode DISABLED until it is initialized."""
     return _machine
 
 

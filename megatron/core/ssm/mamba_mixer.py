@@ -291,7 +291,7 @@ class GatedNorm(nn.Module):
         self.weight, self.num_groups, self.eps = weight, num_groups, eps
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """Gate and normalise: 2 x [s, b, i/tp] -> [s, b, i/tp]."""
+        """Gate and normalize: 2 x [s, b, i/tp] -> [s, b, i/tp]."""
         groups = (y * F.silu(z)).chunk(self.num_groups, -1)
         weights = self.weight.chunk(self.num_groups)
         normed = [rms_norm(x, w, self.eps) for x, w in zip(groups, weights, strict=True)]

@@ -3,10 +3,10 @@
 ``t`` tokens, ``i``/``o`` input and output width of this rank's weight; x [t, i], weight [o, i],
 output gradient g [t, o].  Forward computes x W^T, backward g W and g^T x, all by
 `low_precision.product`.  Scales of blocks must run along the dimension that a GEMM sums over, so
-recipes with blocks quantise x and g twice: along the width for x W^T and g W, and along the tokens
+recipes with blocks quantize x and g twice: along the width for x W^T and g W, and along the tokens
 for g^T x.
 
-Collectives, in addition to those of `linear`.  With sequence parallelism, the quantised x is
+Collectives, in addition to those of `linear`.  With sequence parallelism, the quantized x is
 all-gathered instead of x.  With one scale per tensor, amax values are max-reduced over
 ``amax_group``, the ranks that hold other parts of a micro-batch's tensors:
 
@@ -47,13 +47,13 @@ GRADIENT = 1  # rows of an amax history
 
 @dataclass(frozen=True)
 class Recipe:
-    """Quantisation settings of the GEMM operands of a layer."""
+    """Quantization settings of the GEMM operands of a layer."""
 
     forward: FloatFormat  # format of inputs and weights
     backward: FloatFormat  # format of gradients
     block: int | None = None  # values in a row that share a scale; None: one scale per tensor
-    has_square_blocks: bool = True  # weight blocks: both orientations use the same quantisation
-    wgrad: bool = True  # quantise the GEMM of the weight gradient too
+    has_square_blocks: bool = True  # weight blocks: both orientations use the same quantization
+    wgrad: bool = True  # quantize the GEMM of the weight gradient too
     history: int = 0  # length of the amax history in steps; 0: scale by the tensor's own amax
     takes_max: bool = False  # use the maximum of the history instead of its newest value
     margin: int = 0  # extra headroom of delayed scales, in powers of two
@@ -108,7 +108,7 @@ class LinearQuantizer(AmaxHistory, Gemms):
     ) -> None:
         super().__init__(recipe, weight, is_expert=is_expert)
         self.amax_group = amax_group
-        self._kept: dict[bool, Scaled] = {}  # cached quantised weight; key: transposed blocks
+        self._kept: dict[bool, Scaled] = {}  # cached quantized weight; key: transposed blocks
         self._kept_of: tuple[int, int] | None = None  # address and version of the cached weight
         self.keeps_transposed = False  # --keep-fp8-transpose-cache
         self._transposed: Scaled | None = None  # contiguous transposed weight [i, o] of this step
@@ -119,7 +119,7 @@ class LinearQuantizer(AmaxHistory, Gemms):
         return linear_of(x, call, self)
 
     def input(self, x: Tensor, call: LinearCall, keeps: bool) -> tuple[Scaled, tuple[Tensor, ...]]:
-        """See `Gemms`.  Keeps x as the GEMM of the weight gradient reads it: quantised or not."""
+        """See `Gemms`.  Keeps x as the GEMM of the weight gradient reads it: quantized or not."""
         recipe, flat, gather = self.recipe, x.flatten(0, -2), call.gather_group
         saves_codes = recipe.wgrad and keeps
         # An all-gather in backward needs the rows of the tokens, not of their transpose.
@@ -180,7 +180,7 @@ class LinearQuantizer(AmaxHistory, Gemms):
     def rows(
         self, which: int, x: Tensor, *, is_gathered: bool = False, turns: bool = False
     ) -> Scaled:
-        """Quantise ``x`` [t, w] for a GEMM that sums over w.
+        """Quantize ``x`` [t, w] for a GEMM that sums over w.
 
         ``which``: INPUT or GRADIENT.  ``is_gathered``: ranks all-gather the result, so their
         scales must be equal.  ``turns``: a GEMM of the transposed matrix follows, if the recipe has
@@ -195,7 +195,7 @@ class LinearQuantizer(AmaxHistory, Gemms):
             amax = self._agreed(amax) if is_gathered else amax
             return quantize(x, to, amax=amax, turns=turns)
         known = self.known(which)
-        # This synchronises with a GPU, but only as long as the history is empty.
+        # This synchronizes with a GPU, but only as long as the history is empty.
         self._is_warm[which] = self._is_warm[which] or bool(known > 0)
         if self._is_warm[which]:
             scaled, amax = quantize_and_look(x, to, known, recipe.margin, turns=turns)
@@ -213,7 +213,7 @@ class LinearQuantizer(AmaxHistory, Gemms):
         return agreed_amax(amax, self.amax_group)
 
     def columns(self, which: int, x: Tensor, group: ProcessGroup | None = None) -> Scaled:
-        """Quantise ``x`` [t, w] for a GEMM that sums over t; only for recipes with blocks.
+        """Quantize ``x`` [t, w] for a GEMM that sums over t; only for recipes with blocks.
 
         Raises ConfigError if, with sequence parallelism (``group``), a block would contain tokens
         of two ranks.
@@ -233,7 +233,7 @@ class LinearQuantizer(AmaxHistory, Gemms):
     def matrix(
         self, weight: Tensor, dtype: torch.dtype | None = None, *, transposed: bool = False
     ) -> Scaled:
-        """Quantise the weight [o, i], or ``transposed`` [i, o], for a GEMM over the last dimension.
+        """Quantize the weight [o, i], or ``transposed`` [i, o], for a GEMM over the last dimension.
 
         Lifetime of the cache: under a data-parallel wrapper that keeps complete weights, which
         ``main_grad`` indicates, the result is cached until the weight changes (optimizer steps and
@@ -260,7 +260,7 @@ class LinearQuantizer(AmaxHistory, Gemms):
         self._transposed = None
 
     def _quantized(self, weight: Tensor, kept: dict[bool, Scaled], transposed: bool) -> Scaled:
-        """Return the quantised weight: the all-gathered codes, the one in ``kept``, or a new one.
+        """Return the quantized weight: the all-gathered codes, the one in ``kept``, or a new one.
 
         A new one is added to ``kept``.
         """
@@ -329,7 +329,7 @@ def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupColle
 
 
 class _ScaledWeightGrad(WeightGrad):
-    """`WeightGrad` with quantised operands; the codes of x are all-gathered as bytes."""
+    """`WeightGrad` with quantized operands; the codes of x are all-gathered as bytes."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class _ScaledWeightGrad(WeightGrad):
         *,
         group: ProcessGroup | None,
     ) -> None:
-        # A queue keeps the unquantised gradient only if the bias gradient, its sum, needs it.
+        # A queue keeps the unquantized gradient only if the bias gradient, its sum, needs it.
         grad = codes.codes if bias is None else grad
         super().__init__(weight, bias, grad, x.codes.view(torch.uint8), group=group, is_own=True)
         self._codes, self._scaled = codes, x

@@ -354,7 +354,7 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
             )
         if spec is None:
             return None
-        # Each rank normalises its own heads only, so its weight gradient is a partial sum.
+        # Each rank normalizes its own heads only, so its weight gradient is a partial sum.
         is_sharded = self.tp_group.size() > 1
         norm: Callable[[Tensor], Tensor] = build_module(
             spec,

@@ -138,7 +138,7 @@ def visible_window(num_keys: int, window: Window | None, is_causal: bool) -> Win
 
 
 def is_causal_mask(hidden: Tensor) -> bool:
-    """Return whether ``hidden`` [.., s, s] is the causal mask; synchronises with the device."""
+    """Return whether ``hidden`` [.., s, s] is the causal mask; synchronizes with the device."""
     size = hidden.shape[-1]
     if hidden.shape[-2] != size:
         return False

@@ -299,7 +299,7 @@ class LayerGraphs:
     def begin_step(self, num_in_flight: int) -> None:
         """Begin a training step; capture until there is a recording per micro-batch in flight.
 
-        Capture only here: it synchronises with the device, which inside a step may be waiting for
+        Capture only here: it synchronizes with the device, which inside a step may be waiting for
         another pipeline stage that in turn waits for this rank.  Collective if the layers are.
         """
         self._steps_to_warm_up -= 1

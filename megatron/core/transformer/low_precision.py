@@ -49,7 +49,7 @@ def quantize_layer(
 
 
 def recipe_of(config: PrecisionConfig) -> Recipe | None:
-    """Return the quantisation recipe of GEMM operands; None without fp8 and fp4."""
+    """Return the quantization recipe of GEMM operands; None without fp8 and fp4."""
     if config.fp4 is not None:
         return Recipe(E2M1, E2M1, block=16, wgrad=config.fp8_wgrad)
     if config.fp8 is None:

@@ -185,7 +185,7 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         return self.q_layernorm(self.linear_q_down_proj(hidden_states))
 
     def _narrow(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalised latents of keys and values [.., l], and the key channels to rotate.
+        """Return the normalized latents of keys and values [.., l], and the key channels to rotate.
 
         The latter [.., r] are shared by all heads.
         """

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm over the last dimension, with statistics in float32.
 
-Parameters are replicated over tensor-parallel ranks.  If ranks normalise different tokens (sequence
+Parameters are replicated over tensor-parallel ranks.  If ranks normalize different tokens (sequence
 parallelism) or different heads, the gradient on each rank is a partial sum; ParamInfo records it,
 and `finalize_model_grads` all-reduces it.
 
@@ -73,7 +73,7 @@ class Norm(nn.Module):
     """LayerNorm or RMSNorm, according to ``config.normalization``.
 
     The output has the dtype of the parameters.  With ``layernorm_zero_centered_gamma`` the stored
-    weight is the effective weight minus 1.  ``has_partial_gradient``: ranks normalise different
+    weight is the effective weight minus 1.  ``has_partial_gradient``: ranks normalize different
     tokens or heads; the default is the config's sequence parallelism.
     """
 
@@ -102,7 +102,7 @@ class Norm(nn.Module):
             self.bias = new_parameter(shape, config.params_dtype, bias)
 
     def forward(self, x: Stream) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise: [..., h] -> [..., h].  Of a `PendingSum`, return the sum and its norm."""
+        """Normalize: [..., h] -> [..., h].  Of a `PendingSum`, return the sum and its norm."""
         weight = self.effective_weight()
         bias: Tensor | None = self.bias
         dtype = weight.dtype
@@ -117,7 +117,7 @@ class Norm(nn.Module):
         return self.norm_rows(x, weight, bias, self.eps).to(dtype)
 
     def effective_weight(self) -> Tensor:
-        """Return the factor of normalised rows: [h]."""
+        """Return the factor of normalized rows: [h]."""
         return self.weight + 1 if self.is_zero_centered else self.weight
 
     @property
@@ -161,7 +161,7 @@ class HeadsWideRMSNorm(nn.Module):
         self.weight = new_parameter(shape, config.params_dtype, info)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise: [..., n/tp, d] -> [..., n/tp, d].  Collective over ``tp_group``."""
+        """Normalize: [..., n/tp, d] -> [..., n/tp, d].  Collective over ``tp_group``."""
         flat = x.flatten(-2)
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         squares = flat.square().sum(-1, keepdim=True)

@@ -59,14 +59,14 @@ class TransformerConfig(
 
     @property
     def init_method(self) -> Init:
-        """Initialisation of weight matrices."""
+        """Initialization of weight matrices."""
         if self.init_method_xavier_uniform:
             return Init("xavier_uniform")
         return Init("normal", self.init_method_std)
 
     @property
     def output_layer_init_method(self) -> Init:
-        """Initialisation of output projections, which add to the residual stream."""
+        """Initialization of output projections, which add to the residual stream."""
         if self.init_method_xavier_uniform:
             return Init("xavier_uniform")
         parts = 1 if self.is_hybrid_model else 2  # sublayers per layer that add to the residual
@@ -74,7 +74,7 @@ class TransformerConfig(
 
     @property
     def embedding_init_method(self) -> Init:
-        """Initialisation of word embeddings."""
+        """Initialization of word embeddings."""
         if self.init_method_xavier_uniform and self.embedding_init_method_std is None:
             return Init("xavier_uniform")
         std = self.embedding_init_method_std
@@ -132,7 +132,7 @@ class TransformerConfig(
 
 
 def _normalized(comm_type: str | Sequence[str]) -> str | tuple[str, ...]:
-    """Normalise --cp-comm-type, a string for all layers or one per layer: all_gather is allgather.
+    """Normalize --cp-comm-type, a string for all layers or one per layer: all_gather is allgather.
 
     Sequences become tuples.
     """

@@ -196,7 +196,7 @@ def run(fn: Callable[..., T], world_size: int, *args: object) -> list[T | None]:
 
     Rank 0 runs in the calling thread.  If a rank raises, the other ranks end at their next wait,
     and this function raises the exception; DeadlockError reports what each rank waits for.  Raises
-    ConfigError if torch.distributed is initialised already.
+    ConfigError if torch.distributed is initialized already.
     """
     if dist.is_initialized():
         raise ConfigError(

@@ -14,7 +14,7 @@ A file has ``n`` samples of ``s`` tokens, and ``e`` entries in all::
     ids        [e] int32     tokens in descending order of probability, sample by sample
     log_probs  [e]           their log-probabilities, in --logits-save-dtype
 
-A file is written under another name, synchronised with the disk and renamed: a killed run leaves
+A file is written under another name, synchronized with the disk and renamed: a killed run leaves
 complete files only, and the next one continues after them.
 """
 

@@ -194,7 +194,7 @@ def balance_losses(
     """Return the loss of a micro-batch from its sums [lm, logits] or [lm, logits, intermediate].
 
     The intermediate loss is scaled to the size of the logits' loss.  The sum of both is the loss
-    under ``skip_lm_loss``; else it is scaled to ``kd_loss_scale`` times the language-modelling
+    under ``skip_lm_loss``; else it is scaled to ``kd_loss_scale`` times the language-modeling
     loss and added to that.  The scales have no gradient, and are computed from
     the complete micro-batch, so they do not depend on the layout.  Collective over ``cp_group``.
     """

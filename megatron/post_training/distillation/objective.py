@@ -5,7 +5,7 @@
 Each pipeline stage runs the teacher's layers, without gradient, and then the student's.  Stages
 send the hidden states of both, concatenated: [s, b, h of the student + h of the teacher].  The last
 stage compares both models and returns the losses of each token, stacked: [n, b, s].  Row 0 is the
-language-modelling loss, row 1 the divergence of the logits, row 2 (with intermediate layers) the
+language-modeling loss, row 1 the divergence of the logits, row 2 (with intermediate layers) the
 mean distance of hidden states.
 
 Collectives of the last stage: for each chunk of tokens the two output layers', then the losses'

@@ -135,7 +135,7 @@ def translate(content: dict[str, object]) -> Translation:
     values = {RENAMED.get(key, key): value for key, value in content.items() if key not in FIELDS}
     given = {key: values.pop(key) for key in _TRANSLATED if key in values}
     warnings: list[str] = []
-    problems = [*_activation(given, values), *_initialisation(given, values)]
+    problems = [*_activation(given, values), *_initialization(given, values)]
     if given.get("bias_activation_fusion") is False:  # of all activations
         values = dict.fromkeys(_BIAS_FUSIONS, False) | values
     for key, value in content.items():
@@ -180,7 +180,7 @@ def _activation(given: dict[str, object], values: dict[str, object]) -> Iterator
         values[switch] = True
 
 
-def _initialisation(given: dict[str, object], values: dict[str, object]) -> Iterator[str]:
+def _initialization(given: dict[str, object], values: dict[str, object]) -> Iterator[str]:
     method = given.get("init_method")
     if method == "xavier_uniform":
         values["init_method_xavier_uniform"] = True

@@ -285,7 +285,7 @@ def batch_sizes(ns: Namespace) -> None:
 
 
 def fine_tuning(ns: Namespace) -> None:
-    """Set the normalisation of the loss and the alignment of packed conversations.
+    """Set the normalization of the loss and the alignment of packed conversations.
 
     Means of micro-batches would depend on which conversations share a row.  Context parallelism
     splits each conversation into twice as many parts as it has ranks.
@@ -485,7 +485,7 @@ def _nothing_is_captured(ns: Namespace) -> Iterator[tuple[str, bool]]:
     recomputation = f"--recompute-granularity {ns.recompute_granularity} re-runs layers in backward"
     yield recomputation, ns.recompute_granularity is not None
     for name, low_precision in (("--fp8-format", ns.fp8), ("--fp4-format", ns.fp4)):
-        scales = f"with {name} {low_precision} the host updates scales and quantised weights"
+        scales = f"with {name} {low_precision} the host updates scales and quantized weights"
         yield scales, low_precision is not None
     yield "sharded parameters are gathered to a new address each time", is_fully_sharded(ns)
     schedule = f"--pipeline-schedule {ns.pipeline_schedule} computes weight gradients separately"

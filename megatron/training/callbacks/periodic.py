@@ -163,7 +163,7 @@ class ManualGC(Callback):
 
 
 class TrainSync(Callback):
-    """Synchronise with the device every ``interval`` steps."""
+    """Synchronize with the device every ``interval`` steps."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval

@@ -1,7 +1,7 @@
 """Log the slowest and fastest ranks, one line per log interval (--log-straggler).
 
 The line has ``value/rank`` of the minimum (Mn) and maximum (Mx) of each column.  Rtt: milliseconds
-per step in the forward passes of the model.  Pwr, Tmp, Utl, Clk: power, temperature, utilisation
+per step in the forward passes of the model.  Pwr, Tmp, Utl, Clk: power, temperature, utilization
 and clock of the GPU, if NVML reports them.  DRtt: milliseconds per step in reading data.  Etpt:
 TFLOP/s of the model in its forward passes.
 
@@ -290,7 +290,7 @@ def _first_line(connection: socket.socket) -> bytes:
 
 
 def gpu_reader() -> Callable[[], Sequence[float]]:
-    """Return a function that reads power, temperature, utilisation and clock of this rank's GPU.
+    """Return a function that reads power, temperature, utilization and clock of this rank's GPU.
 
     The values are NaN if there is no GPU or no NVML.
     """

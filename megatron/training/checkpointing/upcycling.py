@@ -1,4 +1,4 @@
-"""Initialise experts from the MLPs of a dense checkpoint (--moe-use-upcycling).
+"""Initialize experts from the MLPs of a dense checkpoint (--moe-use-upcycling).
 
 With --moe-upcycling-granularity G, expert ``n`` is part ``n mod G`` of the dense MLP's inner
 dimension, and the router gives the G parts of an MLP equal scores, so a token selects all of them

@@ -57,7 +57,7 @@ class CheckpointConfig:
     no_load_optim: bool | None = _ckpt(None, "Do not load the optimizer state.")
     load_main_params_from_ckpt: bool | None = _ckpt(
         None,
-        "Initialise the fp32 main parameters from the checkpoint's weights in their stored "
+        "Initialize the fp32 main parameters from the checkpoint's weights in their stored "
         "precision; needs --no-load-optim.",
     )
     no_load_rng: bool | None = _ckpt(None, "Do not load the random number generator states.")
@@ -94,7 +94,7 @@ class CheckpointConfig:
     )
     moe_use_upcycling: bool = _moe(
         False,
-        "Initialise the experts from the MLPs of the dense checkpoint in --load, and start "
+        "Initialize the experts from the MLPs of the dense checkpoint in --load, and start "
         "from step 0.",
     )
     moe_upcycling_granularity: int = _moe(
@@ -192,7 +192,7 @@ class CheckpointConfig:
         False,
         "Load a checkpoint of NVIDIA's model optimizer.",
         refused="checkpoints of NVIDIA's model optimizer are not available in this program; use a "
-        "checkpoint of unquantised weights",
+        "checkpoint of unquantized weights",
     )
     replication: bool = _distributed(
         False, "Replicate local non-persistent checkpoints to other nodes."

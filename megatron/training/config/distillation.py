@@ -28,7 +28,7 @@ class DistillationConfig:
     )
     export_kd_teacher_ckpt_format: str | None = _kd(
         None,
-        "Format that the teacher's checkpoint must have; by default any that is recognised.",
+        "Format that the teacher's checkpoint must have; by default any that is recognized.",
         choices=("safetensors_dist", "torch", "torch_dist", "torch_dcp", "zarr"),
         refused_values={"zarr": flag_messages.ZARR},
     )
@@ -55,8 +55,7 @@ class DistillationConfig:
     )
     logits_load_kd_loss_alpha: float = _logits(
         1.0,
-        "Weight of the distance to the store in the loss; the language-modelling loss has the "
-        "rest.",
+        "Weight of the distance to the store in the loss; the language-modeling loss has the rest.",
         at_most=1,
     )
     logits_load_ignore_errors: bool = _logits(

@@ -104,7 +104,7 @@ class OutOfScopeFlags:
     dino_head_hidden_size: int = _vision(2048, "Width of DINO's head.")
     dino_bottleneck_size: int = _vision(256, "Width of the bottleneck in DINO's head.")
     dino_freeze_last_layer: float = _vision(1.0, "Epochs during which DINO's last layer is frozen.")
-    dino_norm_last_layer: bool = _vision(False, "Normalise DINO's last layer.")
+    dino_norm_last_layer: bool = _vision(False, "Normalize DINO's last layer.")
     dino_warmup_teacher_temp: float = _vision(0.04, "First temperature of DINO's teacher.")
     dino_teacher_temp: float = _vision(0.07, "Temperature of DINO's teacher after warm-up.")
     dino_warmup_teacher_temp_epochs: int = _vision(

@@ -82,7 +82,7 @@ class RunConfig:
 
     @property
     def objective(self) -> str:
-        """What training minimises; a key of `ModelKind.objectives`, or PRETRAINING."""
+        """What training minimizes; a key of `ModelKind.objectives`, or PRETRAINING."""
         if self.rl.perform_rl_step:
             return GRPO
         if self.preference.dpo_beta is not None:

@@ -50,7 +50,7 @@ class TokenizerConfig:
         None, "File, directory or Hugging Face name of the tokenizer model."
     )
     tiktoken_pattern: str | None = _tokenizer(
-        None, "Pre-tokenisation pattern of a tiktoken vocabulary: v1 or v2."
+        None, "Pre-tokenization pattern of a tiktoken vocabulary: v1 or v2."
     )
     tiktoken_num_special_tokens: int = _tokenizer(
         1000, "Ids reserved for special tokens in a tiktoken vocabulary."

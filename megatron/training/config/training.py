@@ -57,7 +57,7 @@ class TrainingConfig:
     )
     train_sync_interval: int | None = _training(
         None,
-        "Steps between device synchronisations; 0 means never.",
+        "Steps between device synchronizations; 0 means never.",
         at_most=INT64_MAX,
     )
     train_iters: int | None = _training(None, "Number of training steps; excludes --train-samples.")

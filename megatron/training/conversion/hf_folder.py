@@ -252,7 +252,7 @@ def _read_bin(path: Path) -> dict[str, LazyTensor]:
         is_plain = tensor.layout is torch.strided and not tensor.is_quantized
         # A view with stride 0 takes more memory once it is copied.
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise CheckpointError(f"{path}: {name} is sparse, quantised or expanded, not plain")
+            raise CheckpointError(f"{path}: {name} is sparse, quantized or expanded, not plain")
     return {
         name: LazyTensor(name, tensor.dtype, tuple(tensor.shape), tensor.detach)
         for name, tensor in held.items()

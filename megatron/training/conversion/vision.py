@@ -171,7 +171,7 @@ FAMILIES = {
             "post_self_attn_layernorm.weight": "layer_scale1.lambda1",
             "post_mlp_layernorm.weight": "layer_scale2.lambda1",
         },
-        ignored=("input_conditioner.", "summary_idxs"),  # images are normalised before
+        ignored=("input_conditioner.", "summary_idxs"),  # images are normalized before
         has_layer_scale=True,
         eps=1e-6,
     ),
@@ -231,7 +231,7 @@ _SHAPES: dict[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
     "embeddings.patch_projection.weight": lambda ours: (ours[0], math.prod(ours[1:])),
     "embeddings.position_embeddings": lambda ours: (1, *ours),
     "embeddings.position_embedding": lambda ours: (1, *ours),
-    # 3 colours and 2 frames of a square
+    # 3 colors and 2 frames of a square
     "patch_embed.proj.weight": lambda ours: (ours[0], 3, 2, *[math.isqrt(ours[1] // 6)] * 2),
 }
 

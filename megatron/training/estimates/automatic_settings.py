@@ -61,7 +61,7 @@ def costs(config: RunConfig, padded_vocab_size: int) -> tuple[list[float], float
 def balanced_sizes(
     layers: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> list[int]:
-    """Return the number of consecutive layers per stage that minimises the slowest stage's time.
+    """Return the number of consecutive layers per stage that minimizes the slowest stage's time.
 
     ``first`` and ``last`` are additional costs of the first and the last stage; only these two may
     have no layer.  Among equally fast splits it is the one with the least sum of squared costs.

@@ -34,7 +34,7 @@ _INHERITED = (
     "num_layers num_query_groups params_dtype perform_initialization qk_layernorm "
     "tensor_model_parallel_size transformer_impl "
 ).split()
-_COLOURS = 3
+_COLORS = 3
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ImageEncoder:
     num_patches: int  # of a tile
     num_embeddings: int  # of a tile, for the language model
     max_tiles: int  # of a sample
-    pixels: int  # of a patch, in all colours
+    pixels: int  # of a patch, in all colors
     projector_has_norm: bool  # of its input
     projector_input: int  # channels
 
@@ -148,9 +148,9 @@ def num_patches(vision: VisionConfig) -> int:
 
 
 def pixels_of_patch(vision: VisionConfig) -> int:
-    """Return the values of a patch, in all colours and frames."""
+    """Return the values of a patch, in all colors and frames."""
     frames = FRAMES if KINDS[vision.vision_model_type].reads_any_size else 1
-    return _COLOURS * frames * vision.patch_dim**2
+    return _COLORS * frames * vision.patch_dim**2
 
 
 def encoder_config(config: RunConfig) -> TransformerConfig:

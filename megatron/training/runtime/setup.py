@@ -187,7 +187,7 @@ def _overlap(run: RunContext, chunks: list[nn.Module]) -> None:
 
 
 def _initialize(run: RunContext, model: nn.Module) -> None:
-    """Initialise the parameters that are allocated; those on the meta device are skipped."""
+    """Initialize the parameters that are allocated; those on the meta device are skipped."""
     config = run.config
     initialize_parameters(model, config.training.seed, random=config.model.perform_initialization)
 

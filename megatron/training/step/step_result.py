@@ -93,7 +93,7 @@ def reduce_losses(
 def sum_losses(reported: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return for each key [sum, count] over micro-batches; for single values [sum, count, 0].
 
-    The shape distinguishes the two cases, because reading a value would synchronise with the
+    The shape distinguishes the two cases, because reading a value would synchronize with the
     device.
     """
     totals: dict[str, Tensor] = {}

@@ -106,7 +106,7 @@ class Encoding(Protocol):
     def encode(
         self, text: str, *, allowed_special: str, disallowed_special: tuple[str, ...]
     ) -> list[int]:
-        """Return the ranks of a text, recognising its special tokens."""
+        """Return the ranks of a text, recognizing its special tokens."""
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Return the ranks of a text, treating special tokens as ordinary text."""

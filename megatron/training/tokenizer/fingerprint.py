@@ -48,21 +48,21 @@ class Fingerprint:
 
     @classmethod
     def of(cls, tokenizer: MegatronTokenizer) -> Fingerprint:
-        """Digest the vocabulary and the behaviour of ``tokenizer``."""
-        behaviour = _Behaviour(tokenizer)
-        counted = _without_extra_ids(behaviour.vocabulary)
-        vocab_size = tokenizer.vocab_size - (len(behaviour.vocabulary) - len(counted))
-        return cls(tokenizer.name, vocab_size, behaviour.eod, behaviour.digest(counted))
+        """Digest the vocabulary and the behavior of ``tokenizer``."""
+        behavior = _Behavior(tokenizer)
+        counted = _without_extra_ids(behavior.vocabulary)
+        vocab_size = tokenizer.vocab_size - (len(behavior.vocabulary) - len(counted))
+        return cls(tokenizer.name, vocab_size, behavior.eod, behavior.digest(counted))
 
     def fits(self, tokenizer: MegatronTokenizer) -> bool:
         """Return whether every id of the data means the same to ``tokenizer``.
 
         Fingerprints of earlier versions include the ``<extra_id_N>`` of the tokenizer.
         """
-        behaviour = _Behaviour(tokenizer)
+        behavior = _Behavior(tokenizer)
         return any(
-            behaviour.digest(vocabulary) == self.sha256
-            for vocabulary in _equivalent_vocabularies(behaviour, tokenizer, self.vocab_size)
+            behavior.digest(vocabulary) == self.sha256
+            for vocabulary in _equivalent_vocabularies(behavior, tokenizer, self.vocab_size)
         )
 
     def write(self, prefix: str) -> None:
@@ -96,7 +96,7 @@ def read_fingerprint(prefix: str) -> Fingerprint | None:
         raise DataError(f"{path}: {error}; remove it, or preprocess the data again") from error
 
 
-class _Behaviour:
+class _Behavior:
     """Values that a fingerprint digests, computed once: a vocabulary may have 200 k tokens."""
 
     def __init__(self, tokenizer: MegatronTokenizer) -> None:
@@ -115,10 +115,10 @@ class _Behaviour:
 
 
 def _equivalent_vocabularies(
-    behaviour: _Behaviour, tokenizer: MegatronTokenizer, vocab_size: int
+    behavior: _Behavior, tokenizer: MegatronTokenizer, vocab_size: int
 ) -> Iterator[Vocabulary]:
     """Yield vocabularies with equal ids; the fingerprint of the data may be of any of them."""
-    whole = behaviour.vocabulary
+    whole = behavior.vocabulary
     counted = _without_extra_ids(whole)
     yield counted
     yield whole

@@ -91,7 +91,7 @@ class _SentencePieceTokenizer(_PieceTokenizer):
     """SentencePieceTokenizer: the model's pieces and the special tokens of BERT and T5.
 
     ``<CLS> <SEP> <EOD> <MASK>``, ``<PAD> <BOS> <EOS>`` unless the model has such tokens, and
-    ``<extra_id_N>`` get ids after the pieces.  They are recognised in a text.
+    ``<extra_id_N>`` get ids after the pieces.  They are recognized in a text.
     """
 
     def __init__(self, model_file: str, vocab_extra_ids: int = 0) -> None:

@@ -24,7 +24,7 @@ def _backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of rows [..., h] and of the weight [h], computed in fp32."""
-    assert len(normalized_shape) == 1, "only rows are normalised"
+    assert len(normalized_shape) == 1, "only rows are normalized"
     normed = x.float() * rstd.float()
     grad = grad_out.float()
     scaled = grad if weight is None else grad * weight.float()

@@ -1,4 +1,4 @@
-"""Exits, garbage, synchronisation, profiles, progress log, energy."""
+"""Exits, garbage, synchronization, profiles, progress log, energy."""
 
 from __future__ import annotations
 

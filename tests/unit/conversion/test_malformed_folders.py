@@ -185,8 +185,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "config.json has factor 'x': a number above 0",
     ),
     "tied a word": (config(tie_word_embeddings="no"), "config.json has tie_word_embeddings 'no'"),
-    "quantised by a list": (config(quantization_config=[]), "config.json has quantization_config"),
-    "quantised in blocks of text": (
+    "quantized by a list": (config(quantization_config=[]), "config.json has quantization_config"),
+    "quantized in blocks of text": (
         config(quantization_config={"quant_method": "fp8", "weight_block_size": "xy"}),
         "config.json has weight_block_size xy",
     ),
@@ -264,7 +264,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "bin of nested tensors": (pickled({"a": {"b": torch.ones(2)}}), "holds a dict as 'a'"),
     "bin with numbers for names": (pickled({1: torch.ones(2)}), "holds a Tensor as 1"),
     "bin that expands": (pickled({Q: torch.ones(1).expand(2**40)}), "expanded, not plain"),
-    "bin sparse": (pickled({Q: torch.ones(2, 2).to_sparse()}), "is sparse, quantised or expanded"),
+    "bin sparse": (pickled({Q: torch.ones(2, 2).to_sparse()}), "is sparse, quantized or expanded"),
     "bin that runs code": (pickled({Q: Bomb()}), "pytorch_model.bin holds more than tensors"),
     "bin empty": (
         lambda f: (f / WEIGHTS).rename(f / BIN).write_bytes(b""),

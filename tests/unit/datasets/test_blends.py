@@ -67,7 +67,7 @@ class TestNamingData:
         with pytest.raises(ConfigError, match="'q' stands where a weight is expected"):
             get_blend_from_list(["0.3", "p", "q", "r"])
 
-    def test_weights_are_normalised(self) -> None:
+    def test_weights_are_normalized(self) -> None:
         assert normalize([1, 3]) == [0.25, 0.75]
 
     def test_there_is_nothing_to_compile(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -69,7 +69,7 @@ def test_validation_images_are_not_augmented(root: Path) -> None:
     }
     assert len(found) == 6
     assert samples[0]["images"].shape == (3, 8, 8)
-    for sample in map(samples.__getitem__, range(6)):  # of one colour
+    for sample in map(samples.__getitem__, range(6)):  # of one color
         assert torch.equal(sample["images"], sample["images"][:, :1, :1].expand(3, 8, 8))
 
 

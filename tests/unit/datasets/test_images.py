@@ -25,7 +25,7 @@ SIZES = [(640, 480), (480, 640), (33, 47), (1, 1), (1000, 90), (90, 1000), (448,
 
 
 def picture(width: int, height: int, mode: str = "RGB") -> Any:
-    """Waves of colour with noise, in any mode."""
+    """Waves of color with noise, in any mode."""
     y, x = np.mgrid[:height, :width]
     random = np.random.default_rng(width * 7919 + height)
     noise = random.integers(0, 60, (height, width, 4))
@@ -131,7 +131,7 @@ class TestPixelValues:
     @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK"])
     def test_images_of_any_mode(self, mode: str) -> None:
         if mode in ("RGBA", "LA"):
-            need_tested_release("transparent pixels have other colours")
+            need_tested_release("transparent pixels have other colors")
         image = picture(40, 30, mode)
         settings = ImageSettings(img_h=32, img_w=32, vision_model_type="siglip")
         theirs = expected_pixels("SiglipImageProcessorPil", image, size={"height": 32, "width": 32})
@@ -167,7 +167,7 @@ class TestDecoding:
         assert decoded[0, 0].tolist() == [10, 20, 30]
         assert (decoded[1] == 255).all()
 
-    def test_a_transparent_colour_of_a_palette_is_white(self) -> None:
+    def test_a_transparent_color_of_a_palette_is_white(self) -> None:
         image = Image.new("P", (2, 1))
         image.putpalette([0, 0, 0, 9, 9, 9])
         image.putpixel((1, 0), 1)

@@ -90,7 +90,7 @@ class TestSpans:
             ]
             continues = random.random(n) < 0.4
             words = Words.of(sentence, continues)
-            weights = span_weights(4, favours_long=True)
+            weights = span_weights(4, favors_long=True)
             budget = int(random.integers(1, n + 1))
             spans = choose_spans(words, budget, weights, random)
             hidden = positions_of(spans)
@@ -119,7 +119,7 @@ class TestSpans:
 
     def test_lengths_are_drawn_by_the_rule_asked_for(self) -> None:
         assert span_weights(3) == pytest.approx([6 / 11, 3 / 11, 2 / 11])
-        longer = span_weights(3, favours_long=True)
+        longer = span_weights(3, favors_long=True)
         assert longer == pytest.approx([2 / 11, 3 / 11, 6 / 11])
         geometric = span_weights(3, is_geometric=True)
         assert geometric == pytest.approx([0.2, 0.16, 0.64])

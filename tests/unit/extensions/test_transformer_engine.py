@@ -283,7 +283,7 @@ def test_a_scripts_own_layers_compute_alone():
     assert [len(part) for part in te.SplitAlongDim(x, 1, [3, 5])[0:1]] == [3]
 
 
-def test_a_spec_with_matrices_that_cannot_quantise_is_refused():
+def test_a_spec_with_matrices_that_cannot_quantize_is_refused():
     config = tiny_config(fp8="hybrid", fp8_wgrad=False, params_dtype=torch.bfloat16)
     with installed():
         spec = get_gpt_layer_with_transformer_engine_spec()

@@ -37,7 +37,7 @@ def values_of(weight: Weight) -> torch.Tensor:
     ("outputs", "width"), [(1, 1), (3, 15), (4, 16), (7, 130), (130, 257), (64, 768), (9, 1700)]
 )
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 19, 50])
-def test_outputs_equal_those_of_the_dequantised_weight(form, outputs, width, rows):
+def test_outputs_equal_those_of_the_dequantized_weight(form, outputs, width, rows):
     x, weight, bias = (
         torch.randn(rows, width) / width**0.5,  # results near 1, as the tolerance expects
         weight_in(form, outputs, width),

@@ -83,7 +83,7 @@ def theirs(name: str) -> Any:
                 continue  # fixed positions
             param.add_(0.1 * torch.randn_like(param))
     if kind == "Radio":
-        model.make_preprocessor_external()  # images are normalised before
+        model.make_preprocessor_external()  # images are normalized before
     return model.double()
 
 

@@ -73,7 +73,7 @@ def torch_adam(groups: list[dict]) -> torch.optim.Optimizer:
 def test_an_update_moves_the_version_of_every_weight(
     alone: ProcessGroupCollection, dtype: torch.dtype
 ):
-    """Layers that keep a quantised copy go by it; a fused update in place leaves it."""
+    """Layers that keep a quantized copy go by it; a fused update in place leaves it."""
     run = Run(alone, dtype=dtype)
     versions = [param._version for param in run.model.parameters()]
     run.step()

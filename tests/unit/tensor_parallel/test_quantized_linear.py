@@ -181,7 +181,7 @@ def test_delayed_scaling_by_hand(algorithm: str) -> None:
     assert layer(x)[0, 0].isnan().all()
 
 
-def test_a_weight_is_quantised_once_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_is_quantized_once_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[torch.Size] = []
 
     def count(x: Tensor, *args: Any, **kwargs: Any) -> Scaled:

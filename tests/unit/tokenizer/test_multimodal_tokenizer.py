@@ -42,24 +42,24 @@ TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "<image>\nWhat is it?"},
     {"role": "assistant", "content": "A cat."},
-    {"role": "user", "content": "Which colour?"},
+    {"role": "user", "content": "Which color?"},
     {"role": "assistant", "content": "Red, I think."},
 ]
 _CHATML_TEXT = (
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<image>\nWhat is it?<|im_end|>\n"
-    "<|im_start|>assistant\nA cat.<|im_end|>\n<|im_start|>user\nWhich colour?<|im_end|>\n"
+    "<|im_start|>assistant\nA cat.<|im_end|>\n<|im_start|>user\nWhich color?<|im_end|>\n"
     "<|im_start|>assistant\nRed, I think.<|im_end|>\n"
 )
 _LLAMA3_TEXT = (
     "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\n<image>\nWhat is it?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\nA cat.<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nWhich colour?<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nWhich color?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\nRed, I think.<|eot_id|>"
 )
 TEXTS = {
     "mistral": "<s>[INST] <image>\nWhat is it?[/INST] A cat.</s>"
-    "[INST] Which colour?[/INST] Red, I think.</s>",
+    "[INST] Which color?[/INST] Red, I think.</s>",
     "llama3": _LLAMA3_TEXT,
     "llama3p1": _LLAMA3_TEXT,
     "chatml": _CHATML_TEXT,
@@ -71,7 +71,7 @@ TEXTS = {
     ),
     "nemotron5-aligned": "<SPECIAL_10>System\nBe brief.\n"
     "<SPECIAL_11>User\n<image>\nWhat is it?\n<SPECIAL_11>Assistant\nA cat.\n"
-    "<SPECIAL_11>User\nWhich colour?\n<SPECIAL_11>Assistant\nRed, I think.\n",
+    "<SPECIAL_11>User\nWhich color?\n<SPECIAL_11>Assistant\nRed, I think.\n",
 }
 ANSWERS = {
     "mistral": [" A cat.</s>", " Red, I think.</s>"],

@@ -426,7 +426,7 @@ def test_bounds_for_kernels_cover_all_tokens_of_all_rows() -> None:
     assert (params.longest(8), params.longest(9)) == (3, 4)
 
 
-def test_a_causal_mask_is_recognised() -> None:
+def test_a_causal_mask_is_recognized() -> None:
     assert is_causal_mask(~CAUSAL[None, None])
     assert not is_causal_mask(~(CAUSAL & documents(4, 6))[None, None])
     assert not is_causal_mask(torch.zeros(S, S).bool())

@@ -46,11 +46,11 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("zero_centred", [False, True])
-def test_norms_have_unit_scale_at_the_start(kind: str, zero_centred: bool) -> None:
-    config = tiny_config(normalization=kind, layernorm_zero_centered_gamma=zero_centred)
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_have_unit_scale_at_the_start(kind: str, zero_centered: bool) -> None:
+    config = tiny_config(normalization=kind, layernorm_zero_centered_gamma=zero_centered)
     norm = filled(Norm(config, 8, eps=1e-5))
-    assert (norm.weight == (0 if zero_centred else 1)).all()
+    assert (norm.weight == (0 if zero_centered else 1)).all()
     x = torch.randn(3, 8)
     expected = x - x.mean(-1, keepdim=True) if kind == "LayerNorm" else x
     expected = expected / (expected.square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -176,7 +176,7 @@ def test_a_slot_gets_what_it_asks_for_of_what_is_offered() -> None:
     assert build_module(ModuleSpec(get_bias_dropout_add)) is get_bias_dropout_add
     assert get_module(ModuleSpec((__name__, "Slot"))).__name__ == "Slot"
     with pytest.raises(TypeError, match="while building Slot"):
-        build_module(Slot, 3, colour="red")
+        build_module(Slot, 3, color="red")
 
 
 def test_a_spec_that_cannot_be_imported_is_named() -> None:

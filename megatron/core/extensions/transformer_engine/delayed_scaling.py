@@ -3,7 +3,7 @@
 The package keeps an amax history in each module, updates it with a collective after each forward
 and backward pass of a micro-batch, also after recomputation, and saves it pickled.  Here the
 history is a buffer of our layer, as in `LinearQuantizer`: `update_amax_histories` appends to it
-once per step, and it is saved and resumes in every layout.  The module only quantises with the
+once per step, and it is saved and resumes in every layout.  The module only quantizes with the
 scales that it is given, and records amax values.
 
 The scale of a weight follows from its current amax.  Without a history, inputs have the scale 1 of

@@ -156,7 +156,7 @@ class Engine:
         return y
 
     def _has_changed(self, weights: list[nn.Parameter]) -> bool | None:
-        """Return whether weights must be quantised again; None: the package must not cache them.
+        """Return whether weights must be quantized again; None: the package must not cache them.
 
         As in `LinearQuantizer`, they are cached if ``main_grad`` shows that a data-parallel wrapper
         keeps complete weights.  The result is passed as ``is_first_microbatch``, by which the

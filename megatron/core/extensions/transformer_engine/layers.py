@@ -2,7 +2,7 @@
 
 Shapes and parameters are those of the base classes.  The parameters of a norm fused into a linear
 layer have the names of a separate norm (`param_info.name_parameters`).  Collectives are the same
-too, but the package runs them: it overlaps them with GEMMs, and gathers quantised inputs.
+too, but the package runs them: it overlaps them with GEMMs, and gathers quantized inputs.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ template <class T>
 INLINE float row_max(const T* x, int64_t count) {
     F top = splat(-INFINITY), others[3] = {top, top, top};
     int64_t i = 0;
-    for (; i + 4 * kLanes <= count; i += 4 * kLanes) {  // four maxima: one would serialise the loop
+    for (; i + 4 * kLanes <= count; i += 4 * kLanes) {  // four maxima: one would serialize the loop
         top = larger(load(x + i, kLanes), top);
         for (int j = 0; j < 3; ++j)
             others[j] = larger(load(x + i + (j + 1) * kLanes, kLanes), others[j]);

@@ -102,7 +102,7 @@ INLINE float sum(F x) {
 // Sum of body(i, n) over consecutive groups of n <= kLanes elements, of which i is the first.
 template <class Body>
 INLINE float sum_over(int64_t count, Body body) {
-    F parts[4] = {};  // four sums: one would serialise the loop
+    F parts[4] = {};  // four sums: one would serialize the loop
     int64_t i = 0;
     for (; i + 4 * kLanes <= count; i += 4 * kLanes)
         for (int j = 0; j < 4; ++j) parts[j] += body(i + j * kLanes, kLanes);

@@ -30,7 +30,7 @@ _ROWS = 16  # of each, at least: then the first sums weigh little
 
 
 class _Rows(NamedTuple):
-    """What backward needs of the forward pass: the normalised rows and their statistics."""
+    """What backward needs of the forward pass: the normalized rows and their statistics."""
 
     x: Tensor
     weight: Tensor
@@ -118,7 +118,7 @@ class _NormOfSum(Function[tuple[Tensor, Tensor]]):
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalise [..., h], contiguous, with weight [h]; LayerNorm with a bias, else RMSNorm."""
+    """Normalize [..., h], contiguous, with weight [h]; LayerNorm with a bias, else RMSNorm."""
     return _Norm.call(x, weight, bias, eps)
 
 

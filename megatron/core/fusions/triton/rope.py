@@ -332,7 +332,7 @@ def _norm_heads(
     TAIL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate the heads of a token."""
+    """Normalize and rotate the heads of a token."""
     first, second, channel, is_pair, is_tail = _places(half, width, HALF, REST)
     wu, wv, wt = _load_row(Weight, first, second, channel, is_pair, is_tail)
     for begin in range(0, num_heads, HEADS):

@@ -253,7 +253,7 @@ class RewardModel(GPTModel):
         return layer
 
     def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
-        """Name and initialise the parameters; a checkpoint's output layer is of another shape."""
+        """Name and initialize the parameters; a checkpoint's output layer is of another shape."""
         super().finalize_parameters(
             *stacks, rename=(rename or {}) | {"output_layer.weight": "score.weight"}
         )

@@ -156,7 +156,7 @@ class LLaVAModel(MegatronModule):
         self.vision_projection = MultimodalProjector(config, spec, kind, width, tp_group=group)
 
     def _finalize_parameters(self) -> None:
-        """Put the names of the parts before the global names that each has assigned; initialise."""
+        """Put the names of the parts before the global names that each has assigned; initialize."""
         for own in (self.vision_projection, self.image_newline):
             if own is not None:
                 name_parameters(own)

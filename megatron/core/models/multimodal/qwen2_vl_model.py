@@ -32,7 +32,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 MERGE = 2  # neighbours in each direction that become one embedding of the language model
-_COLOURS = 3
+_COLORS = 3
 _BASE = 10000.0
 Grid = tuple[int, int, int]  # patches of an image or video along time, height and width
 
@@ -53,7 +53,7 @@ class Qwen2VLVisionModel(VisionModule):
         super().__init__(transformer_config)
         config = transformer_config
         h = config.hidden_size
-        values = _COLOURS * frames_per_patch * patch_dim**2
+        values = _COLORS * frames_per_patch * patch_dim**2
         self.conv1 = PatchMatrix(config, values)
         self.ln_post = Norm(config, h, config.layernorm_epsilon, has_partial_gradient=False)
         self.build_layers(transformer_layer_spec, pg_collection)

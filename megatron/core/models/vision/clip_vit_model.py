@@ -22,7 +22,7 @@ from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_COLOURS = 3
+_COLORS = 3
 
 
 class CLIPViTModel(VisionModule):
@@ -105,10 +105,10 @@ class CLIPViTModel(VisionModule):
 
 def check_image_size(images: Tensor, img_h: int, img_w: int) -> None:
     """Raise DataError unless images [b, 3, H, W] have the model's height and width."""
-    if images.shape[1:] != (_COLOURS, img_h, img_w):
+    if images.shape[1:] != (_COLORS, img_h, img_w):
         raise DataError(
             f"images of shape {tuple(images.shape[1:])} do not fit an encoder of "
-            f"{(_COLOURS, img_h, img_w)}: resize them, or set --img-h and --img-w"
+            f"{(_COLORS, img_h, img_w)}: resize them, or set --img-h and --img-w"
         )
 
 
@@ -118,7 +118,7 @@ class PatchProjection(nn.Module):
     def __init__(self, config: TransformerConfig, patch_dim: int, *, has_bias: bool) -> None:
         super().__init__()
         self.patch_dim = patch_dim
-        shape = (config.hidden_size, _COLOURS, patch_dim, patch_dim)
+        shape = (config.hidden_size, _COLORS, patch_dim, patch_dim)
         self.weight = replicated(config, shape, config.init_method)
         self.bias: nn.Parameter | None = None
         if has_bias:

@@ -63,7 +63,7 @@ class RADIOViTModel(VisionModule):
         self.finalize_parameters()
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Encode normalised images: [b, 3, H, W] -> [b, n, h].
+        """Encode normalized images: [b, 3, H, W] -> [b, n, h].
 
         ``attention_mask``: True for pairs of patches that do not attend to each other.  Collective
         over the tensor-parallel group.  Raises DataError if patches do not fill the images.

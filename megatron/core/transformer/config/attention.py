@@ -146,7 +146,7 @@ class AttentionConfig:
     )
     qk_layernorm: bool = option(
         False,
-        "Normalise the queries and keys of each head, with learned weights; --qk-l2-norm replaces "
+        "Normalize the queries and keys of each head, with learned weights; --qk-l2-norm replaces "
         "it.",
         group="vision",
     )

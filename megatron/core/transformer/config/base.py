@@ -1,4 +1,4 @@
-"""Depth, width, norms, MLP and initialisation of a transformer."""
+"""Depth, width, norms, MLP and initialization of a transformer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _experimental = partial(option, group="experimental")
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig:
-    """Depth, width, norms and initialisation of a transformer."""
+    """Depth, width, norms and initialization of a transformer."""
 
     num_layers: int = _network(
         0, "Number of transformer layers.", default=None, at_least=1, at_most=MAX_LAYERS
@@ -52,26 +52,26 @@ class BaseConfig:
         0, "Hidden size: width of the residual stream.", default=None, at_least=1
     )
     normalization: str = _network(
-        "LayerNorm", "Type of the normalisation layers.", choices=("LayerNorm", "RMSNorm")
+        "LayerNorm", "Type of the normalization layers.", choices=("LayerNorm", "RMSNorm")
     )
     layernorm_epsilon: float = _network(
         1e-05,
-        "Epsilon added to the variance in normalisation layers.",
+        "Epsilon added to the variance in normalization layers.",
         flag="--norm-epsilon",
         dest="norm_epsilon",
     )
     layernorm_zero_centered_gamma: bool = _network(
         False,
-        "Store normalisation weights minus 1, so that weight decay pulls them towards 1.",
+        "Store normalization weights minus 1, so that weight decay pulls them towards 1.",
         flag="--apply-layernorm-1p",
         dest="apply_layernorm_1p",
     )
     apply_residual_connection_post_layernorm: bool = _network(
-        False, "Take the residual connection after the input normalisation instead of before it."
+        False, "Take the residual connection after the input normalization instead of before it."
     )
     layer_norm_placement: str = _network(
         "pre",
-        "Normalise the input of each sublayer (pre), its output (post) or both (sandwich).",
+        "Normalize the input of each sublayer (pre), its output (post) or both (sandwich).",
         choices=("pre", "post", "sandwich"),
     )
     embedding_scale: float | None = _network(
@@ -106,14 +106,14 @@ class BaseConfig:
         group="training",
     )
     init_method_std: float = _initialization(
-        0.02, "Standard deviation of the normal weight initialisation."
+        0.02, "Standard deviation of the normal weight initialization."
     )
     embedding_init_method_std: float = _initialization(
         None,
-        "Standard deviation of the word embedding initialisation; --init-method-std if not given.",
+        "Standard deviation of the word embedding initialization; --init-method-std if not given.",
     )
     init_method_xavier_uniform: bool = _initialization(
-        False, "Use Xavier uniform weight initialisation."
+        False, "Use Xavier uniform weight initialization."
     )
     fp32_residual_connection: bool = option(
         False,
@@ -185,7 +185,7 @@ class BaseConfig:
     )
     is_hybrid_model: bool = _experimental(
         False,
-        "Scale output-projection initialisation by 1/sqrt(L) instead of 1/sqrt(2L), for "
+        "Scale output-projection initialization by 1/sqrt(L) instead of 1/sqrt(2L), for "
         "hybrid models.",
     )
     use_mamba_mem_eff_path: bool = _experimental(

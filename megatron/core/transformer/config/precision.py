@@ -69,7 +69,7 @@ class PrecisionConfig:
     fp4_recipe: str = _te("nvfp4", "Scaling recipe of fp4 tensors.", choices=("nvfp4",))
     kitchen_config_file: str | None = option(
         None,
-        "Quantisation settings of the kitchen package.",
+        "Quantization settings of the kitchen package.",
         group="kitchen",
         refused=flag_messages.KITCHEN,
     )

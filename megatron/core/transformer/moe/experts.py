@@ -126,7 +126,7 @@ class Experts(MegatronModule):
     def wait_reason(self, where: torch.device) -> str | None:
         """Return why the host waits for the row counts of experts on the GPU ``where``.
 
-        None if it does not.  Call it once the layers are quantised and have their adapters.
+        None if it does not.  Call it once the layers are quantized and have their adapters.
         """
         if self._products:
             return "Transformer Engine's grouped GEMM reads them on the host"

@@ -62,7 +62,7 @@ class RoutingRule:
 def tally(numbers: Tensor, size: int, padding: Tensor | None = None) -> Tensor:
     """Count each number below ``size``: [size], without those in rows where ``padding`` is True.
 
-    Unlike torch.bincount it does not synchronise with the device.
+    Unlike torch.bincount it does not synchronize with the device.
     """
     if padding is not None:
         return tally(numbers.masked_fill(padding.unsqueeze(1), size), size + 1)[:-1]
@@ -179,7 +179,7 @@ def z_loss(logits: Tensor, *, num_tokens: int | Tensor, padding: Tensor | None =
 def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
     """Return a positive matrix with equal row sums and equal column sums: [n, E].
 
-    Iterates to ``tolerance``, at most 100 rounds; synchronises with the device every tenth round.
+    Iterates to ``tolerance``, at most 100 rounds; synchronizes with the device every tenth round.
     """
     logits = _at_least_fp32(logits)
     # Subtracting the maximum scales a row, which the iteration undoes; with it and the lower bound

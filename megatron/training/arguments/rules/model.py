@@ -389,7 +389,7 @@ _HYBRID = (
             "--mtp-num-layers",
         ),
         Rule(
-            "{found} is not available for Mamba and hybrid models: a Mamba layer normalises before "
+            "{found} is not available for Mamba and hybrid models: a Mamba layer normalizes before "
             "its mixer (pre); use pretrain_gpt.py for other placements",
             given("--layer-norm-placement", lambda place: place != "pre"),
         ),
@@ -546,7 +546,7 @@ _T5 = where(
         ],
     ),
     Rule(
-        "{found} with T5: T5 normalises before attention and MLP (pre); use pretrain_gpt.py for "
+        "{found} with T5: T5 normalizes before attention and MLP (pre); use pretrain_gpt.py for "
         "other placements",
         given("--layer-norm-placement", lambda place: place != "pre"),
     ),

@@ -163,7 +163,7 @@ class LanguageModule(MegatronModule):
         return layer
 
     def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
-        """Assign global names, and initialise with the seed of the config.
+        """Assign global names, and initialize with the seed of the config.
 
         ``stacks`` are attributes that hold ``layers`` of a ``layer_range``; ``rename`` maps
         prefixes of local names to global prefixes.

@@ -76,7 +76,7 @@ class VisionModule(MegatronModule):
         return hidden.transpose(0, 1).contiguous()
 
     def finalize_parameters(self) -> None:
-        """Assign global names, and initialise with the seed of the config."""
+        """Assign global names, and initialize with the seed of the config."""
         layers = enumerate(self.decoder.layer_range)
         name_parameters(self, {f"decoder.layers.{i}.": f"decoder.layers.{n}." for i, n in layers})
         config = self.config

@@ -71,7 +71,7 @@ class MimoModel(MegatronModule):
         self._finalize_parameters()
 
     def _finalize_parameters(self) -> None:
-        """Put the names of the parts before the names that these have assigned; initialise."""
+        """Put the names of the parts before the names that these have assigned; initialize."""
         for kind, parts in self.modality_submodules.named_children():
             for name, part in _parts_of(parts):
                 if not all(info_of(param).name for param in part.parameters()):
