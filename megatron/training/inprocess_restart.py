@@ -32,7 +32,8 @@ from megatron.training.process.preflight import launch_problems, needs_rendezvou
 _FLAG = "--inprocess-restart"
 _PACKAGE = "nvidia_resiliency_ext.inprocess"
 # Added to MASTER_PORT.
-_STORE, _WRAPPER_STORE = 1, 2
+_STORE = 1
+_WRAPPER_STORE = 2
 # Variables that the next attempt needs: faults that were injected, values for the exit report.
 _KEPT = ("_fired", "_noted", "_suspects")
 # Name of the threads that write checkpoints, and time for a pending write to end.

@@ -109,7 +109,8 @@ def _engine_computes(config: RunConfig) -> bool:
 
 def print_fused_operations(config: RunConfig) -> None:
     """Print on rank 0 which kernels compute fused operations, and which ones are not fused."""
-    model, is_adam = config.model, config.optimizer.optimizer == "adam"
+    model = config.model
+    is_adam = config.optimizer.optimizer == "adam"
     backend = kernel_backend(model.params_dtype)
     print_rank_0(f"fused operations: {backend}")
     if backend.startswith("kernels"):

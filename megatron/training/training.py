@@ -95,7 +95,8 @@ def pretrain(
     ``train_valid_test_dataset_provider`` is called once, ``model_provider`` once per model chunk of
     this rank.  ``forward_step_func(data_iterator, model)`` returns the output and a function that
     computes the loss from it.  ``callbacks`` are called after the built-in ones.  ``store`` is used
-    for the process groups; ``inprocess_call_wrapper`` is that of NVIDIA's in-process restart.
+    for the process groups; NVIDIA's in-process restart passes
+    ``inprocess_call_wrapper``.
 
     A user's error (MegatronError) ends the program with one message and its exit code; an exception
     on any rank ends all ranks.  A step whose result was rejected ends it with status 16 or 17
@@ -196,7 +197,8 @@ def _whole_run(
                 in_memory = config.checkpoint.non_persistent_ckpt_type == "in_memory"
                 if in_memory and not run.state.exit_code:
                     remove_memory(config.checkpoint)
-        state, reason = run.state, run.state.stop_reason
+        state = run.state
+        reason = state.stop_reason
         kind = "rerun" if state.exit_code else "done" if reason is None else "stopped"
         exit_report.write(kind, state.exit_code, reason)
         if state.exit_code:

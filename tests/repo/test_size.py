@@ -23,7 +23,7 @@ def test_a_package_over_its_budget_is_found() -> None:
 
 
 def test_budgets_are_not_far_above_the_code() -> None:
-    """A budget that leaves room for a tenth more no longer says when code was added."""
+    """A budget far above the code would not report added code."""
     found = size.tokens_of_packages(project())
     loose = {
         package: (budget, found.get(package, 0))

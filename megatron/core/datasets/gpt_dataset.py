@@ -141,7 +141,8 @@ def build_indices(request: SampleRequest) -> GPTIndices:
     """
     tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
     num_epochs = _num_epochs(request, tokens_per_epoch)
-    samples_before_last, is_last_apart = 0, False  # whether the last epoch is shuffled separately
+    samples_before_last = 0
+    is_last_apart = False  # whether the last epoch is shuffled separately
     if num_epochs > 1 and request.num_samples is not None:
         length = request.sequence_length
         samples_before_last = ((num_epochs - 1) * tokens_per_epoch - request.extra) // length

@@ -178,7 +178,8 @@ class ImageFolderDataset(ReplacedSamples):
 
     @cached_property
     def _processor(self) -> ImageProcessor:
-        height, width = self.config.img_h, self.config.img_w
+        height = self.config.img_h
+        width = self.config.img_w
         is_cut = height == width and self.index_split != Split.train
         fit: Literal["crop", "stretch"] = "crop" if is_cut else "stretch"
         return ImageProcessor(

@@ -137,7 +137,7 @@ class Gemms:
         return grad
 
     def may_gather(self, saved: list[Tensor], group: ProcessGroup) -> bool:
-        """Return whether the rows of gradients on the ranks of ``group`` make those of all."""
+        """Return whether rows gathered from ``group`` equal rows prepared after a gather."""
         return True
 
     def gather(self, rows: Rows, group: ProcessGroup) -> Rows:
@@ -263,7 +263,8 @@ class _Linear(Function[Tensor]):
         rows, saved = gemms.input(x, call, ctx.needs_input_grad[1])
         ctx.save_for_backward(weight, *saved)
         ctx.values = call, gemms
-        overlap, gather = call.overlap, call.gather_group
+        overlap = call.overlap
+        gather = call.gather_group
         if gather is not None and (overlap is None or not overlap.gathers):
             rows, gather = gemms.gather(rows, gather), None
         matrix = gemms.matrix(call.weight, x.dtype)
@@ -279,7 +280,8 @@ class _Linear(Function[Tensor]):
     def backward(ctx: Context[tuple[LinearCall, Gemms]], grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
         call, gemms = ctx.values
-        overlap, dtype = call.overlap, grad.dtype
+        overlap = call.overlap
+        dtype = grad.dtype
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         term = None
         gather = call.output_group if call.scatters_output else None

@@ -109,7 +109,8 @@ class VirtualGroup(dist.ProcessGroup):
 
     def __init__(self, baton: Baton, channel: _Channel, rank: int, ranks: Sequence[int]) -> None:
         super().__init__(rank, len(ranks))
-        self._baton, self._channel = baton, channel
+        self._baton = baton
+        self._channel = channel
         self._me, self._ranks = rank, ranks
         self._calls = 0
 

@@ -106,18 +106,18 @@ class _Sizes(NamedTuple):
     is_gated: bool
 
 
-def plan_pruning(run: RunConfig, targets: Targets, scores: Scores) -> PruningPlan:
+def plan_pruning(config: RunConfig, targets: Targets, scores: Scores) -> PruningPlan:
     """Return which parts of a model are kept for ``targets``, which `check_targets` accepts.
 
     Layers with the lowest scores are dropped; every kept layer keeps its own best heads, neurons
     and experts; hidden channels are the same in all layers.
     """
-    model = run.model
-    heads, groups = _heads_and_groups(run, targets)
+    model = config.model
+    heads, groups = _heads_and_groups(config, targets)
     layers = {}
-    for index in _kept_layers(run, targets, scores):
+    for index in _kept_layers(config, targets, scores):
         own = {part: scores.get(key(index, part)) for part in (HEADS, FFN, EXPERTS)}
-        kept_groups, kept_heads = _best_heads(run, own[HEADS], heads, groups)
+        kept_groups, kept_heads = _best_heads(config, own[HEADS], heads, groups)
         layers[index] = LayerPlan(
             groups=kept_groups,
             heads=kept_heads,
@@ -143,14 +143,14 @@ def plan_pruning(run: RunConfig, targets: Targets, scores: Scores) -> PruningPla
     )
 
 
-def check_targets(run: RunConfig, targets: Targets) -> None:
-    """Raise ConfigError if a model of ``run`` cannot be pruned to ``targets``."""
-    model = run.model
-    heads, groups = _heads_and_groups(run, targets)
-    of_group = _heads_of_group(run)
+def check_targets(config: RunConfig, targets: Targets) -> None:
+    """Raise ConfigError if a model of ``config`` cannot be pruned to ``targets``."""
+    model = config.model
+    heads, groups = _heads_and_groups(config, targets)
+    of_group = _heads_of_group(config)
     dropped = targets.layers_to_drop
     wrong = [n for n in dropped if not 1 <= n <= model.num_layers]
-    pattern = _pattern_of_layers(run)
+    pattern = _pattern_of_layers(config)
     prunes_heads = targets.num_attention_heads or targets.num_query_groups
     sizes = [(name, getattr(targets, name), getattr(model, name) or 0) for name in _SIZES]
     rules = (
@@ -200,9 +200,9 @@ def check_targets(run: RunConfig, targets: Targets) -> None:
     ConfigError.raise_for(message for is_wrong, message in rules if is_wrong)
 
 
-def _pattern_of_layers(run: RunConfig) -> str | None:
+def _pattern_of_layers(config: RunConfig) -> str | None:
     """Return the flag by which layers of one index differ from others, or None."""
-    model = run.model
+    model = config.model
     given = {
         "--moe-layer-freq": model.num_moe_experts and model.moe_layer_freq != 1,
         "--no-rope-freq": model.no_rope_freq,
@@ -212,25 +212,25 @@ def _pattern_of_layers(run: RunConfig) -> str | None:
     return next((flag for flag, value in given.items() if value), None)
 
 
-def _heads_of_group(run: RunConfig) -> int:
-    return run.model.num_attention_heads // (run.model.num_query_groups or 1)
+def _heads_of_group(config: RunConfig) -> int:
+    return config.model.num_attention_heads // (config.model.num_query_groups or 1)
 
 
-def _heads_and_groups(run: RunConfig, targets: Targets) -> tuple[int, int]:
+def _heads_and_groups(config: RunConfig, targets: Targets) -> tuple[int, int]:
     """Return the heads and query groups of the pruned model.
 
-    All groups are kept unless the targets say another number, or each head of ``run`` has its own.
+    All groups stay unless the targets give another number, or each head of ``config`` has a group.
     """
-    heads = targets.num_attention_heads or run.model.num_attention_heads
+    heads = targets.num_attention_heads or config.model.num_attention_heads
     if targets.num_query_groups is not None:
         return heads, targets.num_query_groups
-    if _heads_of_group(run) == 1:
+    if _heads_of_group(config) == 1:
         return heads, heads
-    return heads, run.model.num_query_groups or run.model.num_attention_heads
+    return heads, config.model.num_query_groups or config.model.num_attention_heads
 
 
-def _kept_layers(run: RunConfig, targets: Targets, scores: Scores) -> list[int]:
-    every = range(run.model.num_layers)
+def _kept_layers(config: RunConfig, targets: Targets, scores: Scores) -> list[int]:
+    every = range(config.model.num_layers)
     if targets.layers_to_drop:
         return [i for i in every if i + 1 not in targets.layers_to_drop]
     if targets.num_layers is None:
@@ -249,14 +249,14 @@ def _best(scores: Sequence[float] | None, number: int | None) -> Tensor | None:
 
 
 def _best_heads(
-    run: RunConfig, scores: Sequence[float] | None, num_heads: int, num_groups: int
+    config: RunConfig, scores: Sequence[float] | None, num_heads: int, num_groups: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the kept groups, and the kept heads as numbers in the complete layer."""
-    model = run.model
+    model = config.model
     is_same = (num_heads, num_groups) == (model.num_attention_heads, model.num_query_groups)
     if scores is None or is_same:
         return None, None
-    each = torch.tensor(scores, dtype=torch.float64).view(-1, _heads_of_group(run))
+    each = torch.tensor(scores, dtype=torch.float64).view(-1, _heads_of_group(config))
     groups = _best(each.sum(1).tolist(), num_groups)
     assert groups is not None
     heads = [
@@ -267,15 +267,15 @@ def _best_heads(
 
 
 def prune(
-    load: Path, save: Path, run: RunConfig, plan: PruningPlan, step: int | None = None
+    load: Path, save: Path, config: RunConfig, plan: PruningPlan, step: int | None = None
 ) -> Path:
-    """Write the checkpoint ``load`` of ``run``, pruned by ``plan``, to ``save``; return its folder.
+    """Write the checkpoint ``load``, pruned by ``plan``, to ``save``; return the new folder.
 
     One process.  Raises CheckpointError for a tensor that the model is not known to have.
     """
     wanted = ConversionRequest(source=load, target=save, format="safetensors_dist", step=step)
     source = read_source(wanted)
-    model = run.model
+    model = config.model
     sizes = _Sizes(
         model.num_attention_heads,
         model.num_query_groups or model.num_attention_heads,

@@ -115,7 +115,7 @@ class RolloutTraining(Callback):
             )
             self._hold(number, rollouts)
             self.metrics["rollout tokens/s"] = tokens_per_s
-        assert self._rollouts is not None, "a round has begun"
+        assert self._rollouts is not None, "generate a round before training on it"
         run.config = trim_rows(self._config, self._rollouts)
         run.objective.loss_share = 1 / run.config.data.seq_length  # the loss is divided by rollouts
         index = step_index(run.config, run.config.training.seed, number, position, size)

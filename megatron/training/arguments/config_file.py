@@ -31,20 +31,20 @@ _HEADINGS = ("language_model", "model_parallel")
 _JSON_TYPES = (type(None), bool, int, str)
 
 
-def write_config(run: RunConfig, path: str | os.PathLike[str]) -> None:
-    """Write the requested flags of ``run``, complete, and the resolved values."""
+def write_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
+    """Write the requested flags of ``config``, complete, and the resolved values."""
     content = {
-        "_world_size": run.world_size,
-        **_plain_values(run.asked),
-        "_resolved": resolved_values(run),
+        "_world_size": config.world_size,
+        **_plain_values(config.asked),
+        "_resolved": resolved_values(config),
     }
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def resolved_values(run: RunConfig) -> dict[str, dict[str, object]]:
+def resolved_values(config: RunConfig) -> dict[str, dict[str, object]]:
     """Return all values of all sections in JSON types."""
     return {
-        name: _plain_values({f.name: vars(vars(run)[name])[f.name] for f in fields(cls)})
+        name: _plain_values({f.name: vars(vars(config)[name])[f.name] for f in fields(cls)})
         for name, cls in SECTIONS.items()
     }
 

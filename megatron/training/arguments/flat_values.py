@@ -22,11 +22,11 @@ COUNTERS = (
 _SCALAR_IF_ONE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 
 
-def flat_values(run: RunConfig) -> dict[str, Any]:
+def flat_values(config: RunConfig) -> dict[str, Any]:
     """Return dest -> resolved value of all flags, and the values derived from them."""
-    values = dict(run.asked)
+    values = dict(config.asked)
     for name, cls in SECTIONS.items():
-        section = vars(vars(run)[name])
+        section = vars(vars(config)[name])
         for f, opt in options_of(cls):
             value = section[f.name]
             value = not value if opt.inverted else value
@@ -36,14 +36,14 @@ def flat_values(run: RunConfig) -> dict[str, Any]:
                 (values[dest],) = values[dest]
         for name_of_field in DERIVED_FIELDS & section.keys():
             values[name_of_field] = section[name_of_field]
-    m = run.model
-    values.update(run.extra)
+    m = config.model
+    values.update(config.extra)
     values.setdefault("yaml_cfg", None)  # the other values include those of the file
     values.update(
-        world_size=run.world_size,
-        data_parallel_size=run.data_parallel_size,
+        world_size=config.world_size,
+        data_parallel_size=config.data_parallel_size,
         transformer_pipeline_model_parallel_size=m.pipeline_model_parallel_size,
-        use_dist_ckpt=run.checkpoint.ckpt_format != "torch",
+        use_dist_ckpt=config.checkpoint.ckpt_format != "torch",
         variable_seq_lengths=False,
     )
     return values

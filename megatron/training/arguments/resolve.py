@@ -110,26 +110,26 @@ def resolve(
     known = flags_and_defaults().keys() | _LAUNCH
     if extra is None:
         extra = {dest: value for dest, value in given.items() if dest not in known} | own
-    run = assemble(
+    config = assemble(
         ns,
         trains=trains,
         extra=dict(extra),
         asked={dest: value for dest, value in given.items() if dest != "yaml_cfg"},
     )
-    ConfigError.raise_for([*problems, *problems_of(RULES, run)])
-    return replace(run, warnings=(*warnings, *warnings_of(REQUIREMENTS, run)))
+    ConfigError.raise_for([*problems, *problems_of(RULES, config)])
+    return replace(config, warnings=(*warnings, *warnings_of(REQUIREMENTS, config)))
 
 
-def require_training(run: RunConfig) -> RunConfig:
+def require_training(config: RunConfig) -> RunConfig:
     """Return the configuration of a script that is about to train.
 
     Raises ConfigError for what training needs and `resolve` did not require.
     """
-    if run.trains:
-        return run
-    run = replace(run, trains=True)
-    ConfigError.raise_for(problems_of(RULES, run))
-    return run
+    if config.trains:
+        return config
+    config = replace(config, trains=True)
+    ConfigError.raise_for(problems_of(RULES, config))
+    return config
 
 
 def assemble(ns: Namespace, **rest: Any) -> RunConfig:

@@ -73,7 +73,8 @@ def save(run: TrainingRun, *, is_last: bool = False, is_transient: bool = False)
 
 def save_unless_saved(run: TrainingRun, *, is_transient: bool = False) -> None:
     """Call `save` if the run saves checkpoints and none of them has this step yet."""
-    config, saves = run.config.checkpoint, run.checkpoints
+    config = run.config.checkpoint
+    saves = run.checkpoints
     if not (is_transient or config.save is not None) or saves.saved_at == run.state.iteration:
         return
     if saves.pending is None or config.async_save_when_busy == "wait":

@@ -182,7 +182,7 @@ _LAYERS = (
 
 
 @torch.no_grad()
-def _compare(folder: Path, run: RunConfig, tensors: Mapping[str, LazyTensor]) -> str:
+def _compare(folder: Path, config: RunConfig, tensors: Mapping[str, LazyTensor]) -> str:
     """Compare the logits of two images.  Raises CheckpointError if they differ."""
     reason = optional.why_missing("transformers")
     if reason is not None:
@@ -192,9 +192,9 @@ def _compare(folder: Path, run: RunConfig, tensors: Mapping[str, LazyTensor]) ->
     auto = transformers.AutoModelForImageClassification
     model = auto.from_pretrained(folder, attn_implementation="eager", **options).eval()
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(2, 3, run.vision.img_h, run.vision.img_w, generator=generator)
+    images = torch.randn(2, 3, config.vision.img_h, config.vision.img_w, generator=generator)
     theirs: Tensor = model(images).logits
-    ours: Tensor = our_model(run, tensors, 1)(images)
+    ours: Tensor = our_model(config, tensors, 1)(images)
     apart = float((ours - theirs).abs().max())
     largest = max(1.0, float(theirs.abs().max()))
     if not apart <= TOLERANCE * largest:

@@ -25,23 +25,23 @@ _LANGUAGE = "language_model."
 _WHISPER_PREFIXES = ("model.encoder.", "encoder.")
 
 
-def load_parts(model: MimoModel, run: RunConfig) -> MimoModel:
+def load_parts(model: MimoModel, config: RunConfig) -> MimoModel:
     """Read the weights that --language-model-checkpoint and --audio-encoder-model name.
 
     A checkpoint of the complete model, which is read later, overrides them.  Raises
     CheckpointError if a checkpoint holds another model.
     """
-    if run.mimo.language_model_checkpoint is not None:
-        _load_language_model(model, run, run.mimo.language_model_checkpoint)
-    if run.mimo.audio_encoder_model is not None and "audios" in model.modality_submodules:
+    if config.mimo.language_model_checkpoint is not None:
+        _load_language_model(model, config, config.mimo.language_model_checkpoint)
+    if config.mimo.audio_encoder_model is not None and "audios" in model.modality_submodules:
         encoders = model.modality_submodules["audios"].get_submodule("encoders")
-        _load_whisper(encoders.get_submodule(AUDIO_ENCODER), run.mimo.audio_encoder_model)
+        _load_whisper(encoders.get_submodule(AUDIO_ENCODER), config.mimo.audio_encoder_model)
     return model
 
 
-def _load_language_model(model: MimoModel, run: RunConfig, folder: str) -> None:
+def _load_language_model(model: MimoModel, config: RunConfig, folder: str) -> None:
     content = open_checkpoint(folder)
-    asked = {**run.asked, "model_kind": "gpt", "num_layers": run.model.num_layers}
+    asked = {**config.asked, "model_kind": "gpt", "num_layers": config.model.num_layers}
     compare_models(content.asked, asked, is_finetuning=True).check(content.folder)
     with open_reader(content.folder) as reader:
         for param in model.language_model.parameters():

@@ -231,10 +231,10 @@ class ModelShape:
                 yield f"{f.name} {mine} (not {others})"
 
 
-def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
-    """Return the shape of the model that ``run`` builds for ``vocab_size`` tokens."""
-    m, lm = run.model, run.language_model
-    kind = model_kind_of(run)
+def shape_of(config: RunConfig, vocab_size: int) -> ModelShape:
+    """Return the shape of the model that ``config`` builds for ``vocab_size`` tokens."""
+    m, lm = config.model, config.language_model
+    kind = model_kind_of(config)
     heads = ("latent" if m.multi_latent_attention else "head") if m.qk_layernorm else None
     found = {**vars(lm), **vars(m)}
     values = {f.name: found[f.name] for f in fields(ModelShape) if f.name in found}
@@ -256,10 +256,10 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         "output_scale": _scale(m.output_scale, m.hidden_size**-0.5),
         "mtp_num_layers": m.mtp_num_layers or None,
         "is_tied": not lm.untie_embeddings_and_output_weights,
-        "is_reward": run.preference.reward_model,
+        "is_reward": config.preference.reward_model,
         "has_binary_head": lm.bert_binary_head,
         "num_experts": m.num_moe_experts,
-        "others": tuple(_others(run)),
+        "others": tuple(_others(config)),
         **_yarn(m, lm.max_position_embeddings),
     }
     if kind.is_hybrid:
@@ -357,8 +357,8 @@ def _window(m: TransformerConfig, layer: int) -> int | None:
     return None if window is None or window[0] < 0 else window[0]
 
 
-def _others(run: RunConfig) -> Iterator[str]:
-    m = run.model
+def _others(config: RunConfig) -> Iterator[str]:
+    m = config.model
     if m.num_moe_experts is not None:
         if m.moe_router_load_balancing_type == ("sinkhorn",):
             yield "--moe-router-load-balancing-type sinkhorn"
@@ -370,7 +370,7 @@ def _others(run: RunConfig) -> Iterator[str]:
         yield "--rope-type rope"
     if layer_shapes(m) is not None:
         yield "--heterogeneous-layers-config-path"
-    if run.language_model.spec and run.language_model.spec[0] != "local":
+    if config.language_model.spec and config.language_model.spec[0] != "local":
         yield "--spec"
     if m.qk_l2_norm:
         yield "--qk-l2-norm"

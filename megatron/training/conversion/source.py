@@ -242,9 +242,9 @@ def embedding_of(tensors: Mapping[str, LazyTensor]) -> LazyTensor:
     return next(tensor for name, tensor in tensors.items() if name.endswith(_EMBEDDING))
 
 
-def special_ids(run: RunConfig) -> dict[str, int | None]:
+def special_ids(config: RunConfig) -> dict[str, int | None]:
     """Return the tokenizer's bos, eos and pad ids under config.json's names; None if unknown."""
-    spec = TokenizerSpec.of(run.tokenizer)
+    spec = TokenizerSpec.of(config.tokenizer)
     ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if spec.tokenizer_type in (None, "NullTokenizer"):
         return ids
@@ -255,9 +255,9 @@ def special_ids(run: RunConfig) -> dict[str, int | None]:
     return {name: tokenizer.id_of(name.removesuffix("_token_id")) for name in ids}
 
 
-def image_token(run: RunConfig) -> int:
+def image_token(config: RunConfig) -> int:
     """Return the id of the tokenizer's token for an image."""
-    tokenizer = create_tokenizer(TokenizerSpec.of(run.tokenizer))
+    tokenizer = create_tokenizer(TokenizerSpec.of(config.tokenizer))
     try:
         ids = tokenizer.tokenize(IMAGE_TOKEN)
     except MegatronError:

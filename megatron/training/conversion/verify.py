@@ -33,7 +33,7 @@ _BYTES_PER_WEIGHT = 4.5  # float32 and overhead
 
 def compare_logits(
     hf_folder: Path,
-    run: RunConfig,
+    config: RunConfig,
     tensors: Mapping[str, LazyTensor],
     vocab_size: int,
     fresh: Sequence[str] = (),
@@ -57,13 +57,13 @@ def compare_logits(
         return "the logits were not compared: theirs are of weights in few bits"
     if any(name.startswith("lm_head.") for name in fresh):
         return "the logits were not compared: the weights make none"
-    length = min(_LENGTH, run.language_model.max_position_embeddings or _LENGTH)
+    length = min(_LENGTH, config.language_model.max_position_embeddings or _LENGTH)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, vocab_size, (_PROMPTS, length), generator=generator)
-    if model_kind_of(run).reads_images:  # the token of an image is put among others later
+    if model_kind_of(config).reads_images:  # the token of an image is put among others later
         prompts[prompts == _image_token(hf_folder)] = 0
-    theirs = _their_logits(hf_folder, run, prompts)
-    ours = our_logits(run, tensors, vocab_size, prompts)
+    theirs = _their_logits(hf_folder, config, prompts)
+    ours = our_logits(config, tensors, vocab_size, prompts)
     pairs = list(zip(ours if not fresh else ours[:1], theirs, strict=False))
     apart = max(float((mine - other).abs().max()) for mine, other in pairs)
     largest = max(1.0, *(float(other.abs().max()) for _, other in pairs))
@@ -76,31 +76,31 @@ def compare_logits(
 
 
 @torch.no_grad()
-def _their_logits(folder: Path, run: RunConfig, prompts: Tensor) -> list[Tensor]:
+def _their_logits(folder: Path, config: RunConfig, prompts: Tensor) -> list[Tensor]:
     transformers = optional.require("transformers", "comparing logits")
     transformers.utils.logging.disable_progress_bar()
-    kind = model_kind_of(run)
-    auto = "SequenceClassification" if is_reward(run) else kind.transformers_class
-    if kind.has_masked_lm_head and run.language_model.bert_binary_head:
+    kind = model_kind_of(config)
+    auto = "SequenceClassification" if is_reward(config) else kind.transformers_class
+    if kind.has_masked_lm_head and config.language_model.bert_binary_head:
         auto = "PreTraining"
     options: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
-    if is_reward(run):
+    if is_reward(config):
         options["pad_token_id"] = None  # prompts have no padding
     model = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", **options
     )
-    return list(their_outputs(model.eval(), run, prompts))
+    return list(their_outputs(model.eval(), config, prompts))
 
 
 @torch.no_grad()
 def our_logits(
-    run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int, prompts: Tensor
+    config: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int, prompts: Tensor
 ) -> list[Tensor]:
-    """Return logits [b, s, v] of ids [b, s], by the model that ``run`` and ``tensors`` describe.
+    """Return logits [b, s, v] of ids [b, s], by the model that ``config`` and ``tensors`` describe.
 
     For BERT with a binary head, also its logits [b, 2].
     """
-    return list(our_outputs(our_model(run, tensors, vocab_size), run, prompts))
+    return list(our_outputs(our_model(config, tensors, vocab_size), config, prompts))
 
 
 def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
@@ -121,27 +121,27 @@ def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Ten
         yield model(ids, use_cache=False).logits
 
 
-def our_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
+def our_outputs(model: nn.Module, config: RunConfig, ids: Tensor) -> Iterator[Tensor]:
     """Yield the logits of ids [b, s]; the decoder of an encoder-decoder reads them reversed."""
-    kind = model_kind_of(run)
+    kind = model_kind_of(config)
     if kind.reads_images:
-        seen = _with_images(run, ids, None)
+        seen = _with_images(config, ids, None)
         places = torch.arange(seen.ids.shape[1]).expand_as(seen.ids)
         yield model(input_ids=seen.ids, position_ids=places, **seen.ours)[0]
-    elif is_reward(run):
+    elif is_reward(config):
         yield model(ids, torch.arange(ids.shape[1]).expand_as(ids), None, labels=ids)[:, -1:]
     elif kind.has_encoder:
         yield model(ids, ids.flip(1))
     elif kind.has_masked_lm_head:
-        types = _types(ids) if run.language_model.bert_binary_head else None
+        types = _types(ids) if config.language_model.bert_binary_head else None
         yield from (logits for logits in model(ids, None, types) if logits is not None)
     else:
         yield model(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
 
 
-def is_reward(run: RunConfig) -> bool:
+def is_reward(config: RunConfig) -> bool:
     """Return whether the model's output is a score, which is compared for the last token."""
-    return run.preference.reward_model
+    return config.preference.reward_model
 
 
 def _image_token(hf_folder: Path) -> int:
@@ -157,16 +157,16 @@ class RowsWithImages(NamedTuple):
     theirs: dict[str, Tensor]
 
 
-def _with_images(run: RunConfig, ids: Tensor, their_token: int | None) -> RowsWithImages:
+def _with_images(config: RunConfig, ids: Tensor, their_token: int | None) -> RowsWithImages:
     """Put an image behind the first token of each row.
 
     ``their_token``: the id that stands for one embedding of an image; None: one id of ours stands
     for all of them.
     """
-    v = run.vision
+    v = config.vision
     generator = torch.Generator().manual_seed(2)
     if KINDS[v.vision_model_type].reads_any_size:
-        return _with_patches(run, ids, their_token, generator)
+        return _with_patches(config, ids, their_token, generator)
     sizes = (v.img_h, v.img_w, v.patch_dim, v.vision_model_type)
     count = get_num_image_embeddings(*sizes, v.disable_vision_class_token, 1, v.pixel_shuffle)
     ours: dict[str, Tensor] = {}
@@ -190,10 +190,10 @@ def _with_images(run: RunConfig, ids: Tensor, their_token: int | None) -> RowsWi
 
 
 def _with_patches(
-    run: RunConfig, ids: Tensor, their_token: int | None, generator: torch.Generator
+    config: RunConfig, ids: Tensor, their_token: int | None, generator: torch.Generator
 ) -> RowsWithImages:
     """Do `_with_images` with an image of 4 x 6 patches, in blocks of 2 x 2."""
-    values = image_settings(run.vision).tile_shape
+    values = image_settings(config.vision).tile_shape
     images = torch.randn((6 * len(ids), *values), generator=generator)
     grids = torch.tensor([[1, 4, 6]] * len(ids))
     token, count = (DEFAULT_IMAGE_TOKEN_INDEX, 1) if their_token is None else (their_token, 6)

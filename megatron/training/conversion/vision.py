@@ -257,7 +257,7 @@ def build_encoder(
             pg_collection=pg_collection,
         )
     if family.subtype == "qwen2_vl":
-        assert pg_collection is not None, "it is given for parts of a larger model"
+        assert pg_collection is not None, "a part of a larger model needs pg_collection"
         side = _entry(config, "patch_size")
         return Qwen2VLVisionModel(of_layers, spec, side, pg_collection=pg_collection)
     height, width, side = sizes_of(config)

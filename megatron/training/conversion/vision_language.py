@@ -362,8 +362,8 @@ def _differences(config: Config, run: RunConfig, vocab_size: int) -> list[str]:
     return found + list(text.differences(replace(shape.text, vocab_size=vocab_size)))
 
 
-def _text_of(run: RunConfig, vocab_size: int) -> ModelShape:
-    return replace(shape_of(run, vocab_size), kind="gpt")
+def _text_of(config: RunConfig, vocab_size: int) -> ModelShape:
+    return replace(shape_of(config, vocab_size), kind="gpt")
 
 
 def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
@@ -416,13 +416,13 @@ def _new_config(run: RunConfig, vocab_size: int) -> JsonObject:
     return config
 
 
-def _new_qwen(run: RunConfig, text: ModelShape) -> JsonObject:
-    layers = encoder_config(run)
+def _new_qwen(config: RunConfig, text: ModelShape) -> JsonObject:
+    layers = encoder_config(config)
     assert layers.ffn_hidden_size is not None, "it is derived"
     return {
         "architectures": [QWEN2_VL.architecture],
         "model_type": QWEN2_VL.model_type,
-        QWEN2_VL.image_token: image_token(run),
+        QWEN2_VL.image_token: image_token(config),
         "tie_word_embeddings": text.is_tied,
         "text_config": hf.family_of({"model_type": QWEN2_VL.text}).config(text),
         "vision_config": {
@@ -433,14 +433,14 @@ def _new_qwen(run: RunConfig, text: ModelShape) -> JsonObject:
             "hidden_size": text.hidden_size,
             "mlp_ratio": layers.ffn_hidden_size // layers.hidden_size,
             "num_heads": layers.num_attention_heads,
-            "patch_size": run.vision.patch_dim,
+            "patch_size": config.vision.patch_dim,
         },
     }
 
 
-def check_encoder(shape: VisionLanguageShape, run: RunConfig) -> None:
-    """Raise CheckpointError unless the encoder that ``run`` builds is that of ``shape``."""
-    found = encoder_config(run)
+def check_encoder(shape: VisionLanguageShape, config: RunConfig) -> None:
+    """Raise CheckpointError unless the encoder that ``config`` builds is that of ``shape``."""
+    found = encoder_config(config)
     wanted = layers_of(shape.images)
     for name in _OF_ENCODER:
         mine = getattr(found, name)
@@ -448,7 +448,7 @@ def check_encoder(shape: VisionLanguageShape, run: RunConfig) -> None:
         if mine != theirs:
             raise CheckpointError(
                 f"vision_config asks for {name} {theirs}, and --vision-model-type "
-                f"{run.vision.vision_model_type} has {mine}"
+                f"{config.vision.vision_model_type} has {mine}"
             )
 
 

@@ -25,64 +25,64 @@ Matrices = Iterable[tuple[str, Mapping[str, int], int]]  # layer, rows of each p
 EXPERTS = "mlp.experts."
 
 
-def known_padded_vocab_size(run: RunConfig) -> int | None:
+def known_padded_vocab_size(config: RunConfig) -> int | None:
     """Return the rows of the word embedding over all ranks.
 
     None if they depend on the tokenizer, which is not loaded.
     """
-    t, tp = run.tokenizer, run.model.tensor_model_parallel_size
+    t, tp = config.tokenizer, config.model.tensor_model_parallel_size
     if t.padded_vocab_size is not None:
         return t.padded_vocab_size
     if t.vocab_size is None:
         return None
     # A NullTokenizer adds its end-of-document token to --vocab-size.
     size = t.vocab_size + (1 if t.tokenizer_type == "NullTokenizer" else 0)
-    multiple = run.language_model.make_vocab_size_divisible_by * tp
+    multiple = config.language_model.make_vocab_size_divisible_by * tp
     return -(-size // multiple) * multiple
 
 
-def layer_parameters(run: RunConfig) -> int:
+def layer_parameters(config: RunConfig) -> int:
     """Return the parameters of all layers on one tensor-parallel rank, MTP layers included."""
-    m = run.model
+    m = config.model
     joining = 2 * m.hidden_size**2 + 3 * m.hidden_size * _parameters_per_channel(m)
-    layers = sum(_layer_parameters(m, layer) for layer in layers_of(run))
+    layers = sum(_layer_parameters(m, layer) for layer in layers_of(config))
     return (m.mtp_num_layers or 0) * joining + layers
 
 
-def head_parameters(run: RunConfig, padded_vocab_size: int) -> int:
+def head_parameters(config: RunConfig, padded_vocab_size: int) -> int:
     """Return the parameters outside layers and embeddings on one tensor-parallel rank."""
-    m = run.model
+    m = config.model
     hidden, tp = m.hidden_size, m.tensor_model_parallel_size
     norm = hidden * _parameters_per_channel(m)
-    kind = model_kind_of(run)
+    kind = model_kind_of(config)
     if kind.classifies_images:
-        return norm + (hidden + 1) * run.image_classifier.num_classes
+        return norm + (hidden + 1) * config.image_classifier.num_classes
     if kind.has_masked_lm_head:
-        has_order = run.language_model.bert_binary_head
+        has_order = config.language_model.bert_binary_head
         order = 2 * hidden + hidden * (hidden + 1) + 2 * (hidden + 1) if has_order else 0
         return norm + hidden * (hidden + 1) + norm + padded_vocab_size // tp + order
     if kind.has_encoder:
-        is_relative = run.language_model.position_embedding_type == "relative"
+        is_relative = config.language_model.position_embedding_type == "relative"
         buckets = m.relative_attention_num_buckets if is_relative else 0
         bias = buckets * m.num_attention_heads // tp
-        is_tied = not run.language_model.untie_embeddings_and_output_weights
+        is_tied = not config.language_model.untie_embeddings_and_output_weights
         has_bias = is_tied and m.add_bias_linear
         return 2 * (norm + bias) + (padded_vocab_size // tp if has_bias else 0)
     return norm
 
 
-def encoder_parameters(run: RunConfig) -> int:
+def encoder_parameters(config: RunConfig) -> int:
     """Return the parameters of all encoders on one tensor-parallel rank; 0 without one.
 
     Those of an image classifier are its embeddings: `layer_parameters` counts its layers.
     """
-    kind = model_kind_of(run)
+    kind = model_kind_of(config)
     if kind.classifies_images:  # patches with a bias, class token, positions
-        vectors = pixels_of_patch(run.vision) + num_patches(run.vision) + 3
-        return run.model.hidden_size * vectors
+        vectors = pixels_of_patch(config.vision) + num_patches(config.vision) + 3
+        return config.model.hidden_size * vectors
     if not kind.reads_images:
         return 0
-    images = image_encoder(run)
+    images = image_encoder(config)
     m = images.layers
     hidden = images.layers.hidden_size
     layers = _encoder_layers(m) + m.num_layers * 2 * hidden * images.has_layer_scale
@@ -91,8 +91,8 @@ def encoder_parameters(run: RunConfig) -> int:
     vectors = places + images.kind.has_class_token + images.kind.has_patch_bias
     vectors += images.pixels + norms * _parameters_per_channel(m)
     total = layers + hidden * vectors
-    if run.mimo.has_sound:
-        sound = audio_encoder(run)
+    if config.mimo.has_sound:
+        sound = audio_encoder(config)
         norm = sound.layers.hidden_size * _parameters_per_channel(sound.layers)
         total += sound.input_parameters + _encoder_layers(sound.layers) + norm
     return total
@@ -103,21 +103,21 @@ def _encoder_layers(m: TransformerConfig) -> int:
     return m.num_layers * _layer_parameters(m, layer)
 
 
-def projector_parameters(run: RunConfig) -> int:
+def projector_parameters(config: RunConfig) -> int:
     """Return the parameters behind the encoders on one tensor-parallel rank; 0 without one."""
-    if not model_kind_of(run).reads_images:
+    if not model_kind_of(config).reads_images:
         return 0
     total = 0
-    for images in encoders_of(run):
+    for images in encoders_of(config):
         m = images.projector
-        total += _weights(m, projector_layers(run, images))
+        total += _weights(m, projector_layers(config, images))
         total += images.projector_input * _parameters_per_channel(m) * images.projector_has_norm
-        total += m.hidden_size * bool(run.vision.grids)  # embedding of the end of a row of tiles
+        total += m.hidden_size * bool(config.vision.grids)  # embedding of the end of a row of tiles
     return total
 
 
 def projector_layers(config: RunConfig, images: ImageEncoder | AudioEncoder) -> Matrices:
-    """Yield the linear layers of the projector behind an encoder, like `linear_layers`."""
+    """Yield the linear layers of the projector after an encoder, like `linear_layers`."""
     m = images.projector
     if config.vision.vision_projection_type == "mlp":
         yield from _mlp("mlp", m, m.ffn_hidden_size or 0, images.projector_input)

@@ -47,9 +47,9 @@ class Layer:
     is_encoder: bool = False  # part of the encoder, whose output the decoder attends to
 
 
-def stack_of_layers(run: RunConfig) -> list[Layer]:
+def stack_of_layers(config: RunConfig) -> list[Layer]:
     """Return the layers of a single stack, followed by those of multi-token prediction."""
-    model = run.model
+    model = config.model
     width = model.ffn_hidden_size or 0
     shapes = list(layer_shapes(model) or [LayerShape(FULL, FULL, width)] * model.num_layers)
     shapes += shapes[-1:] * (model.mtp_num_layers or 0)
@@ -64,11 +64,11 @@ def stack_of_layers(run: RunConfig) -> list[Layer]:
     ]
 
 
-def hybrid_layers(run: RunConfig) -> list[Layer]:
+def hybrid_layers(config: RunConfig) -> list[Layer]:
     """Return the layers of a hybrid model, which the --hybrid-* flags select."""
-    lm = run.language_model
+    lm = config.language_model
     pattern = layer_pattern(
-        run.model.num_layers,
+        config.model.num_layers,
         lm.hybrid_attention_ratio,
         lm.hybrid_mlp_ratio,
         lm.hybrid_override_pattern,
@@ -76,30 +76,30 @@ def hybrid_layers(run: RunConfig) -> list[Layer]:
     of_letter = {
         letters.MAMBA: Layer(has_mixer=True),
         letters.ATTENTION: Layer(attention=FULL),
-        letters.MLP: Layer(mlp=FULL, ffn_hidden_size=run.model.ffn_hidden_size or 0),
+        letters.MLP: Layer(mlp=FULL, ffn_hidden_size=config.model.ffn_hidden_size or 0),
         letters.EXPERTS: Layer(mlp=FULL, has_experts=True),
     }
     return [of_letter[letter] for letter in pattern]
 
 
-def encoder_decoder_layers(run: RunConfig) -> list[Layer]:
+def encoder_decoder_layers(config: RunConfig) -> list[Layer]:
     """Return the encoder layers, then the decoder layers."""
-    width = run.model.ffn_hidden_size or 0
+    width = config.model.ffn_hidden_size or 0
     encoder = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=width, is_encoder=True)
     decoder = replace(encoder, is_encoder=False, has_cross_attention=True)
-    depth = run.language_model.decoder_num_layers or 0
-    return [encoder] * run.model.num_layers + [decoder] * depth
+    depth = config.language_model.decoder_num_layers or 0
+    return [encoder] * config.model.num_layers + [decoder] * depth
 
 
-def stages_of_stack(run: RunConfig) -> tuple[range, ...]:
+def stages_of_stack(config: RunConfig) -> tuple[range, ...]:
     """Return the layer range of each virtual stage, multi-token prediction layers excluded."""
-    return layer_ranges(run.model, run.model.pipeline_model_parallel_size)
+    return layer_ranges(config.model, config.model.pipeline_model_parallel_size)
 
 
-def stages_of_encoder_decoder(run: RunConfig) -> tuple[range, ...]:
+def stages_of_encoder_decoder(config: RunConfig) -> tuple[range, ...]:
     """Return the range into `encoder_decoder_layers` of each pipeline stage."""
-    model, num_ranks = run.model, run.model.pipeline_model_parallel_size
-    depths = model.num_layers, run.language_model.decoder_num_layers or 0
+    model, num_ranks = config.model, config.model.pipeline_model_parallel_size
+    depths = model.num_layers, config.language_model.decoder_num_layers or 0
     if num_ranks == 1:
         return (range(sum(depths)),)
     first, found = model.encoder_pipeline_model_parallel_size, []

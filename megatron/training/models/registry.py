@@ -92,12 +92,12 @@ def shape_of_microbatch(config: RunConfig) -> tuple[int, int]:
     return (tokens * rows, 1) if implementation_of(config).joins_rows else (tokens, rows)
 
 
-def layers_of(run: RunConfig) -> list[Layer]:
+def layers_of(config: RunConfig) -> list[Layer]:
     """Return every layer in order; layers of multi-token prediction follow the decoder's."""
-    return model_kind_of(run).layers(run)
+    return model_kind_of(config).layers(config)
 
 
-def layers_of_stages(run: RunConfig) -> tuple[range, ...]:
+def layers_of_stages(config: RunConfig) -> tuple[range, ...]:
     """Return the indices in `layers_of` that each virtual stage holds, without MTP layers."""
-    has_encoder = model_kind_of(run).has_encoder
-    return stages_of_encoder_decoder(run) if has_encoder else stages_of_stack(run)
+    has_encoder = model_kind_of(config).has_encoder
+    return stages_of_encoder_decoder(config) if has_encoder else stages_of_stack(config)

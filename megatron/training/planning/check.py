@@ -85,23 +85,25 @@ def _progress() -> Callable[[str], None]:
     return tell
 
 
-def _verdict(run: RunConfig, planned: RunPlan, limit: float | None) -> Iterator[str]:
+def _verdict(config: RunConfig, planned: RunPlan, limit: float | None) -> Iterator[str]:
     """Yield whether the run can start, and whether it fits the memory of a device."""
     fullest = planned.fullest
     need = f"rank {fullest.rank} needs {fullest.peak / _BYTES_PER_GIB:.2f} GiB"
     if limit is not None and fullest.peak > limit * _BYTES_PER_GIB:
         yield f"this run does not fit --check-device-memory-gib {limit:g}: {need}"
         return
-    yield f"this run can start on {run.world_size} ranks"
+    yield f"this run can start on {config.world_size} ranks"
     if limit is None:
         yield f"memory: {need}; give --check-device-memory-gib to compare it with a device"
     else:
         yield f"memory: {need} and fits --check-device-memory-gib {limit:g}"
 
 
-def _suggest_fix(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) -> Iterator[str]:
+def _suggest_fix(
+    args: Namespace, config: RunConfig, planned: RunPlan, limit: float
+) -> Iterator[str]:
     tried: list[Fit] = []
-    for fit in fits(args, run, planned.number_of_fullest, limit * _BYTES_PER_GIB):
+    for fit in fits(args, config, planned.number_of_fullest, limit * _BYTES_PER_GIB):
         tried.append(fit)
         if fit.peak <= limit * _BYTES_PER_GIB:
             yield f"cheapest change: {fit.change.words}, {fit.peak / _BYTES_PER_GIB:.2f} GiB"
@@ -110,19 +112,19 @@ def _suggest_fix(args: Namespace, run: RunConfig, planned: RunPlan, limit: float
     yield from (f"  {f.change.words}: {f.peak / _BYTES_PER_GIB:.2f} GiB" for f in tried)
 
 
-def report(run: RunConfig, planned: RunPlan, notes: Sequence[str] = ()) -> Iterator[str]:
+def report(config: RunConfig, planned: RunPlan, notes: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of the report: layout, memory, communication, batches, length, warnings.
 
     ``notes`` are further warnings.
     """
     yield ""
-    yield from _layout(run)
+    yield from _layout(config)
     yield ""
     yield from plan_lines(planned)
     yield ""
-    yield from _batches(run)
-    warnings = [*run.warnings, *notes]
-    if run.model.require_transformer_engine and (reason := unsupported_reason()) is not None:
+    yield from _batches(config)
+    warnings = [*config.warnings, *notes]
+    if config.model.require_transformer_engine and (reason := unsupported_reason()) is not None:
         warnings.append(f"--require-transformer-engine: this machine cannot start it: {reason}")
     yield from _noted("warnings", warnings)
 
@@ -134,8 +136,8 @@ def _noted(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield from (f"  - {line}" for line in lines)
 
 
-def _layout(run: RunConfig) -> Iterator[str]:
-    dense, _ = grids_of(run)
+def _layout(config: RunConfig) -> Iterator[str]:
+    dense, _ = grids_of(config)
     yield "axis              ranks  groups  first group"
     for name, axes in (
         ("tensor", ("tp",)),
@@ -155,9 +157,9 @@ def _row(name: str, grid: RankGrid, axes: tuple[str, ...]) -> str:
     return f"{name:16s} {len(first):6d} {len(groups):7d}  {shown}{more}"
 
 
-def _batches(run: RunConfig) -> Iterator[str]:
-    t, v, seq = run.training, run.validation, run.data.seq_length
-    batch, micro, dp = t.global_batch_size, t.micro_batch_size, run.data_parallel_size
+def _batches(config: RunConfig) -> Iterator[str]:
+    t, v, seq = config.training, config.validation, config.data.seq_length
+    batch, micro, dp = t.global_batch_size, t.micro_batch_size, config.data_parallel_size
     micro_batches = batch // (micro * dp)
     effective = micro_batches * micro * dp
     yield (

@@ -32,18 +32,18 @@ class Fit(NamedTuple):
     peak: int
 
 
-def changes(run: RunConfig) -> Iterator[Change]:
+def changes(config: RunConfig) -> Iterator[Change]:
     """Yield possible changes, the cheapest first."""
-    m, training = run.model, run.training
+    m, training = config.model, config.training
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     if tp > 1 and not m.sequence_parallel:
         yield Change("--sequence-parallel", {"sequence_parallel": True})
-    if run.data_parallel_size > 1 and not run.optimizer.use_distributed_optimizer:
+    if config.data_parallel_size > 1 and not config.optimizer.use_distributed_optimizer:
         yield Change("--use-distributed-optimizer", {"use_distributed_optimizer": True})
     if m.recompute_granularity is None:
         yield Change("--recompute-granularity selective", {"recompute_granularity": "selective"})
     batch = training.micro_batch_size
-    tokens = batch * run.data.seq_length // m.context_parallel_size
+    tokens = batch * config.data.seq_length // m.context_parallel_size
     if not m.loss_chunk_size and tokens >= 2 * _CHUNK and not m.defer_embedding_wgrad_compute:
         yield Change(f"--loss-chunk-size {_CHUNK}", {"loss_chunk_size": _CHUNK})
     if batch % 2 == 0:
@@ -63,18 +63,18 @@ def changes(run: RunConfig) -> Iterator[Change]:
     )
 
 
-def fits(args: Namespace, run: RunConfig, fullest: int, limit: float) -> Iterator[Fit]:
+def fits(args: Namespace, config: RunConfig, fullest: int, limit: float) -> Iterator[Fit]:
     """Yield each change that no rule refuses, with the peak bytes of the fullest rank.
 
     Plans stage ``fullest`` first, and the others only if that one fits into ``limit`` bytes.
     """
-    for change in changes(run):
+    for change in changes(config):
         try:
             given = Namespace(**{**vars(args), **change.values})
-            changed = resolve(given, run.world_size, trains=run.trains)
+            changed = resolve(given, config.world_size, trains=config.trains)
         except ConfigError:
             continue
-        changed = replace(changed, tokenizer=run.tokenizer)  # whose vocabulary is known
+        changed = replace(changed, tokenizer=config.tokenizer)  # whose vocabulary is known
         plan = plan_run(changed, args.check_rank, only=fullest, memory=limit)
         if plan.fullest.peak <= limit:
             plan = plan_run(changed, args.check_rank, memory=limit)

@@ -120,7 +120,8 @@ class DcpFile(DefaultSavePlanner):
 
     def __init__(self, folder: Path, rank: int, step: int) -> None:
         super().__init__()
-        self._folder, self._step = folder, step
+        self._folder = folder
+        self._step = step
         self._prefix = f"__{rank}_"
         self._values: list[Callable[[], object]] = []
         self._items: list[WriteItem] = []
@@ -254,7 +255,8 @@ _MATRIX = re.compile(r"((?:\w+coder|mtp)\.layers\..*\b(?:linear_\w+|\w+_proj))\.
 
 def write_stacked_tensors(rank_save: RankSave) -> RankReport:
     """Write and fsync the file of one rank.  Not collective.  Raises OSError."""
-    arguments, rank_state = rank_save.arguments, rank_save.contents.rank_state
+    arguments = rank_save.arguments
+    rank_state = rank_save.contents.rank_state
     file = DcpFile(rank_save.folder, rank_save.rank, rank_save.iteration)
     report = RankReport()
     for tensor in (part for whole in rank_save.tensors for part in _in_blocks(whole, arguments)):

@@ -120,7 +120,8 @@ def _packed(packed: PackedSeqParams) -> dict[str, object]:
 
 def _comm_arguments(comm: ContextParallelComm) -> dict[str, object]:
     """Return the package's arguments for context-parallel communication."""
-    heads, ring = comm.heads, comm.ring
+    heads = comm.heads
+    ring = comm.ring
     group: object = comm.cp
     kind = "p2p" if ring is not None else "all_gather"
     if heads is not None:

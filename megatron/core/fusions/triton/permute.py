@@ -1,4 +1,4 @@
-"""Order the rows of experts, and sum those of each token.
+"""Order the rows of experts, and sum the rows of each token.
 
 A stable sort of N token-expert assignments is several launches that move all of them.  Here one
 program per expert counts the assignments to lower experts, then numbers its own: it reads the N
@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK, _WARPS = 4096, 8
-_SUM_BLOCK, _SUM_WARPS = 1024, 4
+_SUM_BLOCK = 1024
+_SUM_WARPS = 4
 
 
 def order_by_expert(experts: Tensor, highest: int) -> tuple[Tensor, Tensor]:

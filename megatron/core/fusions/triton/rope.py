@@ -67,7 +67,9 @@ def join_norms(
     cos, sin = at
     query, key, _ = grads
     s, b, groups, width = key.shape
-    tokens, heads, half = s * b, query.shape[2], cos.shape[-1]
+    tokens = s * b
+    heads = query.shape[2]
+    half = cos.shape[-1]
     *weights, eps = norms
     programs = max(1, min(tokens, _PROGRAMS))
     out = torch.empty_like(packed)

@@ -210,7 +210,8 @@ class TopKRouter(MegatronModule):
         self, routing: RoutingResult, hidden: Tensor, num_tokens: int | Tensor
     ) -> RoutingResult:
         """Drop visits beyond the capacity; with padding the host waits for the number of tokens."""
-        config, k = self.config, self.rule.k
+        config = self.config
+        k = self.rule.k
         factor = config.moe_expert_capacity_factor
         assert factor is not None
         # ceil(factor * n * k / E) tokens per expert
@@ -293,7 +294,8 @@ class TopKRouter(MegatronModule):
         tokens: tuple[Tensor | None, int | Tensor],
     ) -> RoutingResult:
         """Attach the balance losses to the weights.  ``tokens``: padding, number of tokens."""
-        config, k = self.config, self.rule.k
+        config = self.config
+        k = self.rule.k
         weights = routing.weights
         padding, num_tokens = tokens
         terms = balance_terms(config)
