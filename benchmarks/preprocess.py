@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT_CHARACTERS = 3000
 CORPUS_BYTES = 40_000_000
 VOCAB_SIZE = 50257
-OURS = {"ours": "auto", "ours, no gigatoken": "tiktoken", "ours, tokenizers alone": "owner"}
+OURS = {"ours": "auto", "ours, tokenizers alone": "owner"}
 REFERENCE = "one encode a document (transformers)"
 
 
@@ -169,28 +169,6 @@ def tokenizers_batch(corpus: Path, directory: Path, workers: int) -> None:
     write(directory, (row.ids for batch in batches for row in batch))
 
 
-def tiktoken_batch(corpus: Path, directory: Path, workers: int) -> None:
-    from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
-    from megatron.training.tokenizer.fast import TiktokenEncoder
-
-    spec = TokenizerSpec(
-        tokenizer_type="GPT2BPETokenizer",
-        vocab_file=str(directory / "vocab.json"),
-        merge_file=str(directory / "merges.txt"),
-    )
-    owner = create_tokenizer(spec)
-    rules = owner.bpe_rules()
-    assert rules is not None
-    encoder = TiktokenEncoder.load(rules, owner)
-    assert encoder is not None
-    encoding, ids = encoder.encoding, encoder.ids
-    batches = (
-        encoding.encode_ordinary_batch(texts, num_threads=workers)
-        for texts in texts_in_batches(corpus)
-    )
-    write(directory, (ids[row].tolist() for batch in batches for row in batch))
-
-
 def load_tokenizers(directory: Path) -> Any:
     from tokenizers import Tokenizer
 
@@ -218,7 +196,6 @@ PEERS = {
     REFERENCE: one_encode_per_document(transformers_call),
     "one encode a document (tokenizers)": one_encode_per_document(tokenizers_call),
     "tokenizers, batch calls": tokenizers_batch,
-    "tiktoken, batch calls": tiktoken_batch,
 }
 
 

@@ -23,8 +23,8 @@ def add_backend_argument(parser: argparse.ArgumentParser) -> None:
         "--tokenizer-backend",
         choices=BACKENDS,
         default="auto",
-        help="library that encodes a byte-level BPE: auto takes the fastest one here whose ids "
-        "equal those of the tokenizer's own library (owner)",
+        help="library that encodes a byte-level BPE: auto takes gigatoken if it is installed and "
+        "its ids equal those of the tokenizer's own library (owner)",
     )
 
 

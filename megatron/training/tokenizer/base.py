@@ -8,12 +8,11 @@ libraries load (see `fast`), `TokenizerSpec` the options from which a tokenizer 
 from __future__ import annotations
 
 import dataclasses
-import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,27 +28,6 @@ class BpeRules:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     added_tokens: tuple[str, ...] = ()  # matched in a text before it is split
-
-
-def without_post_processor(tokenizer_json: str) -> str:
-    """Return the rules without post-processor, truncation and padding."""
-    rules = json.loads(tokenizer_json)
-    for key in ("post_processor", "truncation", "padding"):
-        rules[key] = None
-    return json.dumps(rules, ensure_ascii=False)
-
-
-@cache
-def byte_of_character() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for.
-
-    Printable Latin-1 characters stand for themselves.  The characters from U+0100 on stand for the
-    other bytes, in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 class MissingToken(ConfigError, AttributeError):
@@ -129,7 +107,7 @@ class MegatronTokenizer(ABC):
         raise MissingToken(f"{self.name} keeps no offsets of its tokens into the text")
 
     def bpe_rules(self) -> BpeRules | None:
-        """Return byte-level BPE rules for a faster library; None if it cannot be used."""
+        """Return byte-level BPE rules for a faster library; None if the tokenizer is no such."""
         return None
 
     def appended_tokens(self) -> Set[str]:
@@ -140,6 +118,11 @@ class MegatronTokenizer(ABC):
     def inv_vocab(self) -> Mapping[int, str]:
         """Id -> token."""
         return {index: token for token, index in self.vocab.items()}
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int] | None:
+        """Ids of ``<extra_id_0>``, ``<extra_id_1>``, ..., which mark masked spans in T5."""
+        return None
 
     def id_of(self, role: str) -> int | None:
         """Return the id of ``eod``, ``bos``, ...; None if the vocabulary has no such token."""
@@ -183,30 +166,13 @@ def pack(rows: Sequence[Sequence[int] | np.ndarray]) -> TokenBatch:
     return TokenBatch(ids, lengths)
 
 
-def replace_rows(batch: TokenBatch, rows: Mapping[int, Sequence[int] | np.ndarray]) -> TokenBatch:
-    """Replace the ids of some texts in a batch; ``rows`` maps index of text -> ids."""
-    if not rows:
-        return batch
-    ends = batch.lengths.cumsum()
-    kept = [batch.ids[end - n : end] for end, n in zip(ends, batch.lengths, strict=True)]
-    return pack([rows.get(index, row) for index, row in enumerate(kept)])
-
-
 def surround(batch: TokenBatch, prefix: Sequence[int], suffix: Sequence[int]) -> TokenBatch:
     """Put ``prefix`` before and ``suffix`` after the ids of every text."""
-    if not prefix and not suffix:
-        return batch
-    lengths = batch.lengths + (len(prefix) + len(suffix))
-    ends = np.cumsum(lengths)
-    ids = np.empty(int(lengths.sum()), np.int32)
-    is_text = np.ones(len(ids), bool)
-    added = [(ends - lengths + i, token) for i, token in enumerate(prefix)]
-    added += [(ends - len(suffix) + i, token) for i, token in enumerate(suffix)]
-    for at, token in added:
-        ids[at] = token
-        is_text[at] = False
-    ids[is_text] = batch.ids
-    return TokenBatch(ids, lengths)
+    ends = batch.lengths.cumsum()
+    bounds = np.stack([ends - batch.lengths, ends], 1)
+    places = bounds.repeat([len(prefix), len(suffix)], 1).ravel()
+    ids = np.insert(batch.ids, places, np.tile([*prefix, *suffix], len(ends)))
+    return TokenBatch(ids, batch.lengths + len(prefix) + len(suffix))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,14 +198,9 @@ class TokenizerSpec:
     @classmethod
     def of(cls, source: object) -> TokenizerSpec:
         """Read the fields from a namespace or a config; missing fields and None get defaults."""
-        if dataclasses.is_dataclass(source):
-            names = {f.name for f in dataclasses.fields(source)}
-            values = {name: getattr(source, name) for name in names}
-        else:
-            values = vars(source)
-        known = {f.name for f in dataclasses.fields(cls)}
-        said = {name: value for name, value in values.items() if value is not None}
-        return cls(**{name: value for name, value in said.items() if name in known})
+        given = vars(source)
+        names = [f.name for f in dataclasses.fields(cls) if given.get(f.name) is not None]
+        return cls(**{name: given[name] for name in names})
 
     def need(self, field: str) -> Any:
         """Return the value of ``field``.  Raises ConfigError if it is not set."""
@@ -286,11 +247,6 @@ class _NullTokenizer(MegatronTokenizer):
 
     def _special(self, role: str) -> int:
         return self._num_ids if role == "eod" else super()._special(role)
-
-    @property
-    def additional_special_tokens_ids(self) -> list[int] | None:
-        """None: EOD is the only special token."""
-        return None
 
 
 class _NullMultimodalTokenizer(_NullTokenizer):

@@ -9,9 +9,10 @@ the generation prompt, and ends with the rendering that it completes.
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +67,15 @@ class ChatTemplate:
         except self._errors as error:
             raise ConfigError(f"{origin}: {error}; give a template that jinja2 compiles") from error
         for name in ("bos_token", "eos_token"):
-            self._require_one_id(name)
+            token = self._special_tokens.get(name)
+            if not token or name not in source:
+                continue
+            if (count := len(tokenizer.tokenize_plain(token))) != 1:
+                raise ConfigError(
+                    f"{origin} writes the {name} {token!r}, which the tokenizer splits into "
+                    f"{count} ids; give the tokenizer's files of Hugging Face with "
+                    "--tokenizer-type HuggingFaceTokenizer"
+                )
 
     def encode(
         self,
@@ -96,8 +105,7 @@ class ChatTemplate:
         end = text.rpartition(_PROBE)[2].lstrip()
         named = (*self._tokenizer.appended_tokens(), self._special_tokens.get("eos_token", ""))
         found = [token for token in named if token and end.startswith(token)]
-        longest = max(found, key=len, default="")
-        return tuple(self._tokenizer.tokenize_plain(longest)[:1]) if longest else ()
+        return tuple(self._tokenizer.tokenize_plain(max(found, key=len, default=""))[:1])
 
     def trained_text(
         self,
@@ -120,24 +128,40 @@ class ChatTemplate:
         trained = [text[start:end] for start, end in spans]
         for n, i in enumerate(i for i in turns if i >= first_trained):
             if not _is_in("".join(trained) if blocks else trained[n], messages[i]):
-                raise self._left_out(messages[i], i, text)
+                lost = "call of a function" if messages[i].get("tool_calls") else "text"
+                raise DataError(
+                    f"{self.origin}: the template leaves out the {lost} of message {i}; give a "
+                    "template that writes it with --chat-template.  A sample:\n" + text[:_SHOWN]
+                )
         return text, spans
 
     def _turn(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, i: int, text: str
     ) -> Span:
         """Return the characters of ``text`` that the assistant writes as message ``i``."""
-        prompt, _ = self._render(messages[:i], tools, add_generation_prompt=True)
+        before, answer, after = messages[:i], messages[i], messages[i + 1 :]
+        prompt, _ = self._render(before, tools, add_generation_prompt=True)
         start = len(prompt)
         if not text.startswith(prompt):
-            start = self._start_without_prompt(messages, tools, i, text, prompt)
-        until, _ = self._render(messages[: i + 1], tools)
+            # A prompt may begin the reasoning, which the rendering of a complete answer omits: the
+            # answer then starts after the part of the prompt that precedes any content.
+            probe, _ = self._render(
+                [*before, {"role": "assistant", "content": _PROBE}, *after], tools
+            )
+            asked, _ = self._render(before, tools)
+            header = os.path.commonprefix((prompt, probe))
+            start = len(header)
+            shortest = len(os.path.commonprefix((prompt, asked)))
+            if not text.startswith(header) or start < shortest or prompt == asked:
+                reason = f"the rendering of the messages before message {i} does not begin the"
+                raise self._underivable(f"{reason} complete one", text)
+        until, _ = self._render([*before, answer], tools)
         if text.startswith(until) and len(until) > start:
             return Span(start, len(until))
         # The template renders the last message in another way than the others: it drops the
         # reasoning of earlier answers, or ends the conversation.
         rest = text[start:]
-        tail = _tail(messages[i])
+        tail = _tail(answer)
         if not until.startswith(text[:start]):
             raise self._underivable(f"message {i} changes the rendering of those before it", text)
         length = _overlap(until[start:], rest)
@@ -156,31 +180,6 @@ class ChatTemplate:
                 return start
         return at
 
-    def _start_without_prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        i: int,
-        text: str,
-        prompt: str,
-    ) -> int:
-        """Return where message ``i`` starts if its generation prompt is not in ``text``.
-
-        A prompt may begin the reasoning, which the rendering of a complete answer omits: the
-        answer then starts after the part of the prompt that precedes any content.
-        """
-        turns = [*messages[:i], {"role": "assistant", "content": _PROBE}, *messages[i + 1 :]]
-        probe, _ = self._render(turns, tools)
-        asked, _ = self._render(messages[:i], tools)
-        header = os.path.commonprefix((prompt, probe))
-        shortest = len(os.path.commonprefix((prompt, asked)))
-        if not text.startswith(header) or len(header) < shortest or prompt == asked:
-            raise self._underivable(
-                f"the rendering of the messages before message {i} does not begin the complete one",
-                text,
-            )
-        return len(header)
-
     def _render(
         self,
         messages: Sequence[Message],
@@ -189,7 +188,8 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[Span]]:
         """Return the rendering, and the parts of it from generation blocks."""
-        if self._has_blocks and _has_marks(messages):
+        shown = json.dumps(messages, ensure_ascii=False, default=str) if self._has_blocks else ""
+        if any(mark in shown for mark in _MARKS):
             raise DataError("a message contains U+FDD0 or U+FDD1, which are no characters")
         try:
             marked = self._template.render(
@@ -202,7 +202,12 @@ class ChatTemplate:
         except self._errors as error:
             reason = f"{self.origin}: the template refuses a conversation: {error}"
             raise DataError(reason) from None
-        return _without_marks(marked) if self._has_blocks else (marked, [])
+        if not self._has_blocks:
+            return marked, []
+        pieces = re.split("[" + "".join(_MARKS) + "]", marked)
+        stops = np.cumsum([len(piece) for piece in pieces]).tolist()
+        spans = [Span(*stops[i : i + 2]) for i in range(0, len(stops) - 1, 2)]
+        return "".join(pieces), [span for span in spans if span.end > span.start]
 
     def _underivable(self, reason: str, text: str) -> DataError:
         return DataError(
@@ -210,24 +215,6 @@ class ChatTemplate:
             "mark what the assistant writes with {% generation %} and {% endgeneration %} in a "
             f"copy of the template, and give it as --chat-template.  A sample:\n{text[:_SHOWN]}"
         )
-
-    def _left_out(self, message: Message, i: int, text: str) -> DataError:
-        lost = "call of a function" if message.get("tool_calls") else "text"
-        return DataError(
-            f"{self.origin}: the template leaves out the {lost} of message {i}; give a template "
-            f"that writes it with --chat-template.  A sample:\n{text[:_SHOWN]}"
-        )
-
-    def _require_one_id(self, name: str) -> None:
-        token = self._special_tokens.get(name)
-        if token and name in self.source:
-            ids = self._tokenizer.tokenize_plain(token)
-            if len(ids) != 1:
-                raise ConfigError(
-                    f"{self.origin} writes the {name} {token!r}, which the tokenizer splits into "
-                    f"{len(ids)} ids; give the tokenizer's files of Hugging Face with "
-                    "--tokenizer-type HuggingFaceTokenizer"
-                )
 
 
 def load_chat_template(
@@ -266,24 +253,25 @@ def encode_text(
     return EncodedChat(np.array(ids, np.int32), is_trained)
 
 
-def _encode_by_prefixes(tokenize: Any, text: str, spans: Sequence[Span]) -> EncodedChat:
+def _encode_by_prefixes(
+    tokenize: Callable[[str], list[int]], text: str, spans: Sequence[Span]
+) -> EncodedChat:
     """Encode with a tokenizer that keeps no offsets: the ids of each prefix begin the ids."""
-    tokens = np.array(tokenize(text), np.int32)
+    tokens = tokenize(text)
     is_trained = np.zeros(len(tokens), bool)
-    for start, end in spans:
-        counts = [_count_of_prefix(tokenize, text, at, tokens) for at in (start, end)]
-        is_trained[counts[0] : counts[1]] = True
-    return EncodedChat(tokens, is_trained)
-
-
-def _count_of_prefix(tokenize: Any, text: str, at: int, tokens: np.ndarray) -> int:
-    prefix = tokenize(text[:at])
-    if not np.array_equal(tokens[: len(prefix)], prefix):
-        raise DataError(
-            "the tokenizer keeps no offsets into the text, and it joins the end of a turn with "
-            f"the text after it: {text[max(0, at - 20) : at + 20]!r}; give a tokenizer.json"
-        )
-    return len(prefix)
+    for span in spans:
+        bounds = []
+        for at in span:
+            prefix = tokenize(text[:at])
+            if tokens[: len(prefix)] != prefix:
+                raise DataError(
+                    "the tokenizer keeps no offsets into the text, and it joins the end of a turn "
+                    f"with the text after it: {text[max(0, at - 20) : at + 20]!r}; give a "
+                    "tokenizer.json"
+                )
+            bounds.append(len(prefix))
+        is_trained[slice(*bounds)] = True
+    return EncodedChat(np.array(tokens, np.int32), is_trained)
 
 
 def _named_tokens(tokenizer: MegatronTokenizer) -> dict[str, str]:
@@ -294,21 +282,6 @@ def _named_tokens(tokenizer: MegatronTokenizer) -> dict[str, str]:
         if index is not None and index in tokenizer.inv_vocab:
             found[f"{role}_token"] = tokenizer.inv_vocab[index]
     return found
-
-
-def _has_marks(value: object) -> bool:
-    if isinstance(value, str):
-        return any(mark in value for mark in _MARKS)
-    inner = value.values() if isinstance(value, Mapping) else value
-    return isinstance(inner, Iterable) and any(map(_has_marks, inner))
-
-
-def _without_marks(marked: str) -> tuple[str, list[Span]]:
-    """Return the text without marks, and the parts that were between two marks."""
-    pieces = re.split("[" + "".join(_MARKS) + "]", marked)
-    stops = np.cumsum([len(piece) for piece in pieces]).tolist()
-    spans = [Span(*stops[i : i + 2]) for i in range(0, len(stops) - 1, 2)]
-    return "".join(pieces), [span for span in spans if span.end > span.start]
 
 
 def _overlap(left: str, right: str) -> int:
@@ -324,17 +297,18 @@ def _overlap(left: str, right: str) -> int:
 
 def _is_in(text: str, message: Message) -> bool:
     """Return whether ``text`` has the last call, or the first or last word, of a message."""
-    content = message.get("content")
-    words = content.split() if isinstance(content, str) and not message.get("tool_calls") else ()
+    words = () if message.get("tool_calls") else _words(message)
     return _tail(message) in text or any(word[:_TAIL] in text for word in words[:1])
+
+
+def _words(message: Message) -> list[str]:
+    content = message.get("content")
+    return content.split() if isinstance(content, str) else []
 
 
 def _tail(message: Message) -> str:
     """Return the end of the text that renderings of an assistant's message contain."""
-    calls = message.get("tool_calls") or ()
-    if calls:
+    if calls := message.get("tool_calls"):
         call = calls[-1]
         return str(call.get("function", call).get("name", ""))
-    content = message.get("content")
-    words = content.split() if isinstance(content, str) else ()
-    return words[-1][-_TAIL:] if words else ""
+    return _words(message)[-1][-_TAIL:] if _words(message) else ""

@@ -31,7 +31,6 @@ _TEXTS = (
 )
 
 
-_MOST_MORE = 1 << 20  # a damaged sidecar must not take all memory
 _EXTRA_ID = re.compile(r"<extra_id_\d+>")
 
 Vocabulary = list[tuple[int, str]]  # sorted
@@ -49,21 +48,20 @@ class Fingerprint:
     @classmethod
     def of(cls, tokenizer: MegatronTokenizer) -> Fingerprint:
         """Digest the vocabulary and the behavior of ``tokenizer``."""
-        behavior = _Behavior(tokenizer)
-        counted = _without_extra_ids(behavior.vocabulary)
-        vocab_size = tokenizer.vocab_size - (len(behavior.vocabulary) - len(counted))
-        return cls(tokenizer.name, vocab_size, behavior.eod, behavior.digest(counted))
+        vocabulary, vocab_size = _vocabulary(tokenizer)
+        digest = _digest(tokenizer, vocabulary)
+        return cls(tokenizer.name, vocab_size, tokenizer.id_of("eod"), digest)
 
     def fits(self, tokenizer: MegatronTokenizer) -> bool:
         """Return whether every id of the data means the same to ``tokenizer``.
 
-        Fingerprints of earlier versions include the ``<extra_id_N>`` of the tokenizer.
+        It may have more special tokens behind its vocabulary.
         """
-        behavior = _Behavior(tokenizer)
-        return any(
-            behavior.digest(vocabulary) == self.sha256
-            for vocabulary in _equivalent_vocabularies(behavior, tokenizer, self.vocab_size)
-        )
+        vocabulary, vocab_size = _vocabulary(tokenizer)
+        more = vocab_size - self.vocab_size
+        if more > 0 and {token for _, token in vocabulary[-more:]} <= tokenizer.appended_tokens():
+            vocabulary = vocabulary[:-more]
+        return _digest(tokenizer, vocabulary) == self.sha256
 
     def write(self, prefix: str) -> None:
         """Write the sidecar of ``prefix`` atomically."""
@@ -96,47 +94,24 @@ def read_fingerprint(prefix: str) -> Fingerprint | None:
         raise DataError(f"{path}: {error}; remove it, or preprocess the data again") from error
 
 
-class _Behavior:
-    """Values that a fingerprint digests, computed once: a vocabulary may have 200 k tokens."""
-
-    def __init__(self, tokenizer: MegatronTokenizer) -> None:
-        # Sorted by id and token: the order of two tokens with one id may differ between processes.
-        self.vocabulary: Vocabulary = sorted((i, token) for token, i in tokenizer.vocab.items())
-        self.eod = tokenizer.id_of("eod")
-        is_null = isinstance(tokenizer, _NullTokenizer)
-        texts = () if is_null else _TEXTS
-        self._ids = [list(map(int, tokenizer.tokenize(text))) for text in texts]
-
-    def digest(self, vocabulary: Vocabulary) -> str:
-        tokens = "\0".join(token for _, token in vocabulary)
-        digest = hashlib.sha256(tokens.encode(errors="surrogatepass"))
-        digest.update(repr([[i for i, _ in vocabulary], self._ids, self.eod]).encode())
-        return digest.hexdigest()
+def _vocabulary(tokenizer: MegatronTokenizer) -> tuple[Vocabulary, int]:
+    """Return the vocabulary and its size, both without ``<extra_id_N>`` at the end."""
+    # Sorted by id and token: the order of two tokens with one id may differ between processes.
+    vocabulary = sorted((i, token) for token, i in tokenizer.vocab.items())
+    vocab_size = tokenizer.vocab_size
+    while vocabulary and _EXTRA_ID.fullmatch(vocabulary[-1][1]):
+        vocabulary.pop()
+        vocab_size -= 1
+    return vocabulary, vocab_size
 
 
-def _equivalent_vocabularies(
-    behavior: _Behavior, tokenizer: MegatronTokenizer, vocab_size: int
-) -> Iterator[Vocabulary]:
-    """Yield vocabularies with equal ids; the fingerprint of the data may be of any of them."""
-    whole = behavior.vocabulary
-    counted = _without_extra_ids(whole)
-    yield counted
-    yield whole
-    num_more = vocab_size - (tokenizer.vocab_size - (len(whole) - len(counted)))
-    if num_more > 0:
-        first = counted[-1][0] + 1 if counted else 0
-        yield counted + [(first + i, f"<extra_id_{i}>") for i in range(min(num_more, _MOST_MORE))]
-    elif num_more < 0:
-        appended = tokenizer.appended_tokens()
-        if all(token in appended for _, token in counted[num_more:]):
-            yield counted[:num_more]
-
-
-def _without_extra_ids(vocabulary: Vocabulary) -> Vocabulary:
-    end = len(vocabulary)
-    while end and _EXTRA_ID.fullmatch(vocabulary[end - 1][1]):
-        end -= 1
-    return vocabulary[:end]
+def _digest(tokenizer: MegatronTokenizer, vocabulary: Vocabulary) -> str:
+    texts = () if isinstance(tokenizer, _NullTokenizer) else _TEXTS
+    ids = [list(map(int, tokenizer.tokenize(text))) for text in texts]
+    tokens = "\0".join(token for _, token in vocabulary)
+    digest = hashlib.sha256(tokens.encode(errors="surrogatepass"))
+    digest.update(repr([[i for i, _ in vocabulary], ids, tokenizer.id_of("eod")]).encode())
+    return digest.hexdigest()
 
 
 _SAMPLED_SEQUENCES = 256  # spread evenly over the file

@@ -17,26 +17,20 @@ from typing import Any
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.value_types import JsonObject
 from megatron.core.optional import require
-from megatron.training.tokenizer.base import (
-    BpeRules,
-    MegatronTokenizer,
-    MissingToken,
-    TokenBatch,
-    pack,
-    without_post_processor,
-)
+from megatron.training.tokenizer.base import BpeRules
+from megatron.training.tokenizer.library import LibraryTokenizer
 
 _WANTED_BY = "--tokenizer-type HuggingFaceTokenizer"
-# Classes of transformers that use tokenizer.json unchanged.
 # Exceptions of transformers on files with values of other types, or nested too deeply.
 _DAMAGED = (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError)
+# Classes of transformers that use tokenizer.json unchanged.
 _PLAIN_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 _ROLES = ("bos", "eos", "pad", "cls", "sep", "mask")
 # Common names of the end-of-text token, for a tokenizer.json without a config.
 _COMMON_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 
 
-class _HuggingFaceTokenizer(MegatronTokenizer):
+class _HuggingFaceTokenizer(LibraryTokenizer):
     """Tokenizer defined by its files, including special tokens that they add around a text.
 
     ``<extra_id_N>`` that the files lack get ids after theirs.
@@ -46,81 +40,57 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         self, pretrained_model_name_or_path: str, vocab_extra_ids: int = 0, **options: Any
     ) -> None:
         asked = {"vocab_extra_ids": vocab_extra_ids} if vocab_extra_ids else {}
-        super().__init__(pretrained_model_name_or_path, **asked, **options)
         path = pretrained_model_name_or_path
         file, config = _local_files(path)
-        plain = file is not None and not options and _is_plain(config)
-        self._wrapper = None if plain else load_wrapper(path, options)
-        if self._wrapper is None:
-            assert file is not None
-            self._library = _load_library(file)
-            self._tokens = _tokens_of(config, self._library)
-        elif self._wrapper.is_fast:
-            self._library = self._wrapper.backend_tokenizer
-            self._tokens = _tokens_of_wrapper(self._wrapper)
+        self._wrapper: Any = None
+        if file is None or options or not _is_plain(config):
+            self._wrapper = load_wrapper(path, options)
+            library: Any = self._wrapper.backend_tokenizer if self._wrapper.is_fast else None
+            ids = {role: getattr(self._wrapper, f"{role}_token_id") for role in _ROLES}
+            self._tokens: dict[str, int] = {
+                role: index for role, index in ids.items() if index is not None
+            }
         else:
-            self._library = None
-            self._tokens = _tokens_of_wrapper(self._wrapper)
-        if self._library is not None:  # files of sentence embedders enable both
-            self._library.no_truncation()
-            self._library.no_padding()
+            library = _load_library(file)
+            self._tokens = _tokens_of(config, library)
+        super().__init__(library, path, **asked, **options)
+        if library is not None:  # files of sentence embedders enable both
+            library.no_truncation()
+            library.no_padding()
         extra = [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
         if self._wrapper is not None:
             self._wrapper.add_tokens(extra, special_tokens=True)
         else:
-            self._library.add_special_tokens(extra)
+            library.add_special_tokens(extra)
 
     def tokenize(self, text: str, **options: Any) -> list[int]:
-        ids: list[int]
-        if self._wrapper is not None:
-            ids = self._wrapper(text, **options).input_ids
-        else:
-            ids = self._library.encode(text, **options).ids
+        if self._wrapper is None:
+            return super().tokenize(text, **options)
+        ids: list[int] = self._wrapper(text, **options).input_ids
         return ids
 
     def tokenize_plain(self, text: str) -> list[int]:
         return self.tokenize(text, add_special_tokens=False)
 
-    def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
-        if self._library is None:
-            return super().tokenize_batch(texts)
-        return pack([row.ids for row in self._library.encode_batch_fast(list(texts))])
-
     def detokenize(self, ids: Sequence[int], **options: Any) -> str:
         if self._wrapper is None:
-            options = {"skip_special_tokens": False, **options}
-        text: str = (self._wrapper or self._library).decode(list(ids), **options)
+            return super().detokenize(ids, **options)
+        text: str = self._wrapper.decode(list(ids), **options)
         return text
-
-    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        if self._library is None:
-            return super().offsets(ids, text)
-        encoded = self._library.encode(text)
-        if encoded.ids != list(ids):
-            raise MissingToken(f"{self.name}: offsets are known for the ids of the whole text only")
-        return [start for start, _ in encoded.offsets]
-
-    def tokenize_with_ends(
-        self, text: str, *, adds_special: bool = False
-    ) -> tuple[list[int], list[int]]:
-        if self._library is None:
-            return super().tokenize_with_ends(text, adds_special=adds_special)
-        encoded = self._library.encode(text, add_special_tokens=adds_special)
-        return encoded.ids, [end for _, end in encoded.offsets]
 
     def bpe_rules(self) -> BpeRules | None:
         if self._library is None or self._library.model.__class__.__name__ != "BPE":
             return None
-        text = "x"
-        body = self.tokenize_plain(text)
-        around = self.tokenize(text)
+        body = self.tokenize_plain("x")
+        around = self.tokenize("x")
         starts = [i for i in range(len(around)) if around[i : i + len(body)] == body]
         if len(starts) != 1:
             return None
         prefix, suffix = around[: starts[0]], around[starts[0] + len(body) :]
-        rules = without_post_processor(self._library.to_str())
-        added = self._library.get_added_tokens_decoder().values()
-        return BpeRules(rules, tuple(prefix), tuple(suffix), tuple(t.content for t in added))
+        rules = json.loads(self._library.to_str())
+        rules |= dict.fromkeys(("post_processor", "truncation", "padding"))
+        text = json.dumps(rules, ensure_ascii=False)
+        return BpeRules(text, tuple(prefix), tuple(suffix), tuple(self.appended_tokens()))
 
     @cached_property
     def vocab(self) -> Mapping[str, int]:
@@ -129,15 +99,12 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        if self._wrapper is not None:
-            return len(self._wrapper)
-        size: int = self._library.get_vocab_size()
-        return size
+        return int(super().vocab_size) if self._wrapper is None else len(self._wrapper)
 
     def appended_tokens(self) -> Set[str]:
-        if self._library is not None:
-            return {token.content for token in self._library.get_added_tokens_decoder().values()}
-        return frozenset(() if self._wrapper is None else self._wrapper.get_added_vocab())
+        if self._library is None:
+            return set(self._wrapper.get_added_vocab())
+        return {token.content for token in self._library.get_added_tokens_decoder().values()}
 
     @property
     def decoder(self) -> Mapping[int, str]:
@@ -146,7 +113,6 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of ``<extra_id_0>``, ``<extra_id_1>``, ..., as far as they exist."""
         names = map("<extra_id_{}>".format, itertools.count())
         return [self.vocab[name] for name in itertools.takewhile(self.vocab.__contains__, names)]
 
@@ -229,8 +195,3 @@ def _tokens_of(config: JsonObject, library: Any) -> dict[str, int]:
         found = [index for index in common if index is not None]
         return {"eos": found[0]} if found else {}
     return tokens
-
-
-def _tokens_of_wrapper(wrapper: Any) -> dict[str, int]:
-    ids = {role: getattr(wrapper, f"{role}_token_id") for role in _ROLES}
-    return {role: index for role, index in ids.items() if index is not None}

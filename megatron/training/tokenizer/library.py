@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
@@ -17,50 +17,35 @@ from megatron.training.tokenizer.base import (
 )
 
 
-class Encoding(Protocol):
-    """Interface of `tokenizers.Encoding`: the tokens of a text."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-
-
-class Library(Protocol):
-    """Interface of `tokenizers.Tokenizer`, as far as it is used."""
-
-    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Encoding: ...
-    def encode_batch_fast(
-        self, input: list[str], *, add_special_tokens: bool = True
-    ) -> list[Encoding]: ...
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
-    def get_vocab(self) -> dict[str, int]: ...
-    def get_vocab_size(self) -> int: ...
-    def token_to_id(self, token: str) -> int | None: ...
-    def to_str(self) -> str: ...
-
-
 class LibraryTokenizer(MegatronTokenizer):
-    """Wrapper of a ``tokenizers.Tokenizer``; adds no tokens around a text."""
+    """Wrapper of a ``tokenizers.Tokenizer``, or of None if a subclass has tokens without offsets.
+
+    ``options`` of its methods are those of ``encode`` and ``decode`` of the library.
+    """
 
     special_tokens: Mapping[str, str]  # role -> token
 
-    def __init__(
-        self, library: Library, *tokenizer_paths: str, **tokenizer_options: object
-    ) -> None:
+    def __init__(self, library: Any, *tokenizer_paths: str, **tokenizer_options: object) -> None:
         super().__init__(*tokenizer_paths, **tokenizer_options)
         self._library = library
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._library.encode(text, add_special_tokens=False).ids
+    def tokenize(self, text: str, **options: Any) -> list[int]:
+        ids: list[int] = self._library.encode(text, **options).ids
+        return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
-        encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return pack([row.ids for row in encoded])
+        if self._library is None:
+            return super().tokenize_batch(texts)
+        return pack([row.ids for row in self._library.encode_batch_fast(list(texts))])
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._library.decode(list(ids), skip_special_tokens=False)
+    def detokenize(self, ids: Sequence[int], **options: Any) -> str:
+        text: str = self._library.decode(list(ids), **{"skip_special_tokens": False, **options})
+        return text
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        encoded = self._library.encode(text, add_special_tokens=False)
+        if self._library is None:
+            return super().offsets(ids, text)
+        encoded = self._library.encode(text)
         if encoded.ids != list(ids):
             raise MissingToken(f"{self.name}: offsets are known for the ids of the whole text only")
         return [start for start, _ in encoded.offsets]
@@ -68,22 +53,26 @@ class LibraryTokenizer(MegatronTokenizer):
     def tokenize_with_ends(
         self, text: str, *, adds_special: bool = False
     ) -> tuple[list[int], list[int]]:
-        encoded = self._library.encode(text, add_special_tokens=False)  # it has none
+        if self._library is None:
+            return super().tokenize_with_ends(text, adds_special=adds_special)
+        encoded = self._library.encode(text, add_special_tokens=adds_special)
         return encoded.ids, [end for _, end in encoded.offsets]
 
     @cached_property
     def vocab(self) -> Mapping[str, int]:
-        return self._library.get_vocab()
+        found: Mapping[str, int] = self._library.get_vocab()
+        return found
 
     @property
     def vocab_size(self) -> int:
-        return self._library.get_vocab_size()
+        size: int = self._library.get_vocab_size()
+        return size
 
     def _special(self, role: str) -> int:
         token = self.special_tokens.get(role)
         if token is None:
             return super()._special(role)
-        index = self._library.token_to_id(token)
+        index: int | None = self._library.token_to_id(token)
         if index is None:
             raise MissingToken(
                 f"{self.name}: the vocabulary has no {token!r}, which is its {role.upper()} token; "
@@ -118,10 +107,6 @@ class _GPT2BPETokenizer(LibraryTokenizer):
         return BpeRules(self._library.to_str())
 
 
-_MAX_WORD_CHARACTERS = 200  # longer words are unknown, as in Google's BERT
-_CONTINUES_WORD = "##"
-
-
 class _BertWordPieceTokenizer(LibraryTokenizer):
     """WordPiece tokenizer for BERT and T5.
 
@@ -139,11 +124,9 @@ class _BertWordPieceTokenizer(LibraryTokenizer):
         vocab = _read_vocab(vocab_file)
         for token in ("[BOS]", "[EOS]", *(f"<extra_id_{i}>" for i in range(vocab_extra_ids))):
             vocab.setdefault(token, len(vocab))
-        wordpiece = library.Tokenizer(
-            library.models.WordPiece(
-                vocab, unk_token="[UNK]", max_input_chars_per_word=_MAX_WORD_CHARACTERS
-            )
-        )
+        # Longer words are unknown, as in Google's BERT.
+        model = library.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=200)
+        wordpiece = library.Tokenizer(model)
         wordpiece.normalizer = library.normalizers.BertNormalizer(
             clean_text=True,
             handle_chinese_chars=True,
@@ -157,20 +140,16 @@ class _BertWordPieceTokenizer(LibraryTokenizer):
         self.name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
         self._num_extra_ids = vocab_extra_ids
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self.decode_token_ids(ids)
-
-    decode = detokenize
-
-    def decode_token_ids(self, token_ids: Sequence[int]) -> str:
+    def detokenize(self, ids: Sequence[int], **_options: Any) -> str:
         """Return words separated by single spaces, without ``[PAD]`` and ``[CLS]``."""
-        tokens = [self.inv_vocab[index] for index in token_ids]
+        tokens = [self.inv_vocab[index] for index in ids]
         kept = [token for token in tokens if token not in ("[PAD]", "[CLS]")]
-        return " ".join(kept).replace(" " + _CONTINUES_WORD, "")
+        return " ".join(kept).replace(" ##", "")
+
+    decode = decode_token_ids = detokenize
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of ``<extra_id_0>``, ``<extra_id_1>``, ..., which mark masked spans in T5."""
         return [self.vocab[f"<extra_id_{i}>"] for i in range(self._num_extra_ids)]
 
 

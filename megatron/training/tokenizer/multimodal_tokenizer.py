@@ -7,7 +7,7 @@ An image is the text ``<image>``, one token of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -71,30 +71,29 @@ class PromptConfig:
     system_default: dict[str, str] | None = None
 
 
-@dataclass(frozen=True)
-class _Format:
-    """A prompt format before the vocabulary is known."""
-
-    assistant_prefix_len: int
-    pad_token: str | None  # None: that of the tokenizer's files
-    template: str | None
-    has_bos: bool
-    has_system_role: bool = True
+_SYSTEM_MESSAGE = {"role": "system", "content": "Answer the questions."}
 
 
-_FORMATS = {
-    "mistral": _Format(0, "<unk>", mistral_custom_template, True, has_system_role=False),
-    "llama3": _Format(4, "<|end_of_text|>", None, True),
-    "llama3p1": _Format(4, "<|finetune_right_pad_id|>", None, True),
-    "chatml": _Format(3, None, None, False),
-    "nvlm-yi-34b": _Format(4, None, nvlm_yi_34b_template, True),
-    "qwen2p0": _Format(3, None, qwen2p0_custom_template, False),
-    "qwen2p5": _Format(3, None, qwen2p0_custom_template, False),
-    "nemotron5": _Format(3, "<SPECIAL_233>", nemotron_custom_template, False),
-    "nemotron5-aligned": _Format(0, "<SPECIAL_233>", nemotron_aligned_custom_template, False),
+def _prompt(
+    assistant_prefix_len: int, template: str | None, has_bos: bool, has_system: bool = True
+) -> PromptConfig:
+    system = _SYSTEM_MESSAGE if has_system else None
+    return PromptConfig(assistant_prefix_len, -1, template, has_bos, has_system, False, system)
+
+
+# Prompt format -> its padding token (None: that of the tokenizer's files), and what it adds.
+_FORMATS: dict[str, tuple[str | None, PromptConfig]] = {
+    "mistral": ("<unk>", _prompt(0, mistral_custom_template, True, has_system=False)),
+    "llama3": ("<|end_of_text|>", _prompt(4, None, True)),
+    "llama3p1": ("<|finetune_right_pad_id|>", _prompt(4, None, True)),
+    "chatml": (None, _prompt(3, None, False)),
+    "nvlm-yi-34b": (None, _prompt(4, nvlm_yi_34b_template, True)),
+    "qwen2p0": (None, _prompt(3, qwen2p0_custom_template, False)),
+    "qwen2p5": (None, _prompt(3, qwen2p0_custom_template, False)),
+    "nemotron5": ("<SPECIAL_233>", _prompt(3, nemotron_custom_template, False)),
+    "nemotron5-aligned": ("<SPECIAL_233>", _prompt(0, nemotron_aligned_custom_template, False)),
 }
 assert set(_FORMATS) == set(PROMPT_FORMATS)
-_SYSTEM_MESSAGE = {"role": "system", "content": "Answer the questions."}
 
 
 class MultimodalTokenizer(MegatronTokenizer):
@@ -136,50 +135,45 @@ class MultimodalTokenizer(MegatronTokenizer):
         ).TemplateError
 
     def _prompt(self, prompt_format: str, force_system_message: bool) -> PromptConfig:
-        known = _FORMATS[prompt_format]
-        if known.template is None and not self._tokenizer.chat_template:
+        pad_token, prompt = _FORMATS[prompt_format]
+        if prompt.custom_chat_template is None and not self._tokenizer.chat_template:
             raise ConfigError(
                 f"--tokenizer-prompt-format {prompt_format}: it uses the chat template of the "
                 f"tokenizer, and {self._tokenizer.name_or_path} has none; give a tokenizer with "
                 "chat_template in tokenizer_config.json, or another format"
             )
-        if force_system_message and not known.has_system_role:
+        if force_system_message and not prompt.has_system_role:
             raise ConfigError(
                 f"--force-system-message: the format {prompt_format} has no system role: leave "
                 "the flag out"
             )
-        pad = self._tokenizer.get_vocab().get(known.pad_token)
-        if pad is None:
-            pad = self._tokenizer.pad_token_id
-        return PromptConfig(
-            assistant_prefix_len=known.assistant_prefix_len,
-            pad_token_id=self._tokenizer.eos_token_id if pad is None else pad,
-            custom_chat_template=known.template,
-            has_bos=known.has_bos,
-            has_system_role=known.has_system_role,
-            force_system_message=force_system_message,
-            system_default=_SYSTEM_MESSAGE if known.has_system_role else None,
-        )
+        own = self._tokenizer
+        pads = (own.get_vocab().get(pad_token), own.pad_token_id, own.eos_token_id)
+        pad: Any = next((pad for pad in pads if pad is not None), None)
+        return replace(prompt, pad_token_id=pad, force_system_message=force_system_message)
 
     @classmethod
     def build(cls, spec: TokenizerSpec) -> MultimodalTokenizer:
         """Build the tokenizer of the command line."""
         prompt_format = spec.need("tokenizer_prompt_format")
         # Files of Yi do not request the BOS token that the format begins with.
-        options: dict[str, object] = {}
-        if prompt_format == "nvlm-yi-34b":
-            options = {"from_slow": True, "legacy": False, "add_bos_token": True}
-        wrapper = load_wrapper(spec.need("tokenizer_model"), options)
-        special = spec.special_tokens
-        tags = spec.image_tag_type
-        return cls(wrapper, prompt_format, special, tags, spec.force_system_message)
+        of_yi = {"from_slow": True, "legacy": False, "add_bos_token": True}
+        options = of_yi if prompt_format == "nvlm-yi-34b" else {}
+        return cls(
+            load_wrapper(spec.need("tokenizer_model"), options),
+            prompt_format,
+            spec.special_tokens,
+            spec.image_tag_type,
+            spec.force_system_message,
+        )
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
     def tokenize_plain(self, text: str) -> list[int]:
-        return self._ids(text)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def tokenize_conversation(
         self, conversation: Sequence[Turn], return_target: bool, add_generation_prompt: bool
@@ -191,7 +185,7 @@ class MultimodalTokenizer(MegatronTokenizer):
         empty turns, and for conversations that the template refuses.
         """
         turns = self.turns(conversation)
-        tokens = self._ids(self._render(turns, add_generation_prompt))
+        tokens = self._render(turns, add_generation_prompt)
         if not return_target:
             return np.array(tokens, np.int64)
         target = np.full(len(tokens), IGNORE_INDEX, np.int64)
@@ -236,14 +230,12 @@ class MultimodalTokenizer(MegatronTokenizer):
 
     def _answer(self, tokens: list[int], turns: list[Turn], i: int) -> tuple[int, int]:
         """Return where the answer that is turn ``i`` begins and ends among ``tokens``."""
-        asked = self._ids(self._render(turns[:i], False)) if i else []
-        prompt = self._ids(self._render(turns[:i], True)) if i else asked
-        if len(prompt) == len(asked):  # the template has no generation prompt
+        asked = self._render(turns[:i], False) if i else []
+        first = len(self._render(turns[:i], True)) if i else 0
+        if first == len(asked):  # the template has no generation prompt
             has_new_bos = self._prompt_config.has_bos and not i
-            first = len(asked) + self._prompt_config.assistant_prefix_len + has_new_bos
-        else:
-            first = len(prompt)
-        until = self._ids(self._render(turns[: i + 1], False))
+            first += self._prompt_config.assistant_prefix_len + has_new_bos
+        until = self._render(turns[: i + 1], False)
         if tokens[: len(until)] != until or tokens[: len(asked)] != asked:
             raise DataError(
                 "the chat template changes earlier turns of a conversation when another follows, "
@@ -251,7 +243,8 @@ class MultimodalTokenizer(MegatronTokenizer):
             )
         return first, len(until)
 
-    def _render(self, turns: Sequence[Turn], add_generation_prompt: bool) -> str:
+    def _render(self, turns: Sequence[Turn], add_generation_prompt: bool) -> list[int]:
+        """Return the ids of the turns in the format of the prompt."""
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(turns),
@@ -261,11 +254,7 @@ class MultimodalTokenizer(MegatronTokenizer):
             )
         except self._template_error as error:
             raise DataError(f"the chat template refuses a conversation: {error}") from error
-        return text
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self.tokenize_plain(text)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """Return the id of a token, or the ids of several."""

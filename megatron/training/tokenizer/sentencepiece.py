@@ -14,7 +14,6 @@ from megatron.training.tokenizer.base import (
     MissingToken,
     TokenBatch,
     pack,
-    replace_rows,
     surround,
 )
 
@@ -63,11 +62,6 @@ class _PieceTokenizer(MegatronTokenizer):
         named = "eos" if role == "eod" else role
         index = self._control.get(named, -1)
         return super()._special(role) if index < 0 else index
-
-    @property
-    def additional_special_tokens_ids(self) -> list[int] | None:
-        """None: the model file has no extra ids."""
-        return None
 
 
 class _GPTSentencePieceTokenizer(_PieceTokenizer):
@@ -120,9 +114,11 @@ class _SentencePieceTokenizer(_PieceTokenizer):
         return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
-        batch = super().tokenize_batch(texts)
-        special = [i for i, text in enumerate(texts) if self._split.search(text)]
-        return replace_rows(batch, {i: self.tokenize(texts[i]) for i in special})
+        rows = self._pieces.encode(list(texts), num_threads=1)
+        for i, text in enumerate(texts):
+            if self._split.search(text):
+                rows[i] = self.tokenize(text)
+        return pack(rows)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         parts: list[str] = []
@@ -151,5 +147,4 @@ class _SentencePieceTokenizer(_PieceTokenizer):
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """Ids of ``<extra_id_0>``, ``<extra_id_1>``, ..."""
         return [self._vocab[token] for token in self._extra]

@@ -101,9 +101,8 @@ class SFTTokenizer(_HuggingFaceTokenizer):
                 f"{flag}: the vocabulary of {tokenizer_path} has no {', '.join(missing)}; give "
                 "--sft-tokenizer-prompt-format default for the chat template of the tokenizer"
             )
-        source, special_tokens = read_chat_template(None, tokenizer_path)
-        if self._format.template is not None:
-            source = self._format.template
+        own, special_tokens = read_chat_template(None, tokenizer_path)
+        source = self._format.template or own
         if source is None:
             raise ConfigError(
                 f"{flag}: {tokenizer_path} has no chat template; give --chat-template with a file "
@@ -152,6 +151,4 @@ class SFTTokenizer(_HuggingFaceTokenizer):
         if role != "pad":
             return super()._special(role)
         pad = self.vocab.get(self._format.pad_token or "")
-        if pad is not None:
-            return pad
-        return self._tokens["pad"] if "pad" in self._tokens else super()._special("eod")
+        return super()._special("pad" if "pad" in self._tokens else "eod") if pad is None else pad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 
 import numpy as np
@@ -11,8 +10,8 @@ import tokenizers
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer, fast
-from megatron.training.tokenizer.base import BpeRules, byte_of_character, surround
-from megatron.training.tokenizer.fast import GigatokenEncoder, TiktokenEncoder
+from megatron.training.tokenizer.base import surround
+from megatron.training.tokenizer.fast import GigatokenEncoder, byte_of_character
 from tests.support.tokenizer_files import SPM_MODEL, corpus_texts
 
 
@@ -37,7 +36,7 @@ def same(a: TokenBatch, b: TokenBatch) -> bool:
     return np.array_equal(a.ids, b.ids) and np.array_equal(a.lengths, b.lengths)
 
 
-@pytest.mark.parametrize("backend", ["gigatoken", "tiktoken", "owner"])
+@pytest.mark.parametrize("backend", ["gigatoken", "owner"])
 def test_each_library_gives_the_owners_ids(gpt2, backend):
     if backend != "owner":
         pytest.importorskip(backend)
@@ -47,9 +46,8 @@ def test_each_library_gives_the_owners_ids(gpt2, backend):
     assert same(encoder.encode_batch(texts), gpt2.tokenize_batch(texts))
 
 
-@pytest.mark.parametrize("backend", ["gigatoken", "tiktoken"])
-def test_special_tokens_and_ids_around_a_text_are_kept(bpe_dir, tmp_path, backend):
-    pytest.importorskip(backend)
+def test_special_tokens_and_ids_around_a_text_are_kept(bpe_dir, tmp_path):
+    pytest.importorskip("gigatoken")
     rules = tokenizers.Tokenizer.from_file(str(bpe_dir / "tokenizer.json"))
     rules.add_special_tokens(["<s>", "</s>"])
     rules.post_processor = tokenizers.processors.TemplateProcessing(
@@ -60,7 +58,7 @@ def test_special_tokens_and_ids_around_a_text_are_kept(bpe_dir, tmp_path, backen
     owner = create_tokenizer(
         TokenizerSpec(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     )
-    encoder = checked(owner, ["a sample"], backend)
+    encoder = checked(owner, ["a sample"], "gigatoken")
     texts = ["one <|endoftext|> two</s>", "", "<s><s>", *corpus_texts()[:5]]
     assert same(encoder.encode_batch(texts), owner.tokenize_batch(texts))
 
@@ -80,12 +78,8 @@ def test_one_wrong_id_is_a_difference_that_names_the_text(gpt2):
     assert found.startswith("wrong gives other ids than the tokenizer's own library, for ")
 
 
-def test_without_gigatoken_tiktoken_is_taken_and_without_both_the_owner(gpt2, monkeypatch):
-    pytest.importorskip("tiktoken")
-    missing = {"gigatoken": "gone"}
-    monkeypatch.setattr(fast, "why_missing", missing.get)
-    assert checked(gpt2, [], "auto").name == "tiktoken"
-    missing["tiktoken"] = "gone"
+def test_without_gigatoken_the_owner_is_taken(gpt2, monkeypatch):
+    monkeypatch.setattr(fast, "why_missing", lambda name: "gone")
     assert checked(gpt2, [], "auto").name == "owner"
     with pytest.raises(ConfigError, match="--tokenizer-backend gigatoken: gone"):
         checked(gpt2, [], "gigatoken")
@@ -97,7 +91,7 @@ def test_a_tokenizer_that_is_no_byte_level_bpe_stays_with_its_owner():
     )
     assert checked(tokenizer, ["x"], "auto").name == "owner"
     with pytest.raises(ConfigError, match="GPTSentencePieceTokenizer has no byte-level BPE"):
-        checked(tokenizer, ["x"], "tiktoken")
+        checked(tokenizer, ["x"], "gigatoken")
 
 
 def test_gigatoken_forgets_its_words_when_they_take_too_much_memory(gpt2):
@@ -111,48 +105,14 @@ def test_gigatoken_forgets_its_words_when_they_take_too_much_memory(gpt2):
 
 def test_gigatoken_takes_short_texts_in_one_call(gpt2):
     pytest.importorskip("gigatoken")
-    encoder = GigatokenEncoder.load(gpt2.bpe_rules(), gpt2)
+    encoder = GigatokenEncoder(gpt2.bpe_rules())
     texts = ["a b", "", "hello there\n"] * 20
     assert same(encoder.encode_batch(texts), gpt2.tokenize_batch(texts))
     assert same(encoder.encode_batch([]), gpt2.tokenize_batch([]))
 
 
-def test_a_text_of_endless_blanks_goes_from_tiktoken_to_the_owner(gpt2):
-    pytest.importorskip("tiktoken")
-    encoder = TiktokenEncoder.load(gpt2.bpe_rules(), gpt2)
-    texts = ["a", " " * 1_000_000 + "x", "b"]  # tiktoken alone overflows its stack here
-    assert same(encoder.encode_batch(texts), gpt2.tokenize_batch(texts))
-
-
-def changed(rules: BpeRules, change) -> BpeRules:
-    content = json.loads(rules.tokenizer_json)
-    change(content)
-    return BpeRules(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda c: c.update(normalizer={"type": "NFC"}),
-        lambda c: c["model"].update(merges=c["model"]["merges"][::-1]),
-        lambda c: c["model"].update(byte_fallback=True),
-        lambda c: c["pre_tokenizer"].update(add_prefix_space=True),
-        lambda c: c.update(pre_tokenizer=None),
-        lambda c: c.update(
-            added_tokens=[
-                *({"id": 0, "content": "a", "lstrip": True, "rstrip": False, "single_word": False},)
-            ]
-        ),
-    ],
-    ids=["normalizer", "order of merges", "fallback", "prefix", "no cut", "stripping token"],
-)
-def test_rules_that_tiktoken_would_read_otherwise_are_left_to_the_owner(gpt2, change):
-    pytest.importorskip("tiktoken")
-    assert TiktokenEncoder.load(changed(gpt2.bpe_rules(), change), gpt2) is None
-
-
-def test_tiktoken_runs_rules_with_a_pattern_of_their_own(bpe_dir, tmp_path):
-    pytest.importorskip("tiktoken")
+def test_rules_that_gigatoken_cannot_run_are_left_to_the_owner(bpe_dir, tmp_path):
+    pytest.importorskip("gigatoken")
     rules = tokenizers.Tokenizer.from_file(str(bpe_dir / "tokenizer.json"))
     rules.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -164,9 +124,11 @@ def test_tiktoken_runs_rules_with_a_pattern_of_their_own(bpe_dir, tmp_path):
     owner = create_tokenizer(
         TokenizerSpec(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     )
-    # gigatoken knows no fast way to cut like this and is passed over
-    encoder = checked(owner, corpus_texts()[:5], "auto")
-    assert encoder.name == "tiktoken"
+    assert checked(owner, corpus_texts()[:5], "auto").name == "owner"
+    with pytest.raises(
+        ConfigError, match="gigatoken cannot run these rules: .*; use auto or owner"
+    ):
+        checked(owner, [], "gigatoken")
 
 
 def test_the_probe_has_every_category_of_characters():

@@ -83,32 +83,6 @@ def test_extra_ids_do_not_count(tmp_path, bpe_dir, kind, written_with, asked_wit
     assert_accepted(tmp_path, Fingerprint.of(make(written_with)), make(asked_with))
 
 
-# What earlier versions, which counted the extra ids, wrote for wordpiece(extra_ids=0 and 7).
-OLD = {
-    0: Fingerprint(
-        "BertWordPieceLowerCase",
-        12,
-        11,
-        "b6694cf7a985f4cc985c1708a6a4b293377cb938e3b447c1a34c58af0851d7d2",
-    ),
-    7: Fingerprint(
-        "BertWordPieceLowerCase",
-        19,
-        11,
-        "833340b5f7fca7cee4a1c17c602c76d59d0c63ae0c635193f570cc2dbe69bac2",
-    ),
-}
-
-
-@pytest.mark.parametrize("asked_with", [0, 5, 7, 100])
-@pytest.mark.parametrize("written_with", [0, 7])
-def test_fingerprints_of_earlier_versions_are_accepted(tmp_path, written_with, asked_with):
-    assert_accepted(tmp_path, OLD[written_with], wordpiece(tmp_path, asked_with))
-    assert_refused(
-        tmp_path, OLD[written_with], wordpiece(tmp_path, asked_with, words=[*WORDS, "b"])
-    )
-
-
 def test_special_tokens_that_are_only_appended_do_not_count(tmp_path, bpe_dir):
     written = Fingerprint.of(hugging_face(bpe_dir))
     larger = with_added_tokens(bpe_dir, tmp_path / "chat", ["<|im_start|>", "<|im_end|>"])
