@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.serialization import begin, complete, conclude, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.arguments.flat_values import flat_values
-from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpointing.base_model import (
     BaseModel,
     base_named_in,
@@ -38,11 +37,13 @@ from megatron.training.checkpointing.paths import find, resolve_folder
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder, peft
-from megatron.training.conversion.family import Config, Family
+from megatron.training.conversion.family import Family
 from megatron.training.conversion.hf import as_classifier, without_heads
 from megatron.training.conversion.image_classifier import (
-    classifier_from_hf,
-    classifier_to_hf,
+    ARCHITECTURE,
+    export_classifier,
+    flags_of_classifier,
+    import_classifier,
     is_image_classifier,
 )
 from megatron.training.conversion.lazy import made_ahead
@@ -53,9 +54,9 @@ from megatron.training.conversion.source import HF as HF
 from megatron.training.conversion.source import PEFT as PEFT
 from megatron.training.conversion.source import (
     STAGE_FLAGS,
-    TO_RESOLVE,
     Source,
     config_beside,
+    default_args,
     embedding_of,
     layout_of,
     special_ids,
@@ -145,7 +146,7 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
     if base_named_in(source.args) is not None:
         source = _merged(source, wanted, say)
     if wanted.is_release:
-        source = replace(source, tensors=weights_of(source), common={}, rank_states={}, layout={})
+        source = source.only(weights_of(source))
     if wanted.rename is not None:
         source = replace(source, tensors=_renamed(source.tensors, wanted.rename))
     if wanted.dtype is not None:
@@ -159,34 +160,37 @@ def convert(wanted: ConversionRequest, say: Say = print) -> Path:
 def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     config = hf_folder.read_config(wanted.source)
     weights = hf_folder.read_weights(wanted.source)
-    if is_image_classifier(config):
-        return classifier_from_hf(wanted, config, weights, say)
     fresh: tuple[str, ...] = ()
     images: VisionLanguageShape | None = None
-    if is_vision_language(config):
+    if is_image_classifier(config):
+        architecture = ARCHITECTURE
+        flags = flags_of_classifier(config)
+        tensors = import_classifier(config, weights)
+    elif is_vision_language(config):
         images = shape_of_config(config)
         architecture = images.family.architecture
-        shape = images.text
-        tensors = import_tensors(images, weights)
         flags = flags_of(images)
+        tensors = import_tensors(images, weights)
     else:
         model = hf.import_model(config, weights)
         architecture = model.family.architecture
-        shape = model.shape
+        flags = args_of(model.shape)
         tensors = dict(model.tensors)
         fresh = model.fresh
-        flags = args_of(shape)
     say(f"{wanted.source} is a {architecture} of {_count(tensors)} weights")
     if fresh:
         heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in fresh))
         say(f"the weights have no {heads}: these get values to begin with")
-    args = vars(build_parser().parse_args([])) | flags | _precision(embedding_of(tensors).dtype)
-    args |= TO_RESOLVE | _tokenizer_args(wanted, shape) | {"vocab_extra_ids": None}
+    is_text = architecture != ARCHITECTURE
+    one = embedding_of(tensors) if is_text else tensors["classifier.weight"]
+    args = default_args() | flags | _precision(one.dtype)
+    if is_text:
+        args |= _tokenizer_args(wanted, one.shape[0]) | {"vocab_extra_ids": None}
     if images is not None:
         check_encoder(images, run_config(args))
     if wanted.verify:
-        say(compare_logits(wanted.source, run_config(args), tensors, shape.vocab_size, fresh))
-    if not hf_folder.has_tokenizer(wanted.source):
+        say(compare_logits(wanted.source, run_config(args), tensors, one.shape[0], fresh))
+    if is_text and not hf_folder.has_tokenizer(wanted.source):
         say(f"{wanted.source} has no tokenizer that is known here: give the runs one")
     return Source(tensors=tensors, args=args, common={}, layout={}, beside=wanted.source)
 
@@ -194,21 +198,21 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
 def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     weights = weights_of(source)
     run = run_config(source.args)
-    if model_kind_of(run).classifies_images:
-        return classifier_to_hf(source, wanted, run, say)
-    vocab_size = vocab_size_of(source, wanted)
-    if model_kind_of(run).has_placeholders:
+    kind = model_kind_of(run)
+    came_with = config_beside(source)
+    vocab_size = 1 if kind.classifies_images else vocab_size_of(source, wanted)
+    if kind.classifies_images:
+        config, tensors = export_classifier(run, weights, came_with)
+    elif kind.has_placeholders:
         raise CheckpointError(
-            f"{wanted.source} holds {model_kind_of(run).title}, whose set of encoders has no form "
+            f"{wanted.source} holds {kind.title}, whose set of encoders has no form "
             "at Hugging Face: convert it to another --format, or train pretrain_vlm.py"
         )
-    if model_kind_of(run).reads_images:
-        config = config_of(run, vocab_size, config_beside(source))
-        config = with_attention_bias(config, weights)
+    elif kind.reads_images:
+        config = with_attention_bias(config_of(run, vocab_size, came_with), weights)
         tensors = export_tensors(shape_of_config(config), weights)
     else:
-        config, tensors = _language_model(source, wanted, run, weights)
-        config = {**config, "vocab_size": vocab_size}
+        config, tensors = _language_model(wanted, run, weights, vocab_size, came_with)
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
     config = {**config, name: str(tensors[0].dtype).removeprefix("torch.")}
     config.pop("quantization_config", None)  # weights are written unquantized
@@ -238,8 +242,7 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
     base = read_source(ConversionRequest(source=Path(folder), target=wanted.target, format=HF))
     if source.args.get("reward_model"):
         base = replace(base, tensors=without_heads(base.tensors))
-    tensors = {**weights_of(base), **weights_of(source)}
-    source = replace(source, tensors=tensors, common={}, rank_states={}, layout={})
+    source = source.only({**weights_of(base), **weights_of(source)})
     source = replace(source, beside=source.beside or base.beside)
     check_base(named, BaseModel(folder, _hash_of(base, wanted)), wanted.source)
     return source
@@ -248,11 +251,8 @@ def _with_base(source: Source, wanted: ConversionRequest) -> Source:
 def _hash_of(base: Source, wanted: ConversionRequest) -> str:
     """Return the hash of the frozen weights ``base``, as a run computes it."""
     weights = weights_of(without_padding(base, wanted))
-    total = 0
-    for name, tensor in weights.items():
-        if not name.endswith(_ALWAYS_FP32):
-            total += int(hash_here(_record(tensor)))
-    return f"{total % 2**64:016x}"
+    frozen = (t for name, t in weights.items() if not name.endswith(_ALWAYS_FP32))
+    return f"{sum(int(hash_here(_record(tensor))) for tensor in frozen) % 2**64:016x}"
 
 
 def _merged(source: Source, wanted: ConversionRequest, say: Say) -> Source:
@@ -297,15 +297,8 @@ def _from_peft(wanted: ConversionRequest, say: Say) -> Path:
     if flags.get("reward_model"):
         base = replace(base, tensors=without_heads(base.tensors))
     named = BaseModel(str(folder), _hash_of(base, wanted))
-    source = replace(
-        base,
-        tensors=tensors,
-        args=with_changes({**base.args, **flags, **named.arguments}, wanted.args, say),
-        common={},
-        rank_states={},
-        layout={},
-    )
-    return write_checkpoint(source, wanted, say)
+    args = with_changes({**base.args, **flags, **named.arguments}, wanted.args, say)
+    return write_checkpoint(replace(base.only(tensors), args=args), wanted, say)
 
 
 def _family_of(source: Source, wanted: ConversionRequest) -> tuple[Family, ModelShape]:
@@ -315,21 +308,30 @@ def _family_of(source: Source, wanted: ConversionRequest) -> tuple[Family, Model
 
 
 def _language_model(
-    source: Source, wanted: ConversionRequest, run: RunConfig, weights: Mapping[str, LazyTensor]
+    wanted: ConversionRequest,
+    run: RunConfig,
+    weights: Mapping[str, LazyTensor],
+    vocab_size: int,
+    came_with: JsonObject,
 ) -> tuple[JsonObject, list[LazyTensor]]:
-    """Return config.json and the tensors of a model that reads text alone."""
-    shape = shape_of(run, vocab_size_of(source, wanted))
-    came_with = config_beside(source)
+    """Return config.json and the tensors of a model that reads text alone.
+
+    ``came_with``, the config.json that was saved with the model, is returned if it describes it.
+    """
+    shape = shape_of(run, vocab_size)
     if shape.is_reward:
         came_with = as_classifier(came_with)
     family = hf.choose_family(shape, wanted.family, str(came_with.get("model_type")))
     tensors = hf.export_model(shape, weights, family)
-    if _describes(came_with, family, shape):
-        return {"architectures": [family.architecture], **came_with}, tensors
+    if came_with.get("model_type") == family.model_type:
+        described = replace(family.shape(came_with), vocab_size=vocab_size)
+        if described == shape:
+            config = {"architectures": [family.architecture], **came_with}
+            return config | {"vocab_size": vocab_size}, tensors
     config = {**family.config(shape), **special_ids(run)}
     if model_kind(shape.kind).has_encoder:
         config["decoder_start_token_id"] = config["bos_token_id"]
-    return config, tensors
+    return config | {"vocab_size": vocab_size}, tensors
 
 
 def write_checkpoint(source: Source, wanted: ConversionRequest, say: Say = print) -> Path:
@@ -391,11 +393,10 @@ def _for_megatron(source: Source, wanted: ConversionRequest) -> Source:
     sizes |= {axis: size for axis, size in source.layout.get("expert", ()) if axis == "ep"}
     is_same = all(sizes.get(axis) == size for axis, size in layout.items())
     if not is_same:
-        replicas = layout.get("ep", 1)
-        lacking |= {"world_size": run.world_size, "data_parallel_size": replicas}
+        lacking |= {"world_size": run.world_size, "data_parallel_size": layout.get("ep", 1)}
         lacking["expert_tensor_parallel_size"] = cut["expert_tensor_parallel_size"]
     tensors = {
-        key: _padded(tensor, lacking["padded_vocab_size"]) if is_vocabulary(key) else tensor
+        key: _padded(tensor, padded) if is_vocabulary(key) else tensor
         for key, tensor in source.tensors.items()
     }
     return replace(
@@ -420,19 +421,11 @@ def _record(tensor: LazyTensor) -> ShardedTensor:
     )
 
 
-def _describes(config: Config, family: Family, shape: ModelShape) -> bool:
-    """Return whether ``config`` describes ``shape``, apart from the vocabulary size."""
-    if config.get("model_type") != family.model_type:
-        return False
-    return replace(family.shape(config), vocab_size=shape.vocab_size) == shape
-
-
-def _tokenizer_args(wanted: ConversionRequest, shape: ModelShape) -> dict[str, object]:
+def _tokenizer_args(wanted: ConversionRequest, rows: int) -> dict[str, object]:
     """Return the arguments of the source's tokenizer, or of a NullTokenizer if it has none.
 
-    If the embedding has more rows than the tokenizer has tokens, padded_vocab_size keeps them.
+    If the embedding has more ``rows`` than the tokenizer has tokens, padded_vocab_size keeps them.
     """
-    rows = shape.vocab_size
     if not hf_folder.has_tokenizer(wanted.source):
         return {"tokenizer_type": "NullTokenizer", "vocab_size": rows - 1}  # it adds EOD
     found: dict[str, object] = {

@@ -144,7 +144,7 @@ class Family:
             tail = tail.removeprefix(AHEAD_LAYER)
         if found := _OF_EXPERT.fullmatch(tail):
             expert, tail = found[2], f"{found[1]}{{}}{found[3]}"
-        rule = _named(table, f"{stack}.{tail}") or _named(table, tail)
+        rule = named_rule(table, f"{stack}.{tail}") or named_rule(table, tail)
         if moved := self.elsewhere(name, shape):
             prefix, rule = "", _rule_of(moved)
         if rule is None:
@@ -152,8 +152,11 @@ class Family:
         return replace(rule, theirs=tuple(prefix + each.format(expert) for each in rule.theirs))
 
 
-def _named(table: Names, name: str) -> Rule | None:
-    """Return the rule that ``table`` has for a tensor or for its module, else None."""
+def named_rule(table: Names, name: str) -> Rule | None:
+    """Return the rule that ``table`` has for a tensor or for its module, else None.
+
+    A name without ``.weight`` or ``.bias`` at its end stands for both.
+    """
     if name in table:
         return _rule_of(table[name])
     module, _, kind = name.rpartition(".")

@@ -24,11 +24,12 @@ from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.conversion.families import FAMILIES, PARTS
 from megatron.training.conversion.family import Config, Family, Field, Values
 from megatron.training.conversion.lazy import (
-    Entries,
+    first_rows,
     plain_numbers,
     shared_parts,
     stacked,
     unstacked,
+    zeros,
 )
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule, output_of, size_of, tensors_of
@@ -56,7 +57,7 @@ def scoring(family: Family) -> Family:
     return replace(
         family,
         architecture=family.architecture.replace(_LANGUAGE_MODEL, CLASSIFIER),
-        fields=(*family.fields, Field(_check_labels, _labels)),
+        fields=(*family.fields, Field(_check_labels, lambda shape: _LABELS)),
         outside={**family.outside, "score": "score"},
         always={**family.always, "is_reward": True},
     )
@@ -78,10 +79,6 @@ def as_classifier(config: Config) -> JsonObject:
     return {**config, "architectures": names, **_LABELS}
 
 
-def _labels(shape: ModelShape) -> Values:
-    return dict(_LABELS)
-
-
 def _check_labels(config: Config) -> Values:
     """Raise CheckpointError unless the classifier has one label."""
     number = len(config.get("id2label", (0, 1)))
@@ -99,10 +96,9 @@ _MANY = 100  # counts as more differences than any two models have
 
 @dataclass(frozen=True)
 class HFModel:
-    """Content of a Hugging Face folder: family, config.json, shape, and tensors by our names."""
+    """Content of a Hugging Face folder: family, shape, and tensors by our names."""
 
     family: Family
-    config: Config
     shape: ModelShape
     tensors: Mapping[str, LazyTensor]
     fresh: tuple[str, ...] = ()  # names of tensors that the folder lacks
@@ -129,7 +125,13 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
     shape = family.shape(config)
     _check_counts(shape, weights)
     shape = _as_stored(shape, family, weights)
-    left = unstacked(plain_numbers(_respelled(weights, family), config), family.stacked)
+    left: dict[str, LazyTensor] = {}
+    for name, tensor in weights.items():
+        for old, new in family.spellings.items():
+            name = name.replace(old, new)
+        left[name] = tensor
+    in_few_bits = tuple(end + kind for end in family.stacked for kind in ("_blocks", "_scales"))
+    left = plain_numbers(unstacked(left, (*family.stacked, *in_few_bits)), config)
     tensors: dict[str, LazyTensor] = {}
     fresh: list[str] = []
     letters = tensors_of(shape)
@@ -157,7 +159,7 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
             f"{len(unused)} tensors have no place in a {family.architecture} with this "
             f"config.json: {', '.join(unused[:3])}"
         )
-    return HFModel(family, config, shape, tensors, tuple(fresh))
+    return HFModel(family, shape, tensors, tuple(fresh))
 
 
 def _check_counts(shape: ModelShape, weights: Mapping[str, LazyTensor]) -> None:
@@ -177,15 +179,6 @@ def _check_counts(shape: ModelShape, weights: Mapping[str, LazyTensor]) -> None:
                 f"config.json asks for {count} {what}, and the weights are {len(weights)} tensors: "
                 "a file is missing, or config.json is of another model"
             )
-
-
-def _respelled(weights: Mapping[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
-    out: dict[str, LazyTensor] = {}
-    for name, tensor in weights.items():
-        for old, new in family.spellings.items():
-            name = name.replace(old, new)
-        out[name] = tensor
-    return out
 
 
 def _fresh(name: str, size: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
@@ -225,26 +218,11 @@ def _joined(
         needed = ", ".join(str(list(each)) for each in wanted)
         raise CheckpointError(f"{has}: config.json asks for {needed} in {name}")
     make = partial(_made_of, parts, rule, shape)
-    if rule.is_plain and len(parts) > 1:
-        make = partial(_one_behind_the_other, parts, dtype, size)
     return LazyTensor(name, dtype, size, make)
 
 
 def _made_of(parts: list[LazyTensor], rule: Rule, shape: ModelShape) -> Tensor:
     return rule.to_ours([part.make() for part in parts], shape)
-
-
-def _one_behind_the_other(
-    parts: list[LazyTensor], dtype: torch.dtype, size: tuple[int, ...]
-) -> Tensor:
-    """Concatenate tensors along dimension 0: read each directly into its slice of the result."""
-    whole = torch.empty(size, dtype=dtype)
-    for part, place in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
-        if isinstance(part, Entries) and part.fill is not None:
-            part.fill(place)
-        else:
-            place.copy_(part.make())
-    return whole
 
 
 def _meta(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -306,7 +284,8 @@ def export_model(
     out: list[LazyTensor] = []
     for name, rule in family.rules(shape).items():
         size = size_of(letters[name], shape)
-        ours = _without_padding(tensors[name], size, is_cut=letters[name][0] == "*v")
+        is_padded = letters[name][0] == "*v"
+        ours = first_rows(tensors[name], size[0]) if is_padded else tensors[name]
         if ours.shape != size:
             raise CheckpointError(f"{name} has shape {list(ours.shape)}, not {list(size)}")
         sizes = [part.shape for part in rule.to_theirs(_meta(size, ours.dtype), shape)]
@@ -314,24 +293,13 @@ def export_model(
         for theirs, part_size, make in zip(rule.theirs, sizes, makes, strict=True):
             out.append(LazyTensor(theirs, ours.dtype, tuple(part_size), make))
     for name, ours_name in _copies_ahead(shape, family).items():
-        size = size_of(letters[ours_name], shape)
-        whole = _without_padding(tensors[ours_name], size, is_cut=True)
-        out.append(replace(whole, name=name))
-    for name, size in family.blank(shape).items():
-        out.append(
-            LazyTensor(name, out[0].dtype, size, partial(torch.zeros, size, dtype=out[0].dtype))
-        )
+        out.append(replace(first_rows(tensors[ours_name], shape.vocab_size), name=name))
+    out += [zeros(name, size, out[0].dtype) for name, size in family.blank(shape).items()]
     return stacked(out, family.stacked)
 
 
 def _parts(rule: Rule, make: Callable[[], Tensor], shape: ModelShape) -> list[Tensor]:
     return rule.to_theirs(make(), shape)
-
-
-def _without_padding(tensor: LazyTensor, size: tuple[int, ...], *, is_cut: bool) -> LazyTensor:
-    if not is_cut or tensor.shape[0] <= size[0]:
-        return tensor
-    return replace(tensor, shape=size, make=lambda: tensor.make()[: size[0]])
 
 
 def choose_family(shape: ModelShape, wanted: str | None, first: str | None = None) -> Family:
@@ -354,18 +322,16 @@ def choose_family(shape: ModelShape, wanted: str | None, first: str | None = Non
             f"--family {wanted}: the families of a {shape.kind} are {', '.join(alike)}"
         )
     names = [wanted] if wanted else sorted(alike, key=lambda name: name != first)
-    nearest: tuple[int, str] | None = None
+    refused: list[tuple[int, str]] = []
     for family in map(FAMILIES.__getitem__, names):
         try:
             family = scoring(family) if shape.is_reward else family
             lacks = list(shape.differences(family.shape(family.config(shape))))
         except CheckpointError as error:  # its config.json would not be supported
-            lacks, sentence = [str(error)] * _MANY, f"{family.architecture}: {error}"
-        else:
-            sentence = f"{family.architecture} has no {', '.join(lacks[:4])}"
+            refused.append((_MANY, f"{family.architecture}: {error}"))
+            continue
         if not lacks:
             return family
-        if nearest is None or len(lacks) < nearest[0]:
-            nearest = len(lacks), sentence
-    assert nearest is not None
+        refused.append((len(lacks), f"{family.architecture} has no {', '.join(lacks[:4])}"))
+    nearest = min(refused, key=lambda each: each[0])
     raise CheckpointError(f"no Hugging Face family is this model: the nearest, {nearest[1]}")

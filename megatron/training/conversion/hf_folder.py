@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import pickle
+import math
+import mmap
 import secrets
 import shutil
-import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,74 +32,74 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.safetensors_file import (
     LazyTensor,
-    bytes_of,
+    TensorEntry,
     read_header,
     write_file,
 )
 from megatron.core.text_files import path_inside
-from megatron.training.conversion.lazy import Entries, made_ahead
+from megatron.training.conversion.lazy import as_lazy, made_ahead
 
-_MANY_LAYERS = 10_000  # layers, experts or heads: no model has more
-_WIDEST = 2**31 - 1
-Test = Callable[[object], bool]
+# Description for the error message, types, and bounds of entries.  A null counts as absent.
+_KINDS: tuple[tuple[str, tuple[type, ...], float | None, float | None, str], ...] = (
+    (
+        *("an integer above 0 and below 2**31", (int,), 1, 2**31 - 1),
+        "hidden_size intermediate_size max_position_embeddings vocab_size head_dim d_kv "
+        "d_model d_ff n_embd n_positions n_inner moe_intermediate_size kv_lora_rank q_lora_rank "
+        "qk_nope_head_dim qk_rope_head_dim v_head_dim shared_expert_intermediate_size "
+        "moe_shared_expert_intermediate_size state_size ssm_state_size mamba_head_dim "
+        "relative_attention_num_buckets relative_attention_max_distance "
+        "original_max_position_embeddings",
+    ),
+    (
+        *("an integer from 1 to 10000", (int,), 1, 10_000),  # layers, experts or heads
+        "num_hidden_layers num_attention_heads num_key_value_heads num_layers num_decoder_layers "
+        "n_layer n_head num_heads num_experts_per_tok n_groups mamba_num_heads conv_kernel "
+        "decoder_sparse_step type_vocab_size",
+    ),
+    (
+        *("an integer from 0 to 10000", (int,), 0, 10_000),
+        "num_experts num_local_experts n_routed_experts n_shared_experts n_group "
+        "topk_group first_k_dense_replace num_nextn_predict_layers",
+    ),
+    (
+        *("an integer from 0 to 2**31", (int,), 0, 2**31 - 1),
+        "sliding_window max_window_layers sliding_window_pattern",
+    ),
+    (
+        *("a number above 0", (int, float), math.ulp(0.0), 1e30),
+        "rms_norm_eps layer_norm_epsilon layer_norm_eps rope_theta partial_rotary_factor "
+        "query_pre_attn_scalar expand factor beta_fast beta_slow rope_local_base_freq",
+    ),
+    (
+        *("a finite number", (int, float), -1e30, 1e30),
+        "attention_dropout attn_pdrop embd_pdrop resid_pdrop dropout_rate hidden_dropout "
+        "hidden_dropout_prob attention_probs_dropout_prob attn_logit_softcapping "
+        "final_logit_softcapping routed_scaling_factor swiglu_limit mscale mscale_all_dim",
+    ),
+    (
+        *("true or false", (bool,), None, None),
+        "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
+        "use_bidirectional_attention scale_decoder_outputs truncate",
+    ),
+    (
+        *("text", (str,), None, None),
+        "model_type hidden_act hidden_activation activation_function mlp_hidden_act "
+        "feed_forward_proj topk_method scoring_func hybrid_override_pattern rope_type type",
+    ),
+    (
+        *("a list", (list,), None, None),
+        "layer_types layers_block_type mlp_only_layers short_factor long_factor",
+    ),
+    (
+        *("an object", (dict,), None, None),
+        "rope_scaling rope_parameters quantization_config text_config vision_config "
+        "full_attention sliding_attention",
+    ),
+)
+_EXPECTED = {name: kind for kind in _KINDS for name in kind[-1].split()}
 
 
-def _is_between(least: int, most: int) -> Test:
-    def test(value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-    return test
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and _is_number(value) and value > 0
-
-
-# Pairs of a description, for the error message, and a test.  A null counts as absent.
-_COUNT = ("an integer above 0 and below 2**31", _is_between(1, _WIDEST))
-_FEW = ("an integer from 1 to 10000", _is_between(1, _MANY_LAYERS))
-_FEW_OR_NONE = ("an integer from 0 to 10000", _is_between(0, _MANY_LAYERS))
-_COUNT_OR_NONE = ("an integer from 0 to 2**31", _is_between(0, _WIDEST))
-_NUMBER = ("a finite number", _is_number)
-_POSITIVE = ("a number above 0", _is_positive)
-_SWITCH = ("true or false", lambda value: isinstance(value, bool))
-_NAME = ("text", lambda value: isinstance(value, str))
-_LIST = ("a list", lambda value: isinstance(value, list) and len(value) <= _WIDEST)
-_OBJECT = ("an object", lambda value: isinstance(value, dict))
-_KINDS: Mapping[tuple[str, Test], str] = {
-    _COUNT: "hidden_size intermediate_size max_position_embeddings vocab_size head_dim d_kv "
-    "d_model d_ff n_embd n_positions n_inner moe_intermediate_size kv_lora_rank q_lora_rank "
-    "qk_nope_head_dim qk_rope_head_dim v_head_dim shared_expert_intermediate_size "
-    "moe_shared_expert_intermediate_size state_size ssm_state_size mamba_head_dim "
-    "relative_attention_num_buckets relative_attention_max_distance "
-    "original_max_position_embeddings",
-    _FEW: "num_hidden_layers num_attention_heads num_key_value_heads num_layers num_decoder_layers "
-    "n_layer n_head num_heads num_experts_per_tok n_groups mamba_num_heads conv_kernel "
-    "decoder_sparse_step type_vocab_size",
-    _FEW_OR_NONE: "num_experts num_local_experts n_routed_experts n_shared_experts n_group "
-    "topk_group first_k_dense_replace num_nextn_predict_layers",
-    _COUNT_OR_NONE: "sliding_window max_window_layers sliding_window_pattern",
-    _POSITIVE: "rms_norm_eps layer_norm_epsilon layer_norm_eps rope_theta partial_rotary_factor "
-    "query_pre_attn_scalar expand factor beta_fast beta_slow rope_local_base_freq",
-    _NUMBER: "attention_dropout attn_pdrop embd_pdrop resid_pdrop dropout_rate hidden_dropout "
-    "hidden_dropout_prob attention_probs_dropout_prob attn_logit_softcapping "
-    "final_logit_softcapping routed_scaling_factor swiglu_limit mscale mscale_all_dim",
-    _SWITCH: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
-    "use_bidirectional_attention scale_decoder_outputs truncate",
-    _NAME: "model_type hidden_act hidden_activation activation_function mlp_hidden_act "
-    "feed_forward_proj topk_method scoring_func hybrid_override_pattern rope_type type",
-    _LIST: "layer_types layers_block_type mlp_only_layers short_factor long_factor",
-    _OBJECT: "rope_scaling rope_parameters quantization_config text_config vision_config "
-    "full_attention sliding_attention",
-}
-_EXPECTED = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-
-
-def check_values(config: Mapping[str, object], path: Path) -> None:
+def check_values(config: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError if a known entry of ``config`` has a wrong type or is out of range.
 
     ``path`` is the file that the error message names.  Unknown entries and nulls are not checked;
@@ -108,11 +108,11 @@ def check_values(config: Mapping[str, object], path: Path) -> None:
     for name, value in config.items():
         if value is None or name not in _EXPECTED:
             continue
-        what, is_so = _EXPECTED[name]
-        if not is_so(value):
+        description, types, low, high, _ = _EXPECTED[name]
+        if type(value) not in types or not (low is None or low <= value <= high):
             shown = repr(value)
             shown = shown if len(shown) < 60 else f"{shown[:60]}..."
-            raise CheckpointError(f"{path} has {name} {shown}: {what} is needed")
+            raise CheckpointError(f"{path} has {name} {shown}: {description} is needed")
         if isinstance(value, dict):
             check_values(value, path)
 
@@ -125,10 +125,6 @@ NO_MODEL = (
 _SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
 _BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
 _NOT_BESIDE = ("*.index.json", "requirements.txt")
-_UNPICKLING_FAILURES = (
-    *(pickle.UnpicklingError, struct.error, RuntimeError, EOFError, ValueError, TypeError),
-    *(LookupError, AttributeError, AssertionError, ImportError, OverflowError, MemoryError),
-)
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -191,14 +187,13 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a file by name; each is read on use.  Raises CheckpointError."""
     if not path.exists():
         raise CheckpointError(f"{path} is missing")
-    out: dict[str, LazyTensor] = {}
-    for name, held in read_header(path).items():
-        _check_has_elements(path, name, held.shape)
-        dtype, shape, start = held.dtype, held.shape, held.start
-        make, fill = partial(_read, path, start, dtype, shape), partial(_read_into, path, start)
-        entry = partial(_read_entry, path, start, dtype, shape[1:])
-        out[name] = Entries(name, dtype, shape, make, entry, fill)
-    return out
+    entries = read_header(path)
+    for name, entry in entries.items():
+        _check_has_elements(path, name, entry.shape)
+    return {
+        name: LazyTensor(name, entry.dtype, entry.shape, partial(_read, path, entry))
+        for name, entry in entries.items()
+    }
 
 
 def _check_has_elements(path: Path, name: str, shape: Sequence[int]) -> None:
@@ -207,38 +202,24 @@ def _check_has_elements(path: Path, name: str, shape: Sequence[int]) -> None:
         raise CheckpointError(f"{path}: {name} has shape {list(shape)}, which is without elements")
 
 
-def _read(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    out = torch.empty(shape, dtype=dtype)
-    _read_into(path, start, out)
-    return out
-
-
-def _read_into(path: Path, start: int, out: Tensor) -> None:
-    """Fill ``out``, which must be contiguous, with the bytes of ``path`` from ``start`` on."""
-    data = bytes_of(out)
-    with open(path, "rb", buffering=0) as file:
-        done = 0
-        while done < len(data):
-            count = os.preadv(file.fileno(), [data[done:]], start + done)
-            if count == 0:
-                raise CheckpointError(f"{path} ends too early")
-            done += count
-
-
-def _read_entry(
-    path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...], number: int
-) -> Tensor:
-    return _read(path, start + number * prod(shape) * dtype.itemsize, dtype, shape)
+def _read(path: Path, entry: TensorEntry) -> Tensor:
+    """Map a tensor into memory: what is used of it is read from the disk when it is used."""
+    begin = entry.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    size = entry.start + entry.num_bytes - begin
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin)
+    values = torch.frombuffer(mapped, dtype=torch.uint8, offset=entry.start - begin)
+    return values.view(entry.dtype).view(entry.shape)
 
 
 def _read_bin(path: Path) -> dict[str, LazyTensor]:
     if not path.exists():
         raise CheckpointError(f"{path} is missing")
     try:
-        held = torch.load(path, CPU, weights_only=True, mmap=_is_zip(path))
+        held = torch.load(path, CPU, weights_only=True, mmap=zipfile.is_zipfile(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except _UNPICKLING_FAILURES as error:
+    except Exception as error:  # a damaged pickle raises almost any
         reason = str(error).split("\n")[0]
         raise CheckpointError(f"{path} holds more than tensors, or is damaged: {reason}") from None
     if not isinstance(held, dict):
@@ -253,32 +234,13 @@ def _read_bin(path: Path) -> dict[str, LazyTensor]:
         # A view with stride 0 takes more memory once it is copied.
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{path}: {name} is sparse, quantized or expanded, not plain")
-    return {
-        name: LazyTensor(name, tensor.dtype, tuple(tensor.shape), tensor.detach)
-        for name, tensor in held.items()
-    }
-
-
-def _is_zip(path: Path) -> bool:
-    """Return whether torch can map the file into memory instead of reading all of it."""
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\3\4"
-
-
-def files_beside(folder: Path) -> list[Path]:
-    """List the small files: tokenizer, generation config, chat template, licence."""
-    found = {path for pattern in _BESIDE for path in folder.glob(pattern)}
-    return sorted(
-        path
-        for path in found
-        if path.is_file() and not any(path.match(pattern) for pattern in _NOT_BESIDE)
-    )
+    return as_lazy(held)
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether `transformers` or `tokenizers` can build a tokenizer from ``folder``."""
-    names = "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt"
-    return any((folder / name).exists() for name in names)
+    names = "tokenizer.json tokenizer.model vocab.json tokenizer_config.json vocab.txt"
+    return any((folder / name).exists() for name in names.split())
 
 
 @contextlib.contextmanager
@@ -334,11 +296,14 @@ def write_config(folder: Path, config: Mapping[str, object]) -> None:
     write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def copy_beside(source: Path, folder: Path) -> list[str]:
-    """Copy and fsync the small files of ``source`` that ``folder`` lacks; return their names."""
-    copied = [path for path in files_beside(source) if not (folder / path.name).exists()]
-    for path in copied:
-        shutil.copyfile(path, folder / path.name)
-        adopt_file(folder / path.name)
+def copy_beside(source: Path, folder: Path) -> None:
+    """Copy and fsync the small files of ``source`` that ``folder`` lacks.
+
+    These are tokenizer, generation config, chat template and licence.
+    """
+    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern)}):
+        copy = folder / path.name
+        if path.is_file() and not any(map(path.match, _NOT_BESIDE)) and not copy.exists():
+            shutil.copyfile(path, copy)
+            adopt_file(copy)
     fsync_folder(folder)
-    return [path.name for path in copied]

@@ -15,8 +15,7 @@ from megatron.training.checkpointing.checkpoint_args import compare_models
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion.hf_folder import read_weights
-from megatron.training.conversion.verify import groups_of_one_rank
-from megatron.training.conversion.vision import build_encoder, import_encoder
+from megatron.training.conversion.vision import encoder_on_meta, import_encoder
 from megatron.training.models.encoders import whisper_config
 from megatron.training.models.mimo import AUDIO_ENCODER
 
@@ -58,9 +57,7 @@ def _load_whisper(encoder: nn.Module, folder: str) -> None:
         for prefix in _WHISPER_PREFIXES
         if name.startswith(prefix)
     }
-    with torch.device("meta"):
-        complete = build_encoder(config, groups_of_one_rank())
-    found = import_encoder(complete, config, weights)
+    found = import_encoder(encoder_on_meta(config), config, weights)
     for name, param in encoder.named_parameters():
         whole = found[name].make()
         for offset, view in info_of(param).pieces(param):

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, ConfigError, MegatronError
 from megatron.core.config.value_types import Arguments, JsonObject
@@ -20,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.megatron_formats.names import is_vocabulary
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.multimodal.llava_model import IMAGE_TOKEN
+from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.checkpointing.checkpoint_args import (
@@ -31,6 +31,7 @@ from megatron.training.checkpointing.checkpoint_args import (
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf_folder
+from megatron.training.conversion.lazy import first_rows
 from megatron.training.models.registry import model_kind
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer, pad_vocab_size
 
@@ -90,6 +91,15 @@ class Source:
     rank_states: Mapping[int, JsonObject] = field(default_factory=dict)
     beside: Path | None = None  # folder with config.json, tokenizer and similar
 
+    def only(self, tensors: Mapping[str, LazyTensor]) -> Source:
+        """Return the source with these tensors and without training state."""
+        return replace(self, tensors=tensors, common={}, rank_states={}, layout={})
+
+
+def default_args() -> JsonObject:
+    """Return the default of each flag, dest -> value, and what every run needs."""
+    return vars(build_parser().parse_args([])) | TO_RESOLVE
+
 
 def read_source(wanted: ConversionRequest) -> Source:
     """Open a checkpoint of one of `FORMATS`; each tensor is read from disk when it is used."""
@@ -145,11 +155,13 @@ def run_config(args: Arguments, tp: int = 1, pp: int = 1, ep: int = 1) -> RunCon
             "hold the text of that file: load it with this flag and save it once"
         )
     namespace = saved_namespace(described | TO_RESOLVE)
-    vars(namespace)["tensor_model_parallel_size"] = tp
-    vars(namespace)["pipeline_model_parallel_size"] = pp
-    vars(namespace)["expert_model_parallel_size"] = ep
-    vars(namespace)["expert_tensor_parallel_size"] = 1 if ep > 1 else None
-    vars(namespace)["sequence_parallel"] = tp > 1 and bool(described.get("num_experts"))
+    vars(namespace).update(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1 if ep > 1 else None,
+        sequence_parallel=tp > 1 and bool(described.get("num_experts")),
+    )
     return resolve(namespace, tp * pp * ep)
 
 
@@ -220,21 +232,15 @@ def without_padding(source: Source, wanted: ConversionRequest) -> Source:
 
     Adapters alone come from PEFT, which has no padding.
     """
-    names = list(filter(is_vocabulary, source.tensors))
     has_embedding = any(name.endswith(_EMBEDDING) for name in source.tensors)
     if not has_embedding or source.args.get("pad_vocab_in_loss"):
         return source
     vocab_size = vocab_size_of(source, wanted)
-    tensors = dict(source.tensors)
-    for name in names:
-        tensor = tensors[name]
-        shape = (min(vocab_size, tensor.shape[0]), *tensor.shape[1:])
-        tensors[name] = replace(tensor, shape=shape, make=partial(_first_rows, tensor, shape[0]))
+    tensors = {
+        name: first_rows(tensor, vocab_size) if is_vocabulary(name) else tensor
+        for name, tensor in source.tensors.items()
+    }
     return replace(source, tensors=tensors)
-
-
-def _first_rows(tensor: LazyTensor, count: int) -> Tensor:
-    return tensor.make()[:count]
 
 
 def embedding_of(tensors: Mapping[str, LazyTensor]) -> LazyTensor:

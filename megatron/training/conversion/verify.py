@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,13 @@ from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
-from megatron.core.models.vision.kinds import KINDS, get_num_image_embeddings
+from megatron.core.models.vision.kinds import KINDS
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection, make_grids
 from megatron.core.params.param_info import info_of
 from megatron.core.tile_arrangement import TileArrangement
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import build_model_stage, model_kind_of
-from megatron.training.models.vlm import image_settings
+from megatron.training.models.vlm import embeddings_per_tile, image_settings
 
 TOLERANCE = 1e-4  # relative to the largest logit, or absolute if that is below 1
 _PROMPTS, _LENGTH = 3, 16
@@ -57,11 +57,17 @@ def compare_logits(
         return "the logits were not compared: theirs are of weights in few bits"
     if any(name.startswith("lm_head.") for name in fresh):
         return "the logits were not compared: the weights make none"
-    length = min(_LENGTH, config.language_model.max_position_embeddings or _LENGTH)
+    kind = model_kind_of(config)
     generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(0, vocab_size, (_PROMPTS, length), generator=generator)
-    if model_kind_of(config).reads_images:  # the token of an image is put among others later
-        prompts[prompts == _image_token(hf_folder)] = 0
+    if kind.classifies_images:
+        size = (2, 3, config.vision.img_h, config.vision.img_w)
+        prompts = torch.randn(size, generator=generator)
+    else:
+        length = min(_LENGTH, config.language_model.max_position_embeddings or _LENGTH)
+        prompts = torch.randint(0, vocab_size, (_PROMPTS, length), generator=generator)
+    if kind.reads_images:  # the token of an image is put among others later
+        described = json.loads((hf_folder / "config.json").read_bytes())
+        prompts[prompts == described.get("image_token_index", described.get("image_token_id"))] = 0
     theirs = _their_logits(hf_folder, config, prompts)
     ours = our_logits(config, tensors, vocab_size, prompts)
     pairs = list(zip(ours if not fresh else ours[:1], theirs, strict=False))
@@ -72,7 +78,8 @@ def compare_logits(
             f"the logits of both forms differ by {apart:.3g}, the largest is {largest:.3g}: "
             "this conversion is wrong and is not kept; please report it with config.json"
         )
-    return f"the logits of {_PROMPTS} prompts agree within {apart:.2g} (the largest {largest:.3g})"
+    inputs = f"{len(prompts)} {'images' if kind.classifies_images else 'prompts'}"
+    return f"the logits of {inputs} agree within {apart:.2g} (the largest {largest:.3g})"
 
 
 @torch.no_grad()
@@ -80,14 +87,18 @@ def _their_logits(folder: Path, config: RunConfig, prompts: Tensor) -> list[Tens
     transformers = optional.require("transformers", "comparing logits")
     transformers.utils.logging.disable_progress_bar()
     kind = model_kind_of(config)
-    auto = "SequenceClassification" if is_reward(config) else kind.transformers_class
+    auto = "SequenceClassification" if config.preference.reward_model else kind.transformers_class
     if kind.has_masked_lm_head and config.language_model.bert_binary_head:
         auto = "PreTraining"
-    options: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
-    if is_reward(config):
-        options["pad_token_id"] = None  # prompts have no padding
+    # Prompts have no padding.
+    padding = {"pad_token_id": None} if config.preference.reward_model else {}
     model = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", **options
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
+        trust_remote_code=False,
+        **padding,
     )
     return list(their_outputs(model.eval(), config, prompts))
 
@@ -108,15 +119,16 @@ def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Ten
     kind = model_kind_of(run)
     if kind.reads_images:
         config: Any = model.config
-        seen = _with_images(run, ids, config.image_token_id)
-        yield model(input_ids=seen.ids, use_cache=False, **seen.theirs).logits
-    elif is_reward(run):
+        rows, _, images = _with_images(run, ids, config.image_token_id)
+        yield model(input_ids=rows, use_cache=False, **images).logits
+    elif kind.classifies_images:
+        yield model(ids).logits
+    elif run.preference.reward_model:
         yield torch.cat([model(row.unsqueeze(0), use_cache=False).logits for row in ids])
     elif kind.has_encoder:
         yield model(input_ids=ids, decoder_input_ids=ids.flip(1), use_cache=False).logits
     elif kind.has_masked_lm_head:
-        types = _types(ids) if run.language_model.bert_binary_head else None
-        yield from model(ids, token_type_ids=types, return_dict=True).to_tuple()
+        yield from model(ids, token_type_ids=_types(run, ids), return_dict=True).to_tuple()
     else:
         yield model(ids, use_cache=False).logits
 
@@ -125,92 +137,65 @@ def our_outputs(model: nn.Module, config: RunConfig, ids: Tensor) -> Iterator[Te
     """Yield the logits of ids [b, s]; the decoder of an encoder-decoder reads them reversed."""
     kind = model_kind_of(config)
     if kind.reads_images:
-        seen = _with_images(config, ids, None)
-        places = torch.arange(seen.ids.shape[1]).expand_as(seen.ids)
-        yield model(input_ids=seen.ids, position_ids=places, **seen.ours)[0]
-    elif is_reward(config):
+        rows, images, _ = _with_images(config, ids, None)
+        places = torch.arange(rows.shape[1]).expand_as(rows)
+        yield model(input_ids=rows, position_ids=places, **images)[0]
+    elif kind.classifies_images:
+        yield model(ids)
+    elif config.preference.reward_model:
         yield model(ids, torch.arange(ids.shape[1]).expand_as(ids), None, labels=ids)[:, -1:]
     elif kind.has_encoder:
         yield model(ids, ids.flip(1))
     elif kind.has_masked_lm_head:
-        types = _types(ids) if config.language_model.bert_binary_head else None
-        yield from (logits for logits in model(ids, None, types) if logits is not None)
+        outputs = model(ids, None, _types(config, ids))
+        yield from (logits for logits in outputs if logits is not None)
     else:
         yield model(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
 
 
-def is_reward(config: RunConfig) -> bool:
-    """Return whether the model's output is a score, which is compared for the last token."""
-    return config.preference.reward_model
-
-
-def _image_token(hf_folder: Path) -> int:
-    config = json.loads((hf_folder / "config.json").read_bytes())
-    return int(config.get("image_token_index", config.get("image_token_id")))
-
-
-class RowsWithImages(NamedTuple):
-    """Rows with images: ids, and the further arguments of both models."""
-
-    ids: Tensor
-    ours: dict[str, Tensor]
-    theirs: dict[str, Tensor]
-
-
-def _with_images(config: RunConfig, ids: Tensor, their_token: int | None) -> RowsWithImages:
+def _with_images(
+    config: RunConfig, ids: Tensor, their_token: int | None
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Put an image behind the first token of each row.
 
     ``their_token``: the id that stands for one embedding of an image; None: one id of ours stands
-    for all of them.
+    for all of them.  Return the rows and the further arguments of our model and of theirs.
     """
     v = config.vision
     generator = torch.Generator().manual_seed(2)
-    if KINDS[v.vision_model_type].reads_any_size:
-        return _with_patches(config, ids, their_token, generator)
-    sizes = (v.img_h, v.img_w, v.patch_dim, v.vision_model_type)
-    count = get_num_image_embeddings(*sizes, v.disable_vision_class_token, 1, v.pixel_shuffle)
     ours: dict[str, Tensor] = {}
     theirs: dict[str, Tensor] = {}
-    num_tiles = 1
+    reads_any_size = KINDS[v.vision_model_type].reads_any_size
+    if reads_any_size:  # an image of 4 x 6 patches, in blocks of 2 x 2
+        count = 6
+        size: tuple[int, ...] = (count * len(ids), *image_settings(v).tile_shape)
+        ours["num_image_tiles"] = torch.tensor([count] * len(ids))
+        ours["image_sizes"] = theirs["image_grid_thw"] = torch.tensor([[1, 4, 6]] * len(ids))
+    else:
+        count = embeddings_per_tile(v)
+        size = (len(ids), 1, 3, v.img_h, v.img_w)
     if v.grids:  # every image fills the same grid, so that rows have one length
         height, width = v.grids[-1]
         grid = (height // v.img_h, width // v.img_w, height, width - 1)
         arrangement = TileArrangement(*grid, side=math.isqrt(count))
-        num_tiles = arrangement.num_tiles
         count = len(arrangement.order)
+        size = (len(ids), arrangement.num_tiles, 3, v.img_h, v.img_w)
         ours["image_sizes"] = torch.tensor([grid] * len(ids))
         theirs["image_sizes"] = torch.tensor([grid[2:]] * len(ids))
-    tiles = (len(ids), num_tiles, 3, v.img_h, v.img_w)
-    images = torch.randn(tiles, generator=generator)
-    ours["images"] = images.flatten(0, 1)
+    images = torch.randn(size, generator=generator)
+    ours["images"] = images if reads_any_size else images.flatten(0, 1)
     theirs["pixel_values"] = images if v.grids else images.flatten(0, 1)
     token, count = (DEFAULT_IMAGE_TOKEN_INDEX, 1) if their_token is None else (their_token, count)
-    row = [ids[:, :1], ids.new_full((len(ids), count), token), ids[:, 1:]]
-    return RowsWithImages(torch.cat(row, 1), ours, theirs)
+    rows = torch.cat([ids[:, :1], ids.new_full((len(ids), count), token), ids[:, 1:]], 1)
+    if reads_any_size:
+        theirs["mm_token_type_ids"] = (rows == token).int()
+    return rows, ours, theirs
 
 
-def _with_patches(
-    config: RunConfig, ids: Tensor, their_token: int | None, generator: torch.Generator
-) -> RowsWithImages:
-    """Do `_with_images` with an image of 4 x 6 patches, in blocks of 2 x 2."""
-    values = image_settings(config.vision).tile_shape
-    images = torch.randn((6 * len(ids), *values), generator=generator)
-    grids = torch.tensor([[1, 4, 6]] * len(ids))
-    token, count = (DEFAULT_IMAGE_TOKEN_INDEX, 1) if their_token is None else (their_token, 6)
-    spread = torch.cat([ids[:, :1], ids.new_full((len(ids), count), token), ids[:, 1:]], 1)
-    return RowsWithImages(
-        spread,
-        {"images": images, "image_sizes": grids, "num_image_tiles": torch.tensor([6] * len(ids))},
-        {
-            "pixel_values": images.flatten(0, 1),
-            "image_grid_thw": grids,
-            "mm_token_type_ids": (spread == token).int(),
-        },
-    )
-
-
-def _types(ids: Tensor) -> Tensor:
+def _types(config: RunConfig, ids: Tensor) -> Tensor | None:
     """Return token types of ids [b, s]: the second half is the second sentence."""
+    if not config.language_model.bert_binary_head:
+        return None
     return (torch.arange(ids.shape[1]) >= ids.shape[1] // 2).long().expand_as(ids)
 
 

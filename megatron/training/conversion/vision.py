@@ -21,15 +21,15 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.models.mimo.submodules.audio import WhisperEncoderModel
 from megatron.core.models.multimodal.qwen2_vl_model import Qwen2VLVisionModel
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
-from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.conversion.family import Config
+from megatron.training.conversion.family import Config, Names, named_rule
 from megatron.training.conversion.lazy import shared_parts
 from megatron.training.conversion.tensors import Rule
+from megatron.training.conversion.verify import groups_of_one_rank
 
-Encoder: TypeAlias = CLIPViTModel | RADIOViTModel | WhisperEncoderModel | Qwen2VLVisionModel
+Encoder: TypeAlias = CLIPViTModel | WhisperEncoderModel | Qwen2VLVisionModel
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -42,19 +42,17 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderFamily:
-    """How the tensors of one family are called.  Names stand for a weight and its bias.
+    """How the tensors of one family are called; see `named_rule`.
 
     ``outside`` and ``layer``: our name -> theirs; ``layer_prefix``: theirs, {} is the number.
-    ``values``: our tensors without ``.weight`` in theirs.  ``ignored``: beginnings of names of what
-    does not belong to the encoder.  ``unread``: such tensors that a model of `transformers` has in
-    any case -> a tensor of the same shape.
+    ``ignored``: beginnings of names of what does not belong to the encoder.  ``unread``: such
+    tensors that a model of `transformers` has in any case -> a tensor of the same shape.
     """
 
-    subtype: str  # a key of `clip_vit_model.KINDS`, or radio, or whisper
-    outside: Mapping[str, str]
-    layer: Mapping[str, str]
+    subtype: str  # a key of `clip_vit_model.KINDS`, or whisper
+    outside: Names
+    layer: Names
     layer_prefix: str
-    values: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
     has_layer_scale: bool = False
@@ -62,22 +60,16 @@ class EncoderFamily:
     eps: float = 1e-5  # if config.json has none
     entries: Mapping[str, str] = field(default_factory=dict)  # usual name in config.json -> theirs
 
-    def theirs(self, ours: str) -> tuple[str, ...]:
-        """Return their names of our tensor: one, or those of query, key and value."""
-        if ours in self.values:
-            return (self.values[ours],)
-        name = ours
-        prefix = ""
-        table = self.outside
+    def rule(self, ours: str) -> Rule:
+        """Return the rule of our tensor.  Raises CheckpointError if there is none."""
+        prefix, name, table = "", ours, self.outside
         if ours.startswith("decoder.layers."):
             _, _, number, name = ours.split(".", 3)
             prefix, table = self.layer_prefix.format(number), self.layer
-            if name in self.values:
-                return (prefix + self.values[name],)
-        module, _, kind = name.rpartition(".")
-        if module not in table:
+        rule = named_rule(table, name)
+        if rule is None:
             raise CheckpointError(f"{ours} has no counterpart in a {self.subtype} encoder")
-        return tuple(f"{prefix}{each}.{kind}" for each in table[module].split())
+        return replace(rule, theirs=tuple(prefix + each for each in rule.theirs))
 
     def absent(self, theirs: tuple[str, ...], config: Config) -> tuple[str, ...]:
         """Return which of ``theirs`` are biases of queries, keys or values that they lack."""
@@ -88,104 +80,76 @@ class EncoderFamily:
         return () if self.has_key_bias else (theirs[1],)
 
 
-_CLIP_LAYER = {
-    "input_layernorm": "layer_norm1",
-    "self_attention.linear_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "self_attention.linear_proj": "self_attn.out_proj",
-    "pre_mlp_layernorm": "layer_norm2",
-    "mlp.linear_fc1": "mlp.fc1",
-    "mlp.linear_fc2": "mlp.fc2",
-}
-_CLIP_OUTSIDE = {
-    "conv1": "embeddings.patch_embedding",
-    "position_embeddings": "embeddings.position_embedding",
-    "ln_pre": "pre_layrnorm",
-    "ln_post": "post_layernorm",
-}
-_VIT_OUTSIDE = {"conv1": "embeddings.patch_embeddings.projection", "ln_post": "layernorm"}
-_VIT_VALUES = {
-    "class_token": "embeddings.cls_token",
-    "position_embeddings.weight": "embeddings.position_embeddings",
-}
-_VIT_LAYER = {
-    "input_layernorm": "layernorm_before",
-    "self_attention.linear_qkv": "attention.q_proj attention.k_proj attention.v_proj",
-    "self_attention.linear_proj": "attention.o_proj",
-    "pre_mlp_layernorm": "layernorm_after",
-    "mlp.linear_fc1": "mlp.fc1",
-    "mlp.linear_fc2": "mlp.fc2",
-}
+def _layer(norm: str, qkv: str, output: str, next_norm: str, mlp: str = "mlp.") -> Names:
+    """Return the names of a layer; ``{}`` in ``qkv`` stands for q, k and v."""
+    parts = tuple(dict.fromkeys(map(qkv.format, "qkv")))
+    return {
+        "input_layernorm": norm,
+        "self_attention.linear_qkv": Rule(parts, is_qkv=True),
+        "self_attention.linear_proj": output,
+        "pre_mlp_layernorm": next_norm,
+        "mlp.linear_fc1": f"{mlp}fc1",
+        "mlp.linear_fc2": f"{mlp}fc2",
+    }
+
+
+_CLIP = EncoderFamily(
+    subtype="clip",
+    outside={
+        "class_token": "embeddings.class_embedding",
+        "conv1": "embeddings.patch_embedding",
+        "position_embeddings": "embeddings.position_embedding",
+        "ln_pre": "pre_layrnorm",
+        "ln_post": "post_layernorm",
+    },
+    layer=_layer("layer_norm1", "self_attn.{}_proj", "self_attn.out_proj", "layer_norm2"),
+    layer_prefix="encoder.layers.{}.",
+    ignored=("post_layernorm.", "embeddings.position_ids"),  # of the pooled output
+    unread={f"post_layernorm.{kind}": f"pre_layrnorm.{kind}" for kind in ("weight", "bias")},
+)
+_SIGLIP = replace(
+    _CLIP, subtype="siglip", ignored=("head.", "embeddings.position_ids"), unread={}, eps=1e-6
+)
+_VIT = EncoderFamily(
+    subtype="vit",
+    outside={
+        "class_token": "embeddings.cls_token",
+        "conv1": "embeddings.patch_embeddings.projection",
+        "position_embeddings.weight": "embeddings.position_embeddings",
+        "ln_post": "layernorm",
+    },
+    layer=_layer("layernorm_before", "attention.{}_proj", "attention.o_proj", "layernorm_after"),
+    layer_prefix="layers.{}.",
+    ignored=("pooler.", "classifier."),
+    eps=1e-12,
+)
 FAMILIES = {
-    "clip_vision_model": EncoderFamily(
-        subtype="clip",
-        outside=_CLIP_OUTSIDE,
-        layer=_CLIP_LAYER,
-        layer_prefix="encoder.layers.{}.",
-        values={"class_token": "embeddings.class_embedding"},
-        ignored=("post_layernorm.", "embeddings.position_ids"),  # of the pooled output
-        unread={f"post_layernorm.{kind}": f"pre_layrnorm.{kind}" for kind in ("weight", "bias")},
-    ),
-    "siglip_vision_model": EncoderFamily(
-        subtype="siglip",
-        outside=_CLIP_OUTSIDE,
-        layer=_CLIP_LAYER,
-        layer_prefix="encoder.layers.{}.",
-        ignored=("head.", "embeddings.position_ids"),
-        eps=1e-6,
-    ),
-    "vit": EncoderFamily(
-        subtype="vit",
-        outside=_VIT_OUTSIDE,
-        layer=_VIT_LAYER,
-        layer_prefix="layers.{}.",
-        values=_VIT_VALUES,
-        ignored=("pooler.", "classifier."),
-        eps=1e-12,
-    ),
-    "internvl_vision": EncoderFamily(
+    "clip_vision_model": _CLIP,
+    "siglip_vision_model": _SIGLIP,
+    "vit": _VIT,
+    "internvl_vision": replace(
+        _VIT,
         subtype="internvit",
-        outside=_VIT_OUTSIDE,
-        layer=_VIT_LAYER
-        | {
+        layer={
+            **_VIT.layer,
             "self_attention.linear_proj": "attention.projection_layer",
             "self_attention.q_layernorm": "attention.q_norm",
             "self_attention.k_layernorm": "attention.k_norm",
-        },
-        layer_prefix="encoder.layer.{}.",
-        values=_VIT_VALUES
-        | {
             "post_self_attn_layernorm.weight": "lambda_1",
             "post_mlp_layernorm.weight": "lambda_2",
         },
-        has_layer_scale=True,
-        eps=1e-6,
-    ),
-    "radio": EncoderFamily(
-        subtype="radio",
-        outside={"embedder": "embeddings.patch_projection"},
-        layer=_VIT_LAYER | {"input_layernorm": "norm1", "pre_mlp_layernorm": "norm2"},
         layer_prefix="encoder.layer.{}.",
-        values={
-            "class_token": "embeddings.cls_register_token",
-            "position_embeddings.weight": "embeddings.position_embedding",
-            "post_self_attn_layernorm.weight": "layer_scale1.lambda1",
-            "post_mlp_layernorm.weight": "layer_scale2.lambda1",
-        },
-        ignored=("input_conditioner.", "summary_idxs"),  # images are normalized before
+        ignored=(),
         has_layer_scale=True,
         eps=1e-6,
     ),
     "whisper": EncoderFamily(
         subtype="whisper",
         outside={"conv1": "conv1", "conv2": "conv2", "ln_post": "layer_norm"},
-        layer={
-            "input_layernorm": "self_attn_layer_norm",
-            "self_attention.linear_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-            "self_attention.linear_proj": "self_attn.out_proj",
-            "pre_mlp_layernorm": "final_layer_norm",
-            "mlp.linear_fc1": "fc1",
-            "mlp.linear_fc2": "fc2",
-        },
+        layer=_layer(
+            *("self_attn_layer_norm", "self_attn.{}_proj", "self_attn.out_proj"),
+            *("final_layer_norm", ""),
+        ),
         layer_prefix="layers.{}.",
         ignored=("embed_positions.",),  # fixed waves
         has_key_bias=False,
@@ -198,7 +162,6 @@ FAMILIES = {
         },
     ),
 }
-_SIGLIP = FAMILIES["siglip_vision_model"]
 # Encoders that exist only within a larger model; that of LLaVA reads features before the last norm.
 PARTS = {
     "siglip_without_norm": replace(
@@ -207,14 +170,7 @@ PARTS = {
     "qwen2_vl_vision": EncoderFamily(
         subtype="qwen2_vl",
         outside={"conv1": "patch_embed.proj", "ln_post": "merger.ln_q"},
-        layer={
-            "input_layernorm": "norm1",
-            "self_attention.linear_qkv": "attn.qkv",
-            "self_attention.linear_proj": "attn.proj",
-            "pre_mlp_layernorm": "norm2",
-            "mlp.linear_fc1": "mlp.fc1",
-            "mlp.linear_fc2": "mlp.fc2",
-        },
+        layer=_layer("norm1", "attn.qkv", "attn.proj", "norm2"),
         layer_prefix="blocks.{}.",
         eps=1e-6,
         entries={
@@ -227,10 +183,7 @@ PARTS = {
 # Their name -> their shape, from ours: some have dimensions that ours lack, or lack some of ours.
 _SHAPES: dict[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
     "embeddings.class_embedding": lambda ours: (math.prod(ours),),
-    "embeddings.cls_register_token": lambda ours: tuple(ours[1:]),
-    "embeddings.patch_projection.weight": lambda ours: (ours[0], math.prod(ours[1:])),
     "embeddings.position_embeddings": lambda ours: (1, *ours),
-    "embeddings.position_embedding": lambda ours: (1, *ours),
     # 3 colors and 2 frames of a square
     "patch_embed.proj.weight": lambda ours: (ours[0], 3, 2, *[math.isqrt(ours[1] // 6)] * 2),
 }
@@ -265,16 +218,6 @@ def build_encoder(
         raise CheckpointError(
             "config.json describes gated layers or video, which are not supported"
         )
-    if family.subtype == "radio":
-        return RADIOViTModel(
-            of_layers,
-            spec,
-            class_token_len=config["num_cls_tokens"] + config["num_registers"],
-            patch_dim=side,
-            max_img_h=height,
-            max_img_w=width,
-            pg_collection=pg_collection,
-        )
     return CLIPViTModel(
         of_layers,
         spec,
@@ -284,6 +227,12 @@ def build_encoder(
         model_subtype=subtype_of(config),
         pg_collection=pg_collection,
     )
+
+
+def encoder_on_meta(config: Config) -> Encoder:
+    """Build the encoder of ``config`` for one process, on the device "meta"."""
+    with torch.device("meta"):
+        return build_encoder(config, groups_of_one_rank())
 
 
 def layers_of(config: Config, **changes: Any) -> TransformerConfig:
@@ -323,10 +272,11 @@ def subtype_of(config: Config) -> str:
 
 
 def sizes_of(config: Config) -> tuple[int, int, int]:
-    """Return height and width of an image, the largest one of RADIO, and the side of a patch."""
-    is_radio = family_of(config).subtype == "radio"
-    height, width = _pair(_entry(config, "max_img_size" if is_radio else "image_size"))
-    side, other = _pair(_entry(config, "patch_size"))
+    """Return height and width of an image, and the side of a patch."""
+    (height, width), (side, other) = (
+        value if isinstance(value, list | tuple) else (value, value)
+        for value in (_entry(config, "image_size"), _entry(config, "patch_size"))
+    )
     if side != other:
         raise CheckpointError(f"config.json has patch_size {[side, other]}: give squares")
     return height, width, side
@@ -350,22 +300,20 @@ def import_encoder(
     found: dict[str, LazyTensor] = {}
     used: set[str] = set()
     for name, param in model.named_parameters():
-        names = family.theirs(name)
-        used.update(names)
-        absent = family.absent(names, config)
-        missing = [each for each in names if each not in weights and each not in absent]
-        if missing:
-            raise CheckpointError(f"the encoder has no tensor {missing[0]}")
-        parts = [weights.get(each) for each in names]
-        rule = Rule(names, is_qkv=".linear_qkv." in name)
+        rule = family.rule(name)
+        used.update(rule.theirs)
+        absent = family.absent(rule.theirs, config)
+        parts = [weights.get(each) for each in rule.theirs]
         shapes = [tuple(t.shape) for t in rule.to_theirs(_meta(param), model.config)]
-        dtype = next((part.dtype for part in parts if part is not None), param.dtype)
-        for part, shape in zip(parts, shapes, strict=True):
+        for each, part, shape in zip(rule.theirs, parts, shapes, strict=True):
+            if part is None and each not in absent:
+                raise CheckpointError(f"the encoder has no tensor {each}")
             if part is not None and math.prod(part.shape) != math.prod(shape):
                 raise CheckpointError(
                     f"{part.name} has shape {part.shape}, which does not fit {name} of shape "
                     f"{tuple(param.shape)}"
                 )
+        dtype = next((part.dtype for part in parts if part is not None), param.dtype)
         blank = partial(torch.zeros, model.config.hidden_size, dtype=dtype)  # of a bias
         makes = [blank if part is None else part.make for part in parts]
         make = partial(_joined, makes, rule, model.config, tuple(param.shape))
@@ -395,12 +343,11 @@ def export_encoder(
     family = family_of(config)
     out: list[LazyTensor] = []
     for name, tensor in tensors.items():
-        names = family.theirs(name)
-        absent = family.absent(names, config)
-        rule = Rule(names, is_qkv=".linear_qkv." in name)
+        rule = family.rule(name)
+        absent = family.absent(rule.theirs, config)
         shapes = [t.shape for t in rule.to_theirs(_meta(tensor), model.config)]
-        makes = shared_parts(partial(_parts, tensor, rule, model.config), len(names))
-        for each, shape, make in zip(names, shapes, makes, strict=True):
+        makes = shared_parts(partial(_parts, tensor, rule, model.config), len(shapes))
+        for each, shape, make in zip(rule.theirs, shapes, makes, strict=True):
             if each not in absent:
                 out.append(LazyTensor(each, tensor.dtype, _SHAPES.get(each, tuple)(shape), make))
             elif make().any():
@@ -434,8 +381,3 @@ def family_of(config: Config) -> EncoderFamily:
 def _norm_of(config: Config) -> str:
     names = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
     return names[config.get("norm_type", "layer_norm")]
-
-
-def _pair(value: int | list[int]) -> tuple[int, int]:
-    """Return height and width."""
-    return (value, value) if isinstance(value, int) else (value[0], value[1])

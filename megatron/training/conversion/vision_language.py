@@ -6,12 +6,8 @@ this file describes the projector between the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
-
-import torch
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import JsonObject
@@ -21,12 +17,12 @@ from megatron.core.models.vision.kinds import KINDS
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf
 from megatron.training.conversion.family import Config, Family
+from megatron.training.conversion.lazy import zeros
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.source import image_token
-from megatron.training.conversion.verify import groups_of_one_rank
 from megatron.training.conversion.vision import (
     ACTIVATIONS,
-    build_encoder,
+    encoder_on_meta,
     export_encoder,
     family_of,
     import_encoder,
@@ -179,84 +175,75 @@ def shape_of_config(config: Config) -> VisionLanguageShape:
             f"config.json has model_type {config.get('model_type')}: the vision-language families "
             f"are {', '.join(FAMILIES)}"
         )
-    if family.reads_any_size:
-        return _shape_of_qwen(config, family)
-    text = _part(config, "text_config", family.text)
+    drops_class_token = False
+    num_unused = 0
+    if family.reads_any_size:  # released folders hold the entries of the text in config.json itself
+        whole = {name: value for name, value in config.items() if name != "vision_config"}
+        text = {**config.get("text_config", whole), "model_type": family.text}
+        images = {**_QWEN, **_part(config, "vision_config", family.images)}
+        images["model_type"] = family.images
+        _demand(images, "vision_config", _QWEN_ONLY)
+    else:
+        text = _part(config, "text_config", family.text)
+        drops_class_token = _drops_class_token(config)
+        images = _images_of(config, family, drops_class_token)
+        num_layers = images["num_hidden_layers"]
+        images["num_hidden_layers"] = _num_used_layers(config, family, num_layers)
+        num_unused = num_layers - images["num_hidden_layers"]
+        _demand(config, "config.json", {"projector_hidden_act": "gelu"})
+        _demand(config, "config.json", {"multimodal_projector_bias": True})
+    if family.merges_neighbours:
+        _demand(config, "config.json", {"downsample_ratio": 0.5})
+    tied = config.get("tie_word_embeddings", family.is_tied) or text.get("tie_word_embeddings")
+    text["tie_word_embeddings"] = bool(tied)
+    text_family = hf.family_of(text)
+    pairs = config.get("image_grid_pinpoints", LLAVA_NEXT_GRIDS) if family.has_newline else ()
+    return VisionLanguageShape(
+        family=family,
+        text_family=text_family,
+        text_config=text,
+        text=text_family.shape(text),
+        images=images,
+        num_unused_layers=num_unused,
+        drops_class_token=drops_class_token,
+        image_token=config[family.image_token],
+        grids=tuple(side for pair in pairs for side in pair),
+    )
+
+
+def _demand(config: Config, where: str, values: Config) -> None:
+    """Raise CheckpointError unless ``config`` has these values, the only ones, or none."""
+    for name, value in values.items():
+        if config.get(name, value) != value:
+            raise CheckpointError(
+                f"{where} has {name} {config[name]}: only {value} can be converted"
+            )
+
+
+def _images_of(config: Config, family: VisionLanguageFamily, drops_class_token: bool) -> JsonObject:
+    """Return the config.json of the encoder, all layers of it."""
     images = _part(config, "vision_config", family.images)
-    if images["model_type"] not in ENCODERS:
+    name = images["model_type"]
+    if name not in ENCODERS:
         raise CheckpointError(
-            f"vision_config has model_type {images['model_type']}: the encoders of images are "
-            f"{', '.join(ENCODERS)}"
+            f"vision_config has model_type {name}: the encoders of images are {', '.join(ENCODERS)}"
         )
-    kind = KINDS.get(ENCODERS[images["model_type"]].subtype)
-    if images["model_type"] == "siglip_vision_model" and not family.merges_neighbours:
+    kind = KINDS.get(ENCODERS[name].subtype)
+    if name == "siglip_vision_model" and not family.merges_neighbours:
         images["model_type"] = "siglip_without_norm"
     elif kind is None or kind.has_norm_after:
         raise CheckpointError(
-            f"vision_config has model_type {images['model_type']}: {family.architecture} reads its "
-            "features before its last norm, which the encoder here applies; only "
-            "clip_vision_model, siglip_vision_model (not within InternVL) and internvl_vision can "
-            "be converted within a larger model"
+            f"vision_config has model_type {name}: {family.architecture} reads its features before "
+            "its last norm, which the encoder here applies; only clip_vision_model, "
+            "siglip_vision_model (not within InternVL) and internvl_vision can be converted within "
+            "a larger model"
         )
-    if kind is not None and not kind.has_class_token and _drops_class_token(config):
+    if kind is not None and not kind.has_class_token and drops_class_token:
         raise CheckpointError(
             "config.json has vision_feature_select_strategy default, which drops a class token, "
-            f"and the encoder ({images['model_type']}) has none: only full can be converted"
+            f"and the encoder ({name}) has none: only full can be converted"
         )
-    _complete_text(text, config, family)
-    text_family = hf.family_of(text)
-    num_layers = images["num_hidden_layers"]
-    num_used = _num_used_layers(config, family, num_layers)
-    if family.merges_neighbours and config.get("downsample_ratio", 0.5) != 0.5:
-        raise CheckpointError(
-            f"config.json has downsample_ratio {config['downsample_ratio']}: only 0.5 can be "
-            "converted"
-        )
-    for name, value in (("projector_hidden_act", "gelu"), ("multimodal_projector_bias", True)):
-        if config.get(name, value) != value:
-            raise CheckpointError(
-                f"config.json has {name} {config[name]}: only {value} can be converted"
-            )
-    return VisionLanguageShape(
-        family=family,
-        text_family=text_family,
-        text_config=text,
-        text=text_family.shape(text),
-        images={**images, "num_hidden_layers": num_used},
-        num_unused_layers=num_layers - num_used,
-        drops_class_token=_drops_class_token(config),
-        image_token=config[family.image_token],
-        grids=_grids_of(config) if family.has_newline else (),
-    )
-
-
-def _complete_text(text: JsonObject, config: Config, family: VisionLanguageFamily) -> None:
-    tied = config.get("tie_word_embeddings", family.is_tied) or text.get("tie_word_embeddings")
-    text["tie_word_embeddings"] = bool(tied)
-
-
-def _shape_of_qwen(config: Config, family: VisionLanguageFamily) -> VisionLanguageShape:
-    """Return what Qwen2-VL's config.json describes; released ones hold the text's entries."""
-    of_text = config.get("text_config", {k: v for k, v in config.items() if k != "vision_config"})
-    text = {**of_text, "model_type": family.text}
-    _complete_text(text, config, family)
-    images = {**_QWEN, **_part(config, "vision_config", family.images)}
-    for name, value in _QWEN_ONLY.items():
-        if images[name] != value:
-            raise CheckpointError(
-                f"vision_config has {name} {images[name]}: only {value} can be converted"
-            )
-    text_family = hf.family_of(text)
-    return VisionLanguageShape(
-        family=family,
-        text_family=text_family,
-        text_config=text,
-        text=text_family.shape(text),
-        images={**images, "model_type": family.images},
-        num_unused_layers=0,
-        drops_class_token=False,
-        image_token=config[family.image_token],
-    )
+    return images
 
 
 def _part(config: Config, name: str, model_type: str) -> JsonObject:
@@ -277,12 +264,6 @@ def _num_used_layers(config: Config, family: VisionLanguageFamily, num_layers: i
             "converted, -1 for the last"
         )
     return layer if layer > 0 else num_layers + 1 + layer
-
-
-def _grids_of(config: Config) -> tuple[int, ...]:
-    """Return the heights and widths to which images are padded, as pairs in one list."""
-    pairs = config.get("image_grid_pinpoints", LLAVA_NEXT_GRIDS)
-    return tuple(side for pair in pairs for side in pair)
 
 
 def _drops_class_token(config: Config) -> bool:
@@ -490,28 +471,28 @@ def import_tensors(
     """
     parts: dict[str, dict[str, LazyTensor]] = {_TEXT: {}, _IMAGES: {}, "": {}}
     for name, tensor in weights.items():
-        name = _respelled(name)
+        for old, new in _SPELLINGS:
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
         prefix = next(each for each in parts if name.startswith(each))
         parts[prefix][name.removeprefix(prefix)] = tensor
     text = hf.import_model(shape.text_config, parts[_TEXT])
     out = {f"{_OUR_TEXT}{name}": tensor for name, tensor in text.tensors.items()}
     unused = tuple(_unused_layers(shape))
     images = {name: t for name, t in parts[_IMAGES].items() if not name.startswith(unused)}
-    found = import_encoder(_encoder_on_meta(shape), shape.images, images)
+    found = import_encoder(encoder_on_meta(shape.images), shape.images, images)
     out |= {f"{_OUR_IMAGES}{name}": tensor for name, tensor in found.items()}
-    out |= dict(_projector_tensors(shape, parts[""]))
-    if parts[""]:
-        raise CheckpointError(
-            f"{next(iter(parts['']))} has no place in a {shape.family.architecture}"
-        )
+    left = parts[""]
+    for ours, theirs in _projector_names(shape).items():
+        if theirs not in left:
+            raise CheckpointError(
+                f"the weights have no {theirs}, which a {shape.family.architecture} needs"
+            )
+        tensor = left.pop(theirs)
+        out[ours] = _with_shape(tensor, (1, *tensor.shape)) if ours == _NEWLINE else tensor
+    if left:
+        raise CheckpointError(f"{next(iter(left))} has no place in a {shape.family.architecture}")
     return {name: replace(tensor, name=name) for name, tensor in out.items()}
-
-
-def _respelled(name: str) -> str:
-    for old, new in _SPELLINGS:
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
-    return name
 
 
 def _unused_layers(shape: VisionLanguageShape) -> Iterator[str]:
@@ -519,24 +500,6 @@ def _unused_layers(shape: VisionLanguageShape) -> Iterator[str]:
     first = layers_of(shape.images).num_layers
     for number in range(first, first + shape.num_unused_layers):
         yield family_of(shape.images).layer_prefix.format(number)
-
-
-def _encoder_on_meta(shape: VisionLanguageShape) -> Any:
-    with torch.device("meta"):
-        return build_encoder(shape.images, groups_of_one_rank())
-
-
-def _projector_tensors(
-    shape: VisionLanguageShape, left: dict[str, LazyTensor]
-) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield our names and tensors of the projector, and remove these from ``left``."""
-    for ours, theirs in _projector_names(shape).items():
-        if theirs not in left:
-            raise CheckpointError(
-                f"the weights have no {theirs}, which a {shape.family.architecture} needs"
-            )
-        tensor = left.pop(theirs)
-        yield ours, _with_shape(tensor, (1, *tensor.shape)) if ours == _NEWLINE else tensor
 
 
 def _projector_names(shape: VisionLanguageShape) -> dict[str, str]:
@@ -557,20 +520,20 @@ def export_tensors(
     Tensors of layers whose output nothing reads are zero.  Raises CheckpointError unless
     ``tensors`` are those of ``shape``.
     """
-    text = {n: t for n, t in tensors.items() if n.startswith(_OUR_TEXT)}
-    images = {n: t for n, t in tensors.items() if n.startswith(_OUR_IMAGES)}
+    text, images = (
+        {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
+        for start in (_OUR_TEXT, _OUR_IMAGES)
+    )
     out = [
         replace(tensor, name=shape.family.text_prefix + tensor.name)
-        for tensor in hf.export_model(
-            shape.text, _without_prefix(text, _OUR_TEXT), shape.text_family
-        )
+        for tensor in hf.export_model(shape.text, text, shape.text_family)
     ]
-    encoder = _encoder_on_meta(shape)
-    found = export_encoder(encoder, shape.images, _without_prefix(images, _OUR_IMAGES))
-    found += [_zeros(name, like) for name, like in _blank(shape, found)]
+    found = export_encoder(encoder_on_meta(shape.images), shape.images, images)
+    found += list(_blank(shape, found))
     out += [replace(tensor, name=shape.family.images_prefix + tensor.name) for tensor in found]
     names = _projector_names(shape)
-    if left := tensors.keys() - text.keys() - images.keys() ^ names.keys():
+    rest = {name for name in tensors if not name.startswith((_OUR_TEXT, _OUR_IMAGES))}
+    if left := rest ^ names.keys():
         raise CheckpointError(
             f"the checkpoint does not hold a {shape.family.architecture}: {', '.join(sorted(left))}"
         )
@@ -598,33 +561,25 @@ def with_attention_bias(config: Config, tensors: Mapping[str, LazyTensor]) -> Js
     return {**config, "vision_config": images}
 
 
-def _without_prefix(tensors: Mapping[str, LazyTensor], prefix: str) -> dict[str, LazyTensor]:
-    return {
-        (short := name.removeprefix(prefix)): replace(tensor, name=short)
-        for name, tensor in tensors.items()
-    }
-
-
-def _blank(shape: VisionLanguageShape, found: list[LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the names of tensors that nothing reads, each with one of the same shape and dtype."""
-    first = family_of(shape.images).layer_prefix.format(0)
+def _blank(shape: VisionLanguageShape, found: list[LazyTensor]) -> Iterator[LazyTensor]:
+    """Yield zeros for the tensors that nothing reads."""
+    family = family_of(shape.images)
+    first = family.layer_prefix.format(0)
+    sizes: dict[str, Sequence[int]] = {}
     for layer in _unused_layers(shape):
-        for tensor in found:
-            if tensor.name.startswith(first):
-                yield layer + tensor.name.removeprefix(first), tensor
-    for name, like in family_of(shape.images).unread.items():
-        yield name, next(tensor for tensor in found if tensor.name == like)
-    if family_of(shape.images).subtype == "siglip_without_norm":
+        sizes |= {
+            layer + tensor.name.removeprefix(first): tensor.shape
+            for tensor in found
+            if tensor.name.startswith(first)
+        }
+    shapes = {tensor.name: tensor.shape for tensor in found}
+    sizes |= {name: shapes[like] for name, like in family.unread.items()}
+    if family.subtype == "siglip_without_norm":
         has_head = shape.images.get("vision_use_head", True)
-        sizes = {"h": shape.images["hidden_size"], "f": shape.images["intermediate_size"], "1": 1}
-        sizes["3h"] = 3 * sizes["h"]
+        dims = {"h": shape.images["hidden_size"], "f": shape.images["intermediate_size"], "1": 1}
+        dims["3h"] = 3 * dims["h"]
         for name, letters in _UNREAD_OF_SIGLIP.items():
             if has_head or not name.startswith("head."):
-                size = tuple(sizes[letter] for letter in letters.split())
-                yield name, replace(found[0], shape=size)
-
-
-def _zeros(name: str, like: LazyTensor) -> LazyTensor:
-    return LazyTensor(
-        name, like.dtype, like.shape, partial(torch.zeros, like.shape, dtype=like.dtype)
-    )
+                sizes[name] = [dims[letter] for letter in letters.split()]
+    for name, size in sizes.items():
+        yield zeros(name, size, found[0].dtype)

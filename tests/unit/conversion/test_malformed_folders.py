@@ -19,6 +19,7 @@ from megatron.training.conversion import hf_folder
 from megatron.training.conversion.convert import ConversionRequest, convert
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.hf import export_model
+from megatron.training.conversion.lazy import as_lazy
 from megatron.training.conversion.tensors import size_of, tensors_of
 
 CONFIG = {
@@ -106,8 +107,8 @@ def tensor(name: str, *shape: int) -> Damage:
         held.pop(name, None)
         if shape:
             held[name] = LazyTensor(name, torch.float32, shape, partial(torch.ones, shape))
-        values = [LazyTensor(t.name, t.dtype, t.shape, t.make().clone) for t in held.values()]
-        hf_folder.write_weights(folder, values)
+        values = as_lazy({name: each.make().clone() for name, each in held.items()})
+        hf_folder.write_weights(folder, list(values.values()))
 
     return damage
 

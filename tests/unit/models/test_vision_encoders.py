@@ -19,7 +19,7 @@ from megatron.training.conversion.vision import (
     build_encoder,
 )
 from tests.support import tolerances
-from tests.support.encoders import encoder_from_hf, encoder_to_hf
+from tests.support.encoders import built, encoder_from_hf, encoder_to_hf
 from tests.support.one_process import one_process_groups, tiny_config
 from tests.support.ranks import run_ranks
 from tests.support.transformers_release import need_tested_release
@@ -90,7 +90,7 @@ def theirs(name: str) -> Any:
 def ours(model: Any, **changes: Any) -> Encoder:
     config = model.config.to_dict()
     changes = {"params_dtype": torch.float64, **changes}
-    made = build_encoder(config, one_process_groups(), **changes)
+    made = built(config, one_process_groups(), **changes)
     made.load_state_dict(encoder_from_hf(made, config, model.state_dict()))
     return made.eval()
 
