@@ -135,7 +135,6 @@ PURE = (
     "megatron/core/pipeline_parallel/plan.py",
     "megatron/core/pipeline_parallel/schedule_order.py",
     "megatron/core/pipeline_parallel/communication_plan.py",
-    "megatron/core/pipeline_parallel/simulate.py",
     "megatron/training/config/",
     # The front end, the text of its answers, its images, and the flags of tools.
     "megatron/inference/server/",

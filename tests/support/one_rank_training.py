@@ -28,6 +28,10 @@ class ModelConfig:
     deterministic_mode: bool = False
     overlap_moe_expert_parallel_comm: bool = False
     delay_wgrad_compute: bool = False
+    sequence_parallel: bool = False
+    encoder_pipeline_model_parallel_size: int = 0
+    fp32_residual_connection: bool = True
+    overlap_p2p_comm: bool = True
 
 
 @pytest.fixture

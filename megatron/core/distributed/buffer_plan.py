@@ -44,36 +44,19 @@ class ParamSize(NamedTuple):
     is_alone: bool = False
 
 
-class Replicas(NamedTuple):
-    """Number of data-parallel ranks that hold the same dense and the same expert parameters."""
-
-    dense: int
-    expert: int
-
-    def of(self, key: BufferKey) -> int:
-        return self.expert if key.is_expert else self.dense
-
-
-@dataclass(frozen=True)
-class BufferPlan:
-    """One buffer; ``members`` are indices of the parameters given to `plan_buffers`."""
-
-    key: BufferKey
-    members: tuple[int, ...]
-    layout: BufferLayout
-
-
 def plan_buffers(
     params: Sequence[ParamSize],
     config: DistributedDataParallelConfig,
-    replicas: Replicas,
+    replicas: tuple[int, int],
     *,
     is_mean: bool,
     disable_bucketing: bool = False,
-) -> list[BufferPlan]:
+) -> dict[BufferKey, tuple[list[int], BufferLayout]]:
     """Plan the buffers of one model chunk; ``params`` are its trainable parameters in model order.
 
-    The layout, and so the order of sums, does not depend on sharding.
+    Returns the indices of the parameters of each buffer, and its layout.  The layout, and so the
+    order of sums, does not depend on sharding.  ``replicas``: number of data-parallel ranks that
+    hold the same dense and the same expert parameters.
 
     A parameter in no buffer keeps its gradient in ``param.grad``: the gradient needs no reduction,
     no scaling (``is_mean``: divide by the number of data-parallel ranks) and no other dtype.
@@ -81,30 +64,25 @@ def plan_buffers(
     members: dict[BufferKey, list[int]] = {}
     for index, param in enumerate(params):
         members.setdefault(param.key, []).append(index)
-    is_sharded, instances = config.use_distributed_optimizer, num_instances(config)
-    plans = []
+    plans = {}
     for key, indices in members.items():
-        is_reduced = replicas.of(key) > 1 or (is_mean and replicas.dense > 1)
-        if not (is_reduced or is_sharded or key.param_dtype != key.grad_dtype):
+        num_replicas = replicas[key.is_expert]
+        is_reduced = num_replicas > 1 or (is_mean and replicas[False] > 1)
+        is_buffered = is_reduced or config.use_distributed_optimizer
+        if not is_buffered and key.param_dtype == key.grad_dtype:
             continue
-        num_sharers = replicas.of(key) // instances
-        size = target_bucket_size(
-            asked=config.bucket_size,
-            num_buckets=config.ddp_num_buckets,
-            total_numel=sum(param.numel for param in params),
-            group_size=num_sharers,
-            is_overlapped=config.overlap_grad_reduce and not disable_bucketing,
-        )
+        num_sharers = num_replicas // num_instances(config)
+        size = target_bucket_size(config, sum(param.numel for param in params), num_sharers)
         layout = plan_buffer(
             [params[i].numel for i in indices],
-            size,
+            None if disable_bucketing else size,
             param_alignment=PARAM_ALIGNMENT,
             bucket_multiple=bucket_multiple(
                 num_sharers, for_high_bus_bandwidth=config.pad_buckets_for_high_nccl_busbw
             ),
             alone=[n for n, i in enumerate(indices) if params[i].is_alone],
         )
-        plans.append(BufferPlan(key, tuple(indices), layout))
+        plans[key] = indices, layout
     return plans
 
 
@@ -188,23 +166,19 @@ def bucket_multiple(group_size: int, *, for_high_bus_bandwidth: bool) -> int:
 
 
 def target_bucket_size(
-    *,
-    asked: int | None,
-    num_buckets: int | None,
-    total_numel: int,
-    group_size: int,
-    is_overlapped: bool,
+    config: DistributedDataParallelConfig, total_numel: int, group_size: int
 ) -> int | None:
     """Return the number of elements at which a bucket closes; None means one bucket.
 
     Without overlap several buckets only add latency.  The default grows with the group, since the
     latency of a ring collective is proportional to the number of ranks.
     """
-    if not is_overlapped:
+    if not config.overlap_grad_reduce:
         return None
-    if num_buckets is not None:
-        return -(-total_numel // num_buckets)
-    return max(40_000_000, 1_000_000 * group_size) if asked is None else asked
+    if config.ddp_num_buckets is not None:
+        return -(-total_numel // config.ddp_num_buckets)
+    default = max(40_000_000, 1_000_000 * group_size)
+    return default if config.bucket_size is None else config.bucket_size
 
 
 def _round_up(value: int, multiple: int) -> int:

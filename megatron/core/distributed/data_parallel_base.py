@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,23 +14,16 @@ from megatron.core.distributed.non_finite import GradientCheck
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 
 
-class LossConfig(Protocol):
-    """Fields of a model's configuration that a data-parallel wrapper reads."""
-
-    @property
-    def calculate_per_token_loss(self) -> bool: ...
-    @property
-    def deterministic_mode(self) -> bool: ...
-    @property
-    def gradient_accumulation_fusion(self) -> bool: ...
-
-
 class DataParallelBase(nn.Module, ABC):
-    """Wrapper that sums gradients over micro-batches and reduces them over data-parallel ranks."""
+    """Wrapper that sums gradients over micro-batches and reduces them over data-parallel ranks.
+
+    ``config``: of the model; ``calculate_per_token_loss``, ``deterministic_mode`` and
+    ``gradient_accumulation_fusion`` are read.
+    """
 
     def __init__(
         self,
-        config: LossConfig,
+        config: Any,
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         groups: ProcessGroupCollection,

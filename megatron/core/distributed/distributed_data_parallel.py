@@ -22,21 +22,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import runs_hooks_without_gradient
 from megatron.core.device.nccl_allocator import registered_memory
 from megatron.core.distributed.buffer_plan import (
     BufferKey,
-    BufferPlan,
+    BufferLayout,
     ParamSize,
-    Replicas,
     plan_buffers,
 )
-from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
+from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_buffer import (
     GradBucket,
@@ -59,7 +60,7 @@ class DistributedDataParallel(DataParallelBase):
 
     def __init__(
         self,
-        config: LossConfig,
+        config: Any,
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         disable_bucketing: bool = False,
@@ -74,11 +75,11 @@ class DistributedDataParallel(DataParallelBase):
         plans = plan_buffers(
             [self._size_of(param) for _, param in params],
             ddp_config,
-            Replicas(self.groups.dp_cp.size(), self.groups.expt_dp.size()),
+            (self.groups.dp_cp.size(), self.groups.expt_dp.size()),
             is_mean=not config.calculate_per_token_loss,
             disable_bucketing=disable_bucketing,
         )
-        buffered = {i for plan in plans for i in plan.members}
+        buffered = {i for members, _ in plans.values() for i in members}
         # Parameters whose gradients stay in param.grad.
         self.direct = [param for i, (_, param) in enumerate(params) if i not in buffered]
         self.grad_buffers: dict[BufferKey, GradBuffer] = {}
@@ -89,8 +90,8 @@ class DistributedDataParallel(DataParallelBase):
             groups = [self._group(is_expert) for is_expert in (False, True)]
             self._memory = registered_memory([*groups, self.groups.inter_dist_opt])
         with self._memory:
-            for plan in plans:
-                self._make_buffers(plan, [params[i] for i in plan.members])
+            for key, (members, layout) in plans.items():
+                self._make_buffers(key, layout, [params[i] for i in members])
         # In the order in which a backward pass completes them.  It follows from the positions of
         # parameters alone, so it is the same on all ranks.
         self.buckets = sorted(
@@ -109,10 +110,11 @@ class DistributedDataParallel(DataParallelBase):
             # Layers accumulate weight gradients in the buffers themselves, if that is faster.
             # A parameter with two uses must go through autograd, which adds both gradients.
             uses = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+            runs_hooks_without_gradient()  # tries it now, outside of a measured or captured pass
             for key, buffer in self.grad_buffers.items():
-                for slot in buffer.slots:
-                    if uses[slot.param] == 1 and takes_products(slot.param, key.grad_dtype):
-                        slot.open_to_layers()
+                for param in (slot.param for slot in buffer.slots):
+                    if uses[param] == 1 and takes_products(param, key.grad_dtype):
+                        param.overwrite_main_grad = True  # type: ignore[attr-defined]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -178,7 +180,7 @@ class DistributedDataParallel(DataParallelBase):
                 yield from zip((slot.param for slot in buffer.slots), spans, strict=True)
 
     def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        if not self._is_sharded:
+        if not self.ddp_config.use_distributed_optimizer:
             yield from ((param, gradient_of(param)) for param in self._position)
         for param, start, stop in self.owned_parts():
             grad = gradient_of(param)
@@ -227,34 +229,27 @@ class DistributedDataParallel(DataParallelBase):
             if group.size() > 1:
                 dist.broadcast(param.data, dist.get_global_rank(group, 0), group=group)
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self.ddp_config.use_distributed_optimizer
-
     def _size_of(self, param: nn.Parameter) -> ParamSize:
         info = info_of(param)
         grad_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else param.dtype
         key = BufferKey(param.dtype, grad_dtype, info.is_expert, info.gathered_as_codes)
         return ParamSize(param.numel(), key, is_alone=info.shared_over is not None)
 
-    def _make_buffers(self, plan: BufferPlan, params: list[tuple[str, nn.Parameter]]) -> None:
-        key, group = plan.key, self._group(plan.key.is_expert)
+    def _make_buffers(
+        self, key: BufferKey, layout: BufferLayout, params: list[tuple[str, nn.Parameter]]
+    ) -> None:
         named = [(info_of(param).name or name, param) for name, param in params]
-        self.grad_buffers[key] = GradBuffer(
-            named, plan.layout, key.grad_dtype, self._reduction(group)
-        )
-        if self._is_sharded:
-            self.param_buffers[key] = ParamBuffer(
-                [p for _, p in params],
-                plan.layout,
-                group,
-                self.groups.expt_tp if key.is_expert else self.groups.tp,
-            )
+        group, groups = self._group(key.is_expert), self.groups
+        reduction = self._reduction(group)
+        self.grad_buffers[key] = GradBuffer(named, layout, key.grad_dtype, reduction)
+        if self.ddp_config.use_distributed_optimizer:
+            tp = groups.expt_tp if key.is_expert else groups.tp
+            self.param_buffers[key] = ParamBuffer([p for _, p in params], layout, group, tp)
 
     def _group(self, is_expert: bool) -> ProcessGroup:
         """Return the ranks of one optimizer instance if sharded, else all data-parallel ranks."""
         groups = self.groups
-        if self._is_sharded:
+        if self.ddp_config.use_distributed_optimizer:
             return groups.intra_expt_dp if is_expert else groups.intra_dp_cp
         return groups.expt_dp if is_expert else groups.dp_cp
 
@@ -262,13 +257,20 @@ class DistributedDataParallel(DataParallelBase):
         # An expert's gradient already contains the tokens of all expert-parallel ranks.  It is
         # summed over expt_dp, which has fewer ranks than dp_cp, but also divided by dp_cp's size.
         is_mean = not self.config.calculate_per_token_loss
+        is_sharded = self.ddp_config.use_distributed_optimizer
+        outer = self.groups.inter_dist_opt if is_sharded else None
+        num_ranks = group.size() * (1 if outer is None else outer.size())
+        factor = 1.0 / self.groups.dp_cp.size() if is_mean else 1.0
+        is_average = is_mean and self.ddp_config.average_in_collective
+        is_checked = self.check.for_large or (self.check.for_nan and num_ranks > 1)
         return Reduction(
             group=group,
-            factor=1.0 / self.groups.dp_cp.size() if is_mean else 1.0,
-            average_in_collective=is_mean and self.ddp_config.average_in_collective,
-            check=self.check,
-            is_sharded=self._is_sharded,
-            outer=self.groups.inter_dist_opt if self._is_sharded else None,
+            # ReduceOp.AVG divides by the number of ranks already.
+            factor=factor * num_ranks if is_average else factor,
+            op=dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM,
+            check=self.check if is_checked else None,
+            is_sharded=is_sharded,
+            outer=outer,
             in_fixed_order=self.config.deterministic_mode,
         )
 
@@ -312,9 +314,9 @@ class DistributedDataParallel(DataParallelBase):
         if not slot.take():
             return
         assert not bucket.is_started, f"{slot.name} got a gradient after its bucket was reduced"
-        is_due = self.is_last_microbatch and self.ddp_config.overlap_grad_reduce
-        if is_due and bucket.mark_ready(slot):
-            while self._next < len(self.buckets) and self.buckets[self._next].is_ready:
+        if self.is_last_microbatch and self.ddp_config.overlap_grad_reduce:
+            bucket.missing.discard(slot)
+            while self._next < len(self.buckets) and not self.buckets[self._next].missing:
                 self._start_next()
 
     def _start_next(self) -> None:

@@ -44,13 +44,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -62,7 +64,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.device.async_host_copy import AsyncHostCopy
-from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
+from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.distributed.sharding import reshards_after_forward, share_of, shares_instances
@@ -84,7 +86,7 @@ class FullyShardedDataParallel(DataParallelBase):
 
     def __init__(
         self,
-        config: LossConfig,
+        config: Any,
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         *,
@@ -105,12 +107,13 @@ class FullyShardedDataParallel(DataParallelBase):
         records = {name: _cut(p, pg_collection) for name, p in module.named_parameters()}
         policy, reshards = self._precision(), reshards_after_forward(self.ddp_config)
         # From the innermost module outwards: a unit has the parameters that no inner unit has.
-        if _experts_are_apart(pg_collection):
-            mesh = _mesh(pg_collection, pg_collection.intra_expt_dp, pg_collection.expt_dp)
+        groups, ranks = pg_collection, dist.get_process_group_ranks
+        if ranks(groups.expt_dp) != ranks(groups.dp_cp):  # of an expert others hold copies
+            mesh = _mesh(groups, groups.intra_expt_dp, groups.expt_dp)
             for name, unit in module.named_modules():
                 if name.endswith(".experts"):
                     self._shard(unit, mesh, policy, reshards)
-        mesh = _mesh(pg_collection, pg_collection.intra_dp_cp, pg_collection.dp_cp)
+        mesh = _mesh(groups, groups.intra_dp_cp, groups.dp_cp)
         for unit in _units(module):
             self._shard(unit, mesh, policy, reshards)
         self._shard(module, mesh, policy, None)  # the root keeps its parameters until backward
@@ -194,17 +197,18 @@ class FullyShardedDataParallel(DataParallelBase):
                 yield param, start, stop
 
     def spans_by_rank(self) -> Iterator[tuple[nn.Parameter, list[tuple[int, int]]]]:
-        groups = self.groups
         for param in self.module.parameters():
             if param.requires_grad:
-                inner = groups.intra_expt_dp if info_of(param).is_expert else groups.intra_dp_cp
-                held = [_rows_of(tuple(param.shape), r, inner.size()) for r in range(inner.size())]
+                size = _sharing_group(self.groups, param).size()
+                held = [_rows_of(tuple(param.shape), rank, size) for rank in range(size)]
                 if shares_instances(self.ddp_config):
-                    size = groups.inter_dist_opt.size()
-                    shares = [[share_of(b - a, r, size) for a, b in held] for r in range(size)]
-                    starts = [a for a, _ in held] * size
-                    flat = [share for of_instance in shares for share in of_instance]
-                    held = [(s + a, s + b) for s, (a, b) in zip(starts, flat, strict=True)]
+                    copies = self.groups.inter_dist_opt.size()
+                    held = [
+                        (start + first, start + last)
+                        for copy in range(copies)
+                        for start, stop in held
+                        for first, last in [share_of(stop - start, copy, copies)]
+                    ]
                 yield param, held
 
     @torch.no_grad()
@@ -289,7 +293,7 @@ class FullyShardedDataParallel(DataParallelBase):
         """
         registers, of_group = self.ddp_config.nccl_ub, {}
         for group in {group for _, group in self._unit_kinds}:
-            allocate = RegisteredMemory(group).allocate if registers else torch.empty
+            allocate = ProcessGroupAllocMixin(group).allocate if registers else torch.empty
             # One pair to gather and one to reduce: a backward pass does both at the same time.
             of_group[group] = DoubleBuffers(allocate), DoubleBuffers(allocate)
         units_of_kind = Counter(self._unit_kinds)
@@ -333,14 +337,10 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
         last = name.rpartition(".")[2]
         if last == "layers" and isinstance(part, nn.ModuleList):
             yield from part
-        if last == "embedding" and not _is_shared(module, name):
-            yield part
-
-
-def _is_shared(module: nn.Module, name: str) -> bool:
-    """Return whether the module that owns the embedding at ``name`` also uses it for its output."""
-    owner = module.get_submodule(name.rpartition(".")[0])
-    return bool(vars(owner).get("share_embeddings_and_output_weights", True))
+        if last == "embedding":
+            owner = vars(module.get_submodule(name.rpartition(".")[0]))
+            if not owner.get("share_embeddings_and_output_weights", True):
+                yield part
 
 
 def _give_memory(module: nn.Module, records: dict[str, ParamInfo]) -> None:
@@ -357,12 +357,6 @@ def _give_memory(module: nn.Module, records: dict[str, ParamInfo]) -> None:
             "which is the default"
         )
     module.to_empty(device=device.current())
-
-
-def _experts_are_apart(groups: ProcessGroupCollection) -> bool:
-    """Return whether other ranks hold copies of an expert than of a dense layer."""
-    ranks = dist.get_process_group_ranks
-    return ranks(groups.expt_dp) != ranks(groups.dp_cp)
 
 
 def _mesh(
@@ -388,10 +382,14 @@ def _rows_of(shape: tuple[int, ...], rank: int, size: int) -> tuple[int, int]:
     return start * prod(shape[1:]), stop * prod(shape[1:])
 
 
+def _sharing_group(groups: ProcessGroupCollection, param: nn.Parameter) -> ProcessGroup:
+    """Return the ranks that hold the rows of ``param``."""
+    return groups.intra_expt_dp if info_of(param).is_expert else groups.intra_dp_cp
+
+
 def _cut(param: nn.Parameter, groups: ProcessGroupCollection) -> ParamInfo:
     """Return the record of ``param`` after sharding; FSDP2 splits rows as torch.chunk does."""
-    outer, shape = groups.inter_dist_opt, tuple(param.shape)
-    inner = groups.intra_expt_dp if info_of(param).is_expert else groups.intra_dp_cp
+    inner, outer, shape = _sharing_group(groups, param), groups.inter_dist_opt, tuple(param.shape)
     start, _ = _rows_of(shape, inner.rank(), inner.size())
     return replace(
         info_of(param),
@@ -425,47 +423,25 @@ class DoubleBuffers:
         return buffer.view(*size)
 
 
-class RegisteredMemory(ProcessGroupAllocMixin):
-    """Allocator of memory registered with the group's NCCL; ordinary memory on other backends."""
-
-
 class BufferedAllGather(DefaultAllGather):
     """All-gather of FSDP2 into a fixed buffer."""
 
     def __init__(self, buffers: DoubleBuffers) -> None:
-        self._buffers = buffers
-
-    def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._buffers.take(size, dtype=dtype, device=device)
+        self.allocate = buffers.take  # type: ignore[method-assign]
 
 
 class BufferedReduceScatter(DefaultReduceScatter):
     """Reduce-scatter of FSDP2 out of a fixed buffer.
 
     FSDP2 calls `allocate` for the input, then for the output, which becomes the gradient and so
-    needs memory of its own, and then calls this object.
+    needs memory of its own.
     """
 
     def __init__(self, buffers: DoubleBuffers) -> None:
-        self._buffers = buffers
-        self._has_input = False
+        self._allocators = cycle((buffers.take, super().allocate))
 
     def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._has_input:
-            return super().allocate(size, dtype=dtype, device=device)
-        self._has_input = True
-        return self._buffers.take(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: ProcessGroup,
-        op: ReduceOp | ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> Work:
-        self._has_input = False
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        return next(self._allocators)(size, dtype=dtype, device=device)
 
 
 def _references(buffer: Tensor) -> int:

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.autograd import runs_hooks_without_gradient
 from megatron.core.device import cpu_kernels
 from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.distributed.buffer_plan import BufferLayout
@@ -72,25 +71,15 @@ def gradient_of(param: nn.Parameter) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """Reduction of a bucket: multiply by ``factor``, then sum over ``group``."""
+    """Reduction of a bucket: multiply by ``factor``, then reduce over ``group`` by ``op``."""
 
     group: ProcessGroup
     factor: float
-    average_in_collective: bool  # the collective divides by the number of ranks
-    check: GradientCheck
+    op: dist.ReduceOp.RedOpType
+    check: GradientCheck | None  # of this rank's gradients before they are reduced
     is_sharded: bool = False  # each rank keeps only the sum of its own share of the bucket
     outer: ProcessGroup | None = None  # ranks of other instances that own the same share
     in_fixed_order: bool = False  # sums are bitwise identical to those of the sharded reduction
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks whose gradients are added."""
-        return self.group.size() * (1 if self.outer is None else self.outer.size())
-
-    @property
-    def op(self) -> dist.ReduceOp.RedOpType:
-        """The operation of the collectives."""
-        return dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
 
 
 class GradSlot:
@@ -101,17 +90,11 @@ class GradSlot:
         self.name = name
         self.main_grad = main_grad
         self.is_stale = False  # main_grad still holds the last step's values
-        self._is_on_gpu = device.is_cuda(main_grad.device)
         self._is_added = False  # a complete gradient came, and was copied or added
         self._is_overwritten = False  # the layer writes its first weight gradient of a step
         # Megatron-LM's contract with layers and the optimizer: attributes of the parameter.
         param.main_grad = main_grad  # type: ignore[attr-defined]
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-
-    def open_to_layers(self) -> None:
-        """Let the layer of this parameter write its gradient to ``main_grad`` itself."""
-        runs_hooks_without_gradient()  # tries it now, outside of a measured or captured pass
-        self.param.overwrite_main_grad = True  # type: ignore[attr-defined]
 
     def take(self) -> bool:
         """Move the gradient that autograd has just finished into ``main_grad``.
@@ -133,8 +116,6 @@ class GradSlot:
             self._is_added = True
             if self.is_stale:
                 self.main_grad.copy_(grad)
-            elif self._is_on_gpu:
-                self.main_grad.add_(grad)
             else:
                 add_into(self.main_grad, grad)
         self.is_stale = False
@@ -174,19 +155,9 @@ class GradBucket:
         group = reduction.group
         self._share = data.view(group.size(), -1)[group.rank()]
         self.is_started = self.is_finished = False
-        self._missing = set(self.slots)  # gradients that the last backward pass has not finished
+        self.missing = set(self.slots)  # gradients that the last backward pass has not finished
         self._work: dist.Work | None = None
         self.checked: AsyncHostCopy | None = None  # value for `Reduction.check`
-
-    def mark_ready(self, slot: GradSlot) -> bool:
-        """Record that backward has finished a parameter; return whether all are finished."""
-        self._missing.discard(slot)
-        return self.is_ready
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether backward has finished all parameters."""
-        return not self._missing
 
     @property
     def owned(self) -> Tensor:
@@ -204,16 +175,11 @@ class GradBucket:
         for slot in self.slots:
             slot.fill()
         reduction, group = self.reduction, self.reduction.group
-        check = reduction.check
-        if check.for_large or (check.for_nan and reduction.num_ranks > 1):
+        if reduction.check is not None:
             # Reading the result at once would block the host until backward has caught up.
-            self.checked = check.read([self.data])
-        factor = reduction.factor
-        if reduction.average_in_collective:
-            # ReduceOp.AVG divides by this number already.
-            factor *= reduction.num_ranks
-        if factor != 1.0:
-            self.data.mul_(factor)
+            self.checked = reduction.check.read([self.data])
+        if reduction.factor != 1.0:
+            self.data.mul_(reduction.factor)
         if group.size() == 1:
             return
         if reduction.is_sharded or reduction.in_fixed_order:
@@ -244,7 +210,7 @@ class GradBucket:
     def reset(self) -> None:
         """Begin a step: expect a gradient of every parameter again."""
         self.is_started = self.is_finished = False
-        self._missing = set(self.slots)
+        self.missing = set(self.slots)
         self.checked = None
         for slot in self.slots:
             slot.reset()
@@ -288,8 +254,8 @@ def takes_products(param: nn.Parameter, grad_dtype: torch.dtype) -> bool:
 
 
 def add_into(total: Tensor, grad: Tensor) -> None:
-    """Add ``grad`` to ``total`` on the CPU: equal shapes, any two dtypes, ``total`` contiguous."""
-    if total.dtype == grad.dtype:
+    """Add ``grad`` to ``total``: equal shapes, any two dtypes, ``total`` contiguous."""
+    if total.dtype == grad.dtype or device.is_cuda(total.device):
         total.add_(grad)
         return
     if total.dtype == torch.float32 and grad.is_contiguous() and cpu_kernels.take(grad):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
 
-from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer as MegatronOptimizer
@@ -38,50 +36,28 @@ def get_megatron_optimizer(
     """Build the optimizer for the trainable parameters of this rank.
 
     ``no_weight_decay_cond`` and ``scale_lr_cond`` are called with (name, parameter); ``lr_mult``
-    multiplies the learning rate of parameters that ``scale_lr_cond`` selects.
+    multiplies the learning rate of parameters that ``scale_lr_cond`` selects.  --loss-scale makes a
+    constant loss scale, fp16 parameters a dynamic one.
     ``use_gloo_process_groups`` has no effect; Megatron-LM's signature has it.
     """
     del use_gloo_process_groups
-    named = list(trainable_parameters(model_chunks))
-    kind = (
-        partial(DistributedOptimizer, model_chunks=model_chunks)
-        if config.use_distributed_optimizer
-        else MegatronOptimizer
-    )
-    return kind(
-        config,
-        {param: name for name, param in named},
-        make_param_groups(
-            model_chunks,
-            config,
-            no_weight_decay_cond=no_weight_decay_cond,
-            scale_lr_cond=scale_lr_cond,
-            lr_mult=lr_mult,
-        ),
-        pg_collection or parallel_state.current(),
-        spans={
-            param: spans
-            for chunk in model_chunks
-            if isinstance(chunk, DataParallelBase)
-            for param, spans in chunk.spans_by_rank()
-        },
-        grad_scaler=_grad_scaler(config, {param.dtype for _, param in named}),
-        check_for_nan=any(
-            isinstance(chunk, DataParallelBase) and chunk.ddp_config.check_for_nan_in_grad
-            for chunk in model_chunks
-        ),
-    )
-
-
-def _grad_scaler(config: OptimizerConfig, dtypes: set[torch.dtype]) -> GradScaler | None:
-    """Return a constant scaler for --loss-scale, a dynamic one for fp16 parameters, else None."""
+    scaler: GradScaler | None = None
     if config.loss_scale is not None:
-        return ConstantGradScaler(config.loss_scale)
-    if torch.float16 in dtypes:
-        return DynamicGradScaler(
+        scaler = ConstantGradScaler(config.loss_scale)
+    elif any(param.dtype == torch.float16 for _, param in trainable_parameters(model_chunks)):
+        scaler = DynamicGradScaler(
             initial_scale=config.initial_loss_scale,
             min_scale=config.min_loss_scale,
             growth_interval=int(config.loss_scale_window),
             hysteresis=config.hysteresis,
         )
-    return None
+    param_groups = make_param_groups(
+        model_chunks,
+        config,
+        no_weight_decay_cond=no_weight_decay_cond,
+        scale_lr_cond=scale_lr_cond,
+        lr_mult=lr_mult,
+    )
+    kind = DistributedOptimizer if config.use_distributed_optimizer else MegatronOptimizer
+    groups = pg_collection or parallel_state.current()
+    return kind(config, model_chunks, param_groups, groups, scaler)

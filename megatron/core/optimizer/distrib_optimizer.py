@@ -16,7 +16,7 @@ the all-gathers of the wrapper, chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -40,45 +40,34 @@ class DistributedOptimizer(MegatronOptimizer):
     def __init__(
         self,
         config: OptimizerConfig,
-        names: dict[nn.Parameter, str],
+        model_chunks: Sequence[nn.Module],
         param_groups: Sequence[ParamGroup],
         groups: ProcessGroupCollection,
-        *,
-        model_chunks: Sequence[nn.Module],
-        spans: Mapping[nn.Parameter, Sequence[tuple[int, int]]],
         grad_scaler: GradScaler | None = None,
-        check_for_nan: bool = False,
     ) -> None:
         self.model_chunks = [_sharded(chunk) for chunk in model_chunks]
         copy, num_copies = groups.inter_dist_opt.rank(), groups.inter_dist_opt.size()
         if any(shares_instances(chunk.ddp_config) for chunk in self.model_chunks):
             copy, num_copies = 0, 1
             groups = ProcessGroupCollection(**{**vars(groups), "intra_dist_opt": groups.world})
-        super().__init__(
-            config,
-            names,
-            param_groups,
-            groups,
-            parts={
-                param: ShardRange(start, stop, copy, num_copies)
-                for chunk in self.model_chunks
-                for param, start, stop in chunk.owned_parts()
-            },
-            spans=spans,
-            grad_scaler=grad_scaler,
-            check_for_nan=check_for_nan,
-        )
+        parts = {
+            param: ShardRange(start, stop, copy, num_copies)
+            for chunk in self.model_chunks
+            for param, start, stop in chunk.owned_parts()
+        }
+        super().__init__(config, model_chunks, param_groups, groups, grad_scaler, parts)
         if not all(p.has_main for p in self.params if p.info.gathered_as_codes):
             for chunk in self.model_chunks:
                 # These parameters are their own main parameters: the update reads their old
                 # values, which the wrapper otherwise frees once it has the 8-bit codes.
                 chunk.keep_values()
 
-    def _update(self, divisor: float | Tensor) -> None:
+    def _update(self, divisor: float | Tensor, accepted: Tensor | None = None) -> None:
         self._prepare()
         if not self.config.overlap_param_gather_with_optimizer_step:
-            super()._update(divisor)
+            super()._update(divisor, accepted)
             return
+        self.rule.begin_step(accepted)
         with self._timed("optimizer-inner-step"):
             owned = {p.model: p for p in self.params}
             for chunk in self.model_chunks:

@@ -98,21 +98,19 @@ def optimized_params(
     ``parts``: the part of each parameter that this rank updates; parameters that ``parts`` lacks
     are left out.  None: this rank updates every parameter completely.
     """
-    mine = [[p for p in g["params"] if parts is None or p in parts] for g in groups]
-    every = [p for members in mine for p in members]
+    every = [p for g in groups for p in g["params"] if parts is None or p in parts]
     part_of = dict.fromkeys(every) if parts is None else parts
     on_host = dict.fromkeys(every, False)
     if config.optimizer_cpu_offload and device.host_is_apart():
         numels = [_part_of(local_part(p.detach()), part_of[p]).numel() for p in every]
         fraction = config.optimizer_offload_fraction
         on_host = dict(zip(every, chosen(numels, fraction), strict=True))
-    params: list[OptimizedParam] = []
-    main_groups: list[ParamGroup] = []
-    for group, members in zip(groups, mine, strict=True):
-        records = [_record(names[p], p, part_of[p], config, on_host[p]) for p in members]
-        params.extend(records)
-        main_groups.append({**group, "params": [record.main for record in records]})
-    return params, main_groups
+    records = {p: _record(names[p], p, part_of[p], config, on_host[p]) for p in every}
+    main_groups: list[ParamGroup] = [
+        {**group, "params": [records[p].main for p in group["params"] if p in records]}
+        for group in groups
+    ]
+    return [*records.values()], main_groups
 
 
 def _record(
@@ -124,7 +122,12 @@ def _record(
     if on_host:
         host = HostBufferSlot(values, getattr(param, "main_grad", param).dtype, config)
         main = host.main
-    elif is_half and not _updates_weight(config, info, values):
+    elif is_half and not (
+        values.is_contiguous()
+        and stores_remainders(config, values)
+        # A weight gathered as 8-bit codes is no longer the upper half of its fp32 master.
+        and not (config.main_params_dtype == "fp32" and info.gathered_as_codes)
+    ):
         main = nn.Parameter(values.float())
     else:
         is_same = part is None and local is param and not is_half
@@ -136,16 +139,6 @@ def _record(
         whole, start = tuple(param.shape), held + part.start
         info = replace(info, part=FlatPart(whole, start, part.copy, part.num_copies))
     return OptimizedParam(name, info, param, main, part, host)
-
-
-def _updates_weight(config: OptimizerConfig, info: ParamInfo, values: Tensor) -> bool:
-    """Return whether 16-bit model parameters are their own main parameters."""
-    # A weight gathered as 8-bit codes is no longer the upper half of its fp32 master.
-    if (
-        config.main_params_dtype == "fp32" and info.gathered_as_codes
-    ) or not values.is_contiguous():
-        return False
-    return stores_remainders(config, values)
 
 
 def stores_remainders(config: OptimizerConfig, values: Tensor) -> bool:
@@ -167,19 +160,16 @@ def _part_of(tensor: Tensor, part: ShardRange | None) -> Tensor:
 
 
 @torch.no_grad()
-def copy_main_to_model(params: Sequence[OptimizedParam]) -> None:
-    """Copy the updated main parameters into the model parameters, rounded to their dtype."""
-    pairs = [(p.model_values, p.main) for p in params if p.has_main or p.host]
-    if pairs:
-        torch._foreach_copy_([model for model, _ in pairs], [main for _, main in pairs])
+def copy_main_to_model(params: Sequence[OptimizedParam], *, backward: bool = False) -> None:
+    """Copy the updated main parameters into the model parameters, rounded to their dtype.
 
-
-@torch.no_grad()
-def copy_model_to_main(params: Sequence[OptimizedParam]) -> None:
-    """Copy model parameters to main parameters, after loading a checkpoint without their state."""
-    pairs = [(p.model_values, p.main) for p in params if p.has_main or p.host]
-    if pairs:
-        torch._foreach_copy_([main for _, main in pairs], [model for model, _ in pairs])
+    ``backward`` copies the model parameters into the main parameters instead, after a checkpoint
+    without their state was loaded.
+    """
+    apart = [p for p in params if p.has_main or p.host]
+    models, mains = [p.model_values for p in apart], [p.main for p in apart]
+    if apart:
+        torch._foreach_copy_(*((mains, models) if backward else (models, mains)))
 
 
 def chosen(numels: Sequence[int], fraction: float) -> list[bool]:
@@ -214,26 +204,13 @@ class HostBufferSlot:
         self.result = self.main.data
         if model.dtype != dtype:
             self.result = device.host_like(model, model.dtype, pin=config.pin_cpu_params)
-        self._has_come: device.Event | None = None
+        self.has_come: device.Event | None = None  # reached when the gradient has been copied
 
     def fetch(self, grad: Tensor) -> None:
         """Start to copy the gradient to the host, on the current stream."""
         self.grad.copy_(grad, non_blocking=True)
         self.main.grad = self.grad
-        self._has_come = device.record_event()
-
-    def wait(self) -> None:
-        """Block the host until the gradient has been copied."""
-        device.wait_for(self._has_come)
-
-    def give_back(self, model: Tensor, *, is_rounded: bool) -> None:
-        """Start to copy the updated values into ``model``, on the current stream.
-
-        ``is_rounded``: the update kernel has already written ``result`` in the model's dtype.
-        """
-        if not is_rounded:
-            self.result.copy_(self.main)
-        model.copy_(self.result, non_blocking=True)
+        self.has_come = device.record_event()
 
 
 def batches(

@@ -114,7 +114,6 @@ class Muon(UpdateRule):
         self,
         groups: Sequence[ParamGroup],
         config: OptimizerConfig,
-        *,
         scalar: UpdateRule,
         params: Sequence[OptimizedParam],
         spans: Mapping[nn.Parameter, Sequence[Span]],
@@ -127,14 +126,14 @@ class Muon(UpdateRule):
         scalar._steps = self._steps
         mine = {p.model: p for p in params}
         known = spans or {m: [(0, m.numel())] for m in mine}
-        names = {m: info_of(m).name or (mine[m].name if m in mine else "") for m in known}
+        matrices = [
+            m for m in known if is_matrix(info_of(m).name or (mine[m].name if m in mine else ""), m)
+        ]
         self._batches = [
             (is_expert, batch)
             for is_expert in (False, True)
             for batch in _batches(
-                [m for m in known if is_matrix(names[m], m) and info_of(m).is_expert == is_expert],
-                mine,
-                known,
+                [m for m in matrices if info_of(m).is_expert == is_expert], mine, known
             )
         ]
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
@@ -152,8 +151,7 @@ class Muon(UpdateRule):
     def step(
         self, divisor: float | Tensor = 1.0, only: Container[nn.Parameter] | None = None
     ) -> None:
-        """Update as `UpdateRule.step` does.  Collective over the ranks of the model."""
-        assert only is None, "matrices are updated at once"
+        """Update all parameters as `UpdateRule.step` does.  Collective over the model's ranks."""
         super().step(divisor, self._others)
         with products_in(self.config.muon_fp32_matmul_prec) as dtype:
             for is_expert, batch in self._batches:
@@ -166,34 +164,38 @@ class Muon(UpdateRule):
         is_expert: bool,
         dtype: torch.dtype,
     ) -> None:
-        group = _sharers(self._groups, is_expert)
-        tp = self._groups.expt_tp if is_expert else self._groups.tp
+        groups = self._groups
+        # Ranks that hold different parts of the same parameters: of all instances of the optimizer
+        # if there is one, or if they divide the update (HSDP).
+        if groups.intra_dist_opt.size() == groups.world.size():
+            group = groups.expt_dp if is_expert else groups.dp_cp
+        else:
+            group = groups.intra_expt_dp if is_expert else groups.intra_dp_cp
         rank = group.rank() if len(batch[0].spans) > 1 else 0
-        means = [self._mean(m.param.main, divisor) if m.param else None for m in batch]
-        wholes = _to_owners(batch, means, rank, group)
+        means = {n: self._mean(m.param.main, divisor) for n, m in enumerate(batch) if m.param}
+        received = _exchange(batch, lambda n, _: means[n], rank, group, is_to_owner=True)
+        results: dict[int, Tensor] = {}
         for number, matrix in enumerate(batch):
-            whole = wholes[number]
-            if whole is not None:
-                share = whole.view(matrix.shape).to(dtype)
-                wholes[number] = self._orthogonal(share, matrix.info, tp)
-        directions = _from_owners(batch, wholes, rank, group)
-        for matrix, direction in zip(batch, directions, strict=True):
+            if matrix.owner == rank:
+                holders = sorted((s, h) for h, s in enumerate(matrix.spans) if s[0] < s[1])
+                parts = [means[number] if h == rank else received[number, h] for _, h in holders]
+                results[number] = orthogonalize_share(
+                    torch.cat(parts).view(matrix.shape).to(dtype),
+                    matrix.info,
+                    groups.expt_tp if is_expert else groups.tp,
+                    self.config,
+                )
+
+        def result(number: int, holder: int) -> Tensor:
+            return results[number].view(-1)[slice(*batch[number].spans[holder])]
+
+        received = _exchange(batch, result, rank, group, is_to_owner=False)
+        for number, matrix in enumerate(batch):
             # FSDP2 shards rows: with fewer rows than ranks, some ranks hold an empty shard.
             if matrix.param is not None and matrix.param.main.numel():
-                assert direction is not None
+                is_owner = matrix.owner == rank
+                direction = result(number, rank) if is_owner else received[number, rank]
                 self._move(matrix.param.main, direction)
-
-    def _orthogonal(self, share: Tensor, info: ParamInfo, tp: ProcessGroup) -> Tensor:
-        config = self.config
-        return orthogonalize_share(
-            share,
-            info,
-            tp,
-            coefficients_of(config.muon_coefficient_type, config.muon_num_ns_steps),
-            mode=config.muon_tp_mode,
-            scale_mode=config.muon_scale_mode,
-            split_interleaved=config.muon_split_qkv,
-        )
 
     def _mean(self, param: nn.Parameter, divisor: float | Tensor) -> Tensor:
         """Update the momentum and return the matrix to orthogonalise, flat.
@@ -226,13 +228,13 @@ def _batches(
     """Yield the batches of matrices, the same on all ranks that share the matrices."""
     infos = [info_of(m) for m in models]
     shapes = [
-        i.part.shape if i.part else tuple(m.shape) for i, m in zip(infos, models, strict=True)
+        torch.Size(i.part.shape if i.part else m.shape) for i, m in zip(infos, models, strict=True)
     ]
     owners = owners_of([(s[0], s[1]) for s in shapes], [spans[m] for m in models])
     batch: list[_Matrix] = []
     numel = 0
     for model, info, shape, owner in zip(models, infos, shapes, owners, strict=True):
-        batch.append(_Matrix(info, torch.Size(shape), mine.get(model), spans[model], owner))
+        batch.append(_Matrix(info, shape, mine.get(model), spans[model], owner))
         numel += prod(shape)
         if numel >= _BATCH_PER_RANK * len(spans[model]):
             yield batch
@@ -241,54 +243,9 @@ def _batches(
         yield batch
 
 
-def _sharers(groups: ProcessGroupCollection, is_expert: bool) -> ProcessGroup:
-    """Return the group of ranks that hold different parts of the same parameters."""
-    # True with one instance of the optimizer, and when instances divide the update (HSDP).
-    if groups.intra_dist_opt.size() == groups.world.size():
-        return groups.expt_dp if is_expert else groups.dp_cp
-    return groups.intra_expt_dp if is_expert else groups.intra_dp_cp
-
-
-def _to_owners(
-    batch: Sequence[_Matrix], means: Sequence[Tensor | None], rank: int, group: ProcessGroup
-) -> list[Tensor | None]:
-    """Return the assembled tensor-parallel shards of the matrices that this rank owns.
-
-    A matrix that this rank holds alone is returned without a copy; the result may be the momentum
-    buffer itself, so the caller must not write to it.
-    """
-    wholes: list[Tensor | None] = [None] * len(batch)
-    received = _exchange(batch, lambda n, _: means[n], rank, group, is_to_owner=True)
-    for number, matrix in enumerate(batch):
-        mean, numel = means[number], prod(matrix.shape)
-        if matrix.owner == rank and mean is not None:
-            start, stop = matrix.spans[rank]
-            whole = mean if stop - start == numel else mean.new_empty(numel)
-            whole[start:stop] = mean
-            wholes[number] = whole
-    for (number, source), values in received.items():
-        held = wholes[number]
-        assert held is not None
-        held[slice(*batch[number].spans[source])] = values
-    return wholes
-
-
-def _from_owners(
-    batch: Sequence[_Matrix], results: Sequence[Tensor | None], rank: int, group: ProcessGroup
-) -> list[Tensor | None]:
-    """Return this rank's part of each result, flat; None for matrices it holds no part of."""
-
-    def part(number: int, holder: int) -> Tensor | None:
-        result = results[number]
-        return None if result is None else result.view(-1)[slice(*batch[number].spans[holder])]
-
-    received = _exchange(batch, part, rank, group, is_to_owner=False)
-    return [received.get((n, rank), part(n, rank)) for n in range(len(batch))]
-
-
 def _exchange(
     batch: Sequence[_Matrix],
-    part: Callable[[int, int], Tensor | None],
+    part: Callable[[int, int], Tensor],
     rank: int,
     group: ProcessGroup,
     *,
@@ -299,33 +256,29 @@ def _exchange(
     ``part(matrix, holder)`` returns a part that this rank sends.  Collective over ``group``; every
     rank computes the counts from the spans, so no sizes are communicated.
     """
-    pairs = [
-        (number, holder)
+    sizes = {
+        (number, holder): stop - start
         for number, matrix in enumerate(batch)
         for holder, (start, stop) in enumerate(matrix.spans)
         if start < stop and holder != matrix.owner
-    ]
-    if not pairs:
+    }
+    if not sizes:
         return {}
-
-    def numel(pair: tuple[int, int]) -> int:
-        start, stop = batch[pair[0]].spans[pair[1]]
-        return stop - start
 
     def between(source: int, target: int) -> list[tuple[int, int]]:
         ends = (source, target) if is_to_owner else (target, source)
-        return [(n, holder) for n, holder in pairs if (holder, batch[n].owner) == ends]
+        return [(n, holder) for n, holder in sizes if (holder, batch[n].owner) == ends]
 
     ranks = range(group.size())
     sent, expected = [between(rank, r) for r in ranks], [between(r, rank) for r in ranks]
-    counts = [[sum(map(numel, pairs)) for pairs in lists] for lists in (sent, expected)]
-    values = [part(*pair) for pairs in sent for pair in pairs]
+    counts = [[sum(sizes[pair] for pair in pairs) for pairs in lists] for lists in (sent, expected)]
     where = device.current()
-    outgoing = torch.cat([torch.empty(0, device=where), *(v for v in values if v is not None)])
+    values = [part(*pair) for pairs in sent for pair in pairs]
+    outgoing = torch.cat([torch.empty(0, device=where), *values])
     incoming = torch.empty(sum(counts[1]), device=where)
     dist.all_to_all_single(incoming, outgoing, counts[1], counts[0], group=group)
     flat = [pair for pairs in expected for pair in pairs]
-    return dict(zip(flat, incoming.split([numel(pair) for pair in flat]), strict=True))
+    return dict(zip(flat, incoming.split([sizes[pair] for pair in flat]), strict=True))
 
 
 def orthogonalize(
@@ -341,16 +294,12 @@ def orthogonalize(
     """
     is_tall = matrix.shape[0] > matrix.shape[1] if cut is None else cut[0] == 0
     x: Tensor = matrix.T if is_tall else matrix
-    x = x / _summed(x.square().sum(), cut).sqrt().clamp(min=_EPS) if cut else x / _norm(x)
+    norm = x.norm() if cut is None else _summed(x.square().sum(), cut).sqrt()
+    x = x / norm.clamp(min=_EPS)
     for a, b, c in coefficients:
         gram = _summed(x @ x.T, cut)
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
-
-
-def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = x.norm()
-    return norm.clamp(min=_EPS)
 
 
 def _summed(tensor: Tensor, cut: tuple[int, ProcessGroup] | None) -> Tensor:
@@ -360,24 +309,18 @@ def _summed(tensor: Tensor, cut: tuple[int, ProcessGroup] | None) -> Tensor:
 
 
 def orthogonalize_share(
-    share: Tensor,
-    info: ParamInfo,
-    group: ProcessGroup,
-    coefficients: Sequence[tuple[float, float, float]],
-    *,
-    mode: str,
-    scale_mode: str,
-    split_interleaved: bool,
+    share: Tensor, info: ParamInfo, group: ProcessGroup, config: OptimizerConfig
 ) -> Tensor:
     """Orthogonalise and scale each matrix of a parameter; return this rank's share, in fp32.
 
     ``share`` [rows, columns] is this rank's tensor-parallel shard of the parameter, which may fuse
-    several matrices (query, key and value; gate and up).  ``mode``: "duplicated" gathers the
-    complete matrix on every rank, "distributed" all-reduces within the iterations, "blockwise"
-    treats the shard as a matrix of its own.  ``scale_mode`` is a key of `SCALES`;
-    ``split_interleaved``: treat interleaved query, key and value as separate matrices.  Collective
-    over ``group`` if the parameter is sharded over it, except in mode "blockwise".
+    several matrices (query, key and value; gate and up).  --muon-tp-mode duplicated gathers the
+    complete matrix on every rank, distributed all-reduces within the iterations, blockwise treats
+    the shard as a matrix of its own.  Collective over ``group`` if the parameter is sharded over
+    it, except in mode blockwise.
     """
+    mode = config.muon_tp_mode
+    coefficients = coefficients_of(config.muon_coefficient_type, config.muon_num_ns_steps)
     is_sharded = info.shard_dim is not None and group.size() > 1
     dim, count = info.shard_dim or 0, group.size() if is_sharded else 1
     shares = [share]
@@ -386,10 +329,8 @@ def orthogonalize_share(
         all_gather_single(gathered, share.contiguous(), group=group)
         shares = list(gathered.chunk(count))
     result = torch.empty_like(share, dtype=torch.float32)
-    places = _matrices(result, info, split_interleaved)
-    for place, *parts in zip(
-        places, *(_matrices(s, info, split_interleaved) for s in shares), strict=True
-    ):
+    split = [_matrices(each, info, config.muon_split_qkv) for each in (result, *shares)]
+    for place, *parts in zip(*split, strict=True):
         matrix = torch.cat([part.reshape(-1, share.shape[1]) for part in parts], dim)
         cut = (dim, group) if is_sharded and mode == "distributed" else None
         found = orthogonalize(matrix, coefficients, cut=cut)
@@ -397,7 +338,7 @@ def orthogonalize_share(
             found = found.chunk(count, dim)[group.rank()]
         shape = list(found.shape)
         shape[dim] *= count
-        place.copy_((found.float() * SCALES[scale_mode](*shape)).view_as(place))
+        place.copy_((found.float() * SCALES[config.muon_scale_mode](*shape)).view_as(place))
     return result
 
 

@@ -7,7 +7,7 @@ it if the run checks for NaN, else it is skipped.
 
 The host queues the update before it reads the norm: the device decides whether the step changes
 anything, and computes the update while the host prepares the next step.  Where the device cannot
-decide, the host reads the norm first (`MegatronOptimizer._can_queue`).
+decide, the host reads the norm first.
 
 Order of collectives: the norm, then the count of zeros if it is logged (`clip_grads`); before
 NonFiniteError, one all-gather of the error messages of all ranks.
@@ -18,14 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import device
-from megatron.core.config.errors import NonFiniteError
+from megatron.core.config.errors import CheckpointError, NonFiniteError
 from megatron.core.diagnostics.timers import Timers, timed
+from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.optimizer.clip_grads import count_zeros, gradient_divisor, squared_norm
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
@@ -34,33 +35,23 @@ from megatron.core.optimizer.mixed_precision import (
     ShardRange,
     batches,
     copy_main_to_model,
-    copy_model_to_main,
     optimized_params,
 )
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroup
+from megatron.core.optimizer.param_groups import ParamGroup, trainable_parameters
 from megatron.core.optimizer.reduced_precision_state import StateStorage
-from megatron.core.optimizer.update_rules import RuleState, UpdateRule, update_rule
+from megatron.core.optimizer.update_rules import UpdateRule, update_rule
 from megatron.core.parallel.collectives import all_gather_json
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
 from megatron.core.rerun.state_machine import RerunStateMachine, get_rerun_state_machine
 
 
-class OptimizerState(TypedDict, total=False):
-    """Result of `MegatronOptimizer.state_dict`, with the keys of Megatron-LM."""
-
-    optimizer: RuleState
-    grad_scaler: Mapping[str, float]
-    fp32_from_fp16_params: list[list[Tensor]]
-
-
 class MegatronOptimizer:
     """Optimizer of the parameters of all model chunks of this rank.
 
-    ``parts``: the part of each sharded parameter that this rank updates; ``spans``: the element
-    ranges of every rank that shares the parameter (Muon needs them to assemble a matrix).
+    ``parts``: the part of each sharded parameter that this rank updates.
     """
 
     # Whether data-parallel ranks hold different parts of the gradients: norms then sum over them.
@@ -69,45 +60,32 @@ class MegatronOptimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        names: dict[nn.Parameter, str],
+        model_chunks: Sequence[nn.Module],
         param_groups: Sequence[ParamGroup],
         groups: ProcessGroupCollection,
-        *,
-        parts: Mapping[nn.Parameter, ShardRange] | None = None,
-        spans: Mapping[nn.Parameter, Sequence[tuple[int, int]]] | None = None,
         grad_scaler: GradScaler | None = None,
-        check_for_nan: bool = False,
+        parts: Mapping[nn.Parameter, ShardRange] | None = None,
     ) -> None:
         self.config = config
         self.groups = groups
         self.grad_scaler = grad_scaler
-        self.check_for_nan = check_for_nan
         self.timers: Timers | None = None
+        wrappers = [chunk for chunk in model_chunks if isinstance(chunk, DataParallelBase)]
+        self.check_for_nan = any(each.ddp_config.check_for_nan_in_grad for each in wrappers)
+        names = {param: name for name, param in trainable_parameters(model_chunks)}
         self.params, main_groups = optimized_params(names, param_groups, config, parts)
         if any(p.info.part is not None for p in self.params):
             self.is_sharded = True
-        self.rule = self._make_rule(main_groups, spans or {})
+        self.rule: UpdateRule
+        if config.has_muon:
+            others = [group for group in main_groups if not group["is_matrix"]]
+            scalar = update_rule(config.muon_scalar_optimizer)(others, config)
+            spans = {param: held for each in wrappers for param, held in each.spans_by_rank()}
+            self.rule = Muon(main_groups, config, scalar, self.params, spans, groups)
+        else:
+            self.rule = update_rule(config.optimizer)(main_groups, config)
         # Stream of the copies between device and offloaded parameters.
         self._copies: device.Stream | None = None
-
-    def _make_rule(
-        self,
-        groups: Sequence[ParamGroup],
-        spans: Mapping[nn.Parameter, Sequence[tuple[int, int]]],
-    ) -> UpdateRule:
-        """Build the update rule that --optimizer selects."""
-        config = self.config
-        if not config.has_muon:
-            return update_rule(config.optimizer)(groups, config)
-        others = [group for group in groups if not group["is_matrix"]]
-        return Muon(
-            groups,
-            config,
-            scalar=update_rule(config.muon_scalar_optimizer)(others, config),
-            params=self.params,
-            spans=spans,
-            process_groups=self.groups,
-        )
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -146,10 +124,19 @@ class MegatronOptimizer:
         with self._timed("optimizer-clip-main-grad"):
             squares = squared_norm(grads, self.groups, is_sharded=self.is_sharded)
             sent = machine.send_norm(squares, is_checked=self.is_checked)
-        is_queued = self._can_queue(machine)
+        # The device can decide whether the step changes anything.  Offloaded parameters are updated
+        # by the host, and zeros are counted in gradients of which torch's kernels leave the
+        # unscaled values.
+        config = self.config
+        is_queued = (
+            machine.judges_by_norm
+            and self.rule.skips_on_device
+            and not config.optimizer_cpu_offload
+            and not config.log_num_zeros_in_grad
+        )
         if is_queued:
-            self.rule.begin_step(sent.accepted)
-            self._update(gradient_divisor(squares, scale, self.config.clip_grad).float())
+            divisor = gradient_divisor(squares, scale, config.clip_grad).float()
+            self._update(divisor, sent.accepted)
         # The host waits for the device to compute the norm.
         squared = machine.read_squared_norm(sent)
         norm = math.sqrt(squared)
@@ -161,14 +148,13 @@ class MegatronOptimizer:
             self.grad_scaler.update(found_inf)
         num_zeros = None
         if not found_inf and not is_queued:
-            if self.config.log_num_zeros_in_grad:
+            if config.log_num_zeros_in_grad:
                 with self._timed("optimizer-count-zeros"):
                     num_zeros = count_zeros(grads, self.groups, is_sharded=self.is_sharded)
-            self.rule.begin_step()
             # Unscaling and clipping are one division, which the update kernels apply as they read
             # the gradients: the buffers themselves stay scaled.
             squares = torch.tensor(squared, dtype=torch.float64)
-            self._update(float(gradient_divisor(squares, scale, self.config.clip_grad)))
+            self._update(float(gradient_divisor(squares, scale, config.clip_grad)))
         self.drop_gradients()
         return (False, None, None) if found_inf else (True, norm / scale, num_zeros)
 
@@ -188,9 +174,8 @@ class MegatronOptimizer:
                 # A rank that found its NaN before the reduction has already raised.  The others
                 # then wait in this collective until they are stopped: the user sees the message of
                 # the first rank, which names the parameter.
-                found = all_gather_json(culprits, self.groups.world)
-                sentences = (sentence for sentence in found if sentence is not None)
-                raise NonFiniteError(next(sentences, "the norm of finite gradients overflows"))
+                found = filter(None, all_gather_json(culprits, self.groups.world))
+                raise NonFiniteError(next(found, "the norm of finite gradients overflows"))
         machine.validate_result(
             norm,
             lambda value: not math.isfinite(value),
@@ -211,23 +196,9 @@ class MegatronOptimizer:
                 if place is not None:
                     place.fetch(grad)
 
-    def _can_queue(self, machine: RerunStateMachine) -> bool:
-        """Return whether the device can decide if a step is updated.  The same on all ranks.
-
-        Offloaded parameters are updated by the host, and zeros are counted in gradients of which
-        torch's kernels leave the unscaled values.
-        """
-        config = self.config
-        return (
-            machine.judges_by_norm
-            and self.rule.skips_on_device
-            and not config.optimizer_cpu_offload
-            and not config.log_num_zeros_in_grad
-        )
-
     def reload_model_params(self) -> None:
         """Copy model parameters to main parameters, after loading weights without their state."""
-        copy_model_to_main(self.params)
+        copy_main_to_model(self.params, backward=True)
         for p in self.params:
             main = self.rule.state_of(p.main).get("main")
             if isinstance(main, StateStorage):
@@ -251,8 +222,12 @@ class MegatronOptimizer:
                 main = p.main.data
             yield p.name, p.info, state if main is None else {"fp32_param": main, **state}
 
-    def _update(self, divisor: float | Tensor) -> None:
-        """Update by the gradients divided by ``divisor``, and copy the result into the model."""
+    def _update(self, divisor: float | Tensor, accepted: Tensor | None = None) -> None:
+        """Update by the gradients divided by ``divisor``, and copy the result into the model.
+
+        ``accepted``: see `UpdateRule.begin_step`.
+        """
+        self.rule.begin_step(accepted)
         with self._timed("optimizer-inner-step"):
             self._step(self.params, divisor)
         with self._timed("optimizer-copy-main-to-model-params"):
@@ -267,22 +242,21 @@ class MegatronOptimizer:
         still being copied to the host.  Then each batch of offloaded parameters waits for its
         gradients, is updated on the CPU, and is copied back while the next batch is updated.
         """
-        places = [p.host for p in params if p.host]
-        is_all = not places and params is self.params
         self.rule.weights = {
             p.main: p.host.result if p.host else p.model_values for p in params if p.has_main
         }
-        self.rule.step(divisor, None if is_all else {p.main for p in params if not p.host})
+        self.rule.step(divisor, {p.main for p in params if not p.host})
         values = {p.host: p.model_values for p in params if p.host}
         is_overlapped = self.config.overlap_cpu_optimizer_d2h_h2d
-        for batch in batches(places, is_overlapped=is_overlapped):
+        for batch in batches([*values], is_overlapped=is_overlapped):
             for place in batch:
-                place.wait()
+                device.wait_for(place.has_come)
             self.rule.step(divisor, {place.main for place in batch})
             with device.on_stream(self._copies), torch.no_grad():
                 for place in batch:
-                    is_rounded = place.main not in self.rule.weights
-                    place.give_back(values[place], is_rounded=is_rounded)
+                    if place.main in self.rule.weights:  # not yet rounded by the update kernel
+                        place.result.copy_(place.main)
+                    values[place].copy_(place.result, non_blocking=True)
         # Later work on the main stream, such as the next forward pass, must see the copies.
         device.join_stream(self._copies)
 
@@ -304,7 +278,7 @@ class MegatronOptimizer:
         """
         on_host = [p for p in self.params if p.host]
         copy_main_to_model([p for p in on_host if p.is_saved_apart])
-        copy_model_to_main([p for p in on_host if not p.is_saved_apart])
+        copy_main_to_model([p for p in on_host if not p.is_saved_apart], backward=True)
         self._publish([p for p in self.params if not p.host])
 
     def scalar_state(self) -> dict[str, object]:
@@ -325,48 +299,46 @@ class MegatronOptimizer:
         Collective if parameters are sharded.
         """
         self.rule.steps_done = state["step"]
-        self.load_scaler_state(state.get("grad_scaler"))
+        if self.grad_scaler is not None and "grad_scaler" in state:
+            self.grad_scaler.load_state_dict(state["grad_scaler"])
         self._publish_loaded()
 
-    def state_dict(self) -> OptimizerState:
-        """Return this rank's state, for a run in the same layout.  Main parameters are in fp32."""
-        state: OptimizerState = {"optimizer": self.rule.state_dict()}
-        if self.grad_scaler is not None:
-            state["grad_scaler"] = self.grad_scaler.state_dict()
-        if any(mains := self._mains()):
-            state["fp32_from_fp16_params"] = [
-                [main.read() if isinstance(main, StateStorage) else main.data for main in group]
-                for group in mains
-            ]
-        return state
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, for a run in the same layout: `scalar_state` and "optimizer".
+
+        "optimizer" has torch.optim's format: parameters are numbered over all groups.  Values in
+        reduced precision are in fp32.
+        """
+        index = {p.main: i for i, p in enumerate(self.params)}
+        state = {
+            i: {key: k.read() if isinstance(k, StateStorage) else k for key, k in kept.items()}
+            for i, (_, _, kept) in enumerate(self.named_state())
+        }
+        groups = [{**g, "params": [index[p] for p in g["params"]]} for g in self.param_groups]
+        return {**self.scalar_state(), "optimizer": {"state": state, "param_groups": groups}}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: OptimizerState) -> None:
-        """Restore `state_dict`; groups keep this run's hyperparameters, not the saved ones."""
-        self.rule.load_state_dict(state_dict["optimizer"])
-        self.load_scaler_state(state_dict.get("grad_scaler"))
-        if "fp32_from_fp16_params" in state_dict:
-            flat = [main for group in state_dict["fp32_from_fp16_params"] for main in group]
-            mains = [main for group in self._mains() for main in group]
-            for main, values in zip(mains, flat, strict=True):
-                main.write(values) if isinstance(main, StateStorage) else main.copy_(values)
-        else:
-            copy_model_to_main(self.params)
-        self._publish_loaded()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; groups keep this run's hyperparameters, not the saved ones.
 
-    def _mains(self) -> list[list[Tensor | StateStorage]]:
-        """Return the main parameters of 16-bit weights, one list per group."""
-        beside = {p.main: p.main for p in self.params if p.has_main}
-        mains = [
-            [self.rule.state_of(main).get("main", beside.get(main)) for main in group["params"]]
-            for group in self.param_groups
-        ]
-        return [[main for main in group if main is not None] for group in mains]
-
-    def load_scaler_state(self, state_dict: Mapping[str, float] | None) -> None:
-        """Restore the loss scale, if both the run and the checkpoint have one."""
-        if self.grad_scaler is not None and state_dict is not None:
-            self.grad_scaler.load_state_dict(state_dict)
+        Raises CheckpointError if the saved groups have different numbers of parameters.
+        """
+        saved = state_dict["optimizer"]
+        found, wanted = (
+            [len(group["params"]) for group in groups]
+            for groups in (saved["param_groups"], self.param_groups)
+        )
+        if found != wanted:
+            raise CheckpointError(
+                f"the checkpoint's optimizer groups have {found} parameters, this run's {wanted}"
+            )
+        for i, (_, _, state) in enumerate(self.named_state()):
+            for key, kept in state.items():
+                if key not in saved["state"][i]:
+                    raise CheckpointError(f"the checkpoint's optimizer state has no entry {key!r}")
+                values = torch.as_tensor(saved["state"][i][key])
+                kept.copy_(values) if isinstance(kept, Tensor) else kept.write(values)
+        self.load_scalar_state(state_dict)
 
     def drop_gradients(self) -> None:
         """Drop ``main.grad``, which aliases the gradient buffer.
@@ -379,20 +351,19 @@ class MegatronOptimizer:
 
     def state_tensors(self, *, on_host: bool) -> list[Tensor]:
         """Return main parameters and the state allocated so far, on the device or on the host."""
-        mains = [p.main for p in self.params if bool(p.host) == on_host]
-        copies = [
-            t for p in self.params if p.host and on_host for t in (p.host.grad, p.host.result)
-        ]
-        return [*mains, *self.rule.tensors(mains), *copies]
+        return [tensor for _, tensor in self.tensors_by_kind(on_host=on_host)]
 
-    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield main parameters and the state allocated so far, each with the name of its kind."""
+    def tensors_by_kind(self, *, on_host: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `state_tensors` returns, each tensor with the name of its kind."""
         for p in self.params:
+            if bool(p.host) != on_host:
+                continue
             yield "main parameters", p.main
             for kind, kept in self.rule.state.get(p.main, {}).items():
-                yield from (
-                    (kind, t) for t in ((kept,) if isinstance(kept, Tensor) else kept.tensors)
-                )
+                tensors = (kept,) if isinstance(kept, Tensor) else kept.tensors
+                yield from ((kind, tensor) for tensor in tensors)
+            if p.host:
+                yield from (("copies", tensor) for tensor in (p.host.grad, p.host.result))
 
     def _timed(self, name: str) -> AbstractContextManager[None]:
         return timed(self.timers, name, log_level=1, barrier=self.config.barrier_with_L1_time)

@@ -185,20 +185,22 @@ class StateChunk:
         step: Tensor,
     ) -> None:
         """Add the elements ``span`` of a parameter, converted to fp32, for update ``step``."""
-        flat = {key: kept for key, kept in state.items() if key != "step"}
-        parts = {key: _part_of(kept, span) for key, kept in {"main": param, **flat}.items()}
+        kept = {"main": param, **state}
+        kept.pop("step", None)
+        stored = {key: each for key, each in kept.items() if isinstance(each, StateStorage)}
+        parts = {key: each.stretch(span.start, span.stop) for key, each in stored.items()}
+        parts |= {k: each.view(-1)[span] for k, each in kept.items() if isinstance(each, Tensor)}
         main = parts.pop("main")
-        changed = {key: kept for key, kept in flat.items() if isinstance(kept, StateStorage)}
         chance = None
         # The factors are odd constants of an integer hash.  Only the upper half of the parameter
         # enters, which a bf16 weight and its fp32 master have in common.
-        if any(not isinstance(kept, SplitMaster) for kept in changed.values()):
+        if any(not isinstance(each, SplitMaster) for each in stored.values()):
             chance = (main.view(torch.int32) >> 16).add_(step.int() * 0x2545F491).mul_(0x165667B1)
-        taken = {"main": main, **parts}
-        self._read += [(kept, span.start, taken[k], chance) for k, kept in changed.items()]
         self.values.append(main)
         self.grads.append(grad.reshape(-1)[span].to(main.dtype))
         self.states.append({"step": step, **parts})
+        read = {"main": main, **parts}
+        self._read += [(each, span.start, read[key], chance) for key, each in stored.items()]
 
     def put_back(self) -> None:
         """Store the updated values in reduced precision."""
@@ -206,11 +208,9 @@ class StateChunk:
             kept.put(start, values, chance)
 
 
-def is_all_plain(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | StateStorage]) -> bool:
+def is_plain(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | StateStorage]) -> bool:
     """Return whether the update kernel can use all of these tensors without conversion."""
-    return grad.dtype == param.dtype and not any(
-        isinstance(s, StateStorage) for s in state.values()
-    )
+    return grad.dtype == param.dtype and all(isinstance(kept, Tensor) for kept in state.values())
 
 
 def stretches(
@@ -225,30 +225,22 @@ def stretches(
     that needs no conversion is not split.
     """
     length = _STRETCH_GPU if device.is_cuda(params[0].device) else _STRETCH_CPU
-    are_plain = [is_all_plain(*each) for each in zip(params, grads, states, strict=True)]
-    if all(are_plain):
-        yield StateChunk(list(params), list(grads), cast(list[dict[str, Tensor]], list(states)))
-        return
-    stretch, filled = StateChunk(), 0
-    for param, grad, state, is_plain in zip(params, grads, states, are_plain, strict=True):
-        width = max(1, param.numel()) if is_plain else length
-        for start in range(0, max(1, param.numel()), width):
-            span = slice(start, min(start + width, param.numel()))
-            stretch.add(param, grad, state, span, step)
-            filled += 0 if is_plain else span.stop - span.start
+    chunk, filled = StateChunk(), 0
+    for param, grad, state in zip(params, grads, states, strict=True):
+        if is_plain(param, grad, state):
+            chunk.values.append(param)
+            chunk.grads.append(grad)
+            chunk.states.append(cast(dict[str, Tensor], state))
+            continue
+        for start in range(0, max(1, param.numel()), length):
+            span = slice(start, min(start + length, param.numel()))
+            chunk.add(param, grad, state, span, step)
+            filled += span.stop - span.start
             if filled >= length:
-                yield stretch
-                stretch, filled = StateChunk(), 0
-    if stretch.values:
-        yield stretch
-
-
-def _part_of(kept: Tensor | StateStorage, span: slice) -> Tensor:
-    return (
-        kept.stretch(span.start, span.stop)
-        if isinstance(kept, StateStorage)
-        else kept.view(-1)[span]
-    )
+                yield chunk
+                chunk, filled = StateChunk(), 0
+    if chunk.values:
+        yield chunk
 
 
 def _padded(count: int) -> int:

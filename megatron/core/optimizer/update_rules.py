@@ -8,13 +8,13 @@ torch's compiler, which takes longer than the rest of the start of a run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any, TypedDict
+from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.config.errors import ConfigError
 from megatron.core.fusions import kernels
 from megatron.core.fusions.adam_step import Moment, Step, Updated
 from megatron.core.optimizer.optimizer_config import OPTIMIZERS, OptimizerConfig
@@ -26,19 +26,11 @@ from megatron.core.optimizer.reduced_precision_state import (
     SplitMaster,
     StateChunk,
     StateStorage,
-    is_all_plain,
+    is_plain,
     stretches,
 )
 
 State = dict[str, Tensor | StateStorage]
-
-
-class RuleState(TypedDict):
-    """Result of `UpdateRule.state_dict`: torch.optim's format plus the step count."""
-
-    steps_done: float
-    state: dict[int, dict[str, Tensor]]
-    param_groups: list[dict[str, Any]]
 
 
 class UpdateRule(ABC):
@@ -62,7 +54,7 @@ class UpdateRule(ABC):
         # writes the weight itself removes the entry; the optimizer copies those that are left.
         self.weights: dict[nn.Parameter, Tensor] = {}
         # One step count per device, shared by the state of all parameters on it.
-        devices = {param.device for param in self._params()}
+        devices = {param.device for group in self.param_groups for param in group["params"]}
         self._steps = {d: torch.zeros((), dtype=torch.float32, device=d) for d in devices}
         # Whether the running step changes anything, 1 or 0 (None: it does), and the opposite for
         # torch's kernels, unless the host can read it without waiting.
@@ -96,12 +88,6 @@ class UpdateRule(ABC):
                 dtype = DTYPES[self.config.main_params_dtype]
                 self.state[param]["main"] = SideMaster(param.detach(), dtype)
         return self.state[param]
-
-    def tensors(self, params: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-        """Yield the storage of the state of ``params`` that is allocated so far."""
-        for param in params:
-            for kept in self.state.get(param, {}).values():
-                yield from (kept,) if isinstance(kept, Tensor) else kept.tensors
 
     @property
     def steps_done(self) -> float:
@@ -137,8 +123,12 @@ class UpdateRule(ABC):
         if self._accepted is not None and self._accepted.is_cpu and not self._accepted:
             return
         for group in self.param_groups:
-            for alike in _alike(p for p in group["params"] if only is None or p in only):
-                where = alike[0].device
+            # One kernel call takes tensors of one device and dtype.
+            lists: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+            for param in group["params"]:
+                if only is None or param in only:
+                    lists.setdefault((param.device, param.dtype), []).append(param)
+            for (where, _), alike in lists.items():
                 scale = _on_device(divisor, where)
                 params = self.update_at_once(alike, group, scale)
                 if not params:
@@ -147,55 +137,6 @@ class UpdateRule(ABC):
                 for part in stretches(params, _gradients(params), states, self._steps[where]):
                     self.update(part, group, scale)
                     part.put_back()
-
-    def state_dict(self) -> RuleState:
-        """Return the state in torch.optim's format: parameters are numbered over all groups.
-
-        Main parameters are not part of it.
-        """
-        index = {param: i for i, param in enumerate(self._params())}
-        return {
-            "steps_done": self.steps_done,
-            "state": {
-                index[param]: {
-                    key: kept if isinstance(kept, Tensor) else kept.read()
-                    for key, kept in state.items()
-                    if key != "main"
-                }
-                for param, state in self.state.items()
-            },
-            "param_groups": [
-                {**group, "params": [index[p] for p in group["params"]]}
-                for group in self.param_groups
-            ],
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: RuleState) -> None:
-        """Restore `state_dict`; the groups keep this run's hyperparameters.
-
-        Raises CheckpointError if the saved groups have different numbers of parameters.
-        """
-        found = [len(group["params"]) for group in state_dict["param_groups"]]
-        wanted = [len(group["params"]) for group in self.param_groups]
-        if found != wanted:
-            raise CheckpointError(
-                f"the checkpoint's optimizer groups have {found} parameters, this run's {wanted}"
-            )
-        self.steps_done = state_dict.get("steps_done", 0.0)
-        params = list(self._params())
-        for index, saved in state_dict["state"].items():
-            for key, kept in self.state_of(params[index]).items():
-                if key == "main" and key not in saved:  # main parameters are saved separately
-                    continue
-                if key not in saved:
-                    raise CheckpointError(f"the checkpoint's optimizer state has no entry {key!r}")
-                values = torch.as_tensor(saved[key])
-                kept.copy_(values) if isinstance(kept, Tensor) else kept.write(values)
-
-    def _params(self) -> Iterator[nn.Parameter]:
-        for group in self.param_groups:
-            yield from group["params"]
 
 
 def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
@@ -251,21 +192,27 @@ class AdamW(UpdateRule):
         rest: list[nn.Parameter] = []
         for param, grad in zip(params, grads, strict=True):
             state = self.state_of(param)
-            mean, square = (_as_kept(state[key]) for key in ("exp_avg", "exp_avg_sq"))
-            main, is_dense = state.get("main"), param.is_contiguous() and grad.is_contiguous()
-            weight = self.weights.get(param)
-            writes = _is_rounded_to(weight, param, fused.WEIGHTS)
-            is_plain = not writes and is_all_plain(param, grad, state)
-            has_kernel = all(values.dtype in fused.MOMENTS for values, *_ in (mean, square))
-            if isinstance(main, SideMaster) or is_plain or not (is_dense and has_kernel):
+            mean, square = (_moment(state[key]) for key in ("exp_avg", "exp_avg_sq"))
+            main, weight = state.get("main"), self.weights.get(param)
+            if not (
+                weight is not None
+                and weight.dtype in fused.WEIGHTS
+                and weight.is_contiguous()
+                and param.dtype == torch.float32
+            ):
+                weight = None  # the kernel cannot write it
+            if (
+                isinstance(main, SideMaster)
+                or (weight is None and is_plain(param, grad, state))
+                or not (param.is_contiguous() and grad.is_contiguous())
+                or not all(values.dtype in fused.MOMENTS for values, *_ in (mean, square))
+            ):
                 rest.append(param)
                 continue
             lower = main.lower if isinstance(main, SplitMaster) else None
-            if writes:
+            if weight is not None:
                 del self.weights[param]
-            taken.append(
-                Updated(param.detach(), lower, grad, mean, square, weight if writes else None)
-            )
+            taken.append(Updated(param.detach(), lower, grad, mean, square, weight))
         if taken:
             fused.update(taken, self._step_of(group, divisor, params[0].device))
         return rest
@@ -372,32 +319,18 @@ def _on_device(divisor: float | Tensor, where: torch.device) -> Tensor | None:
     """
     if isinstance(divisor, Tensor) and not divisor.is_cpu:
         return divisor
-    value = float(divisor)
-    return torch.full((), value, device=where) if value != 1.0 else None
+    return torch.full((), float(divisor), device=where) if divisor != 1.0 else None
 
 
-def _as_kept(kept: Tensor | StateStorage) -> Moment:
+def _moment(kept: Tensor | StateStorage) -> Moment:
     """Return a moment's stored values, its block exponents, and whether it stores square roots."""
-    if isinstance(kept, QuantizedState):
-        return kept.values, kept.exponents, kept.is_square
-    assert isinstance(kept, Tensor), "a moment is no main parameter"
-    return kept, None, False
-
-
-def _is_rounded_to(weight: Tensor | None, main: Tensor, dtypes: Container[torch.dtype]) -> bool:
-    is_written = weight is not None and weight.dtype in dtypes and weight.is_contiguous()
-    return is_written and main.dtype == torch.float32
+    if isinstance(kept, Tensor):
+        return kept, None, False
+    assert isinstance(kept, QuantizedState), "a moment is no main parameter"
+    return kept.values, kept.exponents, kept.is_square
 
 
 def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
     grads = [p.grad for p in params if p.grad is not None]
     assert len(grads) == len(params), "a parameter is updated without a gradient"
     return grads
-
-
-def _alike(params: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Split ``params`` by device and dtype: one kernel call takes one list."""
-    lists: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-    for param in params:
-        lists.setdefault((param.device, param.dtype), []).append(param)
-    return lists.values()

@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Literal
+from operator import itemgetter
 
 from megatron.core.pipeline_parallel.plan import (
     Instruction,
     Placement,
+    TensorKind,
     Transfer,
     TransferBatch,
     Work,
@@ -53,11 +54,8 @@ def instructions(
     relaxed = clock(steady_latency=1)
     if max(map(max, relaxed)) == max(map(max, times)):
         times = relaxed
-    sends, receives = _waves(work, placement, times)
-    return [
-        _merge(rank_work, rank_times, sends[rank], receives[rank])
-        for rank, (rank_work, rank_times) in enumerate(zip(work, times, strict=True))
-    ]
+    waves = _waves(work, placement, times)
+    return [_merge(*of_rank) for of_rank in zip(work, times, waves, strict=True)]
 
 
 def inputs(passed: Pass, num_stages: int) -> Pass | None:
@@ -86,39 +84,31 @@ def _clock(
     """
     ends: dict[Pass, int] = {}
     times: list[list[Times]] = [[] for _ in work]
-    waiting: dict[Pass, int] = {}
-    runnable = list(range(len(work)))
     steady = [_steady_state(rank_work) for rank_work in work]
     # An empty steady state has no pairs.
-    units = [
+    left = [
         deque(_units(rank_work, in_pairs and bool(passes)))
         for rank_work, passes in zip(work, steady, strict=True)
     ]
-    while runnable:
-        rank = runnable.pop()
-        now = times[rank][-1][1] if times[rank] else 0
-        while units[rank]:
-            together = units[rank][0]
-            passes = [(kind, m, placement.stage(rank, chunk)) for kind, m, chunk in together]
-            needed = [s for p in passes if (s := inputs(p, placement.num_stages)) is not None]
-            absent = [source for source in needed if source not in ends]
-            if absent:
-                # This rank continues when that pass gets its times.  If a pair misses two inputs,
-                # the rank comes back here and waits for the second.
-                waiting[absent[0]] = rank
-                break
-            ahead = steady_latency if len(times[rank]) in steady[rank] else latency
-            now = max([now, *(ends[source] + ahead for source in needed)])
-            end = now + len(together)
-            for passed in passes:
-                times[rank].append((now, end))
-                ends[passed] = end
-                if (follower := waiting.pop(passed, None)) is not None:
-                    runnable.append(follower)
-            now = end
-            units[rank].popleft()
-    if waiting:
-        stuck = {rank: work[rank][len(times[rank])] for rank in waiting.values()}
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, units in enumerate(left):
+            while units:
+                passes = [(kind, m, placement.stage(rank, chunk)) for kind, m, chunk in units[0]]
+                needed = [s for p in passes if (s := inputs(p, placement.num_stages)) is not None]
+                if not ends.keys() >= {*needed}:
+                    break
+                ahead = steady_latency if len(times[rank]) in steady[rank] else latency
+                now = times[rank][-1][1] if times[rank] else 0
+                now = max([now, *(ends[source] + ahead for source in needed)])
+                end = now + len(passes)
+                times[rank] += [(now, end)] * len(passes)
+                ends |= dict.fromkeys(passes, end)
+                units.popleft()
+                has_moved = True
+    if any(left):
+        stuck = {rank: units[0][0] for rank, units in enumerate(left) if units}
         raise ValueError(f"this order of work never ends: rank -> first work it cannot do {stuck}")
     return times
 
@@ -139,56 +129,42 @@ def _steady_state(work: Sequence[Work]) -> range:
     return range(first_backward, last_forward + 1)
 
 
-Waves = list[dict[int, list[Transfer]]]  # of each rank: time -> transfers
+# Time -> sends and receives of a rank.
+Waves = dict[int, tuple[list[Transfer], list[Transfer]]]
 
 
 def _waves(
     work: Sequence[Sequence[Work]], placement: Placement, times: list[list[Times]]
-) -> tuple[Waves, Waves]:
-    """Return each rank's sends and receives, keyed by the time at which the source pass ends.
+) -> list[Waves]:
+    """Return each rank's transfers, keyed by the time at which the source pass ends.
 
     Sender and receiver use the same key, so both post a transfer in the same wave.
     """
-    rank_of = [placement.location(stage)[0] for stage in range(placement.num_stages)]
-    sends: Waves = [defaultdict(list) for _ in work]
-    receives: Waves = [defaultdict(list) for _ in work]
+    waves: list[Waves] = [defaultdict(lambda: ([], [])) for _ in work]
     for rank, rank_work in enumerate(work):
         for (kind, microbatch, chunk), (_, end) in zip(rank_work, times[rank], strict=True):
             stage = placement.stage(rank, chunk)
             target = {"forward": stage + 1, "backward": stage - 1}.get(kind, -1)
             if not 0 <= target < placement.num_stages:
                 continue
-            if rank_of[target] == rank:
-                continue
-            what: Literal["activation", "gradient"]
-            what = "activation" if kind == "forward" else "gradient"
-            transfer = Transfer(what, microbatch, stage, target)
-            sends[rank][end].append(transfer)
-            receives[rank_of[target]][end].append(transfer)
-    return sends, receives
+            receiver, _ = placement.location(target)
+            if receiver != rank:
+                tensor: TensorKind = "activation" if kind == "forward" else "gradient"
+                transfer = Transfer(tensor, microbatch, stage, target)
+                waves[rank][end][0].append(transfer)
+                waves[receiver][end][1].append(transfer)
+    return waves
 
 
-def _merge(
-    work: Sequence[Work],
-    times: list[Times],
-    sends: dict[int, list[Transfer]],
-    receives: dict[int, list[Transfer]],
-) -> list[Instruction]:
-    """Merge one rank's work and waves by time; a wave precedes the pass that starts at its time."""
-    merged: list[Instruction] = []
-    waves = iter(sorted(sends.keys() | receives.keys()))
-    time = next(waves, None)
-    for item, (start, _) in zip(work, times, strict=True):
-        while time is not None and time <= start:
-            merged.append(TransferBatch(_ordered(sends, time), _ordered(receives, time)))
-            time = next(waves, None)
-        merged.append(item)
-    while time is not None:
-        merged.append(TransferBatch(_ordered(sends, time), _ordered(receives, time)))
-        time = next(waves, None)
-    return merged
+def _merge(work: Sequence[Work], times: list[Times], waves: Waves) -> list[Instruction]:
+    """Merge one rank's work and waves by time.
 
-
-def _ordered(waves: dict[int, list[Transfer]], time: int) -> tuple[Transfer, ...]:
-    """Sort the transfers of a wave, so that both ends post them in the same order."""
-    return tuple(sorted(waves.get(time, ())))
+    The transfers of a wave are sorted, so that both ends post them in the same order.
+    """
+    timed: list[tuple[int, Instruction]] = [
+        (time, TransferBatch(tuple(sorted(sends)), tuple(sorted(receives))))
+        for time, (sends, receives) in waves.items()
+    ]
+    timed += [(start, item) for item, (start, _) in zip(work, times, strict=True)]
+    # Sorting is stable: a wave precedes the pass that starts at its time.
+    return [item for _, item in sorted(timed, key=itemgetter(0))]

@@ -16,12 +16,13 @@ after the backward pass.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +30,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.pipeline_parallel.microbatch import (
     ForwardStepFunc,
+    LossFunc,
     LossRule,
     StepHooks,
     StepLosses,
-    backward_step,
-    collect_step,
-    forward_step,
 )
 from megatron.core.pipeline_parallel.pass_interleaving import interleave
 from megatron.core.pipeline_parallel.plan import (
@@ -48,25 +47,6 @@ from megatron.core.pipeline_parallel.plan import (
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.core.utils import get_attr_wrapped_model
-
-
-class OverlapConfig(Protocol):
-    """Fields of a data-parallel wrapper's configuration that the executor reads."""
-
-    @property
-    def overlap_grad_reduce(self) -> bool: ...
-    @property
-    def align_grad_reduce(self) -> bool: ...
-
-
-@runtime_checkable
-class SyncsGradients(Protocol):
-    """Methods of a data-parallel wrapper; a model without a wrapper has no gradients to reduce."""
-
-    ddp_config: OverlapConfig
-
-    def no_sync(self) -> AbstractContextManager[None]: ...
-    def start_grad_sync(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +86,19 @@ class Executor:
         placement: Placement,
         rank: int,
         task: StepTask,
-        mailbox: Mailbox | None,
+        mailbox: Mailbox,
     ) -> None:
-        """``data[i]``: data iterator of chunk i; ``mailbox``: None for a pipeline of one stage."""
+        """``data[i]``: data iterator of chunk i."""
         assert len(chunks) == len(data) == placement.num_chunks, (
             f"{placement.num_chunks} chunks a rank: {len(chunks)} models, {len(data)} iterators"
         )
-        self.chunks, self.data, self.task, self._mailbox = chunks, data, task, mailbox
+        self.chunks, self.data, self.task, self.mailbox = chunks, data, task, mailbox
         self.rank = rank
         self.stages = [placement.stage(rank, chunk) for chunk in range(placement.num_chunks)]
         self.last_stage = placement.num_stages - 1
         self.losses = StepLosses()
-        self.peak_alive = 0  # micro-batches between forward and backward, over all chunks
+        # Data-parallel wrappers; a model without one (None) has no gradients to reduce.
+        self._wrappers: list[Any] = [c if hasattr(c, "ddp_config") else None for c in chunks]
         self._alive: dict[tuple[int, int], InFlightMicrobatch] = {}
         self._passes: set[Work] = set()  # backward and weight passes of this step
         self._final: set[Work] = set()  # the last backward and the last weight pass of each chunk
@@ -127,13 +108,7 @@ class Executor:
         self._delayed: WeightGradQueue | None = None  # set while a pair runs
         self._num_passes = 0
         # (number of passes after which its reduction starts, wrapper of the chunk)
-        self._to_reduce: list[tuple[int, SyncsGradients]] = []
-
-    @property
-    def mailbox(self) -> Mailbox:
-        """Mailbox for tensors of other stages."""
-        assert self._mailbox is not None, "a pipeline of one stage has no mailbox"
-        return self._mailbox
+        self._to_reduce: deque[tuple[int, Any]] = deque()
 
     def run(self, instructions: Sequence[Instruction]) -> StepLosses:
         """Execute ``instructions``.  Collective over pp, and over the ranks of the model.
@@ -150,9 +125,8 @@ class Executor:
             else:
                 self.do(one)
         self._run_deferred()
-        if self._mailbox is not None:
-            self._mailbox.close()
-        self._reduce_due(everything=True)
+        self.mailbox.close()
+        self._reduce_due(math.inf)
         return self.losses
 
     def begin(self, instructions: Sequence[Instruction]) -> None:
@@ -170,12 +144,7 @@ class Executor:
             return
         if self.task.hooks.pass_func is not None:
             self.task.hooks.pass_func(instruction.kind)
-        if instruction.kind == "forward":
-            self._forward(instruction)
-        elif instruction.kind == "backward":
-            self._backward(instruction)
-        else:
-            self._weight(instruction)
+        getattr(self, f"_{instruction.kind}")(instruction)
 
     def _both(self, forward: Instruction, backward: Instruction) -> None:
         """Interleave a pair: one pass computes while the other one's expert all-to-alls run.
@@ -208,30 +177,32 @@ class Executor:
             # the model with the tokens on every stage.
             get_attr_wrapped_model(model, "set_input_tensor")([received])
         with task.hooks.timed("forward-compute"), torch.set_grad_enabled(not task.forward_only):
-            output = self._run_model(work, stage == self.last_stage)
-        if stage == self.last_stage:
-            alive.loss = output
-        else:
-            assert output is not None, "a stage before the last one has an output"
+            output, loss_func = task.forward_step_func(self.data[work.chunk], model)
+            if stage == self.last_stage:
+                alive.loss = self._loss(loss_func, output)
+        if stage < self.last_stage:
             self.mailbox.put(Transfer("activation", work.microbatch, stage, stage + 1), output)
             # Keep the graph, but not the output: the mailbox frees it after sending.
             alive.begin = get_gradient_edge(output) if output.requires_grad else None
         if not task.forward_only:
             self._alive[work.chunk, work.microbatch] = alive
-            self.peak_alive = max(self.peak_alive, len(self._alive))
 
-    def _run_model(self, work: Work, has_loss: bool) -> Tensor | None:
-        """Return the output for the next stage, or the scaled loss on the last stage.
+    def _loss(self, loss_func: LossFunc, output: Tensor) -> Tensor | None:
+        """Return the scaled loss; None if the step collects other data than losses.
 
-        None on the last stage if the step collects other data than losses.
+        ``loss_func`` returns (loss, reported) or (sum of losses, number of tokens, reported).
         """
-        task, model, data = self.task, self.chunks[work.chunk], self.data[work.chunk]
-        if not has_loss:
-            return task.forward_step_func(data, model)[0]
-        if task.collect_non_loss_data:
-            collect_step(task.forward_step_func, data, model, self.losses)
+        if self.task.collect_non_loss_data:
+            self.losses.append(loss_func(output, non_loss_data=True))
             return None
-        return forward_step(task.forward_step_func, data, model, self.losses, task.rule)
+        loss, *counts, reported = loss_func(output)
+        self.losses.append(reported)
+        num_tokens = counts[0] if counts else None
+        if num_tokens is not None:
+            count = num_tokens.detach().to(torch.float64)  # counts are exact up to 2**53
+            before = self.losses.num_tokens
+            self.losses.num_tokens = count if before is None else before + count
+        return self.task.rule.scale(loss, num_tokens)
 
     def _backward(self, work: Work) -> None:
         stage, hooks = self.stages[work.chunk], self.task.hooks
@@ -246,7 +217,10 @@ class Executor:
             hooks.timed("backward-compute"),
         ):
             if alive.loss is not None:
-                backward_step(alive.loss, work.microbatch, hooks)
+                if hooks.loss_check_func is not None:
+                    hooks.loss_check_func(alive.loss, work.microbatch)
+                scale = hooks.grad_scale_func
+                (alive.loss if scale is None else scale(alive.loss)).backward()
             elif alive.begin is not None:
                 torch.autograd.backward(alive.begin, gradient)
             if self._delayed is not None:
@@ -257,9 +231,8 @@ class Executor:
             self.mailbox.put(to_previous, alive.received.grad)
         # Dropping the entry frees the tensors that the graph has saved.  The mailbox keeps the
         # gradient of ``received`` until it is sent.
-        if alive.later is None:
-            del self._alive[work.chunk, work.microbatch]
-        else:
+        del self._alive[work.chunk, work.microbatch]
+        if alive.later is not None:
             self._alive[work.chunk, work.microbatch] = InFlightMicrobatch(later=alive.later)
         self._count_pass(work)
 
@@ -292,7 +265,7 @@ class Executor:
         All but the last one run under ``no_sync``: a bucket must not be reduced before all weight
         gradients are added.
         """
-        if self.deferred is not None and len(self.deferred):
+        if self.deferred:
             chunk = self.stages.index(self.last_stage)
             with self._synced(chunk, is_final=False):
                 self.deferred.run(len(self.deferred) - 1)
@@ -305,14 +278,13 @@ class Executor:
         A bucket that was reduced too early would miss later micro-batches.  A delayed reduction
         (`_delay`) is started by `_reduce_due`, never by a pass.
         """
-        model, hooks = self.chunks[chunk], self.task.hooks
-        if is_final and self._delay(model) == 0:
+        wrapper = self._wrappers[chunk]
+        if wrapper is None or (is_final and self._delay(wrapper) == 0):
             return nullcontext()
-        if hooks.no_sync_func is not None:
-            return hooks.no_sync_func()
-        return model.no_sync() if isinstance(model, SyncsGradients) else nullcontext()
+        context: AbstractContextManager[None] = wrapper.no_sync()
+        return context
 
-    def _delay(self, model: nn.Module) -> int:
+    def _delay(self, wrapper: Any) -> int:
         """Return the number of passes between a chunk's last one and the start of its reduction.
 
         0: the reduction starts during the last pass.  With ``align_grad_reduce`` (default) all
@@ -320,8 +292,7 @@ class Executor:
         stage.  So reductions share the network with the pipeline's sends and receives once, not at
         a different time for each stage.
         """
-        is_aligned = isinstance(model, SyncsGradients) and model.ddp_config.align_grad_reduce
-        return self.rank if is_aligned else 0
+        return self.rank if wrapper.ddp_config.align_grad_reduce else 0
 
     def _count_pass(self, work: Work) -> None:
         """Count a finished pass, and start the reductions that are due.
@@ -331,16 +302,15 @@ class Executor:
         collectives of different groups could differ between ranks and deadlock.
         """
         self._num_passes += 1
-        model = self.chunks[work.chunk]
+        wrapper = self._wrappers[work.chunk]
         is_held_up = bool(self.deferred) and self.stages[work.chunk] == self.last_stage
         is_complete = work == self._last[work.chunk] and not is_held_up
-        wrapper = model if isinstance(model, SyncsGradients) else None
         if is_complete and wrapper is not None and wrapper.ddp_config.overlap_grad_reduce:
-            self._to_reduce.append((self._num_passes + self._delay(model), wrapper))
-        self._reduce_due()
+            self._to_reduce.append((self._num_passes + self._delay(wrapper), wrapper))
+        self._reduce_due(self._num_passes)
 
-    def _reduce_due(self, *, everything: bool = False) -> None:
-        # Chunks become complete in the order of the plan, all with the same delay: the list is
+    def _reduce_due(self, num_passes: float) -> None:
+        # Chunks become complete in the order of the plan, all with the same delay: the queue is
         # sorted by due time.
-        while self._to_reduce and (everything or self._to_reduce[0][0] <= self._num_passes):
-            self._to_reduce.pop(0)[1].start_grad_sync()
+        while self._to_reduce and self._to_reduce[0][0] <= num_passes:
+            self._to_reduce.popleft()[1].start_grad_sync()

@@ -1,4 +1,4 @@
-"""Run one micro-batch on one stage: forward pass, loss, backward pass; the hooks of a step.
+"""The loss of a micro-batch, and the hooks of a step.
 
 The loss of a step does not depend on the layout.  It is a mean over micro-batches of a mean over
 tokens, and the data-parallel wrapper averages over its ranks; with a loss per token it is a sum,
@@ -31,13 +31,9 @@ class StepHooks:
 
     # Multiplies the loss before backward (loss scale).
     grad_scale_func: Callable[[Tensor], Tensor] | None = None
-    # Context of all backward passes but the last one; default: the wrapper's own ``no_sync``.
-    no_sync_func: Callable[[], AbstractContextManager[object]] | None = None
     # Called once after the last backward pass with the model chunks and, for a loss per token,
     # the number of tokens of this rank.
     finalize_model_grads_func: Callable[[Sequence[Any], Tensor | None], None] | None = None
-    # Called before the first micro-batch of a step (weights may have changed since the last one).
-    first_microbatch_func: Callable[[], None] | None = None
     # Called with every loss and the index of its micro-batch, before backward.
     loss_check_func: Callable[[Tensor, int], None] | None = None
     # Called with the kind of each pass of a micro-batch before the pass begins.
@@ -68,13 +64,6 @@ class StepLosses(list[Any]):
     """
 
     num_tokens: Tensor | None = None
-
-    def add(self, reported: object, num_tokens: Tensor | None) -> None:
-        """Append the reported value of a micro-batch and add its number of tokens."""
-        self.append(reported)
-        if num_tokens is not None:
-            count = num_tokens.detach().to(torch.float64)  # counts are exact up to 2**53
-            self.num_tokens = count if self.num_tokens is None else self.num_tokens + count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,50 +97,14 @@ class LossRule:
         # Gradients are averaged over dp and cp: the factor keeps the sum over cp.
         return loss * (cp_size / self.num_microbatches)
 
-    def aux_weight(
-        self, grad_scale_func: Callable[[Tensor], Tensor] | None, loss_share: float = 1.0
-    ) -> float | Tensor:
+    def aux_weight(self, hooks: StepHooks) -> float | Tensor:
         """Return the factor of the gradient of auxiliary losses, which layers add to the graph.
 
         An auxiliary loss counts once per micro-batch; with a loss per token, once per token, times
-        ``loss_share`` (`StepHooks`).
+        `StepHooks.loss_share`.
         """
-        weight = loss_share if self.per_token else self.cp_group.size() / self.num_microbatches
-        if grad_scale_func is None:
+        is_sum = self.per_token
+        weight = hooks.loss_share if is_sum else self.cp_group.size() / self.num_microbatches
+        if hooks.grad_scale_func is None:
             return weight
-        return grad_scale_func(torch.full((), weight, device=device.current()))
-
-
-def forward_step(
-    forward_step_func: ForwardStepFunc,
-    data_iterator: object,
-    model: nn.Module,
-    losses: StepLosses,
-    rule: LossRule,
-) -> Tensor:
-    """Run the model on the next micro-batch and return its scaled loss.
-
-    ``forward_step_func`` returns the output and a function from the output to (loss, reported)
-    or (sum of losses, number of tokens, reported).
-    """
-    output, loss_func = forward_step_func(data_iterator, model)
-    result = loss_func(output)
-    loss, num_tokens, reported = result if len(result) == 3 else (result[0], None, result[1])
-    losses.add(reported, num_tokens)
-    return rule.scale(loss, num_tokens)
-
-
-def collect_step(
-    forward_step_func: ForwardStepFunc, data_iterator: object, model: nn.Module, losses: StepLosses
-) -> None:
-    """Run the model on the next micro-batch and collect its non-loss data."""
-    output, loss_func = forward_step_func(data_iterator, model)
-    losses.add(loss_func(output, non_loss_data=True), None)
-
-
-def backward_step(loss: Tensor, microbatch: int, hooks: StepHooks) -> None:
-    """Check the loss of the last stage, multiply it by the loss scale, and run backward."""
-    if hooks.loss_check_func is not None:
-        hooks.loss_check_func(loss, microbatch)
-    scaled = loss if hooks.grad_scale_func is None else hooks.grad_scale_func(loss)
-    scaled.backward()
+        return hooks.grad_scale_func(torch.full((), weight, device=device.current()))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 PassKind = Literal["forward", "backward", "weight"]
+TensorKind = Literal["activation", "gradient"]
 
 
 class Work(NamedTuple):
@@ -55,7 +56,7 @@ def most_in_flight(plan: Iterable[object], chunk: int) -> int:
 class Transfer(NamedTuple):
     """Transfer of one tensor from a virtual stage to a neighbouring stage on another rank."""
 
-    kind: Literal["activation", "gradient"]
+    kind: TensorKind
     microbatch: int
     source: int  # virtual stage
     target: int

@@ -1,7 +1,7 @@
 """The order of forward, backward and weight passes of every pipeline rank, for each schedule.
 
 Pure: no torch, no communication.  An order is one tuple of `Work` per rank.  `communication_plan`
-adds the transfers; the tests run the plans through `simulate`, which raises on deadlock.
+adds the transfers; the tests simulate the plans, which finds deadlocks.
 
 Zero-bubble schedules (arXiv 2401.10241) fill the pipeline bubble with weight gradients, which are
 needed only at the end of the step: a rank computes them separately from input gradients, in passes
@@ -10,11 +10,13 @@ of their own, when it would otherwise wait for another stage.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.pipeline_parallel.plan import Placement, Work, placement_of
+from megatron.core.pipeline_parallel.plan import PassKind, Placement, Work, placement_of
 
 # Values of --pipeline-schedule -> chunks of each rank; None is any number above one.
 SCHEDULES = {"1f1b": 1, "interleaved": None, "zb-h1": 1, "zb-v": 2}
@@ -45,11 +47,8 @@ def schedule_of(
     if sentence := wrong_chunks(name, num_chunks):
         raise ConfigError(sentence)
     placement = placement_of(name, num_ranks, num_chunks)
-    group = group or num_ranks
-    return placement, tuple(
-        _order(name, placement, rank, num_microbatches, group, forward_only, in_pairs)
-        for rank in range(num_ranks)
-    )
+    more = num_microbatches, group or num_ranks, forward_only, in_pairs
+    return placement, tuple(_order(name, placement, rank, *more) for rank in range(num_ranks))
 
 
 def wrong_chunks(name: str, num_chunks: int) -> str | None:
@@ -77,44 +76,49 @@ def _order(
     in_pairs: bool,
 ) -> tuple[Work, ...]:
     if name == "zb-v":
-        if forward_only:
-            return _forward_v(placement, rank, num_microbatches)
-        return zb_v(rank=rank, num_ranks=placement.num_ranks, num_microbatches=num_microbatches)
+        order = _forward_v if forward_only else _zb_v
+        return order(rank, placement.num_ranks, num_microbatches)
     if name == "zb-h1" and not forward_only:
-        return zb_h1(rank=rank, num_ranks=placement.num_ranks, num_microbatches=num_microbatches)
+        return _zb_h1(rank, placement.num_ranks, num_microbatches)
     sizes = _groups(placement, num_microbatches, group)
-    passes = _in_groups(sizes, placement.num_chunks)
-    if forward_only:
-        return tuple(Work("forward", m, c) for m, c in passes)
-    return _alternate(placement, rank, passes, sizes[0], in_pairs)
-
-
-def _forward_v(placement: Placement, rank: int, num_microbatches: int) -> tuple[Work, ...]:
-    """Order the forward passes of a V placement (evaluation): chunk 0 first, then alternate."""
-    down = [Work("forward", m, 0) for m in range(num_microbatches)]
-    up = [Work("forward", m, 1) for m in range(num_microbatches)]
-    # Chunk 0 of this rank is stage `rank`, chunk 1 is stage 2 * num_ranks - 1 - rank.  The first
-    # micro-batch needs that difference in passes to return, and so many chunk-0 passes fill it.
-    ahead = 2 * (placement.num_ranks - 1 - rank) + 1
-    steps = zip_longest(up, down[ahead:])
-    return (*down[:ahead], *(work for step in steps for work in step if work is not None))
-
-
-def _alternate(
-    placement: Placement, rank: int, passes: list[tuple[int, int]], first_group: int, in_pairs: bool
-) -> tuple[Work, ...]:
-    """Warm up with forward passes, alternate forward and backward, drain with backward passes."""
-    last_chunk = placement.num_chunks - 1
+    # (micro-batch, chunk) of each forward pass: each group, chunk after chunk.
+    passes = [
+        (sum(sizes[:number]) + i, chunk)
+        for number, size in enumerate(sizes)
+        for chunk in range(placement.num_chunks)
+        for i in range(size)
+    ]
     forwards = [Work("forward", m, c) for m, c in passes]
+    if forward_only:
+        return tuple(forwards)
+    last_chunk = placement.num_chunks - 1
     backwards = [Work("backward", m, last_chunk - c) for m, c in passes]
     behind = placement.num_ranks - 1 - rank
     # 1F1B needs one forward pass in flight per later rank.  With several chunks, or in pairs, a
     # rank runs two per later rank, so that a transfer overlaps with the pass before its use; the
     # first group also has to pass through all chunks but the last before the first backward pass.
     is_ahead = last_chunk > 0 or in_pairs
-    warmup = 2 * behind + last_chunk * first_group + in_pairs if is_ahead else behind
-    steps = zip_longest(forwards[warmup:], backwards)
-    return (*forwards[:warmup], *(work for step in steps for work in step if work is not None))
+    warmup = 2 * behind + last_chunk * sizes[0] + in_pairs if is_ahead else behind
+    return (*forwards[:warmup], *_in_turn(forwards[warmup:], backwards))
+
+
+def _passes(kind: PassKind, num_microbatches: int, chunk: int = 0) -> list[Work]:
+    return [Work(kind, m, chunk) for m in range(num_microbatches)]
+
+
+def _in_turn(*lists: Sequence[Work | None]) -> Iterator[Work]:
+    """Yield the first element of each list, then the second of each, and so on; skip None."""
+    for step in zip_longest(*lists):
+        yield from filter(None, step)
+
+
+def _forward_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Work, ...]:
+    """Order the forward passes of a V placement (evaluation): chunk 0 first, then alternate."""
+    down = _passes("forward", num_microbatches)
+    # Chunk 0 of this rank is stage `rank`, chunk 1 is stage 2 * num_ranks - 1 - rank.  The first
+    # micro-batch needs that difference in passes to return, and so many chunk-0 passes fill it.
+    ahead = 2 * (num_ranks - 1 - rank) + 1
+    return (*down[:ahead], *_in_turn(_passes("forward", num_microbatches, 1), down[ahead:]))
 
 
 def _groups(placement: Placement, num_microbatches: int, group: int) -> list[int]:
@@ -134,40 +138,31 @@ def _groups(placement: Placement, num_microbatches: int, group: int) -> list[int
             f"deadlock; give {placement.num_ranks} or more"
         )
     full, rest = divmod(num_microbatches, group)
-    if not full:
-        return [rest]
-    if rest < placement.num_ranks:
+    if full and rest < placement.num_ranks:
         return [group + rest] + [group] * (full - 1)
     return [group] * full + [rest]
 
 
-def _in_groups(sizes: list[int], num_chunks: int) -> list[tuple[int, int]]:
-    """Return (micro-batch, chunk) of each forward pass: each group, chunk after chunk."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [
-        (start + i, chunk)
-        for start, size in zip(starts, sizes, strict=True)
-        for chunk in range(num_chunks)
-        for i in range(size)
-    ]
-
-
-def zb_h1(*, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Work, ...]:
+def _zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Work, ...]:
     """Return the order of ZB-H1: 1F1B with each weight pass delayed by ``rank`` backward passes.
 
     Later ranks run fewer forward passes during warmup, so that no rank holds the activations of
     more micro-batches than rank 0 does.
     """
-    forwards = [Work("forward", m, 0) for m in range(num_microbatches)]
-    backwards = [Work("backward", m, 0) for m in range(num_microbatches)]
-    weights = [Work("weight", m, 0) for m in range(num_microbatches)]
-    ahead = min(num_ranks - rank, num_microbatches)
+    forwards = _passes("forward", num_microbatches)
+    ahead = num_ranks - rank
     behind = min(rank, num_microbatches)
-    steps = zip_longest(backwards, [*[None] * behind, *weights], forwards[ahead:])
-    return (*forwards[:ahead], *(work for step in steps for work in step if work is not None))
+    return (
+        *forwards[:ahead],
+        *_in_turn(
+            _passes("backward", num_microbatches),
+            [*[None] * behind, *_passes("weight", num_microbatches)],
+            forwards[ahead:],
+        ),
+    )
 
 
-def zb_v(*, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Work, ...]:
+def _zb_v(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Work, ...]:
     """Return the order of ZB-V: two chunks per rank in V placement.
 
     A rank holds activations of at most 2 * num_ranks passes of a chunk, the memory of 1F1B.  The
@@ -181,12 +176,12 @@ def zb_v(*, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Work, ...
         + [("f0 b0 w0 f1 b1 w1", total - num_ranks), ("b0 b1", rank), ("b0 w0", behind)]
         + [("w1", rank), ("w0", rank)]
     )
-    kinds = {"f": "forward", "b": "backward", "w": "weight"}
-    done = dict.fromkeys(("f0", "f1", "b0", "b1", "w0", "w1"), 0)
+    kinds: dict[str, PassKind] = {"f": "forward", "b": "backward", "w": "weight"}
+    done: Counter[str] = Counter()
     order = []
     for passes, times in rounds:
         for name in passes.split() * times:
             if done[name] < num_microbatches:
-                order.append(Work(kinds[name[0]], done[name], int(name[1])))  # type: ignore[arg-type]
+                order.append(Work(kinds[name[0]], done[name], int(name[1])))
             done[name] += 1
     return tuple(order)

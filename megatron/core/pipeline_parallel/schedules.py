@@ -11,7 +11,7 @@ Order of collectives: those of `executor`; after the last backward pass those of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,48 +39,6 @@ AdjustShapes = Callable[[list[Shape], list[Shape]], tuple[list[Shape], list[Shap
 _NO_HOOKS = StepHooks()
 
 
-class StepConfig(Protocol):
-    """Fields of a model's configuration that a step reads."""
-
-    @property
-    def calculate_per_token_loss(self) -> bool: ...
-    @property
-    def defer_embedding_wgrad_compute(self) -> bool: ...
-    @property
-    def delay_wgrad_compute(self) -> bool: ...
-    @property
-    def encoder_pipeline_model_parallel_size(self) -> int: ...
-    @property
-    def fp32_residual_connection(self) -> bool: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def microbatch_group_size_per_vp_stage(self) -> int | None: ...
-    @property
-    def overlap_moe_expert_parallel_comm(self) -> bool: ...
-    @property
-    def overlap_p2p_comm(self) -> bool: ...
-    @property
-    def overlap_p2p_comm_warmup_flush(self) -> bool: ...
-    @property
-    def params_dtype(self) -> torch.dtype: ...
-    @property
-    def pipeline_dtype(self) -> torch.dtype | None: ...
-    @property
-    def pipeline_schedule(self) -> str | None: ...
-    @property
-    def sequence_parallel(self) -> bool: ...
-    @property
-    def wgrad_deferral_limit(self) -> int: ...
-
-
-class CapturedLayers(Protocol):
-    """CUDA graphs of a stack of layers (`cuda_graphs.LayerGraphs`)."""
-
-    def begin_step(self, num_in_flight: int) -> None: ...
-    def release(self) -> None: ...
-
-
 def get_forward_backward_func() -> Callable[..., StepLosses]:
     """Return the function that runs one step; it reads the schedule from the model's config."""
     return forward_backward
@@ -99,7 +57,7 @@ def forward_backward(
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
     adjust_tensor_shapes_fn: AdjustShapes | None = None,
-    config: StepConfig | None = None,
+    config: Any = None,
     groups: ProcessGroupCollection | None = None,
     hooks: StepHooks = _NO_HOOKS,
 ) -> StepLosses:
@@ -108,10 +66,10 @@ def forward_backward(
     ``model`` and ``data_iterator`` are one object, or a list with one per model chunk of this rank.
     When it returns, the gradients of the step are complete, unless ``forward_only``.  Returns the
     values that the loss function reported, one per micro-batch, on the ranks that compute the loss,
-    and an empty list on the others.  ``first_val_step=False``: weights have not changed since the
-    last call, so ``hooks.first_microbatch_func`` need not run in an evaluation step.
-    ``adjust_tensor_shapes_fn``: see `messages_of`; by default that of the model.
+    and an empty list on the others.  ``adjust_tensor_shapes_fn``: see `messages_of`; by default the
+    model's.  ``first_val_step`` has no effect; Megatron-LM's signature has it.
     """
+    del first_val_step
     groups, chunks = groups or parallel_state.current(), _listed(model)
     config = get_model_config(chunks[0]) if config is None else config
     rank, num_ranks = groups.pp.rank(), groups.pp.size()
@@ -134,14 +92,19 @@ def forward_backward(
     )
     tokens = seq_length, decoder_seq_length or 0, micro_batch_size
     adjust = adjust_tensor_shapes_fn or shape_adjustment(chunks[0])
-    mailbox = _mailbox(config, groups, placement, hooks, tokens, adjust)
-    data = _listed(data_iterator)
-    executor = Executor(chunks, data, placement, rank, task, mailbox)
-    if hooks.first_microbatch_func is not None and not (forward_only and first_val_step is False):
-        hooks.first_microbatch_func()
+    shapes, dtype = messages_of(config, groups, tokens, placement.num_stages, adjust)
+    mailbox = Mailbox(
+        placement,
+        groups.pp,
+        hooks,
+        shapes=shapes,
+        dtype=dtype,
+        waits_at_once=not config.overlap_p2p_comm,
+    )
+    executor = Executor(chunks, _listed(data_iterator), placement, rank, task, mailbox)
     if not forward_only:
         for aux_losses in aux_losses_of(chunks):
-            aux_losses.begin(task.rule.aux_weight(hooks.grad_scale_func, hooks.loss_share))
+            aux_losses.begin(task.rule.aux_weight(hooks))
         for i, chunk in enumerate(chunks):
             for graphs in graphs_of(chunk):
                 graphs.begin_step(most_in_flight(plan[rank], i))
@@ -156,15 +119,15 @@ def forward_backward(
     return losses
 
 
-def graphs_of(model: nn.Module) -> Iterator[CapturedLayers]:
-    """Yield the CUDA graphs of each stack of layers in ``model``."""
+def graphs_of(model: nn.Module) -> Iterator[Any]:
+    """Yield the CUDA graphs (`cuda_graphs.LayerGraphs`) of each stack of layers in ``model``."""
     for module in model.modules():
         if (graphs := module.__dict__.get("graphs")) is not None:
             yield graphs
 
 
 def plan_of(
-    config: StepConfig,
+    config: Any,
     num_ranks: int,
     num_chunks: int,
     num_microbatches: int,
@@ -192,31 +155,6 @@ forward_backward_pipelining_without_interleaving = forward_backward
 forward_backward_pipelining_with_interleaving = forward_backward
 
 
-def _mailbox(
-    config: StepConfig,
-    groups: ProcessGroupCollection,
-    placement: Placement,
-    hooks: StepHooks,
-    tokens: tuple[int, int, int],
-    adjust: AdjustShapes | None,
-) -> Mailbox | None:
-    """Return the mailbox of a step, or None for a single stage.
-
-    ``tokens``, ``adjust``: see `messages_of`.
-    """
-    if placement.num_stages == 1:
-        return None
-    shapes, dtype = messages_of(config, groups, tokens, placement.num_stages, adjust)
-    return Mailbox(
-        placement,
-        groups.pp,
-        hooks,
-        shapes=shapes,
-        dtype=dtype,
-        waits_at_once=not config.overlap_p2p_comm,
-    )
-
-
 def shape_adjustment(model: nn.Module | None) -> AdjustShapes | None:
     """Return the method ``adjust_tensor_shapes`` of a model or of a wrapper, None without one."""
     while model is not None and not hasattr(model, "adjust_tensor_shapes"):
@@ -226,7 +164,7 @@ def shape_adjustment(model: nn.Module | None) -> AdjustShapes | None:
 
 
 def messages_of(
-    config: StepConfig,
+    config: Any,
     groups: ProcessGroupCollection,
     tokens: tuple[int, int, int],
     num_stages: int,
@@ -251,7 +189,7 @@ def messages_of(
         )
         for stage in range(num_stages - 1)
     ]
-    if adjust is not None:
+    if adjust is not None and shapes:
         _, shapes = adjust(shapes, shapes)
     in_fp32 = config.fp32_residual_connection
     return shapes, torch.float32 if in_fp32 else config.pipeline_dtype or config.params_dtype

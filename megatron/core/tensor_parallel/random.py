@@ -16,8 +16,8 @@ that pass, restores them for the recomputation, and then continues with the pres
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeGuard, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -174,77 +174,81 @@ def fork_for_tokens(
 
 # -- recomputation --------------------------------------------------------------------------
 
-_States = tuple[Tensor, Tensor, dict[str, Tensor]]
 
-
-def _all_rng_states() -> _States:
+def _rng_states() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return torch.get_rng_state(), device.rng_state(), _tracker.get_states()
 
 
-def _set_all_rng_states(states: _States) -> None:
-    torch.set_rng_state(states[0])
-    device.set_rng_state(states[1])
-    _tracker.set_states(states[2])
-
-
-@contextlib.contextmanager
-def _replayed(states: _States) -> Iterator[None]:
-    """Restore ``states`` inside the block, and the present states after it."""
-    now = _all_rng_states()
-    _set_all_rng_states(states)
-    try:
-        yield
-    finally:
-        _set_all_rng_states(now)
+def _set_rng_states(of_host: Tensor, of_device: Tensor, streams: dict[str, Tensor]) -> None:
+    torch.set_rng_state(of_host)
+    device.set_rng_state(of_device)
+    _tracker.set_states(streams)
 
 
 _SAVED = object()  # placeholder of a tensor argument, which autograd saves
 
 
 class _Call:
-    """A function, its arguments that are not tensors, and the random states before it ran."""
+    """A function, its arguments that are not tensors, and the random states before it ran.
 
-    def __init__(self, function: Callable[..., object], args: Sequence[object]) -> None:
-        self.function = function
-        self._states = _all_rng_states()
+    ``group``: ranks over which the first tensor argument is saved in shards.
+    """
+
+    def __init__(
+        self, function: Callable[..., object], group: ProcessGroup | None, args: Sequence[object]
+    ) -> None:
+        self.function, self.group = function, group
+        self._states = _rng_states()
         self._args = [_SAVED if torch.is_tensor(arg) else arg for arg in args]
-        self.again: tuple[tuple[object, ...], list[object]] | None = None  # result of `run_again`
+        self._shape = next(filter(torch.is_tensor, args)).shape
 
-    def run_again(
-        self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
-    ) -> tuple[tuple[object, ...], list[object]]:
-        """Recompute; return the outputs with a graph, and the arguments that receive gradients."""
+    def run_again(self, ctx: Context[_Call]) -> tuple[tuple[object, ...], list[object]]:
+        """Recompute; return the outputs with a graph, and the arguments that receive gradients.
+
+        The random states after it are those before it.
+        """
+        tensors = list(ctx.saved_tensors)
+        if self.group is not None:
+            tensors[0] = all_gather_first_dim(tensors[0], self.group).view(self._shape)
         rest = iter(tensors)
         args = [
             next(rest).detach().requires_grad_(needed) if arg is _SAVED else arg
-            for arg, needed in zip(self._args, needs_grad, strict=True)
+            for arg, needed in zip(self._args, ctx.needs_input_grad[3:], strict=True)
         ]
-        with torch.enable_grad(), _replayed(self._states):
-            outputs = self.function(*args)
+        now = _rng_states()
+        _set_rng_states(*self._states)
+        try:
+            with torch.enable_grad():
+                outputs = self.function(*args)
+        finally:
+            _set_rng_states(*now)
         return outputs if isinstance(outputs, tuple) else (outputs,), args
 
 
-class _CheckpointCall(NamedTuple):
-    call: _Call
-    group: ProcessGroup | None  # ranks over which the first tensor is saved in shards
-    shape: torch.Size  # shape of the first tensor
+class _Recomputed(Function[R], Generic[R]):
+    """Forward without saving activations; backward recomputes them.
 
-
-class _Checkpoint(Function[R], Generic[R]):
-    """Forward without saving activations; recompute them in backward."""
+    With an ``owner``, its hook has recomputed them before.
+    """
 
     @staticmethod
     def forward(
-        ctx: Context[_CheckpointCall],
+        ctx: Context[_Call],
         function: Callable[..., object],
         group: ProcessGroup | None,
+        owner: CheckpointWithoutOutput | None,
         *args: object,
     ) -> object:
-        tensors = [a for a in args if torch.is_tensor(a)]
-        ctx.values = _CheckpointCall(_Call(function, args), group, tensors[0].shape)
+        ctx.values = _Call(function, group, args)
+        tensors = [arg for arg in args if torch.is_tensor(arg)]
         if group is not None:
-            tensors[0] = _own_part(tensors[0], group)
+            size = group.size()
+            assert tensors[0].numel() % size == 0, f"{tensors[0].numel()} elements, {size} ranks"
+            # A copy of this rank's shard, so that the tensor itself can be freed.
+            tensors[0] = tensors[0].contiguous().view(size, -1)[group.rank()].clone()
         ctx.save_for_backward(*tensors)
+        if owner is not None:
+            owner.context = ctx
         with torch.no_grad():
             outputs = function(*args)
         # A returned parameter (a bias added later) would become a non-leaf output: detach it.
@@ -253,22 +257,15 @@ class _Checkpoint(Function[R], Generic[R]):
         return outputs
 
     @staticmethod
-    def backward(ctx: Context[_CheckpointCall], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = list(ctx.saved_tensors)
-        call, group, shape = ctx.values
-        if group is not None:
-            tensors[0] = all_gather_first_dim(tensors[0], group).view(shape)
-        outputs, args = call.run_again(tensors, ctx.needs_input_grad[2:])
-        return None, None, *_gradients(outputs, grads, args)
-
-
-def _gradients(
-    outputs: Sequence[object], grads: Sequence[Tensor], args: Sequence[object]
-) -> Iterator[Tensor | None]:
-    """Run backward from ``outputs``; return the gradients of ``args``."""
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if _takes_gradient(o)]
-    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-    return (a.grad if torch.is_tensor(a) else None for a in args)
+    def backward(ctx: Context[Any], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if isinstance(ctx.values, _Call):
+            outputs, args = ctx.values.run_again(ctx)
+        else:
+            outputs, args = ctx.values
+            ctx.values = None
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if _takes_gradient(o)]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return None, None, None, *(a.grad if torch.is_tensor(a) else None for a in args)
 
 
 def _takes_gradient(x: object) -> TypeGuard[Tensor]:
@@ -288,12 +285,6 @@ def _with_gradient(args: tuple[object, ...]) -> tuple[object, ...]:
     return (*args[:i], first.detach().requires_grad_(), *args[i + 1 :])
 
 
-def _own_part(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return a copy of this rank's share of ``x``, so that ``x`` itself can be freed."""
-    assert x.numel() % group.size() == 0, f"{x.numel()} elements for {group.size()} ranks"
-    return x.contiguous().view(group.size(), -1)[group.rank()].clone()
-
-
 def checkpoint(
     function: Callable[..., R],
     distribute_saved_activations: bool,
@@ -306,11 +297,11 @@ def checkpoint(
     rank of ``tp_group`` saves only its shard of the first tensor argument, which must be the same
     on all ranks; backward is then collective over the group.
     """
-    assert not distribute_saved_activations or tp_group is not None, "which group shares it?"
-    group = tp_group if distribute_saved_activations else None
-    if group is not None and group.size() == 1:
-        group = None
-    return _Checkpoint.apply(function, group, *_with_gradient(args))
+    group = None
+    if distribute_saved_activations:
+        assert tp_group is not None, "which group shares it?"
+        group = tp_group if tp_group.size() > 1 else None
+    return _Recomputed.apply(function, group, None, *_with_gradient(args))
 
 
 class CheckpointWithoutOutput:
@@ -323,14 +314,14 @@ class CheckpointWithoutOutput:
     """
 
     def __init__(self) -> None:
-        self.context: Context[_Call] | None = None
-        self._outputs: tuple[Tensor, ...] = ()
+        self.context: Context[Any] | None = None
+        self._outputs: list[Tensor] = []
 
     def checkpoint(self, function: Callable[..., R], *args: object) -> R:
         """Run ``function`` without saving its activations; return its result."""
-        result: R = _CheckpointWithoutOutput.apply(function, self, *_with_gradient(args))
+        result: R = _Recomputed.apply(function, None, self, *_with_gradient(args))
         outputs = result if isinstance(result, tuple) else (result,)
-        self._outputs = tuple(o for o in outputs if isinstance(o, Tensor))
+        self._outputs = [o for o in outputs if isinstance(o, Tensor)]
         return result
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
@@ -341,42 +332,18 @@ class CheckpointWithoutOutput:
             _resize_storage(output, 0)
         hook_tensor.register_hook(self._recompute)
 
+    @torch.no_grad()
     def _recompute(self, _grad: Tensor) -> None:
-        assert self.context is not None, "recomputed once"
-        call, needs_grad = self.context.values, self.context.needs_input_grad[2:]
-        call.again = call.run_again(self.context.saved_tensors, needs_grad)
-        outputs = (o for o in call.again[0] if isinstance(o, Tensor))
-        for old, new in zip(self._outputs, outputs, strict=True):
-            with torch.no_grad():
-                _resize_storage(old, new.untyped_storage().nbytes())
-                old.untyped_storage().copy_(new.untyped_storage())
-        self._outputs, self.context = (), None
+        context = self.context
+        assert context is not None, "recomputed once"
+        # The graph of the recomputation, which backward uses.
+        outputs, _ = context.values = context.values.run_again(context)
+        for old, new in zip(self._outputs, filter(torch.is_tensor, outputs), strict=True):
+            _resize_storage(old, new.untyped_storage().nbytes())
+            old.untyped_storage().copy_(new.untyped_storage())
+        self._outputs, self.context = [], None
 
 
 def _resize_storage(tensor: Tensor, num_bytes: int) -> None:
     """Resize the storage in place, by a torch operation, so that memory tracers see it."""
     torch.ops.inductor.resize_storage_bytes_(tensor, num_bytes)
-
-
-class _CheckpointWithoutOutput(Function[R], Generic[R]):
-    """Forward without saving activations; backward uses the graph that the hook recomputed."""
-
-    @staticmethod
-    def forward(
-        ctx: Context[_Call],
-        function: Callable[..., object],
-        owner: CheckpointWithoutOutput,
-        *args: object,
-    ) -> object:
-        ctx.values = _Call(function, args)
-        ctx.save_for_backward(*[a for a in args if torch.is_tensor(a)])
-        owner.context = ctx
-        with torch.no_grad():
-            return function(*args)
-
-    @staticmethod
-    def backward(ctx: Context[_Call], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.values.again is not None, "the hook has recomputed"
-        outputs, args = ctx.values.again
-        ctx.values.again = None
-        return None, None, *_gradients(outputs, grads, args)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from megatron.core.pipeline_parallel.plan import Placement
+from megatron.core.pipeline_parallel.communication_plan import Pass, inputs
+from megatron.core.pipeline_parallel.plan import Instruction, Placement, Work
 from megatron.core.pipeline_parallel.schedules import plan_of
-from megatron.core.pipeline_parallel.simulate import Durations, Simulated, simulate
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.distillation import DistillationConfig
@@ -131,16 +133,12 @@ def plan_run(
                 volumes=volumes(plan[number], known[kind], num_microbatches / shown),
             )
         )
-    loads = _loads(config, rows)
-    equal, own = (
-        _bubble(simulate(plan, placement, Durations(stage_loads=factors)), shown, num_microbatches)
-        for factors in (None, loads)
-    )
+    bubble = partial(_bubble, plan, placement, shown, num_microbatches)
     return RunPlan(
         stages=tuple(stages),
         num_microbatches=num_microbatches,
-        bubble=equal,
-        bubble_of_stages=own,
+        bubble=bubble([1.0] * placement.num_stages),
+        bubble_of_stages=bubble(_loads(config, rows)),
         has_vocabulary=vocabulary is not None,
         loss_chunks=chunk_line(config, rows),
     )
@@ -185,15 +183,37 @@ def _loads(config: RunConfig, vocabulary: int) -> list[float]:
     return [load / mean for load in loads]
 
 
-def _bubble(shown: Simulated, num_shown: int, num_microbatches: int) -> float:
-    """Return idle over busy time of a step, of which ``shown`` is a simulation.
+def _bubble(
+    plan: Sequence[Sequence[Instruction]],
+    placement: Placement,
+    num_shown: int,
+    num_microbatches: int,
+    loads: Sequence[float],
+) -> float:
+    """Return idle over busy time of a step, if a pass of stage i takes ``loads[i]``.
 
-    The simulation has ``num_shown`` of the ``num_microbatches`` micro-batches.
+    A backward pass takes twice the time if weight gradients have no passes of their own; transfers
+    take none.  ``plan`` has ``num_shown`` of the ``num_microbatches`` micro-batches.
     """
-    more = num_microbatches - num_shown
-    finish = shown.finish + more * max(shown.busy) / num_shown
-    busy = sum(shown.busy) * num_microbatches / num_shown
-    return finish * len(shown.busy) / busy - 1
+    left = [deque(item for item in each if isinstance(item, Work)) for each in plan]
+    has_weight_passes = any(work.kind == "weight" for work in left[0])
+    now, busy = [0.0] * len(plan), [0.0] * len(plan)
+    ends: dict[Pass | None, float] = {None: 0.0}
+    while any(left):
+        for rank, passes in enumerate(left):
+            while passes:
+                kind, microbatch, chunk = passes[0]
+                stage = placement.stage(rank, chunk)
+                source = inputs((kind, microbatch, stage), placement.num_stages)
+                if source not in ends:
+                    break
+                passes.popleft()
+                took = loads[stage] * (1 if has_weight_passes or kind == "forward" else 2)
+                busy[rank] += took
+                now[rank] = max(now[rank], ends[source]) + took
+                ends[kind, microbatch, stage] = now[rank]
+    finish = max(now) + (num_microbatches - num_shown) * max(busy) / num_shown
+    return finish * len(plan) / (sum(busy) * num_microbatches / num_shown) - 1
 
 
 def plan_lines(plan: RunPlan) -> Iterator[str]:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.buffer_plan import bucket_multiple, plan_buffer, target_bucket_size
 
 
@@ -64,21 +65,15 @@ def test_buckets_divide_evenly_over_the_group():
 
 
 @pytest.mark.parametrize(
-    ("more", "size"),
+    ("group_size", "flags", "size"),
     [
-        ({}, 40_000_000),
-        ({"group_size": 64}, 64_000_000),
-        ({"asked": 500}, 500),
-        ({"num_buckets": 3}, 34),
-        ({"asked": 500, "is_overlapped": False}, None),
+        (2, {}, 40_000_000),
+        (64, {}, 64_000_000),
+        (2, {"bucket_size": 500}, 500),
+        (2, {"ddp_num_buckets": 3}, 34),
+        (2, {"bucket_size": 500, "overlap_grad_reduce": False}, None),
     ],
 )
-def test_the_bucket_size_follows_the_flags(more: dict, size: int | None):
-    values = {
-        "asked": None,
-        "num_buckets": None,
-        "total_numel": 100,
-        "group_size": 2,
-        "is_overlapped": True,
-    }
-    assert target_bucket_size(**{**values, **more}) == size
+def test_the_bucket_size_follows_the_flags(group_size: int, flags: dict, size: int | None):
+    config = DistributedDataParallelConfig(**{"overlap_grad_reduce": True, **flags})
+    assert target_bucket_size(config, 100, group_size) == size

@@ -144,8 +144,7 @@ def test_our_layers_give_autograd_no_tensor_in_place_of_an_added_gradient(
     monkeypatch.setattr(weight_gradient, "runs_hooks_without_gradient", lambda: runs_hooks)
     model = FusedModel()
     ddp = wrap(model, alone, grad_reduce_in_fp32=True, overlap_grad_reduce=True)
-    for slot in (s for bucket in ddp.buckets for s in bucket.slots if s.param is model.weight):
-        slot.open_to_layers()
+    model.weight.overwrite_main_grad = True
     x = torch.ones(5, 2, dtype=torch.bfloat16)
     for _ in range(2):
         ddp.zero_grad_buffer()

@@ -169,13 +169,12 @@ def test_the_hooks_are_called_in_their_places(alone: ProcessGroupCollection):
     hooks = StepHooks(
         grad_scale_func=scale,
         loss_check_func=lambda loss, microbatch: calls.append(f"check {microbatch}"),
-        first_microbatch_func=lambda: calls.append("first"),
         finalize_model_grads_func=lambda chunks, tokens: calls.append(f"finalize {tokens}"),
         timers=timers,
     )
     model, plain = TinyModel(), TinyModel()
     run([model], alone, num_microbatches=2, hooks=hooks)
-    assert calls == ["first", "check 0", "scale", "check 1", "scale", "finalize None"]
+    assert calls == ["check 0", "scale", "check 1", "scale", "finalize None"]
     run(plain, alone, num_microbatches=2)
     expected = {name: 8 * grad for name, grad in gradients(plain).items()}
     torch.testing.assert_close(gradients(model), expected, **tolerances.BITWISE)
@@ -188,19 +187,6 @@ def test_only_the_last_backward_pass_reduces(alone: ProcessGroupCollection):
     hooks = StepHooks(loss_check_func=lambda loss, i: seen.append(ddp.is_last_microbatch))
     run(ddp, alone, num_microbatches=4, hooks=hooks)
     assert seen == [False, False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("more", "calls"),
-    [({"first_val_step": True}, 1), ({"first_val_step": False}, 0), ({}, 1)],
-)
-def test_later_evaluation_steps_find_the_weights_unchanged(
-    alone: ProcessGroupCollection, more: dict, calls: int
-):
-    seen: list[int] = []
-    hooks = StepHooks(first_microbatch_func=lambda: seen.append(1))
-    run(TinyModel(), alone, forward_only=True, hooks=hooks, **more)
-    assert len(seen) == calls
 
 
 def test_without_groups_the_installed_ones_are_used(alone: ProcessGroupCollection):

@@ -33,7 +33,7 @@ class Run:
         self.optimizer = get_megatron_optimizer(config, [self.model], pg_collection=groups)
         self.order: list[str] = []
         update = self.optimizer._update
-        self.optimizer._update = lambda d: self.order.append("update") or update(d)
+        self.optimizer._update = lambda *args: self.order.append("update") or update(*args)
 
     def step(self, machine: RerunStateMachine, value: float = 1.0) -> Any:
         """Give gradients and update."""

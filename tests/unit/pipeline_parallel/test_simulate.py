@@ -7,7 +7,7 @@ import pytest
 from megatron.core.pipeline_parallel.communication_plan import instructions
 from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch, Work, is_pair
 from megatron.core.pipeline_parallel.schedule_order import schedule_of
-from megatron.core.pipeline_parallel.simulate import (
+from tests.support.pipeline_simulator import (
     DeadlockError,
     Durations,
     simulate,
