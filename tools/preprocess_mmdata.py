@@ -33,7 +33,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import get_bin_path, get_idx_path
 from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
 from megatron.training.preprocess.cli import run_tool, tokenizer_of
-from megatron.training.preprocess.workers import Progress, limit_workers
+from megatron.training.preprocess.workers import Progress
 from megatron.training.process.user_code import parse_tool_args
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.fingerprint import Fingerprint, check_eod
@@ -82,15 +82,14 @@ def write_pairs(args: argparse.Namespace, tokenizer: MegatronTokenizer) -> str:
     for flag, value in (("--pad-length", args.pad_length), ("--workers", args.workers)):
         if value < 1:
             raise ConfigError(f"{flag} {value} must be at least 1")
-    num_workers = limit_workers("--workers", args.workers)
     eod = check_eod(tokenizer, "--append-eod") if args.append_eod else None
     prefix = f"{args.output_prefix}_mm"
     encode = partial(_encoded, args.input, tokenizer, args.pad_length, eod)
     builder = IndexedDatasetBuilder(get_bin_path(prefix), _NUMBER, multimodal=True)
     progress = Progress(os.path.getsize(args.input), args.log_interval)
     pairs = _pairs(args.input, image_paths(args.input_image))
-    with ThreadPoolExecutor(num_workers) as pool:
-        while batch := list(itertools.islice(pairs, _PAIRS_PER_WORKER * num_workers)):
+    with ThreadPoolExecutor(args.workers) as pool:
+        while batch := list(itertools.islice(pairs, _PAIRS_PER_WORKER * args.workers)):
             for (_, line, _), (ids, image) in zip(batch, pool.map(encode, batch), strict=True):
                 builder.add_item(ids, _TEXT_MODE)
                 builder.add_item(image, _IMAGE_MODE)
@@ -98,7 +97,7 @@ def write_pairs(args: argparse.Namespace, tokenizer: MegatronTokenizer) -> str:
                 progress.add(1, len(line), len(line))
     builder.finalize(get_idx_path(prefix))
     Fingerprint.of(tokenizer).write(prefix)
-    progress.finish()
+    progress.print()
     return prefix
 
 

@@ -10,6 +10,7 @@ if any is damaged or has no checksums.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
 from megatron.core.config.errors import DataError
-from megatron.core.datasets.indexed_dataset import file_size
 from megatron.core.datasets.indexed_format import (
     BLOCK_BYTES,
     Checksums,
@@ -50,7 +50,7 @@ def get_parser() -> argparse.ArgumentParser:
 def write_checksums(prefix: str) -> str:
     """Write ``prefix.crc``; return a message about it."""
     index = SequenceIndex(get_idx_path(prefix), multimodal=False)
-    index.check_arrays(get_bin_path(prefix), file_size(get_bin_path(prefix)))
+    index.check_arrays(get_bin_path(prefix), os.path.getsize(get_bin_path(prefix)))
     checksums = Checksums.of_files(prefix)
     checksums.write(prefix)
     return f"{get_crc_path(prefix)}: wrote the checksums of {len(checksums.blocks)} blocks"
@@ -64,12 +64,11 @@ def damages(prefix: str) -> Iterator[str]:
         raise DataError(
             f"{prefix}: no checksums ({get_crc_path(prefix)} is missing); write them with --write"
         )
-    bin_bytes = file_size(bin_path)
+    bin_bytes = os.path.getsize(bin_path)
     index: SequenceIndex | None = None
     try:
         index = SequenceIndex(get_idx_path(prefix), multimodal=False)
-        checksums.check_sizes(prefix, bin_bytes, index.num_bytes)
-        checksums.check_index(prefix, index.data())
+        checksums.check(prefix, bin_bytes, index.data())
         index.check_arrays(bin_path, bin_bytes)
     except DataError as error:
         yield str(error)

@@ -12,6 +12,9 @@ from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
+from megatron.core.text_files import read_text
+
+_NEEDED = "a file of jinja text"
 
 
 def compile_template(
@@ -64,16 +67,17 @@ def read_chat_template(
     if folder and not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     config = _tokenizer_config(folder) if folder else {}
-    tokens = {
-        name: text
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        if (text := _content_of(config.get(name))) is not None
-    }
+    tokens = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            tokens[name] = text
     if file is not None:
-        return _read(file, f"--chat-template {file}"), tokens
+        return read_text(file, f"--chat-template {file}", ConfigError, _NEEDED), tokens
     jinja = os.path.join(folder, "chat_template.jinja")
     if folder and os.path.isfile(jinja):
-        return _read(jinja, jinja), tokens
+        return read_text(jinja, jinja, ConfigError, _NEEDED), tokens
     found = config.get("chat_template")
     if isinstance(found, list):  # several, with names
         named = {t["name"]: t["template"] for t in found if isinstance(t, dict) and len(t) == 2}
@@ -110,20 +114,7 @@ def _tokenizer_config(folder: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         return {}
     try:
-        found = json.loads(_read(path, path))
+        found = json.loads(read_text(path, path, ConfigError))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}; fetch it again") from None
     return found if isinstance(found, dict) else {}
-
-
-def _content_of(token: object) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
-
-
-def _read(path: str, flag: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} cannot be read: {error}; give a file of jinja text") from None

@@ -9,25 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.rank_local import each_rank_owns
 
 logger = logging.getLogger(__name__)
-
-
-class BatchOptions(Protocol):
-    """Flags that set the batch size of a run."""
-
-    @property
-    def micro_batch_size(self) -> int | None: ...
-    @property
-    def global_batch_size(self) -> int | None: ...
-    @property
-    def rampup_batch_size(self) -> Sequence[str | int] | None: ...
-    @property
-    def decrease_batch_size_if_needed(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -70,10 +57,11 @@ class NumMicroBatchesCalculator:
         ConfigError.raise_for(self._problems())
 
     @classmethod
-    def from_config(
-        cls, options: BatchOptions, data_parallel_size: int
-    ) -> NumMicroBatchesCalculator:
-        """Build the calculator of a run.  Raises ConfigError if the sizes are inconsistent."""
+    def from_config(cls, options: Any, data_parallel_size: int) -> NumMicroBatchesCalculator:
+        """Build the calculator of a run from its flags.
+
+        Raises ConfigError if the sizes are inconsistent.
+        """
         micro = options.micro_batch_size
         if micro is None:
             raise ConfigError("--micro-batch-size is missing: give the samples of one forward pass")

@@ -1,4 +1,4 @@
-"""Import at first use: optional packages, exports of a package (PEP 562), values of a table.
+"""Import at first use: optional packages, and exports of a package (PEP 562).
 
 No other module imports optional packages directly.  Programs that prepare data import packages of
 ``megatron.core`` and ``megatron.training`` without importing torch, and a run imports only the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from textwrap import shorten
 from types import ModuleType
@@ -97,20 +97,3 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
         return vars(home).get(name, home)
 
     return __getattr__
-
-
-class LazyTable(Mapping[str, Any]):
-    """Mapping whose values are imported at first use; ``homes``: key -> "module.path.NAME"."""
-
-    def __init__(self, homes: Mapping[str, str]) -> None:
-        self._homes = homes
-
-    def __getitem__(self, name: str) -> Any:
-        module, _, value = self._homes[name].rpartition(".")
-        return vars(importlib.import_module(module))[value]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
-
-    def __len__(self) -> int:
-        return len(self._homes)

@@ -119,61 +119,18 @@ class BlendedDataset(torch.utils.data.Dataset[Sample]):
             return self._build()
         stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}"
         prefix = os.path.join(directory, stem)
-
-        shape = (sum(self.weights) if self.size is None else self.size,)
-
-        def fits(
-            dataset_index: np.ndarray, dataset_sample_index: np.ndarray, completely: bool
-        ) -> bool:
-            has_shape = (
-                dataset_index.dtype == np.int16
-                and dataset_sample_index.dtype == np.int64
-                and dataset_index.shape == dataset_sample_index.shape == shape
-            )
-            if not completely or not has_shape:
-                return has_shape
-            return _counts_upwards(dataset_index, dataset_sample_index, len(self.datasets))
-
-        return cached_arrays(prefix, self.unique_description, _ARRAYS, self._build, fits)
+        names = ("dataset_index", "dataset_sample_index")
+        return cached_arrays(prefix, self.unique_description, names, self._build)
 
     def _build(self) -> tuple[np.ndarray, np.ndarray]:
         size = int(sum(self.weights)) if self.size is None else self.size
         dataset_index = np.zeros(size, np.int16)
         dataset_sample_index = np.zeros(size, np.int64)
+        arrays = dataset_index, dataset_sample_index
+        count = len(self.weights)
         if self.size is None:
             sizes = np.array(self.weights, np.int64)
-            helpers.build_exhaustive_blending_indices(
-                dataset_index, dataset_sample_index, sizes, len(sizes)
-            )
+            helpers.build_exhaustive_blending_indices(*arrays, sizes, count)
         else:
-            helpers.build_blending_indices(
-                dataset_index,
-                dataset_sample_index,
-                np.array(self.weights),
-                len(self.weights),
-                size,
-                False,
-            )
-        return dataset_index, dataset_sample_index
-
-
-_ARRAYS = ("dataset_index", "dataset_sample_index")
-
-
-def _counts_upwards(
-    dataset_index: np.ndarray, dataset_sample_index: np.ndarray, num_datasets: int
-) -> bool:
-    """Return whether the sample numbers taken from each dataset are 0, 1, 2, ... in this order."""
-    taken = np.zeros(num_datasets, np.int64)
-    for at in range(0, len(dataset_index), _PIECE):
-        datasets = dataset_index[at : at + _PIECE]
-        if datasets.min() < 0 or datasets.max() >= num_datasets:
-            return False
-        order = np.argsort(datasets, kind="stable")
-        counts = np.bincount(datasets, minlength=num_datasets)
-        firsts = np.cumsum(counts) - counts  # where each dataset begins in `order`
-        wanted = np.arange(len(order)) + np.repeat(taken - firsts, counts)
-        if (dataset_sample_index[at : at + _PIECE][order] != wanted).any():
-            return False
-        taken += counts
-    return True
+            helpers.build_blending_indices(*arrays, np.array(self.weights), count, size)
+        return arrays

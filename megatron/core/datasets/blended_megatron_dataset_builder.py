@@ -83,8 +83,9 @@ class BlendedMegatronDatasetBuilder:
         prefixes, weights = blend
         requested = [size if part else 0 for size, part in zip(self.sizes, split, strict=True)]
         if len(prefixes) == 1 and weights is None:
-            alone = self._build_prefix(prefixes[0], split, requested)
-            return [self._list_if_separate(i, dataset) for i, dataset in enumerate(alone)]
+            train, valid, test = self._build_prefix(prefixes[0], split, requested)
+            is_separate = self.config.multiple_validation_sets and valid is not None
+            return [train, [valid] if is_separate else valid, test]  # type: ignore[list-item]
         if weights is not None:
             weights = normalize(weights)
             sizes = [self._sizes_of(weight, requested) for weight in weights]
@@ -97,11 +98,6 @@ class BlendedMegatronDatasetBuilder:
             else None
             for i, datasets in enumerate(per_split)
         ]
-
-    def _list_if_separate(self, split: int, dataset: MegatronDataset | None) -> TopLevelDataset:
-        """Return the dataset, in a list if it is a validation set and these are kept separate."""
-        is_list = self.config.multiple_validation_sets and split == Split.valid.value
-        return [dataset] if is_list and dataset is not None else dataset
 
     def _sizes_of(self, weight: float, requested: Sizes) -> list[int | None]:
         """Return the samples to build, per split, for a dataset with this blend weight.
@@ -131,7 +127,12 @@ class BlendedMegatronDatasetBuilder:
             except Oversampled as short:
                 # The surplus was too small for the rounding of many small weights.  The
                 # error holds the exact numbers: build those and blend again.
-                grown = [_grow(d, n) for d, n in zip(datasets, short.wanted, strict=True)]
+                grown = [
+                    type(d)(d.dataset, d.dataset_path, d.indices, n, d.index_split, d.config)
+                    if n > len(d)
+                    else d
+                    for d, n in zip(datasets, short.wanted, strict=True)
+                ]
                 return BlendedDataset(grown, weights, total, self.config)
         counts = [len(dataset) for dataset in datasets]
         if size is not None and size > sum(counts):
@@ -174,14 +175,12 @@ class BlendedMegatronDatasetBuilder:
         count = self.cls.numel_low_level_dataset(source)
         begin, end = (int(round(fraction * float(count))) for fraction in fractions)
         if begin == end:
-            wanted = "one pass is" if size is None else f"{size} samples are"
-            cut = f" (--split {self.config.split})" if self.config.split else ""
-            cure = "" if Split(i) is Split.train else ", or no use (--eval-iters 0)"
+            wanted = "one pass" if size is None else f"{size} samples"
             raise DataError(
                 f"the {Split(i).name} split of {prefix} is empty: its share of {count} "
-                f"{self.cls.split_unit} "
-                f"is {begin} to {end}{cut}, and {wanted} asked for; give it a larger share, or "
-                f"data of its own{cure}"
+                f"{self.cls.split_unit} is {begin} to {end} (--split {self.config.split}), and the "
+                f"run asks for {wanted}; give it a larger share, or data of its own, or no use "
+                "(--eval-iters 0)"
             )
         if count > _MOST_SEQUENCES:
             raise DataError(
@@ -190,17 +189,3 @@ class BlendedMegatronDatasetBuilder:
             )
         indices = np.arange(begin, end, dtype=np.int32)
         return self.cls(source, prefix, indices, size, Split(i), self.config)
-
-
-def _grow(dataset: MegatronDataset, num_samples: int) -> MegatronDataset:
-    """Return the dataset, rebuilt if it has fewer than ``num_samples`` samples."""
-    if num_samples <= len(dataset):
-        return dataset
-    return type(dataset)(
-        dataset.dataset,
-        dataset.dataset_path,
-        dataset.indices,
-        num_samples,
-        dataset.index_split,
-        dataset.config,
-    )

@@ -21,10 +21,12 @@ import io
 import json
 import os
 import zlib
+from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -33,25 +35,38 @@ from megatron.core.optional import require
 from megatron.core.process_memory import free_for_job
 
 T = TypeVar("T")
-_BLOCK = 1 << 24  # bytes of a jsonl file that one read searches for line ends
+_BLOCK = 1 << 24  # bytes that one read decompresses
 _SHOWN = 10  # rows that an error message lists
-_SHORT = 16  # bytes of a line: one that is shorter may be blank
 _COMPRESSED = ".gz"
 _SHARE_OF_MEMORY = 4  # decompressed rows may take 1/4 of the free memory: a copy is made
-_GZIP = b"\x1f\x8b"
-_JSON_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
 
 
-class Rows(Protocol):
-    """Rows of files, read when they are used."""
+class Rows(ABC):
+    """Rows of a file, read when they are used.  ``data``: its bytes, if it is compressed."""
 
+    unit = "row"
+
+    def __init__(self, path: str, data: bytes | None = None) -> None:
+        self._path = path
+        self._data = data
+
+    @abstractmethod
     def __len__(self) -> int: ...
+
+    @abstractmethod
     def __getitem__(self, i: int) -> Mapping[str, Any]: ...
+
     def where(self, i: int) -> str:
         """Return file and line of a row, for error messages."""
+        return f"{self._path}, {self.unit} {i + 1}"
 
     def versions(self) -> list[tuple[str, int, int]]:
         """Return path, size and time of change in ns of each file."""
+        status = os.stat(self._path)
+        return [(self._path, status.st_size, status.st_mtime_ns)]
+
+    def _open(self) -> BinaryIO:
+        return open(self._path, "rb") if self._data is None else io.BytesIO(self._data)
 
 
 def open_rows(path: str) -> Rows:
@@ -63,15 +78,15 @@ def open_rows(path: str) -> Rows:
         return _open_file(path)
     state = os.path.join(path, "state.json")
     if os.path.isfile(state):
-        files = [os.path.join(path, os.path.basename(name)) for name in _files_in(state)]
+        names = _files_in(state)
     else:
-        found = glob.iglob(os.path.join(glob.escape(path), "*"))
-        files = sorted(f for f in found if _extension(f) in _READERS)
-    if not files:
-        splits = os.path.join(path, "dataset_dict.json")
-        hint = "the folder of one split" if os.path.isfile(splits) else "or the folder of one split"
-        raise DataError(f"{path} has no {', '.join(_READERS)} file; give a file, {hint}")
-    return join_files(files)
+        names = sorted(n for n in glob.glob("*", root_dir=path) if _extension(n) in _READERS)
+    if not names:
+        raise DataError(
+            f"{path} has no {', '.join(_READERS)} file; give a file, or the folder of one split"
+        )
+    parts = [_open_file(os.path.join(path, name)) for name in names]
+    return parts[0] if len(parts) == 1 else _JoinedRows(parts)
 
 
 def _files_in(state: str) -> list[str]:
@@ -79,18 +94,11 @@ def _files_in(state: str) -> list[str]:
     with open(state, "rb") as file:
         content = _parse_json(file.read(), state, "save the dataset again")
     try:
-        names: list[str] = [entry["filename"] for entry in content["_data_files"]]
+        return [os.path.basename(entry["filename"]) for entry in content["_data_files"]]
     except (KeyError, TypeError):
-        names = [""]
-    if not all(isinstance(name, str) and name for name in names):
-        raise DataError(f"{state} has no list _data_files of files: save the dataset again")
-    return names
-
-
-def join_files(files: Sequence[str]) -> Rows:
-    """Return the rows of several files, in order."""
-    parts = [_open_file(file) for file in files]
-    return parts[0] if len(parts) == 1 else _JoinedRows(parts)
+        raise DataError(
+            f"{state} has no list _data_files of files: save the dataset again"
+        ) from None
 
 
 def read_row(rows: Rows, i: int, of_row: Callable[[Mapping[str, Any]], T]) -> T:
@@ -142,15 +150,11 @@ def _extension(path: str) -> str:
 
 def _open_json(path: str) -> Rows:
     """Return the rows of a file of JSON: a list of objects, or one object per line."""
-    data = _decompress(path) if path.endswith(_COMPRESSED) else None
-    with open(path, "rb") as file:
-        head = file.read(_BLOCK) if data is None else data[:_BLOCK]
-    if head.startswith(_GZIP):
-        raise DataError(f"{path} is compressed by gzip; give it a name that ends in {_COMPRESSED}")
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{path} is UTF-16 text; save it as UTF-8")
-    is_list = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-    return _JsonList(path, data) if is_list else _JsonLines(path, data)
+    rows = _JsonLines(path, _decompress(path) if path.endswith(_COMPRESSED) else None)
+    with rows._open() as file:
+        head = file.read(_BLOCK)
+    is_list = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    return _JsonList(path, rows._data) if is_list else rows
 
 
 def _decompress(path: str) -> bytes:
@@ -165,110 +169,54 @@ def _decompress(path: str) -> bytes:
                         f"{path} has more than {len(found)} bytes when decompressed, which takes "
                         f"too much of the {free} bytes of free memory: decompress the file"
                     )
-            return bytes(found)
-    except DataError:  # no damage
-        raise
-    except MemoryError:
-        raise DataError(
-            f"{path} does not fit into memory when decompressed: decompress the file"
-        ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be decompressed: {error}; copy it again") from None
+    return bytes(found)
 
 
-class _File:
-    """A file that is complete."""
+class _JsonLines(Rows):
+    """Lines of a jsonl file; blank ones are skipped."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def versions(self) -> list[tuple[str, int, int]]:
-        """Return path, size and time of change."""
-        status = os.stat(self._path)
-        return [(self._path, status.st_size, status.st_mtime_ns)]
-
-
-class _JsonLines(_File):
-    """Lines of a jsonl file; blank ones are skipped.  ``data``: its bytes, if compressed."""
-
-    def __init__(self, path: str, data: bytes | None) -> None:
-        super().__init__(path)
-        self._data = data
+    unit = "line"
 
     @cached_property
     def _lines(self) -> np.ndarray:
-        """Number of each row's line, and where it begins and ends in the file [rows, 3]."""
-        found = []
-        size = number = last = 0
-        while block := self._bytes(size, size + _BLOCK):
-            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size + 1
-            size += len(block)
-            found.append(_find_long_lines(number, last, ends))
-            number += len(ends)
-            last = int(ends[-1]) if len(ends) else last
-        found.append(_find_long_lines(number, last, np.arange(size, size + (last < size))))
-        lines = np.concatenate(found)
-        short = np.flatnonzero(lines[:, 2] - lines[:, 1] < _SHORT)
-        if not len(short):
-            return lines
-        with self._opened() as file:
-            places = zip(short.tolist(), lines[short, 1:].tolist(), strict=True)
-            blank = [i for i, (start, end) in places if not _read(file, start, end).strip()]
-        return np.delete(lines, blank, axis=0)
+        """Number of each row's line, from 0, and where it begins and ends in the file [rows, 3]."""
+        found = array("q")
+        start = 0
+        with self._open() as file:
+            for number, line in enumerate(file):
+                end = start + len(line)
+                if not line.isspace():
+                    found.extend((number, start, end))
+                start = end
+        return np.array(found).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __getitem__(self, i: int) -> Mapping[str, Any]:
-        line = self._bytes(*self._lines[i, 1:].tolist())
-        return _check_row(
-            _parse_json(line, self.where(i), "write one object per line"), self.where(i)
-        )
+        _, start, end = self._lines[i].tolist()
+        with self._open() as file:
+            file.seek(start)
+            line = file.read(end - start)
+        return parse_object(line, self.where(i), "write one object per line")
 
     def where(self, i: int) -> str:
         """Return file and line."""
-        return f"{self._path}, line {self._lines[i, 0] + 1}"
-
-    def _bytes(self, start: int, end: int) -> bytes:
-        if self._data is not None:
-            return self._data[start:end]
-        with self._opened() as file:
-            return _read(file, start, end)
-
-    def _opened(self) -> BinaryIO:
-        return open(self._path, "rb") if self._data is None else io.BytesIO(self._data)
+        return super().where(self._lines[i, 0])
 
 
-def _read(file: BinaryIO, start: int, end: int) -> bytes:
-    file.seek(start)
-    return file.read(end - start)
+class _JsonList(Rows):
+    """Elements of a file that is one JSON list, in host memory."""
 
-
-def _find_long_lines(number: int, start: int, ends: np.ndarray) -> np.ndarray:
-    """Return number, start and end of each line with text: empty lines may be very many.
-
-    The first line has ``number`` and ``start``.
-    """
-    starts = np.concatenate([[start], ends[:-1]]) if len(ends) else ends
-    lines: np.ndarray = np.stack([number + np.arange(len(ends)), starts, ends], axis=1)
-    kept: np.ndarray = lines[ends - starts > 1]
-    return kept
-
-
-class _JsonList(_File):
-    """Elements of a file that is one JSON list, in host memory.  ``data``: see `_JsonLines`."""
-
-    def __init__(self, path: str, data: bytes | None) -> None:
-        super().__init__(path)
-        self._data = data
+    unit = "element"
 
     @cached_property
     def _rows(self) -> list[Any]:
-        data = self._data
+        with self._open() as file:
+            data = file.read()
         self._data = None
-        if data is None:
-            with open(self._path, "rb") as file:
-                data = file.read()
         fix = "write one list of objects, or one object per line"
         rows: list[Any] = _parse_json(data, self._path, fix)
         return rows
@@ -277,51 +225,38 @@ class _JsonList(_File):
         return len(self._rows)
 
     def __getitem__(self, i: int) -> Mapping[str, Any]:
-        return _check_row(self._rows[i], self.where(i))
+        return _check_object(self._rows[i], self.where(i))
 
-    def where(self, i: int) -> str:
-        """Return file and element."""
-        return f"{self._path}, element {i + 1}"
+
+def parse_object(data: bytes, where: str, fix: str) -> Mapping[str, Any]:
+    """Return the object of JSON text.  Raises DataError."""
+    return _check_object(_parse_json(data, where, fix), where)
 
 
 def _parse_json(data: bytes, where: str, fix: str) -> Any:
-    """Return the value of JSON text.  Raises DataError."""
     try:
         value = json.loads(data.decode("utf-8-sig"))
         if b"\\ud" in data.lower():  # half a pair of surrogates is not a character
             json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{data[error.start]:02x} at position {error.start + 1}"
-        raise DataError(f"{where}: it is no UTF-8 text: {byte}; save it as UTF-8") from None
-    except MemoryError:
-        raise DataError(f"{where}: it does not fit into memory; {fix}") from None
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise DataError(f"{where}: {half} is half a character; remove it") from None
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", error)  # without the line number of the parser: 1
-        raise DataError(f"{where}: it is no JSON: {reason}{_column(error)}; {fix}") from None
+    except UnicodeError as error:
+        raise DataError(
+            f"{where}: it is no UTF-8 text: {error}; save it as UTF-8 (compressed: name it .gz)"
+        ) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        reason = repr(error)
+        if isinstance(error, json.JSONDecodeError):  # whose text counts lines of this value
+            reason = f"{error.msg} at character {error.pos + 1}"
+        raise DataError(f"{where}: it is no JSON: {reason}; {fix}") from None
     return value
 
 
-def _column(error: Exception) -> str:
-    """Return the place in a text where JSON ends."""
-    if not isinstance(error, json.JSONDecodeError):
-        return ""
-    if "\n" not in error.doc.rstrip():
-        return f" at character {error.pos + 1}"
-    return f" at character {error.colno} of line {error.lineno}"
+def _check_object(value: object, where: str) -> Mapping[str, Any]:
+    if isinstance(value, dict):
+        return value
+    raise DataError(f"{where}: it is {value!r:.60}, not an object")
 
 
-def _check_row(row: object, where: str) -> Mapping[str, Any]:
-    """Return an object.  Raises DataError for other values."""
-    if isinstance(row, dict):
-        return row
-    name = "null" if row is None else _JSON_NAMES.get(type(row), "a number")
-    raise DataError(f"{where}: it is {name}, not an object")
-
-
-class _Table(_File):
+class _Table(Rows):
     """Rows of a parquet or Arrow file, whose columns stay in the memory map if they can."""
 
     @cached_property
@@ -343,20 +278,15 @@ class _Table(_File):
     def __getitem__(self, i: int) -> Mapping[str, Any]:
         try:
             row: Mapping[str, Any] = self._table.slice(i, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.where(i)}: a text is no UTF-8: {error}") from None
-        except (ArithmeticError, LookupError, ValueError) as error:  # a date in the year 10**9
+        except (ArithmeticError, LookupError, ValueError) as error:
+            # A text that is no UTF-8, or a date in the year 10**9.
             raise DataError(
                 f"{self.where(i)}: a value has no meaning: {error}; correct it"
             ) from None
         return {key: value for key, value in row.items() if value is not None}
 
-    def where(self, i: int) -> str:
-        """Return file and row."""
-        return f"{self._path}, row {i + 1}"
 
-
-class _JoinedRows:
+class _JoinedRows(Rows):
     """Rows of several files, in order."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
@@ -403,13 +333,7 @@ _BEFORE = {  # role -> roles that may precede it; None: the beginning
 }
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 IMAGE_TOKEN = "<image>"
-_ROLES_OF_TURNS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-}
+_ROLES_WITH_IMAGES = ("system", "user", "assistant")
 _LISTS = ("conversations", "texts", "messages")
 _CAPTIONS = ("caption", "text")
 
@@ -430,19 +354,20 @@ class Conversation:
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:
     """Return the conversation of a row, checked.  Raises DataError."""
-    for name in ("messages", "conversations"):
-        if row.get(name) is not None:
-            is_own = name == "messages"
-            messages = messages_of(row[name], name) if is_own else sharegpt_messages(row)
-            check_turns(messages)
-            return Conversation(messages, tools_of(row))
-    row = from_alpaca(row) or row
-    if row.get("prompt") is None or row.get("completion") is None:
-        raise DataError(
-            "a row needs messages, conversations, prompt and completion, or instruction and "
-            f"output; this one has {keys_of(row)}"
-        )
-    return answered_prompt(row, row["prompt"], "completion")
+    if row.get("messages") is not None:
+        messages = messages_of(row["messages"], "messages")
+    elif row.get("conversations") is not None:
+        messages = sharegpt_messages(row)
+    else:
+        row = from_alpaca(row) or row
+        if row.get("prompt") is None or row.get("completion") is None:
+            raise DataError(
+                "a row needs messages, conversations, prompt and completion, or instruction and "
+                f"output; this one has {keys_of(row)}"
+            )
+        return answered_prompt(row, row["prompt"], "completion")
+    check_turns(messages)
+    return Conversation(messages, tools_of(row))
 
 
 def from_alpaca(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -488,16 +413,25 @@ def answered_prompt(row: Mapping[str, Any], prompt: object, name: str) -> Conver
     return Conversation(messages, tools_of(row), first_trained=len(asked))
 
 
-def messages_of(found: object, name: str) -> tuple[Message, ...]:
+def messages_of(found: object, name: str, *, with_images: bool = False) -> tuple[Message, ...]:
     """Return the messages of field ``name`` of a row, without keys that have no value.
 
-    Those of ShareGPT get the keys role and content; texts in parts are joined.
+    Those of ShareGPT get the keys role and content; contents in parts are joined.  ``with_images``:
+    a content may have parts that are images, and a message may have a question and its answer.
     """
     if isinstance(found, np.ndarray):
         found = found.tolist()
     if not isinstance(found, list) or not found:
         raise DataError(f"{name} is {found!r:.60}; it must be a list of messages")
-    return tuple(_message(i, message) for i, message in enumerate(found))
+    if with_images:
+        found = [part for message in found for part in _question_and_answer(message)]
+    return tuple(_message(i, message, with_images) for i, message in enumerate(found))
+
+
+def _question_and_answer(message: object) -> Sequence[object]:
+    if isinstance(message, Mapping) and message.keys() >= {"user", "assistant"}:
+        return [{"role": role, "content": message[role]} for role in ("user", "assistant")]
+    return [message]
 
 
 def sharegpt_messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -509,52 +443,53 @@ def sharegpt_messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
     return (_message(0, {"role": "system", "content": text}), *messages)
 
 
-def _message(i: int, message: object) -> Message:
+def _message(i: int, message: object, with_images: bool = False) -> Message:
     """Return message ``i``, checked.  Raises DataError."""
     if isinstance(message, Mapping) and "role" not in message and "from" in message:
         role = message["from"]
         known = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
         rest = {key: value for key, value in message.items() if key not in ("from", "value")}
         message = {"role": known, "content": message.get("value"), **rest}
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise DataError(f"message {i} is {message!r:.100}; it needs a role of {', '.join(ROLES)}")
+    roles = _ROLES_WITH_IMAGES if with_images else ROLES
+    if not isinstance(message, Mapping) or message.get("role") not in roles:
+        raise DataError(f"message {i} is {message!r:.100}; it needs a role of {', '.join(roles)}")
     # Tables have every key in every row.
     filled = {key: value for key, value in message.items() if value is not None}
     content = filled.setdefault("content", None)
     if isinstance(content, list):
-        content = filled["content"] = _join_texts(i, content)
-    if content is None and not filled.get("tool_calls"):
+        filled["content"] = "".join(_text_of_part(i, part, with_images) for part in content)
+    if content is None and (with_images or not filled.get("tool_calls")):
         raise DataError(f"message {i} ({message['role']}) has no content")
     for key in ("content", "reasoning_content"):
         if filled.get(key) is not None and not isinstance(filled[key], str):
             raise DataError(f"the {key} of message {i} is {filled[key]!r:.60}; it must be a text")
-    _check_calls(i, filled.get("tool_calls"))
+    if calls := filled.get("tool_calls"):
+        _check_calls(i, calls)
     return filled
 
 
-def _join_texts(i: int, parts: Sequence[Any]) -> str:
-    """Return the text of a content of parts, {"type": "text", "text": ...}.  Raises DataError."""
-    for part in parts:
-        is_text = isinstance(part, Mapping) and part.get("type", "text") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise DataError(
-                f"a part of message {i} is {part!r:.60}; parts must be texts "
-                '({"type": "text", "text": ...}); pretrain_vlm.py trains on images'
-            )
-    return "".join(part["text"] for part in parts)
+def _text_of_part(i: int, part: Any, with_images: bool) -> str:
+    """Return the text of {"type": "text", "text": ...}, or the token of an image."""
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    if kind == "image" and with_images:
+        return IMAGE_TOKEN
+    if kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise DataError(
+        f"a part of message {i} is {part!r:.60}; parts must be texts "
+        '({"type": "text", "text": ...}); pretrain_vlm.py trains on images'
+    )
 
 
 def _check_calls(i: int, calls: Any) -> None:
     """Check the calls of functions of message ``i``.  Raises DataError."""
-    listed = calls if isinstance(calls, list) else [calls] if calls else []
-    for call in listed:
-        is_call = isinstance(call, Mapping) and listed is calls
-        function = call.get("function", call) if is_call else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(
-                f"a call in message {i} is {call!r:.60}; tool_calls must be a list of "
-                '{"function": {"name": ..., "arguments": ...}}'
-            )
+    listed = calls if isinstance(calls, list) else [None]
+    functions = [c.get("function", c) if isinstance(c, Mapping) else c for c in listed]
+    if not all(isinstance(f, Mapping) and isinstance(f.get("name"), str) for f in functions):
+        raise DataError(
+            f"the tool_calls of message {i} are {calls!r:.60}; they must be a list of "
+            '{"function": {"name": ..., "arguments": ...}}'
+        )
 
 
 def tools_of(row: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -588,17 +523,6 @@ def check_turns(messages: Sequence[Message]) -> None:
         raise DataError(f"the last message is of the {before}; an assistant's answer must follow")
 
 
-def parse_record(data: bytes) -> Mapping[str, Any]:
-    """Return the JSON object of a sample; raise DataError if it is none."""
-    try:
-        record = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"its .json is no JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise DataError(f"its .json is a {type(record).__name__}, not an object")
-    return record
-
-
 def turns_of(
     record: Mapping[str, Any], num_images: int, caption_prompt: str
 ) -> list[dict[str, str]]:
@@ -609,7 +533,8 @@ def turns_of(
     """
     for name in _LISTS:
         if name in record:
-            return _turns(name, record[name])
+            messages = messages_of(record[name], name, with_images=True)
+            return [{key: turn[key] for key in ("role", "content")} for turn in messages]
     for name in _CAPTIONS:
         if name in record:
             caption = record[name]
@@ -627,44 +552,3 @@ def caption_turns(caption: str, num_images: int, prompt: str) -> list[dict[str, 
         return [answer]
     asked = "\n".join([IMAGE_TOKEN] * num_images + [prompt] * bool(prompt))
     return [{"role": "user", "content": asked}, answer]
-
-
-def _turns(name: str, turns: Any) -> list[dict[str, str]]:
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"its {name} is {turns!r:.60}, not a list of turns")
-    found: list[dict[str, str]] = []
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise DataError(f"a turn of its {name} is {turn!r:.60}, not an object")
-        if set(turn) >= {"user", "assistant"}:  # question and answer in one
-            found += [_turn(role, turn[role]) for role in ("user", "assistant")]
-        elif "from" in turn:
-            found.append(_turn(turn["from"], turn.get("value")))
-        else:
-            found.append(_turn(turn.get("role"), turn.get("content")))
-    return found
-
-
-def _turn(role: Any, content: Any) -> dict[str, str]:
-    known = _ROLES_OF_TURNS.get(role) if isinstance(role, str) else None
-    if known is None:
-        raise DataError(f"a turn is by {role!r:.40}; known are {', '.join(_ROLES_OF_TURNS)}")
-    if isinstance(content, list):
-        content = _join_texts_and_images(content)
-    if not isinstance(content, str):
-        raise DataError(f"a turn of the {known} is {content!r:.60}, not a text")
-    return {"role": known, "content": content}
-
-
-def _join_texts_and_images(parts: Sequence[Any]) -> str:
-    """Return the text of a content of parts: {"type": "image"} and {"type": "text", ...}."""
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "image":
-            texts.append(IMAGE_TOKEN)
-        elif kind == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            raise DataError(f"a part of a turn is {part!r:.60}, neither text nor image")
-    return "".join(texts)

@@ -55,43 +55,30 @@ def get_ltor_masks_and_position_ids(
     documents from later tokens, ``eod_mask_loss`` sets the loss mask at the token itself to 0.
     """
     is_eod = data == eod_token
+    place = torch.arange(data.shape[-1], device=data.device)
     loss_mask = torch.ones(data.shape, device=data.device)
     if eod_mask_loss:
-        loss_mask = loss_mask.masked_fill(is_eod, 0.0)
-    attention_mask = causal_mask(data.shape[-1], data.device) if create_attention_mask else None
-    if attention_mask is not None:
+        loss_mask[is_eod] = 0.0
+    attention_mask = None
+    if create_attention_mask:
+        attention_mask = causal_mask(len(place), data.device)
         attention_mask = attention_mask.expand(*data.shape[:-1], *attention_mask.shape)
-    if attention_mask is not None and reset_attention_mask:
-        document = document_of_token(is_eod)
-        other_document = document.unsqueeze(-1) != document.unsqueeze(-2)
-        attention_mask = attention_mask | other_document.unsqueeze(-3)
+        if reset_attention_mask:
+            ended = is_eod.cumsum(-1) - is_eod.long()  # documents that ended before each token
+            other_document = ended.unsqueeze(-1) != ended.unsqueeze(-2)
+            attention_mask = attention_mask | other_document.unsqueeze(-3)
+    position_ids = place.expand(data.shape).contiguous()
     if reset_position_ids:
-        position_ids = _positions_in_document(is_eod)
-    else:
-        place = torch.arange(data.shape[-1], device=data.device)
-        position_ids = place.expand(data.shape).contiguous()
+        starts = torch.zeros_like(position_ids)
+        torch.mul(is_eod[..., :-1], place[1:], out=starts[..., 1:])
+        position_ids -= starts.cummax(dim=-1).values
     return attention_mask, loss_mask, position_ids
-
-
-def _positions_in_document(is_eod: Tensor) -> Tensor:
-    """Return i64 [..., s]: the distance of each token from the start of its document."""
-    place = torch.arange(is_eod.shape[-1], device=is_eod.device)
-    starts = torch.zeros(is_eod.shape, dtype=torch.int64, device=is_eod.device)
-    torch.mul(is_eod[..., :-1], place[1:], out=starts[..., 1:])
-    return place - starts.cummax(dim=-1).values
 
 
 def causal_mask(sequence_length: int, device: torch.device | None = None) -> Tensor:
     """Return bool [1, s, s], True above the diagonal, where attention is forbidden."""
     ones = torch.ones(1, sequence_length, sequence_length, dtype=torch.bool, device=device)
     return ones.triu(diagonal=1)
-
-
-def document_of_token(is_eod: Tensor) -> Tensor:
-    """Return i64 [..., s]: the number of documents that ended before each token."""
-    ended = torch.zeros_like(is_eod, dtype=torch.int64)
-    ended[..., 1:] = is_eod[..., :-1]
-    return ended.cumsum(dim=-1)
 
 
 logger = logging.getLogger(__name__)
@@ -101,7 +88,6 @@ logger = logging.getLogger(__name__)
 _SEPARATE_BELOW = 0.80
 _CHECKED_SAMPLES = 32
 _PIECE = 1 << 20
-_SAMPLES_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +198,6 @@ def load_or_build_indices(request: SampleRequest, path_prefix: str, description:
     """
     tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
 
-    def of(documents: np.ndarray, samples: np.ndarray, shuffle: np.ndarray) -> GPTIndices:
-        num_epochs = len(documents) // max(1, len(request.indices))
-        return GPTIndices(documents, samples, shuffle, num_epochs, tokens_per_epoch)
-
     def build() -> list[np.ndarray]:
         started_at_s = time.perf_counter()
         built = build_indices(request)
@@ -223,104 +205,40 @@ def load_or_build_indices(request: SampleRequest, path_prefix: str, description:
         logger.info("built the index of %s in %.2f s", request.source, elapsed_s)
         return [getattr(built, name) for name in _ARRAYS]
 
-    def fits(*arrays: np.ndarray, completely: bool) -> bool:
-        found = of(*arrays)
-        return _fits(found, request) and (not completely or _fits_completely(found, request))
+    def fits(documents: np.ndarray, samples: np.ndarray, shuffle: np.ndarray) -> bool:
+        """Compare lengths, and the tokens of a few samples: the cost does not grow with data."""
+        num_epochs = _num_epochs(request, tokens_per_epoch)
+        num_tokens = num_epochs * tokens_per_epoch - request.extra
+        num_full, rest = divmod(num_tokens, request.sequence_length)
+        is_cut = not request.drop_last_partial_sequence and rest > 0
+        return (
+            len(documents) == num_epochs * len(request.indices)
+            and len(shuffle) == num_full + is_cut
+            and all(
+                _spans_one_sample(documents, samples[n : n + 2].tolist(), request)
+                for n in np.linspace(0, num_full - 1, min(num_full, _CHECKED_SAMPLES), dtype=int)
+            )
+        )
 
-    return of(*cached_arrays(path_prefix, description, _ARRAYS, build, fits))
+    documents, samples, shuffle = cached_arrays(path_prefix, description, _ARRAYS, build, fits)
+    num_epochs = len(documents) // len(request.indices)
+    return GPTIndices(documents, samples, shuffle, num_epochs, tokens_per_epoch)
 
 
 _ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 
-def _fits(found: GPTIndices, request: SampleRequest) -> bool:
-    """Return whether cached arrays can come from this request: check shapes and a few samples.
-
-    This rejects the cache of a file with the same name but other contents.  The cost does not
-    grow with the data.
-    """
-    documents, samples = found.document_index, found.sample_index
-    has_shapes = (
-        documents.dtype == np.int32
-        and documents.ndim == 1
-        and len(documents) == found.num_epochs * len(request.indices)
-        and samples.dtype in (np.int32, np.int64)
-        and samples.ndim == 2
-        and samples.shape[1] == 2
-        and found.shuffle_index.dtype in (np.uint32, np.int64)
-        and found.shuffle_index.shape == (len(samples) - 1,)
-        and found.num_epochs == _num_epochs(request, found.tokens_per_epoch)
-    )
-    if not has_shapes or len(samples) < 2:
-        return False
-    num_tokens = found.num_epochs * found.tokens_per_epoch - request.extra
-    num_full = num_tokens // request.sequence_length
-    is_cut = not request.drop_last_partial_sequence and num_tokens % request.sequence_length > 0
-    if len(samples) - 1 != num_full + is_cut:
-        return False
-    checked = np.linspace(0, num_full - 1, min(num_full, _CHECKED_SAMPLES)).astype(np.int64)
-    return all(_spans_one_sample(found, request, int(n)) for n in checked)
-
-
-def _spans_one_sample(found: GPTIndices, request: SampleRequest, n: int) -> bool:
-    (first, first_offset), (last, last_offset) = found.sample_index[n : n + 2].tolist()
-    if not 0 <= first <= last < len(found.document_index):
-        return False
-    documents = found.document_index[first : last + 1]
-    low, high = int(request.indices[0]), int(request.indices[-1])
-    if documents.min() < low or documents.max() > high:
+def _spans_one_sample(
+    document_index: np.ndarray, bounds: list[list[int]], request: SampleRequest
+) -> bool:
+    (first, first_offset), (last, last_offset) = bounds
+    documents = document_index[first : last + 1]
+    if documents.min() < request.indices[0] or documents.max() > request.indices[-1]:
         return False
     lengths = request.sequence_lengths[documents]
     num_tokens = int(lengths[:-1].sum(dtype=np.int64)) - first_offset + last_offset
     ends_inside = last_offset + request.extra <= int(lengths[-1])
-    return bool(ends_inside and num_tokens == request.sequence_length)
-
-
-def _fits_completely(found: GPTIndices, request: SampleRequest) -> bool:
-    """Return whether a build can have made every entry; memory is 16 bytes per sequence."""
-    low, high = int(request.indices[0]), int(request.indices[-1])
-    counts = np.zeros(high - low + 1, np.int64)
-    num_at_once = max(_PIECE, len(counts))  # bincount returns len(counts) entries for each chunk
-    for at in range(0, len(found.document_index), num_at_once):
-        part = found.document_index[at : at + num_at_once]
-        if part.min() < low or part.max() > high:
-            return False
-        counts += np.bincount(part - low, minlength=len(counts))
-    if (counts[request.indices - low] != found.num_epochs).any():
-        return False
-    is_given_out = np.zeros(len(found.shuffle_index), bool)
-    for at in range(0, len(found.shuffle_index), _PIECE):
-        part = found.shuffle_index[at : at + _PIECE]
-        if part.min() < 0 or part.max() >= len(is_given_out):
-            return False
-        is_given_out[part] = True
-    return bool(is_given_out.all()) and _has_sample_boundaries(found, request)
-
-
-def _has_sample_boundaries(found: GPTIndices, request: SampleRequest) -> bool:
-    """Return whether samples start where ``helpers.build_sample_idx`` would start them."""
-    back = 1 - request.extra
-    usable = found.num_epochs * found.tokens_per_epoch - request.extra
-    first, tokens_before = 0, 0  # position of the previous boundary, tokens before it
-    if found.sample_index[0].any():
-        return False
-    for at in range(1, len(found.sample_index), _SAMPLES_AT_ONCE):
-        rows = found.sample_index[at : at + _SAMPLES_AT_ONCE].astype(np.int64)
-        positions, offsets = rows[:, 0], rows[:, 1]
-        is_rising = positions[0] >= first and (np.diff(positions) >= 0).all()
-        if not is_rising or positions[-1] >= len(found.document_index):
-            return False
-        documents = found.document_index[first : int(positions[-1]) + 1]
-        lengths = request.sequence_lengths[documents].astype(np.int64)
-        starts = (tokens_before + np.cumsum(lengths) - lengths)[positions - first]
-        boundaries = np.arange(at, at + len(rows)) * request.sequence_length
-        tokens = np.minimum(boundaries, usable) - back
-        ends = starts + lengths[positions - first]
-        is_right = (starts + offsets == tokens + back) & (starts <= tokens) & (tokens < ends)
-        if not is_right.all():
-            return False
-        first, tokens_before = int(positions[-1]), int(starts[-1])
-    return True
+    return ends_inside and num_tokens == request.sequence_length
 
 
 @dataclass(kw_only=True)
@@ -376,8 +294,7 @@ class GPTDataset(MegatronDataset):
         pad: Any = getattr(tokenizer, "pad", None)
         is_own = pad is not None and pad >= 0 and pad != getattr(tokenizer, "eod", None)
         self._pad: int | None = int(pad) if is_own else None  # its labels get no loss
-        self._constant_masks = self._eod is None  # the same for every sample: built once
-        self._masks: Sample = {}
+        self._masks: Sample = {}  # of every sample, if end-of-document tokens have no effect
         self._num_read = config.sequence_length + int(config.add_extra_token_to_sequence)
         indices = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = indices
@@ -396,54 +313,42 @@ class GPTDataset(MegatronDataset):
         tensor = torch.from_numpy(text)
         s = self.config.sequence_length
         tokens = tensor[:s]
+        num_labels = num_real - 1
         if self.config.add_extra_token_to_sequence:
-            labels, num_labels = tensor[1:], num_real - 1
+            labels = tensor[1:]
         else:
-            labels, num_labels = torch.roll(tensor, -1), num_real - 1
+            labels = torch.roll(tensor, -1)
             labels[-1] = 0
         masks = dict(self._masks_of(tokens))
         has_pad = self._pad is not None and bool((text[1:] == self._pad).any())
         if idx is None or num_labels < s or has_pad:
-            masks["loss_mask"] = self._without_padding(masks["loss_mask"], labels, num_labels)
-            if idx is None:
-                masks["loss_mask"].zero_()
+            loss_mask = masks["loss_mask"].clone()
+            loss_mask[0 if idx is None else num_labels :] = 0.0
+            if has_pad:
+                loss_mask[labels == self._pad] = 0.0
+            masks["loss_mask"] = loss_mask
         return {"tokens": tokens, "labels": labels, **masks}
 
-    def _without_padding(
-        self, loss_mask: torch.Tensor, labels: torch.Tensor, num_labels: int
-    ) -> torch.Tensor:
-        loss_mask = loss_mask.clone()
-        loss_mask[num_labels:] = 0.0
-        if self._pad is not None:
-            loss_mask[labels == self._pad] = 0.0
-        return loss_mask
-
     def _masks_of(self, tokens: torch.Tensor) -> Sample:
-        if self._constant_masks and self._masks:
+        if self._masks and self._eod is None:
             return self._masks
         config = self.config
-        s = config.sequence_length
-        if self._constant_masks:
-            self._masks = {"loss_mask": torch.ones(s), "position_ids": torch.arange(s)}
-            if config.create_attention_mask:
-                self._masks["attention_mask"] = causal_mask(s)
-            return self._masks
-        assert self._eod is not None
+        eod = -1 if self._eod is None else self._eod
         as_bounds = config.mask_as_bounds and bool(config.reset_attention_mask)
         attention_mask, loss_mask, position_ids = get_ltor_masks_and_position_ids(
             tokens,
-            self._eod,
+            eod,
             bool(config.reset_position_ids),
             bool(config.reset_attention_mask),
             bool(config.eod_mask_loss),
             config.create_attention_mask and not as_bounds,
         )
-        masks: Sample = {"loss_mask": loss_mask, "position_ids": position_ids}
+        self._masks = {"loss_mask": loss_mask, "position_ids": position_ids}
         if attention_mask is not None:
-            masks["attention_mask"] = attention_mask
+            self._masks["attention_mask"] = attention_mask
         if as_bounds:
-            masks["attention_mask"] = PackedBounds.of_documents(tokens == self._eod)
-        return masks
+            self._masks["attention_mask"] = PackedBounds.of_documents(tokens == eod)
+        return self._masks
 
     def _read_sample(self, idx: int) -> tuple[np.ndarray, int]:
         """Return token ids i64 [s (+ 1)], padded with 0, and the number of real tokens."""

@@ -21,7 +21,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.conversations import (
     IMAGE_TOKEN,
     caption_turns,
-    parse_record,
+    parse_object,
     turns_of,
 )
 from megatron.core.datasets.images import ImageProcessor, ImageSettings, size_of_image, tile_tags
@@ -90,7 +90,6 @@ class _LaidOut:
     tiles: np.ndarray
     positions: np.ndarray
     end: int
-    arrangements: Sequence[TileArrangement]
 
 
 class ImageTextDataset(ReplacedSamples):
@@ -192,13 +191,11 @@ class ImageTextDataset(ReplacedSamples):
         first = self.dataset.shards[0].path
         directory = config.path_to_cache
         prefix = f"{first}.{name}" if directory is None else os.path.join(directory, name)
-        count = len(self.dataset)
         (lengths,) = cached_arrays(
             prefix,
             description,
             ("lengths",),
-            lambda: [np.array([self._lengths_of(i) for i in range(count)], np.int64)],
-            lambda found, completely: found.shape == (count, 3) and found.dtype == np.int64,
+            lambda: [np.array([self._lengths_of(i) for i in range(len(self.dataset))], np.int64)],
         )
         return lengths
 
@@ -217,16 +214,6 @@ class ImageTextDataset(ReplacedSamples):
         kept = slice(laid.end)
         return laid.end, int(laid.positions[kept].sum()), int(laid.tiles[kept].sum())
 
-    def _tokens(self, content: TarSample) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and targets; raise DataError unless the text has a place for each image."""
-        ids, target = self._tokenized(content)
-        num_found = int((ids == self._image_id).sum())
-        if num_found != len(content.images):
-            raise DataError(
-                f"its text has {num_found} {IMAGE_TOKEN} for {len(content.images)} images"
-            )
-        return ids, target
-
     def _laid_out(
         self, ids: np.ndarray, target: np.ndarray, sizes: Sequence[tuple[int, int]]
     ) -> _LaidOut:
@@ -235,20 +222,25 @@ class ImageTextDataset(ReplacedSamples):
         Raises DataError if no token with a loss is left.
         """
         settings = self._processor.settings
-        arrangements = self._arrangements(sizes)
+        per_tile = self.config.embeddings_per_tile or 1
         counts = [settings.num_tiles(*size) for size in sizes]
         ids, target, tiles = self._with_tiles(ids, target, counts)
-        positions = np.where(tiles > 0, tiles * (self.config.embeddings_per_tile or 1), 1)
-        if arrangements:
+        positions = np.where(tiles > 0, tiles * per_tile, 1)
+        if settings.tiling == "anyres":
+            arrangements = (
+                TileArrangement.of_size(settings.image_size(*size), per_tile) for size in sizes
+            )
             positions[tiles > 0] = [len(each.order) for each in arrangements]
-        end = self._end(positions)
-        has_loss = target[1 : end + 1] != _NO_LOSS
-        if not has_loss.any():
+        end = min(len(positions), self.config.sequence_length)
+        if self.config.decoder_sequence_length is not None:  # an image is complete or left out
+            room = self.config.decoder_sequence_length
+            end = min(end, int(np.searchsorted(positions.cumsum(), room, side="right")))
+        if (target[1 : end + 1] == _NO_LOSS).all():
             raise DataError(
                 f"no token of an answer is within the first {end} (--dataloader-seq-length, or "
                 "the row of the language model)"
             )
-        return _LaidOut(ids, target, tiles, positions, end, arrangements)
+        return _LaidOut(ids, target, tiles, positions, end)
 
     def _sample(self, content: TarSample, number: int) -> Sample:
         """Return the tensors of a sample; raise DataError if it cannot be used."""
@@ -267,15 +259,8 @@ class ImageTextDataset(ReplacedSamples):
             sample["image_sizes"] = found.view(-1, num_fields)
         return sample
 
-    def _arrangements(self, sizes: Sequence[tuple[int, int]]) -> list[TileArrangement]:
-        """Return how the tiles of images of these (widths, heights) are arranged in rows, if so."""
-        settings = self._processor.settings
-        if settings.tiling != "anyres":
-            return []
-        count = self.config.embeddings_per_tile or 1
-        return [TileArrangement.of_size(settings.image_size(*size), count) for size in sizes]
-
-    def _tokenized(self, content: TarSample) -> tuple[np.ndarray, np.ndarray]:
+    def _tokens(self, content: TarSample) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and targets; raise DataError unless the text has a place for each image."""
         num_images = len(content.images)
         prompt = self.config.caption_prompt
         if prompts := self.config.caption_prompts:
@@ -283,14 +268,18 @@ class ImageTextDataset(ReplacedSamples):
             name = os.path.basename(content.name)
             prompt = prompts[zlib.crc32(name.encode()) % len(prompts)]
         if content.json is not None:
-            turns = turns_of(parse_record(content.json), num_images, prompt)
+            record = parse_object(content.json, "its .json", "write one object")
+            turns = turns_of(record, num_images, prompt)
         elif content.text is not None:
             caption = content.text.decode("utf-8", "replace").strip()
             turns = caption_turns(caption, num_images, prompt)
         else:
             raise DataError("it has no .json and no .txt file")
         ids, target = self.config.tokenizer.tokenize_conversation(turns, True, False)
-        return ids, np.where(ids == self._image_id, _NO_LOSS, target)
+        is_image = ids == self._image_id
+        if is_image.sum() != num_images:
+            raise DataError(f"its text has {is_image.sum()} {IMAGE_TOKEN} for {num_images} images")
+        return ids, np.where(is_image, _NO_LOSS, target)
 
     def _with_tiles(
         self, ids: np.ndarray, target: np.ndarray, num_tiles: Sequence[int]
@@ -317,39 +306,27 @@ class ImageTextDataset(ReplacedSamples):
         all_ids, all_targets, all_tiles = zip(*parts, strict=True)
         return np.concatenate(all_ids), np.concatenate(all_targets), np.concatenate(all_tiles)
 
-    def _end(self, positions: np.ndarray) -> int:
-        """Return the number of tokens that a row has room for; an image is complete or left out."""
-        config = self.config
-        end = min(len(positions), config.sequence_length)
-        if config.decoder_sequence_length is None:
-            return end
-        fitting = np.searchsorted(positions.cumsum(), config.decoder_sequence_length, side="right")
-        return min(end, int(fitting))
-
     def _tensors(self, laid: _LaidOut, pixels: Sequence[np.ndarray]) -> Sample:
         end = laid.end
         s = self.config.sequence_length
         pad = self.config.tokenizer.pad
         following = laid.target[1 : end + 1]
         has_loss = following != _NO_LOSS
-        tokens = np.full(s, pad, np.int64)
-        labels = np.full(s, pad, np.int64)
-        tokens[:end] = laid.ids[:end]
-        labels[: len(following)] = np.where(has_loss, following, pad)
-        loss_mask = np.zeros(s, np.float32)
-        num_tiles = np.full(s, -1, np.int64)
-        weighs = self.config.weighs_answers
-        loss_mask[: len(following)] = _weights_by_root(has_loss) if weighs else has_loss
-        num_tiles[:end] = laid.tiles[:end]
+        weights = _weights_by_root(has_loss) if self.config.weighs_answers else has_loss
+        tiles = laid.tiles[:end]
         shape = self._processor.settings.tile_shape
         all_pixels = np.concatenate([np.empty((0, *shape), np.float32), *pixels])
+
+        def row(values: np.ndarray, filler: int) -> torch.Tensor:
+            return torch.from_numpy(np.pad(values, (0, s - len(values)), constant_values=filler))
+
         return {
-            "tokens": torch.from_numpy(tokens),
-            "labels": torch.from_numpy(labels),
-            "loss_mask": torch.from_numpy(loss_mask),
+            "tokens": row(laid.ids[:end], pad),
+            "labels": row(np.where(has_loss, following, pad), pad),
+            "loss_mask": row(weights.astype(np.float32), 0),
             "position_ids": torch.arange(s),
-            "num_tiles": torch.from_numpy(num_tiles),
-            "images": torch.from_numpy(all_pixels[: int(laid.tiles[:end].sum())]),
+            "num_tiles": row(tiles, -1),
+            "images": torch.from_numpy(all_pixels[: int(tiles.sum())]),
         }
 
 

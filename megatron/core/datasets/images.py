@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -66,11 +67,9 @@ def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Any:
     damaged, truncated and unknown files, images of more than ``max_pixels`` pixels, and modes
     without a range of values, such as float.
     """
-    ops = pillow("PIL.ImageOps")
-    with _readable(name):
-        image = _opened(data, name, max_pixels)
+    with _opened(data, name, max_pixels) as image:
         image.load()
-        upright = ops.exif_transpose(image)
+        upright = pillow("PIL.ImageOps").exif_transpose(image)
     return to_rgb(upright, name)
 
 
@@ -79,48 +78,41 @@ def size_of_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple
 
     Raises DataError for files whose header cannot be read, and images of more than ``max_pixels``.
     """
-    with _readable(name):
-        image = _opened(data, name, max_pixels)
+    with _opened(data, name, max_pixels) as image:
         width, height = image.size
         is_turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
     return (height, width) if is_turned else (width, height)
 
 
 @contextmanager
-def _readable(name: str) -> Iterator[None]:
-    """Raise DataError for what Pillow raises of a damaged file, and show no warning."""
+def _opened(data: bytes, name: str, max_pixels: int) -> Iterator[Any]:
+    """Yield a PIL image whose header has been read; raise DataError for a damaged file."""
+    if data.startswith(b"\xff\xd8") and data.count(_SCAN) > _MOST_SCANS:
+        raise DataError(f"{name}: a JPEG of more than {_MOST_SCANS} scans: save it as baseline")
+    image_module = pillow()
     try:
         with warnings.catch_warnings():
             # Pillow warns of large images, which are refused, and of odd metadata.
             warnings.simplefilter("ignore")
-            yield
+            image = image_module.open(io.BytesIO(data), formats=FORMATS)
+            width, height = image.size
+            if width * height > max_pixels:
+                raise DataError(
+                    f"{name}: an image of {width} x {height} pixels, at most {max_pixels} pixels "
+                    "are decoded: reduce it"
+                )
+            yield image
     except DataError:  # a ValueError too
         raise
-    except _DAMAGED as error:
-        raise DataError(f"{name}: no image that can be decoded ({_short(error)})") from error
-
-
-def _opened(data: bytes, name: str, max_pixels: int) -> Any:
-    """Return a PIL image whose header has been read."""
-    image_module = pillow()
-    if data.startswith(b"\xff\xd8") and data.count(_SCAN) > _MOST_SCANS:
-        raise DataError(f"{name}: a JPEG of more than {_MOST_SCANS} scans: save it as baseline")
-    try:
-        image = image_module.open(io.BytesIO(data), formats=FORMATS)
-    except image_module.DecompressionBombError as error:
-        raise DataError(f"{name}: more than {max_pixels} pixels ({error}): reduce it") from error
-    width, height = image.size
-    if width * height > max_pixels:
+    except (image_module.DecompressionBombError, *_DAMAGED) as error:
+        reason = str(error).partition(" <_io")[0].partition("\n")[0]  # without addresses
         raise DataError(
-            f"{name}: an image of {width} x {height} pixels, at most {max_pixels} pixels are "
-            "decoded: reduce it"
-        )
-    return image
+            f"{name}: no image that can be decoded ({type(error).__name__}: {reason[:120]})"
+        ) from error
 
 
 def to_rgb(image: Any, name: str = "image") -> Any:
     """Convert a PIL image of any mode to RGB; see `decode_image`."""
-    image_module = pillow()
     mode = image.mode
     if mode == "RGB" and "transparency" not in image.info:
         return image
@@ -131,17 +123,11 @@ def to_rgb(image: Any, name: str = "image") -> Any:
         raise DataError(f"{name}: pixels of mode {mode} have no range: store 8 or 16 bits")
     try:
         if "A" in image.getbands() or image.info.get("transparency") is not None:
-            image = image.convert("RGBA")
-            white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
-            image = image_module.alpha_composite(white, image)
+            white = pillow().new("RGBA", image.size, "white")
+            image = pillow().alpha_composite(white, image.convert("RGBA"))
         return image.convert("RGB")
     except _DAMAGED as error:
         raise DataError(f"{name}: mode {mode} has no conversion to RGB ({error})") from error
-
-
-def _short(error: Exception) -> str:
-    text = str(error).partition(" <_io")[0].partition("\n")[0]  # without addresses
-    return f"{type(error).__name__}: {text[:120]}"
 
 
 # Grids of LLaVA-NeXT in pixels (height, width), for tiles of 336 x 336.
@@ -153,8 +139,8 @@ _MOST_MAGNIFICATION = 0.6  # share of an image's area beyond which a larger grid
 def grids(max_num_tiles: int) -> tuple[tuple[int, int], ...]:
     """Return all grids of 1 to ``max_num_tiles`` tiles, smallest first."""
     sides = range(1, max_num_tiles + 1)
-    fitting = [(x, y) for x in sides for y in sides if x * y <= max_num_tiles]
-    return tuple(sorted(fitting, key=lambda grid: grid[0] * grid[1]))
+    fitting = (grid for grid in product(sides, sides) if math.prod(grid) <= max_num_tiles)
+    return tuple(sorted(fitting, key=math.prod))
 
 
 def closest_grid(
@@ -215,11 +201,8 @@ def size_within(size: tuple[int, int], resolution: tuple[int, int]) -> tuple[int
     """Return (width, height) of an image scaled, with its aspect ratio, to fit ``resolution``."""
     width, height = size
     to_height, to_width = resolution
-    by_width = to_width / width
-    by_height = to_height / height
-    if by_width < by_height:
-        return to_width, min(math.ceil(height * by_width), to_height)
-    return min(math.ceil(width * by_height), to_width), to_height
+    scale = min(to_width / width, to_height / height)
+    return min(math.ceil(width * scale), to_width), min(math.ceil(height * scale), to_height)
 
 
 def tile_tags(num_tiles: int, ends_with_whole_image: bool) -> list[str]:
@@ -249,17 +232,13 @@ def size_in_blocks(size: tuple[int, int], block: int, max_blocks: int) -> tuple[
             f"an image of {width} x {height} pixels is too long and narrow: one side may be "
             f"{_MOST_ELONGATED} times as long as the other"
         )
-    columns = round(width / block)
-    rows = round(height / block)
-    area = width * height
+    columns, rows = (round(side / block) for side in size)
     if columns * rows > max_blocks:
-        scale = math.sqrt(area / (max_blocks * block**2))
-        columns = max(1, math.floor(width / scale / block))
-        rows = max(1, math.floor(height / scale / block))
+        scale = math.sqrt(width * height / (max_blocks * block**2))
+        columns, rows = (max(1, math.floor(side / scale / block)) for side in size)
     elif columns * rows < _LEAST_BLOCKS:
-        scale = math.sqrt(_LEAST_BLOCKS * block**2 / area)
-        columns = math.ceil(width * scale / block)
-        rows = math.ceil(height * scale / block)
+        scale = math.sqrt(_LEAST_BLOCKS * block**2 / (width * height))
+        columns, rows = (math.ceil(side * scale / block) for side in size)
     return columns, rows
 
 
@@ -342,12 +321,8 @@ class ImageSettings:
             )
         if self.fit == "crop" and self.tiling == "dynamic":
             raise ConfigError("dynamic tiling covers the complete image: stretch it, do not crop")
-        if self.tiling == "anyres":
-            self._check_resolutions()
-
-    def _check_resolutions(self) -> None:
         wrong = [r for r in self.resolutions if r[0] % self.img_h or r[1] % self.img_w]
-        if wrong or not self.resolutions:
+        if self.tiling == "anyres" and (wrong or not self.resolutions):
             raise ConfigError(
                 f"resolutions {wrong} are no multiples of tiles of {self.img_h} x {self.img_w} "
                 "pixels (--img-h, --img-w): give (height, width) in multiples"
@@ -407,12 +382,11 @@ class ImageProcessor:
     def __init__(self, settings: ImageSettings) -> None:
         self.settings = settings
 
-    def decode(self, data: bytes, name: str) -> np.ndarray:
-        """Decode an image file and process it; see `decode_image` for errors."""
-        return self.read(data, name)[0]
-
     def read(self, data: bytes, name: str) -> tuple[np.ndarray, tuple[int, int]]:
-        """Return the same, and width and height of the image in pixels."""
+        """Return pixel values of an image file, and width and height of the image in pixels.
+
+        See `decode_image` for errors.
+        """
         image = decode_image(data, name, self.settings.max_pixels)
         return self.process(image, name), image.size
 
@@ -424,21 +398,22 @@ class ImageProcessor:
         """
         rgb = to_rgb(image, name)
         settings = self.settings
-        if settings.tiling == "none":
-            return self._normalized([self._fitted(rgb, name)])
+        tile = settings.img_w, settings.img_h
         columns, rows = settings.grid(*rgb.size)
-        if settings.tiling == "patches":
+        canvas_size = columns * tile[0], rows * tile[1]
+        if settings.tiling == "none":
+            is_cropped = settings.fit == "crop"
+            tiles = [self._cropped(rgb, name) if is_cropped else self._resized(rgb, tile)]
+        elif settings.tiling == "patches":
             block = MERGE * settings.patch_dim
             scaled = self._resized(rgb, (columns * block, rows * block))
             return patches_of(self._normalized([scaled])[0], settings.patch_dim)
-        if settings.tiling == "anyres":
-            canvas = self._padded(rgb, (columns * settings.img_w, rows * settings.img_h))
-            whole = self._resized(rgb, (settings.img_w, settings.img_h))
-            return self._normalized([whole, *self._tiles(canvas)])
-        canvas = self._resized(rgb, (columns * settings.img_w, rows * settings.img_h))
-        tiles = self._tiles(canvas)
-        if settings.use_thumbnail and len(tiles) > 1:
-            tiles.append(self._resized(rgb, (settings.img_w, settings.img_h)))
+        elif settings.tiling == "anyres":
+            tiles = [self._resized(rgb, tile), *self._tiles(self._padded(rgb, canvas_size))]
+        else:
+            tiles = self._tiles(self._resized(rgb, canvas_size))
+            if settings.use_thumbnail and len(tiles) > 1:
+                tiles.append(self._resized(rgb, tile))
         return self._normalized(tiles)
 
     def _resized(self, rgb: Any, size: tuple[int, int]) -> np.ndarray:
@@ -446,23 +421,18 @@ class ImageProcessor:
         resample = getattr(pillow().Resampling, self._statistics.resample.upper())
         return np.asarray(rgb.resize(size, resample=resample))
 
-    def _fitted(self, rgb: Any, name: str) -> np.ndarray:
-        settings = self.settings
-        if settings.fit == "stretch":
-            return self._resized(rgb, (settings.img_w, settings.img_h))
+    def _cropped(self, rgb: Any, name: str) -> np.ndarray:
+        """Return the middle of the image whose shorter side was scaled to that of a tile."""
         width, height = rgb.size
-        side = settings.img_w
-        short = min(rgb.size)
-        long = max(rgb.size)
-        scaled = int(side * long / short)
-        if scaled * side > settings.max_pixels:
+        side = self.settings.img_w
+        scaled = int(side * max(rgb.size) / min(rgb.size))
+        if scaled * side > self.settings.max_pixels:
             raise DataError(
                 f"{name}: an image of {width} x {height} pixels becomes {side} x {scaled} before "
-                f"it is cropped, at most {settings.max_pixels} pixels are made: reduce it"
+                f"it is cropped, at most {self.settings.max_pixels} pixels are made: reduce it"
             )
         size = (side, scaled) if width <= height else (scaled, side)
-        left = (size[0] - side) // 2
-        top = (size[1] - side) // 2
+        left, top = ((length - side) // 2 for length in size)
         return self._resized(rgb, size)[top : top + side, left : left + side]
 
     def _padded(self, rgb: Any, canvas_size: tuple[int, int]) -> np.ndarray:
@@ -478,11 +448,8 @@ class ImageProcessor:
     def _tiles(self, canvas: np.ndarray) -> list[np.ndarray]:
         h = self.settings.img_h
         w = self.settings.img_w
-        return [
-            canvas[y : y + h, x : x + w]
-            for y in range(0, canvas.shape[0], h)
-            for x in range(0, canvas.shape[1], w)
-        ]
+        corners = product(range(0, canvas.shape[0], h), range(0, canvas.shape[1], w))
+        return [canvas[y : y + h, x : x + w] for y, x in corners]
 
     def _normalized(self, tiles: Sequence[np.ndarray]) -> np.ndarray:
         """Return f32 [t, 3, H, W] for tiles u8 [H, W, 3], by one table look-up per value."""

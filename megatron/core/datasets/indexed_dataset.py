@@ -30,7 +30,7 @@ from megatron.core.datasets.indexed_format import (
     SequenceIndex,
     VerifyingReader,
     get_crc_path,
-    read_verified,
+    read_blocks,
     unreadable,
 )
 from megatron.core.datasets.indexed_format import DType as DType
@@ -38,12 +38,10 @@ from megatron.core.datasets.indexed_format import get_bin_path as get_bin_path
 from megatron.core.datasets.indexed_format import get_idx_path as get_idx_path
 from megatron.core.datasets.object_storage_utils import (
     ObjectStorageConfig,
-    RangeReader,
     cached_index_path,
     is_object_storage_path,
+    open_object,
 )
-
-_SETTINGS = ("path_prefix", "multimodal", "mmap", "object_storage_config", "verify_data")
 
 
 class _FileReader:
@@ -57,18 +55,19 @@ class _FileReader:
     def __init__(self, bin_path: str, keeps_open: bool) -> None:
         self._bin_path = bin_path
         self._descriptor: int | None = None
-        if keeps_open:
-            self._descriptor = os.open(bin_path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._descriptor)
+        try:
+            self.num_bytes = os.path.getsize(bin_path)
+            if keeps_open:
+                self._descriptor = os.open(bin_path, os.O_RDONLY)
+                weakref.finalize(self, os.close, self._descriptor)
+        except (OSError, ValueError) as error:
+            raise unreadable(bin_path, error) from error
 
     def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
         if self._descriptor is not None:  # preadv moves no offset: forks may share it
             return self._read(self._descriptor, dtype, count, offset)
-        descriptor = os.open(self._bin_path, os.O_RDONLY)
-        try:
-            return self._read(descriptor, dtype, count, offset)
-        finally:
-            os.close(descriptor)
+        with open(self._bin_path, "rb", buffering=0) as file:
+            return self._read(file.fileno(), dtype, count, offset)
 
     def _read(self, descriptor: int, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
         sequence = np.empty(count, dtype)
@@ -107,52 +106,40 @@ class IndexedDataset:
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.verify_data = verify_data
-        self._open()
-        self.index.check_arrays(get_bin_path(path_prefix), self._bin_bytes)
-        if self._checksums is not None:
-            self._checksums.check_sizes(path_prefix, self._bin_bytes, self.index.num_bytes)
-            self._checksums.check_index(path_prefix, self.index.data())
-
-    def _open(self) -> None:
-        path_prefix = self.path_prefix
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
         self.bin_reader: BinReader
-        self._checksums: Checksums | None = None
+        checksums = None
+        cure = f"write them with python tools/verify_data.py --write {path_prefix}"
         if is_object_storage_path(path_prefix):
-            if self.object_storage_config is None:
+            if object_storage_config is None:
                 raise DataError(
                     f"{path_prefix} lies in object storage: give --object-storage-cache-path, "
                     "a local directory for the .idx files"
                 )
-            idx_path = cached_index_path(idx_path, self.object_storage_config)
-            ranges = RangeReader.open(bin_path, self.object_storage_config.bin_chunk_nbytes)
-            self.bin_reader, self._bin_bytes = ranges, ranges.num_bytes
+            idx_path = cached_index_path(idx_path, object_storage_config)
+            self.bin_reader = open_object(bin_path, object_storage_config.bin_chunk_nbytes)
+            cure = "those of data in object storage are not read"
         else:
-            self.bin_reader = self._open_local(bin_path)
-        self.index = SequenceIndex(idx_path, self.multimodal)
-        if self.verify_data and self._checksums is not None:
-            self.bin_reader = VerifyingReader(self.bin_reader, path_prefix, self._checksums)
-        elif self.verify_data:
-            cure = f"write them with python tools/verify_data.py --write {path_prefix}"
-            if is_object_storage_path(path_prefix):
-                cure = "those of data in object storage are not read"
+            self.bin_reader = _FileReader(bin_path, keeps_open=mmap)
+            checksums = Checksums.read(path_prefix)
+        self.index = SequenceIndex(idx_path, multimodal)
+        self.index.check_arrays(bin_path, self.bin_reader.num_bytes)
+        if checksums is not None:
+            checksums.check(path_prefix, self.bin_reader.num_bytes, self.index.data())
+            if verify_data:
+                self.bin_reader = VerifyingReader(self.bin_reader, path_prefix, checksums)
+        elif verify_data:
             warn_once(f"--verify-data: {path_prefix} has no checksums: {cure}", logging.INFO)
 
-    def _open_local(self, bin_path: str) -> _FileReader:
-        try:
-            self._bin_bytes = os.path.getsize(bin_path)
-            reader = _FileReader(bin_path, keeps_open=self.mmap)
-        except (OSError, ValueError) as error:
-            raise unreadable(bin_path, error) from error
-        self._checksums = Checksums.read(self.path_prefix)
-        return reader
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in _SETTINGS}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        self._open()  # the pickling process has checked the files
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[object, ...]]:
+        storage = self.object_storage_config
+        return type(self), (
+            self.path_prefix,
+            self.multimodal,
+            self.mmap,
+            storage,
+            self.verify_data,
+        )
 
     def __len__(self) -> int:
         return len(self.index)
@@ -293,13 +280,17 @@ class IndexedDatasetBuilder:
                 f"{self.dtype.name}: merge files of one token type"
             )
         bin_path = get_bin_path(path_prefix)
-        first, num_bytes = len(self._lengths), file_size(bin_path)
+        first, num_bytes = len(self._lengths), _FileReader(bin_path, keeps_open=False).num_bytes
         other.check_arrays(bin_path, num_bytes)
-        _check_contiguous(other, bin_path, num_bytes)
+        used = int(other.sequence_lengths.sum(dtype=np.int64)) * other.dtype_size
+        if used != num_bytes:
+            raise DataError(
+                f"{bin_path} has {num_bytes} bytes, its index names {used}: it cannot be merged "
+                "completely; preprocess it again"
+            )
         checksums = Checksums.read(path_prefix)
         if checksums is not None:
-            checksums.check_sizes(path_prefix, num_bytes, other.num_bytes)
-            checksums.check_index(path_prefix, other.data())
+            checksums.check(path_prefix, num_bytes, other.data())
         for part in _chunks(other.sequence_lengths):
             self._lengths.append(part)
         for part in _chunks(other.document_indices[1:]):
@@ -307,7 +298,9 @@ class IndexedDatasetBuilder:
         if other.sequence_modes is not None:
             for part in _chunks(other.sequence_modes):
                 self._modes.append(part)
-        for piece in read_verified(path_prefix, checksums):
+        for first_block, piece in read_blocks(bin_path):
+            if checksums is not None:
+                checksums.check_blocks(path_prefix, first_block, piece)
             self._bin.write(piece)
 
     def finalize(self, idx_path: str) -> None:
@@ -331,7 +324,9 @@ class IndexedDatasetBuilder:
         if (get_bin_path(prefix), get_idx_path(prefix)) == (self._bin_path, idx_path):
             Checksums.of(self._bin_crcs, idx_crcs).write(prefix)
         os.replace(idx_path + ".tmp", idx_path)
-        _sync_directory(os.path.dirname(os.path.abspath(idx_path)))
+        descriptor = os.open(os.path.dirname(os.path.abspath(idx_path)), os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
     def _write_index(self, file: BinaryIO) -> None:
         code = DType.code_from_dtype(self.dtype)
@@ -400,33 +395,7 @@ def _chunks(array: np.ndarray) -> Iterable[np.ndarray]:
     return (array[start : start + CHUNK] for start in range(0, len(array), CHUNK))
 
 
-def _check_contiguous(index: SequenceIndex, bin_path: str, bin_bytes: int) -> None:
-    """Raise DataError if .bin has gaps: ``add_index`` copies the complete file."""
-    used = int(index.sequence_lengths.sum(dtype=np.int64)) * index.dtype_size
-    if used != bin_bytes:
-        raise DataError(
-            f"{bin_path} has {bin_bytes} bytes, its index names {used}: it cannot be merged "
-            "completely; preprocess it again"
-        )
-
-
-def file_size(path: str) -> int:
-    """Return the size of a file; raise DataError if it does not exist."""
-    try:
-        return os.path.getsize(path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
-
-
 def _sync_and_close(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()
-
-
-def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -220,7 +221,9 @@ _READ_BYTES = 16 * BLOCK_BYTES
 
 
 class BinReader(Protocol):
-    """Reader of ``count`` values at byte ``offset`` of a .bin file."""
+    """Reader of ``count`` values at byte ``offset`` of a .bin file of ``num_bytes``."""
+
+    num_bytes: int
 
     def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray: ...
 
@@ -231,11 +234,12 @@ def get_crc_path(path_prefix: str) -> str:
 
 
 class BlockCrcs:
-    """Running CRC-32 of each block of a byte stream."""
+    """Running CRC-32 of each block of a byte stream, which begins with ``data``."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: Bytes = b"") -> None:
         self.num_bytes = 0
         self._crcs = array("Q")
+        self.add(data)
 
     def add(self, data: Bytes) -> None:
         """Append ``data`` to the stream."""
@@ -292,7 +296,11 @@ class Checksums:
     @classmethod
     def of_files(cls, path_prefix: str) -> Checksums:
         """Compute the checksums of an existing .bin/.idx pair; reads both files completely."""
-        return cls.of(*(_crcs_of(path(path_prefix)) for path in (get_bin_path, get_idx_path)))
+        crcs = BlockCrcs(), BlockCrcs()
+        for path, found in zip((get_bin_path, get_idx_path), crcs, strict=True):
+            for _, piece in read_blocks(path(path_prefix)):
+                found.add(piece)
+        return cls.of(*crcs)
 
     def write(self, path_prefix: str) -> None:
         """Write ``prefix.crc`` completely or not at all."""
@@ -311,54 +319,59 @@ class Checksums:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise DataError(f"{path}: {error}; {_write_again(path_prefix)}") from error
+            raise unreadable(path, error) from error
         magic, crc = _START.unpack_from(data.ljust(_START.size))
         content = data[_START.size :]
         if magic != _MAGIC or zlib.crc32(content) != crc or len(content) < _HEADER.size:
-            raise DataError(f"{path} is damaged or of another kind: {_write_again(path_prefix)}")
+            raise _mismatch(path_prefix, f"{path}: its own checksum")
         block_bytes, bin_bytes, idx_bytes, idx_checksum = _HEADER.unpack_from(content)
         blocks = np.frombuffer(content[_HEADER.size :], "<u4")
         if block_bytes != BLOCK_BYTES or len(blocks) != -(-bin_bytes // BLOCK_BYTES):
-            raise DataError(
-                f"{path} has {len(blocks)} blocks of {block_bytes} bytes for {bin_bytes} bytes, "
-                f"not of {BLOCK_BYTES}: {_write_again(path_prefix)}"
+            raise _mismatch(
+                path_prefix, f"{path}: the number of its blocks, {len(blocks)} of {block_bytes},"
             )
         return cls(bin_bytes, idx_bytes, idx_checksum, blocks)
 
-    def check_sizes(self, path_prefix: str, bin_bytes: int, idx_bytes: int) -> None:
-        """Raise DataError if the sizes do not match: the checksums belong to other data."""
-        if (bin_bytes, idx_bytes) != (self.bin_bytes, self.idx_bytes):
-            raise DataError(
-                f"{get_crc_path(path_prefix)} was written for a .bin of {self.bin_bytes} bytes and "
-                f"an .idx of {self.idx_bytes} bytes, but they have {bin_bytes} and {idx_bytes}: if "
-                f"another program wrote the data, {_write_again(path_prefix)}; otherwise copy the "
-                "three files again"
-            )
-
-    def check_index(self, path_prefix: str, idx: Bytes) -> None:
-        """Raise DataError if the checksum of ``idx`` (the bytes of .idx) does not match."""
-        crcs = BlockCrcs()
-        crcs.add(idx)
-        if crcs.checksum() != self.idx_checksum:
-            raise damaged(path_prefix, get_idx_path(path_prefix))
+    def check(self, path_prefix: str, bin_bytes: int, idx: Bytes) -> None:
+        """Raise DataError unless the size of .bin and the content ``idx`` of .idx match."""
+        sizes, known = (bin_bytes, len(idx)), (self.bin_bytes, self.idx_bytes)
+        if sizes != known:
+            raise _mismatch(path_prefix, f"the size of .bin and .idx, {sizes}, not {known},")
+        if BlockCrcs(idx).checksum() != self.idx_checksum:
+            raise _mismatch(path_prefix, f"{get_idx_path(path_prefix)}: the checksum")
 
     def wrong_blocks(self, first_block: int, data: Bytes) -> list[int]:
         """Return the numbers of the blocks in ``data`` whose CRC does not match.
 
         ``data`` starts at block ``first_block``.
         """
-        crcs = BlockCrcs()
-        crcs.add(data)
-        found = crcs.blocks()
+        found = BlockCrcs(data).blocks()
         known = self.blocks[first_block : first_block + len(found)]
-        found = found[: len(known)]  # check_sizes finds files that are too long
+        found = found[: len(known)]  # `check` finds files that are too long
         return (first_block + np.flatnonzero(known != found)).tolist()
+
+    def check_blocks(self, path_prefix: str, first_block: int, data: Bytes) -> None:
+        """Raise DataError if the CRC of a block in ``data`` does not match."""
+        if wrong := self.wrong_blocks(first_block, data):
+            start = wrong[0] * BLOCK_BYTES
+            end = min(start + BLOCK_BYTES, self.bin_bytes)
+            path = get_bin_path(path_prefix)
+            raise _mismatch(path_prefix, f"{path}, bytes {start} to {end}: the checksum")
+
+
+def _mismatch(path_prefix: str, what: str) -> DataError:
+    return DataError(
+        f"{what} does not match {get_crc_path(path_prefix)}: the data is damaged (copy it again or "
+        "preprocess again) or another program has written it since (write the checksums again: "
+        f"python tools/verify_data.py --write {path_prefix})"
+    )
 
 
 class VerifyingReader:
     """Reader that verifies each block of .bin before its first read in this process."""
 
     def __init__(self, reader: BinReader, path_prefix: str, checksums: Checksums) -> None:
+        self.num_bytes = reader.num_bytes
         self._reader = reader
         self._path_prefix = path_prefix
         self._checksums = checksums
@@ -373,61 +386,16 @@ class VerifyingReader:
 
     def _verify(self, block: int) -> None:
         start = block * BLOCK_BYTES
-        end = min(start + BLOCK_BYTES, self._checksums.bin_bytes)
-        data = self._reader.read(np.dtype(np.uint8), end - start, start)
-        if self._checksums.wrong_blocks(block, data.data):
-            path = get_bin_path(self._path_prefix)
-            raise damaged(self._path_prefix, f"{path}, bytes {start} to {end}")
+        size = min(BLOCK_BYTES, self.num_bytes - start)
+        data = self._reader.read(np.dtype(np.uint8), size, start)
+        self._checksums.check_blocks(self._path_prefix, block, data.data)
         self._is_verified[block] = True
 
 
 def read_blocks(path: str) -> Iterator[tuple[int, bytes]]:
     """Yield a file in pieces, each with the number of its first block."""
-    with open(path, "rb", buffering=0) as file:
-        block = 0
-        while piece := _read_fully(file, _READ_BYTES):
-            yield block, piece
-            block += _READ_BYTES // BLOCK_BYTES
-
-
-def read_verified(path_prefix: str, checksums: Checksums | None) -> Iterator[bytes]:
-    """Yield the bytes of .bin in pieces; raise DataError at a block with a wrong checksum."""
-    path = get_bin_path(path_prefix)
-    for first_block, piece in read_blocks(path):
-        if checksums is not None and (wrong := checksums.wrong_blocks(first_block, piece)):
-            start = wrong[0] * BLOCK_BYTES
-            end = min(start + BLOCK_BYTES, checksums.bin_bytes)
-            raise damaged(path_prefix, f"{path}, bytes {start} to {end}")
-        yield piece
-
-
-def damaged(path_prefix: str, where: str) -> DataError:
-    """Return the error for a wrong checksum; ``where`` names the file and the bytes."""
-    crc_path = get_crc_path(path_prefix)
-    message = f"{where}: the checksum in {crc_path} does not match"
-    files = (get_bin_path(path_prefix), get_idx_path(path_prefix))
-    if any(os.path.getmtime(path) > os.path.getmtime(crc_path) for path in files):
-        return DataError(
-            f"{message}: the data is damaged, or was changed after its checksums were written; if "
-            f"another program wrote it, {_write_again(path_prefix)}; otherwise copy it again or "
-            "preprocess again"
-        )
-    return DataError(f"{message}: the data is damaged; copy it again or preprocess again")
-
-
-def _write_again(path_prefix: str) -> str:
-    return f"write the checksums again (python tools/verify_data.py --write {path_prefix})"
-
-
-def _crcs_of(path: str) -> BlockCrcs:
-    crcs = BlockCrcs()
-    for _, piece in read_blocks(path):
-        crcs.add(piece)
-    return crcs
-
-
-def _read_fully(file: io.RawIOBase, num_bytes: int) -> bytes:
-    data = file.read(num_bytes) or b""
-    while len(data) < num_bytes and (piece := file.read(num_bytes - len(data))):
-        data += piece
-    return data
+    with open(path, "rb") as file:
+        for first_block in count(step=_READ_BYTES // BLOCK_BYTES):
+            if not (piece := file.read(_READ_BYTES)):
+                return
+            yield first_block, piece

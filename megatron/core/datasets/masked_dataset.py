@@ -333,20 +333,9 @@ class MaskedWordPieceDataset(MegatronDataset):
         )
         return found
 
-    def _fits(self, found: np.ndarray, completely: bool) -> bool:
-        """Return whether a cached index has the right shape and stays within the split.
-
-        ``completely`` also checks that each sample has sentences and a valid target length.
-        """
-        has_shape = found.ndim == 2 and found.shape[1] == 3 and len(found) > 0
-        if not has_shape or found.dtype not in (np.uint32, np.uint64):
-            return False
+    def _fits(self, found: np.ndarray) -> bool:
+        """Return whether the sentences of a cached index are within the split."""
         low, high = self.dataset.document_indices[[self.indices[0], self.indices[-1] + 1]]
-        if completely:
-            has_sentences = (found[:, 0] < found[:, 1]).all()
-            targets = found[:, 2]
-            if not has_sentences or targets.min() < 2 or targets.max() > self._longest_text:
-                return False
         return bool(low <= found[:, 0].min() and found[:, 1].max() <= high)
 
     def _log_unused_documents(

@@ -51,12 +51,11 @@ def cached_index_path(idx_path: str, config: ObjectStorageConfig) -> str:
     with a size different from the remote file is downloaded again.
     """
     local_path = get_index_cache_path(idx_path, config)
-    remote = _open_object(idx_path)
-    num_bytes = remote.size()
+    remote = open_object(idx_path, 0)
 
     def load() -> str | None:
-        whole = os.path.exists(local_path) and os.path.getsize(local_path) == num_bytes
-        return local_path if whole else None
+        is_complete = os.path.exists(local_path) and os.path.getsize(local_path) == remote.num_bytes
+        return local_path if is_complete else None
 
     def build() -> str:
         temporary_path = temporary_name(local_path)
@@ -67,47 +66,83 @@ def cached_index_path(idx_path: str, config: ObjectStorageConfig) -> str:
     return build_once(local_path, load, build, "--object-storage-cache-path")
 
 
-class _Object(ABC):
-    """A remote file.  Connections are per process."""
+class RangeReader(ABC):
+    """Reader of values in a remote file.  Connections are per process: forks must not share one.
 
-    def __init__(self, url: str) -> None:
+    It caches the last chunk fetched, as the next read is often near.  ``chunk_bytes`` 0 fetches
+    exactly the bytes requested.
+    """
+
+    def __init__(self, url: str, chunk_bytes: int) -> None:
         self.url = url
+        self._chunk_bytes = chunk_bytes
+        self._chunk, self._chunk_start = b"", 0
         self._client_pid = -1
         self._client: Client = None
+        self.num_bytes = self._size()
 
     def client(self) -> Client:
-        """Return the connection of this process: forked processes must not share one."""
+        """Return the connection of this process."""
         if self._client_pid != os.getpid():
-            self._client, self._client_pid = self.connect(), os.getpid()
+            self._client, self._client_pid = self._connect(), os.getpid()
         return self._client
 
-    @abstractmethod
-    def connect(self) -> Client: ...
+    def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
+        """Return ``count`` values at byte ``offset``."""
+        num_bytes = count * dtype.itemsize
+        if not self._chunk_bytes or not num_bytes:
+            return np.frombuffer(self._complete(offset, num_bytes), dtype)
+        start = offset - self._chunk_start
+        if start < 0 or start + num_bytes > len(self._chunk):
+            self._chunk_start = offset // self._chunk_bytes * self._chunk_bytes
+            start = offset - self._chunk_start
+            wanted = max(self._chunk_bytes, start + num_bytes)
+            end = min(self._chunk_start + wanted, self.num_bytes)
+            self._chunk = self._complete(self._chunk_start, end - self._chunk_start)
+        return np.frombuffer(self._chunk[start : start + num_bytes], dtype)
+
+    def _complete(self, offset: int, num_bytes: int) -> bytes:
+        data = self._fetch(offset, num_bytes) if num_bytes else b""
+        if len(data) != num_bytes:
+            raise DataError(
+                f"{self.url}: asked for {num_bytes} bytes at {offset}, got {len(data)}: "
+                "the object changed while it was read, or it is cut short"
+            )
+        return data
 
     @abstractmethod
-    def size(self) -> int: ...
+    def _connect(self) -> Client: ...
 
     @abstractmethod
-    def read(self, offset: int, num_bytes: int) -> bytes: ...
+    def _size(self) -> int: ...
 
     @abstractmethod
-    def download(self, local_path: str) -> None: ...
+    def _fetch(self, offset: int, num_bytes: int) -> bytes: ...
+
+    @abstractmethod
+    def download(self, local_path: str) -> None:
+        """Copy the complete file."""
 
 
-class _S3Object(_Object):
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+def open_object(url: str, chunk_bytes: int) -> RangeReader:
+    """Open a remote file, in chunks for S3; the Multi-Storage Client has its own cache."""
+    return _S3Reader(url, chunk_bytes) if url.startswith(_S3) else _MSCReader(url, 0)
+
+
+class _S3Reader(RangeReader):
+    def __init__(self, url: str, chunk_bytes: int) -> None:
         self.bucket, _, self.key = url[len(_S3) :].partition("/")
         if not self.bucket or not self.key:
             raise DataError(f"{url} names no object: write s3://bucket/path/prefix")
+        super().__init__(url, chunk_bytes)
 
-    def connect(self) -> Client:
+    def _connect(self) -> Client:
         return require("boto3", self.url).client("s3")
 
-    def size(self) -> int:
+    def _size(self) -> int:
         return int(self.client().head_object(Bucket=self.bucket, Key=self.key)["ContentLength"])
 
-    def read(self, offset: int, num_bytes: int) -> bytes:
+    def _fetch(self, offset: int, num_bytes: int) -> bytes:
         wanted = f"bytes={offset}-{offset + num_bytes - 1}"
         answer = self.client().get_object(Bucket=self.bucket, Key=self.key, Range=wanted)
         return bytes(answer["Body"].read())
@@ -116,68 +151,18 @@ class _S3Object(_Object):
         self.client().download_file(self.bucket, self.key, local_path)
 
 
-class _MSCObject(_Object):
-    def connect(self) -> Client:
+class _MSCReader(RangeReader):
+    def _connect(self) -> Client:
         return require("multistorageclient", self.url)
 
-    def size(self) -> int:
+    def _size(self) -> int:
         storage, path = self.client().resolve_storage_client(self.url)
         return int(storage.info(path).content_length)
 
-    def read(self, offset: int, num_bytes: int) -> bytes:
+    def _fetch(self, offset: int, num_bytes: int) -> bytes:
         storage, path = self.client().resolve_storage_client(self.url)
         byte_range = self.client().types.Range(offset=offset, size=num_bytes)
         return bytes(storage.read(path, byte_range=byte_range))
 
     def download(self, local_path: str) -> None:
         self.client().download_file(self.url, local_path)
-
-
-def _open_object(url: str) -> _Object:
-    return _S3Object(url) if url.startswith(_S3) else _MSCObject(url)
-
-
-class RangeReader:
-    """Reader of values in a remote file.
-
-    It caches the last chunk fetched, as the next read is often near.  ``chunk_bytes`` 0 fetches
-    exactly the bytes requested.
-    """
-
-    @classmethod
-    def open(cls, url: str, chunk_bytes: int) -> RangeReader:
-        """Open a remote file, in chunks for S3; the Multi-Storage Client has its own cache."""
-        return cls(_open_object(url), chunk_bytes if url.startswith(_S3) else 0)
-
-    def __init__(self, remote: _Object, chunk_bytes: int) -> None:
-        self._remote = remote
-        self._chunk_bytes = chunk_bytes
-        self._chunk, self._chunk_start = b"", 0
-        self.num_bytes = remote.size()
-
-    def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-        """Return ``count`` values at byte ``offset``."""
-        return np.frombuffer(self._bytes(offset, count * dtype.itemsize), dtype)
-
-    def _bytes(self, offset: int, num_bytes: int) -> bytes:
-        if num_bytes == 0:
-            return b""
-        if not self._chunk_bytes:
-            return self._fetch(offset, num_bytes)
-        start = offset - self._chunk_start
-        if start < 0 or start + num_bytes > len(self._chunk):
-            self._chunk_start = offset // self._chunk_bytes * self._chunk_bytes
-            start = offset - self._chunk_start
-            wanted = max(self._chunk_bytes, start + num_bytes)
-            end = min(self._chunk_start + wanted, self.num_bytes)
-            self._chunk = self._fetch(self._chunk_start, end - self._chunk_start)
-        return self._chunk[start : start + num_bytes]
-
-    def _fetch(self, offset: int, num_bytes: int) -> bytes:
-        data = self._remote.read(offset, num_bytes)
-        if len(data) != num_bytes:
-            raise DataError(
-                f"{self._remote.url}: asked for {num_bytes} bytes at {offset}, got {len(data)}: "
-                "the object changed while it was read, or it is cut short"
-            )
-        return data

@@ -12,7 +12,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.megatron_dataset import Sample
@@ -89,13 +88,10 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]
         before = np.cumsum(fits) - fits
         taken = np.clip(count - before, 0, fits)
         left = count - int(taken.sum())
-        per_bin = capacity // size
-        new = np.full(-(-left // per_bin), per_bin)
-        if left % per_bin:
-            new[-1] = left % per_bin
-        names = np.concatenate((names, np.arange(num_bins, num_bins + len(new))))
-        room = np.concatenate((room, np.full(len(new), capacity)))
-        taken = np.concatenate((taken, new))
+        new = np.diff(np.arange(0, left, capacity // size), append=left)
+        names = np.append(names, np.arange(num_bins, num_bins + len(new)))
+        room = np.append(room, np.full(len(new), capacity))
+        taken = np.append(taken, new)
         num_bins += len(new)
         bin_of[order[first : first + count]] = np.repeat(names, taken)
         room = room - size * taken
@@ -176,13 +172,9 @@ def pack_samples(samples: Sequence[Sample], num_tokens: int, pad: int) -> Sample
     row: Sample = {}
     for name, value in behind.items():
         parts = [sample[name][:end] for sample, end in zip(samples, texts, strict=True)]
-        row[name] = torch.cat([*parts, _fill(parts[0], rest, value)])
+        row[name] = torch.cat([*parts, parts[0].new_full((rest,), value)])
     row["position_ids"] = torch.cat([torch.arange(length) for length in (*texts, rest)])
     for name in _JOINED:
         if name in samples[0]:
             row[name] = torch.cat([sample[name] for sample in samples])
     return row
-
-
-def _fill(like: Tensor, length: int, value: int) -> Tensor:
-    return torch.full((length,), value, dtype=like.dtype)

@@ -222,26 +222,17 @@ class _Loader(torch.utils.data.DataLoader[Any]):
     """Loader that raises the errors for users of its worker processes without tracebacks."""
 
     def __iter__(self) -> Any:
-        return _Batches(super().__iter__())
+        return _without_tracebacks(super().__iter__())  # workers start here
 
 
-class _Batches:
-    """Iterator over ``batches``."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except MegatronError as error:
-            # torch raises the type again, with the traceback of the worker as its message.
-            kind = type(error)
-            _, name, message = str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")
-            raise kind(message.rstrip()) if name else error from None
+def _without_tracebacks(batches: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from batches
+    except MegatronError as error:
+        # torch raises the type again, with the traceback of the worker as its message.
+        kind = type(error)
+        _, name, message = str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")
+        raise kind(message.rstrip()) if name else error from None
 
 
 def collate(samples: list[Any], joined: tuple[str, ...] = ()) -> Any:
@@ -250,16 +241,16 @@ def collate(samples: list[Any], joined: tuple[str, ...] = ()) -> Any:
     Tensors named in ``joined`` are concatenated.
     """
     first: Sample = samples[0] if isinstance(samples[0], dict) else {}
-    names = [name for name, value in first.items() if isinstance(value, PackedBounds)]
-    if not names and not joined:
+    apart: Sample = {
+        name: torch.cat([torch.as_tensor(s[name]) for s in samples]) for name in joined
+    }
+    for name, value in first.items():
+        if isinstance(value, PackedBounds):
+            apart[name] = PackedBounds.of_rows([s[name] for s in samples])
+    if not apart:
         return default_collate(samples)
-    rest = [
-        {name: x for name, x in s.items() if name not in names and name not in joined}
-        for s in samples
-    ]
-    bounds = {name: PackedBounds.of_rows([s[name] for s in samples]) for name in names}
-    tiles = {name: torch.cat([torch.as_tensor(s[name]) for s in samples]) for name in joined}
-    return default_collate(rest) | bounds | tiles
+    rest = [{name: x for name, x in s.items() if name not in apart} for s in samples]
+    return default_collate(rest) | apart
 
 
 def outlive_signals(worker_id: int) -> None:

@@ -89,7 +89,7 @@ class TarShard:
             name = hashlib.md5(os.path.abspath(path).encode(), usedforsecurity=False).hexdigest()
             prefix = os.path.join(cache_directory, f"{name}-{os.path.basename(path)}.index")
         # members i64 [m, 4]: sample, kind, offset and size in bytes of a file of the tar
-        (self._members,) = cached_arrays(prefix, description, ("members",), self._build, self._fits)
+        (self._members,) = cached_arrays(prefix, description, ("members",), self._build)
 
     def __len__(self) -> int:
         return int(self._members[-1, 0]) + 1
@@ -159,19 +159,6 @@ class TarShard:
             f"{self.path} ({self.num_bytes} bytes) is no complete tar file: {reason}; fetch it "
             "again, or unpack it first if it is compressed"
         )
-
-    def _fits(self, members: np.ndarray, completely: bool) -> bool:
-        if members.ndim != 2 or members.shape[1] != 4 or members.dtype != np.int64:
-            return False
-        if not len(members) or members[0, 0] != 0:
-            return False
-        if not completely:
-            return True
-        steps = np.diff(members[:, 0])
-        offsets = members[:, 2]
-        sizes = members[:, 3]  # whose sums may exceed 64 bits
-        is_inside = (members[:, 2:] >= 0).all() and (sizes <= self.num_bytes - offsets).all()
-        return bool(is_inside and ((steps == 0) | (steps == 1)).all())
 
 
 def shard_paths(path: str) -> list[str]:

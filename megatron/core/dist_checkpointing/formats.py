@@ -58,7 +58,7 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     piece_name,
     write_file,
 )
-from megatron.core.optional import LazyTable
+from megatron.core.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -323,22 +323,24 @@ def _pieces(stored: TensorEntry, tensor: ShardedTensor, hashes: Sequence[str]) -
 
 
 _HERE = "megatron.core.dist_checkpointing"
-FORMATS: Mapping[str, Format] = LazyTable(
+FORMATS: Registry[Format] = Registry(
+    "--ckpt-format",
     {
-        FORMAT: f"{_HERE}.formats.SAFETENSORS_DIST",
-        "torch_dist": f"{_HERE}.megatron_formats.dcp_writer.TORCH_DIST",
-        "torch": f"{_HERE}.megatron_formats.torch_legacy.TORCH",
-        "torch_dcp": f"{_HERE}.megatron_formats.dcp_writer.TORCH_DCP",
-        "fsdp_dtensor": f"{_HERE}.megatron_formats.dcp_writer.FSDP_DTENSOR",
-    }
+        FORMAT: f"{_HERE}.formats:SAFETENSORS_DIST",
+        "torch_dist": f"{_HERE}.megatron_formats.dcp_writer:TORCH_DIST",
+        "torch": f"{_HERE}.megatron_formats.torch_legacy:TORCH",
+        "torch_dcp": f"{_HERE}.megatron_formats.dcp_writer:TORCH_DCP",
+        "fsdp_dtensor": f"{_HERE}.megatron_formats.dcp_writer:FSDP_DTENSOR",
+    },
 )
-_READERS: Mapping[str, type[CheckpointReader]] = LazyTable(
+_READERS: Registry[type[CheckpointReader]] = Registry(
+    "--ckpt-format",
     {
-        FORMAT: f"{_HERE}.reader.CheckpointReader",
-        "torch_dist": f"{_HERE}.megatron_formats.torch_dist.TorchDistReader",
-        "torch": f"{_HERE}.megatron_formats.torch_legacy.TorchLegacyReader",
-        "torch_dcp": f"{_HERE}.megatron_formats.torch_dcp.TorchDcpReader",
-    }
+        FORMAT: f"{_HERE}.reader:CheckpointReader",
+        "torch_dist": f"{_HERE}.megatron_formats.torch_dist:TorchDistReader",
+        "torch": f"{_HERE}.megatron_formats.torch_legacy:TorchLegacyReader",
+        "torch_dcp": f"{_HERE}.megatron_formats.torch_dcp:TorchDcpReader",
+    },
 )
 
 

@@ -142,14 +142,8 @@ class SFTLowLevelDataset:
                 stem = os.path.splitext(self.dataset_path)[0]
                 folder = os.path.join(stem, "cache", "SFTDataset_indices")
             description = json.dumps({**identity, "files": self.rows.versions()}, indent=4)
-
-            def fits(*arrays: np.ndarray, completely: bool) -> bool:
-                found = EncodedRows(*arrays)
-                is_complete = len(found.ends) == len(self) * self.per_row
-                return is_complete and found.tokens.shape == found.is_trained.shape
-
             prefix = os.path.join(folder, f"{named}-SFTDataset")
-            arrays = cached_arrays(prefix, description, _ARRAYS, lambda: self._encode(config), fits)
+            arrays = cached_arrays(prefix, description, _ARRAYS, lambda: self._encode(config))
             self._encoded = named, EncodedRows(*arrays)
             if self.per_row == 1 and (row := from_alpaca(self.rows[0])):
                 shown = json.dumps(row, ensure_ascii=False)

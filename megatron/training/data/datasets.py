@@ -75,11 +75,8 @@ def count_epochs(run: RunContext) -> None:
     num_rows = 0
     if reads_data(run):
         config = _dataset_config(run)
-        if config.blend_per_split is None:
-            config = replace(config, blend=_without_weights(config.blend))
-        else:
-            each = [_without_weights(blend) for blend in config.blend_per_split]
-            config = replace(config, blend_per_split=each)
+        each = config.blend_per_split and [*map(_without_weights, config.blend_per_split)]
+        config = replace(config, blend=_without_weights(config.blend), blend_per_split=each)
         cls = implementation_of(run.config).datasets[run.config.data.mock_data]
         builder = BlendedMegatronDatasetBuilder(cls, [None, 0, 0], lambda: True, config)
         (train, *_) = builder.build()
@@ -94,8 +91,7 @@ def count_epochs(run: RunContext) -> None:
         f"{num_rows} rows, {batch} in a step"
     )
     run.config = replace(run.config, training=replace(training, train_iters=run.train_iters))
-    lasting = problems_of(SCHEDULE_LENGTHS, run.config)
-    ConfigError.raise_for(lasting)
+    ConfigError.raise_for(problems_of(SCHEDULE_LENGTHS, run.config))
 
 
 def _without_weights(blend: Blend | None) -> Blend | None:

@@ -255,30 +255,30 @@ def _lists_per_split(path: str) -> list[list[str] | None]:
 
     Raise DataError for a file of another form.
     """
+    flag = "--per-split-data-args-path"
     splits = ("train", "valid", "test")
-    text = _read(path, "--per-split-data-args-path")
-    needed = "an object with the lists train, valid and test of weights and prefixes is needed"
+    text = _read(path, flag)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"--per-split-data-args-path {path}: no JSON ({error}): {needed}") from None
-    if not isinstance(content, dict):
-        raise DataError(f"--per-split-data-args-path {path}: {needed}")
-    for name, words in content.items():
-        if (
-            name not in splits
-            or not isinstance(words, list | None)
-            or not all(  # weights or prefixes; a file name cannot contain NUL
-                "\0" not in word if isinstance(word, str) else type(word) in (int, float)
-                for word in words or ()
-            )
-        ):
-            raise DataError(
-                f"--per-split-data-args-path {path}: {name!r} is {json.dumps(words)}: {needed}"
-            )
-    if not any(content.values()):
-        raise DataError(f"--per-split-data-args-path {path} names no data: {needed}")
+        content = error
+    if (
+        not isinstance(content, dict)
+        or not content.keys() <= {*splits}
+        or not any(content.values())
+        or not all(isinstance(words, list | None) for words in content.values())
+        or not all(map(_is_weight_or_prefix, itertools.chain(*filter(None, content.values()))))
+    ):
+        raise DataError(
+            f"{flag} {path}: an object with the lists train, valid and test of weights and "
+            f"prefixes is needed, not {content!r:.100}"
+        )
     return [content.get(name) for name in splits]
+
+
+def _is_weight_or_prefix(word: object) -> bool:
+    # A file name cannot contain NUL.
+    return "\0" not in word if isinstance(word, str) else type(word) in (int, float)
 
 
 def _words(path: str | None) -> list[str]:

@@ -15,7 +15,6 @@ from megatron.training.preprocess.inputs import (
     blocks,
     find_inputs,
     is_parquet,
-    is_plain_text,
     pieces,
 )
 
@@ -50,7 +49,9 @@ class RecordFormat:
 
     def is_plain(self, path: str) -> bool:
         """Return whether the file is plain text, whose only key is the first."""
-        return is_plain_text(path) if self.plain_text is None else self.plain_text
+        if self.plain_text is not None:
+            return self.plain_text
+        return path.removesuffix(".gz").removesuffix(".zst").endswith((".txt", ".text"))
 
     def cut_by(self, path: str) -> str:
         """Return the key of ``SEPARATORS`` that splits this file into records."""
@@ -71,8 +72,14 @@ class RecordFormat:
                     raise TypeError(f"the record is {type(record).__name__}, not an object")
                 for key, append in columns:
                     append(_checked(record[key]))
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise BadRecord(block.path, number, block.start, _reason(error)) from error
+            except KeyError as error:
+                reason = f"the record has no key {error}; name the keys with --json-keys"
+                raise BadRecord(block.path, number, block.start, reason) from error
+            except json.JSONDecodeError as error:
+                reason = f"no JSON: {error.msg} at character {error.pos + 1}"
+                raise BadRecord(block.path, number, block.start, reason) from error
+            except (ValueError, TypeError, RecursionError) as error:
+                raise BadRecord(block.path, number, block.start, str(error)) from error
         return found
 
     def newlines_before(self, block: Block, document: int) -> int:
@@ -98,10 +105,7 @@ class RecordFormat:
         if cut_by == "paragraph":
             yield from _paragraphs(text)
             return
-        lines = text.split("\n")
-        if lines[-1] == "":
-            lines.pop()
-        for number, line in enumerate(lines):
+        for number, line in enumerate(text.removesuffix("\n").split("\n") if text else ()):
             if line and not line.isspace():
                 yield number, line.removesuffix("\r")
             elif self.empty_is_error:
@@ -139,18 +143,13 @@ def check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
 
 def locate(error: BadRecord) -> int:
     """Return the number of the bad record's line in its file, from 1; reads the file up to it."""
-    return 1 + error.newlines_before + _count_newlines(error.path, error.offset)
-
-
-def _count_newlines(path: str, end: int) -> int:
-    """Count newlines in the first ``end`` decompressed bytes."""
-    count = 0
-    for piece, _ in pieces(path, _PIECE_BYTES):
-        count += piece.count(b"\n", 0, end)
-        end -= len(piece)
-        if end <= 0:
+    line, left = 1 + error.newlines_before, error.offset
+    for piece, _ in pieces(error.path, _PIECE_BYTES):
+        line += piece.count(b"\n", 0, left)
+        left -= len(piece)
+        if left <= 0:
             break
-    return count
+    return line
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
@@ -169,14 +168,6 @@ def _checked(value: object) -> Text:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return value
     raise TypeError(f"the value is {type(value).__name__}, not text or a list of texts")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"the record has no key {error}; name the keys with --json-keys"
-    if isinstance(error, json.JSONDecodeError):
-        return f"no JSON: {error.msg} at character {error.pos + 1}"
-    return str(error)
 
 
 def flatten(texts: Sequence[Text]) -> tuple[list[str], list[int]]:

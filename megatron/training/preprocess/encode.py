@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,13 +39,6 @@ _ABBREVIATIONS = frozenset(
 SentenceSplitter = Callable[[str], list[str]]
 
 
-class Punkt(Protocol):
-    """Interface of nltk's trained splitter for one language."""
-
-    def span_tokenize(self, text: str) -> Iterable[tuple[int, int]]:
-        """Yield start and end of each sentence."""
-
-
 def sentence_splitter(language: str, keep_newlines: bool) -> SentenceSplitter:
     """Return Punkt for ``language``; if it is missing, log a warning and return the rules."""
     reason = why_missing("nltk")
@@ -66,7 +59,7 @@ def sentence_splitter(language: str, keep_newlines: bool) -> SentenceSplitter:
     return partial(split_by_rules, keep_newlines)
 
 
-def split_by_punkt(punkt: Punkt, keep_newlines: bool, text: str) -> list[str]:
+def split_by_punkt(punkt: Any, keep_newlines: bool, text: str) -> list[str]:
     """Return Punkt's sentences, with the blanks after each if ``keep_newlines``."""
     sentences = []
     for begin in range(0, len(text), _LONGEST_TEXT):
@@ -159,29 +152,22 @@ class BlockEncoder:
         document = np.repeat(np.arange(len(counts)), counts)
         num_sequences = np.bincount(document[filled], minlength=len(counts))
         lengths = batch.lengths[filled]
-        if self.eod is None:
-            tokens = batch.ids.astype(self.dtype)
-            return EncodedTexts(tokens, lengths.astype(np.int32), num_sequences)
-        last = np.cumsum(num_sequences)[num_sequences > 0] - 1
-        lengths[last] += 1
-        tokens = np.empty(int(lengths.sum()), self.dtype)
-        is_text = np.ones(len(tokens), bool)
-        is_text[np.cumsum(lengths)[last] - 1] = False
-        tokens[is_text] = batch.ids
-        tokens[~is_text] = self.eod
+        tokens = batch.ids.astype(self.dtype)
+        if self.eod is not None:
+            last = np.cumsum(num_sequences)[num_sequences > 0] - 1
+            tokens = np.insert(tokens, np.cumsum(lengths)[last], self.eod)
+            lengths[last] += 1
         return EncodedTexts(tokens, lengths.astype(np.int32), num_sequences)
 
     def _check_ids(self, batch: TokenBatch) -> None:
         """Raise DataError unless all ids fit the file's dtype, chosen by the vocabulary size."""
-        if len(batch.ids) == 0:
-            return
         limits = np.iinfo(self.dtype)
-        low, high = int(batch.ids.min()), int(batch.ids.max())
-        if low < limits.min or high > limits.max:
-            raise DataError(
-                f"the tokenizer gave the id {high if high > limits.max else low} and says that "
-                f"its vocabulary has {self.vocab_size}: its files do not belong together"
-            )
+        for wrong in (batch.ids.min(initial=0), batch.ids.max(initial=0)):
+            if not limits.min <= wrong <= limits.max:
+                raise DataError(
+                    f"the tokenizer gave the id {wrong} and says that its vocabulary has "
+                    f"{self.vocab_size}: its files do not belong together"
+                )
 
     def _not_unicode(self, block: Block, documents: Sequence[Text], error: Exception) -> Exception:
         """Return a BadRecord for the document with a lone surrogate, else ``error`` itself."""

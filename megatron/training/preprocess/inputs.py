@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 import gzip
-import io
 import itertools
 import json
 import os
@@ -28,34 +27,6 @@ from megatron.core.optional import require
 HEAD_BYTES = 512
 _PARQUET = b"PAR1"
 _SMALLEST_PARQUET = 12  # both magics, and the length of the footer
-_TAR = b"ustar"
-_TAR_AT = 257
-# (first bytes, description, suggested fix).  Neither JSON nor text can begin with these bytes.
-_SIGNATURES = (
-    (b"\x1f\x8b", "gzip-compressed", "give it a name that ends in .gz"),
-    (b"\x28\xb5\x2f\xfd", "zstd-compressed", "give it a name that ends in .zst"),
-    (b"\xfd7zXZ\x00", "xz-compressed", "decompress it"),
-    (b"\x04\x22\x4d\x18", "lz4-compressed", "decompress it"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "extract it"),
-    (b"PK\x03\x04", "a zip archive (or .npz, .pt)", "extract it"),
-    (b"PK\x05\x06", "an empty zip archive", "extract it"),
-    (b"ARROW1\x00\x00", "an Arrow (Feather) file", "convert it to Parquet or JSON lines"),
-    (b"\xff\xff\xff\xff", "an Arrow stream", "convert it to Parquet or JSON lines"),
-    (b"FEA1\x00", "a Feather file", "convert it to Parquet or JSON lines"),
-    (b"PAR1\x15", "a Parquet file without its end", "copy it again"),
-    (b"Obj\x01", "an Avro file", "convert it to Parquet or JSON lines"),
-    (b"\x89HDF\r\n", "an HDF5 file", "convert it to Parquet or JSON lines"),
-    (b"SQLite format 3\x00", "an SQLite database", "export it as JSON lines"),
-    (b"\x93NUMPY", "a numpy array", "write its texts as JSON lines"),
-    (b"MMIDIDX\x00", "the index of token files", "give the text that they were made from"),
-    (b"\xff\xfe", "UTF-16 text", "save it as UTF-8"),
-    (b"\xfe\xff", "UTF-16 text", "save it as UTF-8"),
-    *((b"\x80" + bytes([i]), "a pickled object", "write it as JSON lines") for i in range(2, 6)),
-    *(
-        (b"BZh%d1AY&SY" % i, "bzip2-compressed", "decompress it, or compress it with gzip")
-        for i in range(1, 10)
-    ),
-)
 
 
 def is_parquet(path: str) -> bool:
@@ -67,18 +38,6 @@ def is_parquet(path: str) -> bool:
             return False
         file.seek(-len(_PARQUET), os.SEEK_END)
         return file.read() == _PARQUET
-
-
-def refuse_binary(path: str, head: bytes, inside: str = "") -> None:
-    """Raise DataError if ``head``, the first bytes of a file, is of a known binary format.
-
-    ``inside``, for the message, names the compression that the bytes were in.
-    """
-    found = next((known for known in _SIGNATURES if head.startswith(known[0])), None)
-    if found is None and head[_TAR_AT:].startswith(_TAR):
-        found = (_TAR, "a tar archive", "extract it")
-    if found is not None:
-        raise DataError(f"--input {path} is {found[1]}{inside}, not JSON lines or text: {found[2]}")
 
 
 _ROWS_AT_ONCE = 64  # one dictionary entry may stand for all of them
@@ -93,7 +52,13 @@ def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
     try:
         # Without threads: workers are forked while the file is open.
         with parquet.ParquetFile(path, pre_buffer=False) as file:
-            columns = _text_columns(path, file.schema_arrow, arrow.types)
+            schema = file.schema_arrow
+            columns = [field.name for field in schema if _is_text(field.type, arrow.types)]
+            if not columns:
+                raise DataError(
+                    f"--input {path} has no column of text or lists of text: its columns are "
+                    + ", ".join(f"{field.name} ({field.type})" for field in schema)
+                )
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns, use_threads=False):
                 rows = batch.to_pylist()
                 num_rows += len(rows)
@@ -104,20 +69,12 @@ def json_lines(path: str) -> Iterator[tuple[bytes, int]]:
             f"{path}: {_ROWS_AT_ONCE} rows after row {num_rows} do not fit into memory: cut its "
             "texts"
         ) from None
+    except DataError:  # a ValueError too
+        raise
     except (arrow.ArrowException, OSError, ValueError) as error:
         raise DataError(
             f"{path} is damaged after row {num_rows}: {error}; copy it again"
         ) from error
-
-
-def _text_columns(path: str, schema: Any, types: ModuleType) -> list[str]:
-    columns = [field.name for field in schema if _is_text(field.type, types)]
-    if not columns:
-        raise DataError(
-            f"--input {path} has no column of text or lists of text: its columns are "
-            + ", ".join(f"{field.name} ({field.type})" for field in schema)
-        )
-    return columns
 
 
 def _is_text(kind: Any, types: ModuleType) -> bool:
@@ -170,17 +127,10 @@ def _zstandard_pieces(raw: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
         raise EOFError("it ends inside a compressed frame")
 
 
-def uncompressed_extension(path: str) -> str:
-    """Return the extension without compression: ``.jsonl`` for ``a.jsonl.gz``."""
-    stem, extension = os.path.splitext(path)
-    return os.path.splitext(stem)[1] if extension in SUFFIXES else extension
-
-
 BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK = 1 << 16
 _LARGEST_BLOCK = 1 << 30
 _WINDOW = 1 << 16  # bytes read in one call to find the end of a block
-_PLAIN_TEXT = (".txt", ".text")
 SAMPLE_BY = ("line", "paragraph", "document")
 # Separators of records; without one ("document") a file is one record.
 SEPARATORS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\n\s*")}
@@ -200,9 +150,9 @@ class Block:
         """Return the bytes of the block."""
         if self.data is not None:
             return self.data
-        with open(self.path, "rb", buffering=0) as file:
+        with open(self.path, "rb") as file:
             file.seek(self.start)
-            return _read_exactly(file, self.end - self.start)
+            return file.read(self.end - self.start)
 
 
 def find_inputs(pattern: str) -> list[str]:
@@ -215,23 +165,14 @@ def find_inputs(pattern: str) -> list[str]:
     if not paths:
         raise ConfigError(f"--input {pattern}: no such file; give a file or a quoted pattern")
     for path in paths:
-        inside = f" inside {os.path.splitext(path)[1]}" if path.endswith(SUFFIXES) else ""
-        refuse_binary(path, _head(path), inside)
+        head, _ = next(pieces(path, HEAD_BYTES), (b"", 0))
+        if b"\0" in head:
+            inside = f" inside {os.path.splitext(path)[1]}" if path.endswith(SUFFIXES) else ""
+            raise DataError(
+                f"--input {path} is binary{inside} (it begins with {head[:8]!r}), not JSON lines "
+                "or text: extract or convert it; compressed files are named .gz or .zst"
+            )
     return paths
-
-
-def _head(path: str) -> bytes:
-    head = b""
-    for piece, _ in pieces(path, HEAD_BYTES):
-        head += piece
-        if len(head) >= HEAD_BYTES:
-            break
-    return head
-
-
-def is_plain_text(path: str) -> bool:
-    """Return whether the name of the file indicates text rather than JSON lines."""
-    return uncompressed_extension(path) in _PLAIN_TEXT
 
 
 def is_stream(path: str) -> bool:
@@ -252,8 +193,14 @@ def blocks(
     for path in paths:
         if is_stream(path):
             yield from _blocks_of_stream(path, separator, num_bytes)
-        else:
-            yield from _blocks_of_file(path, separator, num_bytes)
+            continue
+        start, end = 0, os.path.getsize(path)
+        with open(path, "rb", buffering=0) as file:
+            while start < end:
+                cut = _cut(file, separator, start + num_bytes, end)
+                _check_size(path, start, cut - start)
+                yield Block(path, start, cut, cut - start)
+                start = cut
 
 
 def sample_blocks(
@@ -270,27 +217,12 @@ def sample_blocks(
         if is_stream(path):
             if share == 0:
                 yield from itertools.islice(blocks([path], separator, num_bytes), 1)
-        elif separator is None:
-            if share == 0 and size <= BLOCK_BYTES:
-                yield Block(path, 0, size, size)
         else:
             with open(path, "rb", buffering=0) as file:
                 start = _cut(file, separator, int(share * size), size) if share else 0
                 end = _cut(file, separator, start + num_bytes, size)
-            if end > start:
+            if start < end <= start + BLOCK_BYTES:
                 yield Block(path, start, end, end - start)
-
-
-def _blocks_of_file(
-    path: str, separator: re.Pattern[bytes] | None, num_bytes: int
-) -> Iterator[Block]:
-    start, end = 0, os.path.getsize(path)
-    with open(path, "rb", buffering=0) as file:
-        while start < end:
-            cut = end if separator is None else _cut(file, separator, start + num_bytes, end)
-            _check_size(path, start, cut - start)
-            yield Block(path, start, cut, cut - start)
-            start = cut
 
 
 def _check_size(path: str, start: int, num_bytes: int) -> None:
@@ -302,10 +234,9 @@ def _check_size(path: str, start: int, num_bytes: int) -> None:
         )
 
 
-def _cut(file: BinaryIO, separator: re.Pattern[bytes], at: int, end: int) -> int:
+def _cut(file: BinaryIO, separator: re.Pattern[bytes] | None, at: int, end: int) -> int:
     """Return the end of the first separator at or after ``at``, or ``end`` if none is before it."""
-    window = b""
-    while at < end:
+    while separator is not None and at < end:
         file.seek(at)
         window = file.read(min(_WINDOW, end - at))
         found = separator.search(window)
@@ -326,7 +257,12 @@ def _blocks_of_stream(
         _check_size(path, start, len(ready))
         if separator is None or len(ready) < wanted:
             continue
-        if cut := _last_end(separator, ready):
+        if separator is SEPARATORS["line"]:
+            cut = ready.rfind(b"\n") + 1
+        else:  # the last separator may extend beyond what is here
+            ends = (found.end() for found in separator.finditer(ready))
+            cut = max((end for end in ends if end < len(ready)), default=0)
+        if cut:
             yield Block(path, start, start + cut, position - stored, bytes(ready[:cut]))
             del ready[:cut]
             start, stored = start + cut, position
@@ -334,18 +270,3 @@ def _blocks_of_stream(
     if ready:
         left = os.path.getsize(path) - stored
         yield Block(path, start, start + len(ready), left, bytes(ready))
-
-
-def _last_end(separator: re.Pattern[bytes], data: bytearray) -> int:
-    """Return the end of the last complete record of ``data`` with its separator, or 0."""
-    if separator is SEPARATORS["line"]:
-        return data.rfind(b"\n") + 1
-    ends = [found.end() for found in separator.finditer(data) if found.end() < len(data)]
-    return ends[-1] if ends else 0
-
-
-def _read_exactly(file: io.RawIOBase, num_bytes: int) -> bytes:
-    data = file.read(num_bytes) or b""
-    while len(data) < num_bytes and (piece := file.read(num_bytes - len(data))):
-        data += piece
-    return data

@@ -1,9 +1,9 @@
 """Preprocess input files to ``{prefix}_{key}_{document|sentence}.bin/.idx``.
 
-Records are assigned to partitions round-robin or, with ``keep_sequential``, in contiguous ranges.
-The records of each partition are written to a temporary file beside the output; a manifest records
-which partitions are finished.  If a file is a record, a partition is a list of input files and
-nothing is written.
+Records are assigned to partitions round-robin or, with ``keep_sequential_samples``, in contiguous
+ranges.  The records of each partition are written to a temporary file beside the output; a manifest
+records which partitions are finished.  If a file is a record, a partition is a list of input files
+and nothing is written.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import json
 import logging
 import os
 import re
-import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
-from typing import BinaryIO
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
 
 import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.index_cache import write_atomically
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import DType, get_bin_path, get_crc_path, get_idx_path
 from megatron.training.preprocess.documents import (
@@ -37,149 +37,18 @@ from megatron.training.preprocess.encode import BlockEncoder, EncodedTexts, sent
 from megatron.training.preprocess.inputs import (
     BLOCK_BYTES,
     SEPARATORS,
-    Block,
     block_bytes,
     blocks,
     find_inputs,
     sample_blocks,
 )
-from megatron.training.preprocess.workers import Progress, WorkerPool, limit_workers
+from megatron.training.preprocess.workers import Progress, WorkerPool
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.fast import TextEncoder, candidates, difference
 from megatron.training.tokenizer.fingerprint import Fingerprint, check_eod
 
-
-@dataclass(frozen=True)
-class Partitioning:
-    """Division of ``paths`` into ``count`` partitions."""
-
-    paths: Sequence[str]
-    count: int
-    keep_sequential: bool
-    record_format: RecordFormat
-    output_prefix: str
-
-    def by_files(self) -> list[list[str]] | None:
-        """Return the input files of each partition; None if records must be distributed."""
-        if self._cut_by() != "document":
-            return None
-        if self.keep_sequential:
-            share = -(-len(self.paths) // self.count)
-            return [list(self.paths[i * share : (i + 1) * share]) for i in range(self.count)]
-        return [list(self.paths[i :: self.count]) for i in range(self.count)]
-
-    def dealt_path(self, partition: int) -> str:
-        """Return the temporary file with the records of a partition."""
-        # The extension keeps its meaning: JSON or plain text.
-        extension = ".txt" if self.record_format.is_plain(self.paths[0]) else ".jsonl"
-        return f"{self.output_prefix}_{partition}.dealt{extension}"
-
-    def deal(self) -> None:
-        """Write the records of every partition to its temporary file."""
-        share = self._share() if self.keep_sequential else 0
-        separator = b"\n\n" if self._cut_by() == "paragraph" else b"\n"
-        with contextlib.ExitStack() as stack:
-            files: list[BinaryIO] = [
-                stack.enter_context(open(self.dealt_path(i) + ".tmp", "wb"))
-                for i in range(self.count)
-            ]
-            number = 0
-            for records in self._records():
-                for partition, mine in self._divide(records, number, share):
-                    if mine:
-                        files[partition].write(separator.join(mine) + separator)
-                number += len(records)
-        for i in range(self.count):
-            os.replace(self.dealt_path(i) + ".tmp", self.dealt_path(i))
-
-    def _divide(
-        self, records: list[bytes], number: int, share: int
-    ) -> Iterator[tuple[int, list[bytes]]]:
-        if not self.keep_sequential:
-            for i in range(self.count):
-                yield i, records[(i - number) % self.count :: self.count]
-            return
-        start = 0
-        while start < len(records):
-            partition = (number + start) // share
-            end = min(len(records), (partition + 1) * share - number)
-            yield partition, records[start:end]
-            start = end
-
-    def _records(self) -> Iterator[list[bytes]]:
-        separator = SEPARATORS.get(self._cut_by())
-        for block in blocks(self.paths, separator, BLOCK_BYTES):
-            yield _split(block.read(), separator)
-
-    def _share(self) -> int:
-        """Return the number of records per contiguous partition; the last may have fewer."""
-        return -(-sum(len(records) for records in self._records()) // self.count)
-
-    def _cut_by(self) -> str:
-        return self.record_format.cut_by(self.paths[0])
-
-    def original_line(self, partition: int, line: int) -> tuple[str, int] | None:
-        """Return the input file and line of a line in a partition's temporary file.
-
-        Both lines count from 1.  None if records are not lines.
-        """
-        if self._cut_by() != "line":
-            return None
-        if self.keep_sequential:
-            number = partition * self._share() + line - 1
-        else:
-            number = (line - 1) * self.count + partition
-        for path in self.paths:
-            mine = Partitioning([path], 1, False, self.record_format, "")
-            count = sum(len(records) for records in mine._records())
-            if number < count:
-                return path, number + 1
-            number -= count
-        return None
-
-
-class Manifest:
-    """Progress of an interrupted run: a file beside the output, valid for equal options."""
-
-    def __init__(self, path: str, key: Mapping[str, object]) -> None:
-        self._path = path
-        self._key = json.loads(json.dumps(key))
-        self.dealt = False
-        self.finished: set[int] = set()
-        try:
-            with open(path, encoding="utf-8") as file:
-                stored = json.load(file)
-            if stored["key"] == self._key:
-                self.dealt, self.finished = bool(stored["dealt"]), set(stored["finished"])
-        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
-            return  # damaged, or of another run: start again
-
-    def write(self) -> None:
-        """Write the current progress to disk atomically."""
-        content = {"key": self._key, "dealt": self.dealt, "finished": sorted(self.finished)}
-        with open(self._path + ".tmp", "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(self._path + ".tmp", self._path)
-
-    def remove(self) -> None:
-        """Remove the file: the run is complete."""
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(self._path)
-
-
-def _split(data: bytes, separator: re.Pattern[bytes] | None) -> list[bytes]:
-    if separator is None:
-        return [data]
-    if separator is SEPARATORS["line"]:
-        return data.removesuffix(b"\n").split(b"\n")
-    return [record for record in separator.split(data) if record.strip()]
-
-
 logger = logging.getLogger(__name__)
 
-_OTHER_FILES = 64  # that are open beside those of partitions
 _SAMPLE_POSITIONS = 8
 _SAMPLE_BYTES = 1 << 12  # text read at each position
 _SURROGATE = re.compile("[\ud800-\udfff]")  # invalid Unicode, which workers report
@@ -216,19 +85,6 @@ class PreprocessOptions:
         for flag, value in (("--workers", self.workers), ("--partitions", self.partitions)):
             if value < 1:
                 raise ConfigError(f"{flag} {value} must be at least 1")
-        # Dealing records keeps a file open for each partition.
-        most = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES, 1)
-        if self.partitions > most:
-            raise ConfigError(
-                f"--partitions {self.partitions} must be at most {most}: this process may not open "
-                "more files (ulimit -n)"
-            )
-        for key in self.record_format.json_keys:
-            if self.key_in_name and ("/" in key or "\0" in key):
-                raise ConfigError(
-                    f"--json-keys {key!r}: the key is part of the names of the files, which have "
-                    "no slash: rename it in the input"
-                )
         directory = os.path.dirname(os.path.abspath(self.output_prefix))
         if not os.path.isdir(directory):
             raise ConfigError(
@@ -238,10 +94,8 @@ class PreprocessOptions:
     def output(self, key: str, partition: int | None = None) -> str:
         """Return the file prefix of one key, of one partition if given."""
         part = "" if partition is None else f"_{partition}"
-        if not self.key_in_name:
-            return f"{self.output_prefix}{part}"
         level = "sentence" if self.split_sentences else "document"
-        return f"{self.output_prefix}{part}_{key}_{level}"
+        return f"{self.output_prefix}{part}" + (f"_{key}_{level}" if self.key_in_name else "")
 
 
 def preprocess(options: PreprocessOptions, tokenizer: MegatronTokenizer) -> list[str]:
@@ -249,7 +103,6 @@ def preprocess(options: PreprocessOptions, tokenizer: MegatronTokenizer) -> list
 
     With partitions, a rerun continues where an earlier run was interrupted.
     """
-    options = replace(options, workers=limit_workers("--workers", options.workers))
     paths = find_inputs(options.input)
     check_one_kind(paths, options.record_format)
     sample = _sample(paths, options.record_format)
@@ -271,31 +124,10 @@ def _preprocess_with(
     paths: Sequence[str],
     sample: Sequence[str],
 ) -> list[str]:
-    blocks_to_tokens = _block_encoder(options, tokenizer, encoder)
-    _say(f"{encoder.name} encodes")
-    # Fork workers before the thread starts: they would inherit a lock that it holds.
-    with (
-        WorkerPool(blocks_to_tokens, options.workers) as pool,
-        _Check(tokenizer, encoder, sample) as check,
-    ):
-        run = _Run(options, pool, check, blocks_to_tokens.dtype, paths)
-        try:
-            prefixes = run.partitioned() if options.partitions > 1 else run.whole()
-        except BadRecord as error:
-            line = locate(error)
-            raise DataError(f"{error.path}, line {line}: {error.reason}") from error
-        for prefix in prefixes:
-            check.fingerprint().write(prefix)
-    return prefixes
-
-
-def _block_encoder(
-    options: PreprocessOptions, tokenizer: MegatronTokenizer, encoder: TextEncoder
-) -> BlockEncoder:
-    splitter = (
-        sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
-    )
-    return BlockEncoder(
+    splitter = None
+    if options.split_sentences:
+        splitter = sentence_splitter(options.lang, options.keep_newlines)
+    block_encoder = BlockEncoder(
         encoder=encoder,
         record_format=options.record_format,
         dtype=DType.optimal_dtype(tokenizer.vocab_size),
@@ -303,6 +135,22 @@ def _block_encoder(
         eod=check_eod(tokenizer, "--append-eod") if options.append_eod else None,
         splitter=splitter,
     )
+    _say(f"{encoder.name} encodes")
+    # Fork workers before the thread starts: they would inherit a lock that it holds.
+    with WorkerPool(block_encoder, options.workers) as pool, ThreadPoolExecutor(1) as thread:
+        different = thread.submit(difference, tokenizer, encoder, sample)
+        fingerprint = thread.submit(Fingerprint.of, tokenizer)
+        keys = options.record_format.json_keys
+        keys = keys[:1] if options.record_format.is_plain(paths[0]) else keys
+        run = _Run(options, paths, keys, pool, block_encoder.dtype, different, fingerprint)
+        try:
+            prefixes = run.partitioned() if options.partitions > 1 else run.whole()
+        except BadRecord as error:
+            line = locate(error)
+            raise DataError(f"{error.path}, line {line}: {error.reason}") from error
+        for prefix in prefixes:
+            fingerprint.result().write(prefix)
+    return prefixes
 
 
 def _sample(paths: Sequence[str], record_format: RecordFormat) -> list[str]:
@@ -316,25 +164,24 @@ def _sample(paths: Sequence[str], record_format: RecordFormat) -> list[str]:
     return [text for text in found if not _SURROGATE.search(text)]
 
 
-class _Run:
-    """State of one call of ``preprocess``."""
+class _OtherIds(Exception):
+    """The encoder in use gives different ids than the tokenizer's own library."""
 
-    def __init__(
-        self,
-        options: PreprocessOptions,
-        pool: WorkerPool,
-        check: _Check,
-        dtype: type[np.integer],
-        paths: Sequence[str],
-    ) -> None:
-        self.options = options
-        self.pool = pool
-        self.check = check
-        self.dtype = dtype
-        self.paths = paths
-        keys = options.record_format.json_keys
-        plain = options.record_format.is_plain(paths[0])
-        self.keys = keys[:1] if plain else keys
+
+@dataclass(frozen=True)
+class _Run:
+    """State of one call of ``preprocess``.
+
+    A thread compares the ids of the encoder with its owner's (``different``) meanwhile.
+    """
+
+    options: PreprocessOptions
+    paths: Sequence[str]
+    keys: Sequence[str]
+    pool: WorkerPool
+    dtype: type[np.integer]
+    different: Future[str | None]
+    fingerprint: Future[Fingerprint]
 
     def whole(self) -> list[str]:
         """Encode all input at once."""
@@ -344,54 +191,93 @@ class _Run:
 
     def partitioned(self) -> list[str]:
         """Encode one partition after the other, then concatenate their files."""
-        options = self.options
-        partitioning = Partitioning(
-            self.paths,
-            options.partitions,
-            options.keep_sequential_samples,
-            options.record_format,
-            options.output_prefix,
-        )
+        options, count = self.options, self.options.partitions
         manifest = Manifest(options.output_prefix + ".partitions.json", self._manifest_key())
         if manifest.finished:
             _say(f"partitions {sorted(manifest.finished)} are finished already")
-        files = partitioning.by_files()
-        if files is None and not manifest.dealt:
-            _say(f"dealing records to {options.partitions} partitions")
-            partitioning.deal()
-            manifest.dealt = True
-            manifest.write()
-        for partition in range(options.partitions):
+        is_dealt = self._separator is not None
+        if not is_dealt:
+            share = -(-len(self.paths) // count)
+            parts = [slice(i * share, (i + 1) * share) for i in range(count)]
+            if not options.keep_sequential_samples:
+                parts = [slice(i, None, count) for i in range(count)]
+            files = [self.paths[part] for part in parts]
+        else:
+            # The extension keeps its meaning: JSON or plain text.
+            plain = options.record_format.is_plain(self.paths[0])
+            extension = ".txt" if plain else ".jsonl"
+            files = [[f"{options.output_prefix}_{i}.dealt{extension}"] for i in range(count)]
+            if not manifest.dealt:
+                _say(f"dealing records to {count} partitions")
+                self._deal([path for (path,) in files])
+                manifest.dealt = True
+                manifest.write()
+        for partition in range(count):
             if partition not in manifest.finished:
-                self._write_partition(partition, partitioning, files)
+                _say(f"partition {partition} of {count}")
+                self._write_partition(partition, files[partition])
                 manifest.finished.add(partition)
                 manifest.write()
-            if files is None:
+            if is_dealt:
                 with contextlib.suppress(FileNotFoundError):
-                    os.remove(partitioning.dealt_path(partition))
+                    os.remove(files[partition][0])
         prefixes = self._merge()
-        manifest.remove()
-        self._remove_parts()
+        os.remove(manifest.path)
+        for key in self.keys:
+            for partition in range(count):
+                prefix = options.output(key, partition)
+                for path in (get_bin_path(prefix), get_idx_path(prefix), get_crc_path(prefix)):
+                    os.remove(path)
         return prefixes
 
-    def _write_partition(
-        self, partition: int, partitioning: Partitioning, files: list[list[str]] | None
-    ) -> None:
-        _say(f"partition {partition} of {self.options.partitions}")
-        outputs = {key: self.options.output(key, partition) for key in self.keys}
-        if files is not None:
-            self._write(files[partition], outputs)
-            return
-        dealt = partitioning.dealt_path(partition)
-        try:
-            self._write([dealt], outputs)
-        except BadRecord as error:
-            original = partitioning.original_line(partition, locate(error))
-            if original is None:
-                raise
-            raise DataError(f"{original[0]}, line {original[1]}: {error.reason}") from error
+    @property
+    def _separator(self) -> re.Pattern[bytes] | None:
+        return SEPARATORS.get(self.options.record_format.cut_by(self.paths[0]))
 
-    def _write(self, paths: Sequence[str], outputs: dict[str, str]) -> None:
+    def _deal(self, outputs: Sequence[str]) -> None:
+        """Write the records of every partition to its file."""
+        separator = b"\n" if self._separator is SEPARATORS["line"] else b"\n\n"
+        share = self._records_per_partition()
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(open(path + ".tmp", "wb")) for path in outputs]
+            for number, record in enumerate(self._records(self.paths)):
+                file = files[number // share if share else number % len(files)]
+                file.write(record + separator)
+        for path in outputs:
+            os.replace(path + ".tmp", path)
+
+    def _records(self, paths: Sequence[str]) -> Iterator[bytes]:
+        separator = self._separator
+        assert separator is not None, "files that are records are not dealt"
+        for block in blocks(paths, separator, BLOCK_BYTES):
+            data = block.read()
+            if separator is SEPARATORS["line"]:
+                yield from data.removesuffix(b"\n").split(b"\n")
+            else:
+                yield from (record for record in separator.split(data) if record.strip())
+
+    def _records_per_partition(self) -> int:
+        """Return the number of records of a contiguous partition; 0: they are dealt in turn."""
+        if not self.options.keep_sequential_samples:
+            return 0
+        return -(-sum(1 for _ in self._records(self.paths)) // self.options.partitions)
+
+    def _write_partition(self, partition: int, paths: Sequence[str]) -> None:
+        outputs = {key: self.options.output(key, partition) for key in self.keys}
+        try:
+            self._write(paths, outputs)
+        except BadRecord as error:
+            if self._separator is not SEPARATORS["line"]:
+                raise
+            dealt = locate(error) - 1  # records of this partition before the wrong one
+            share = self._records_per_partition()
+            count = self.options.partitions
+            number = partition * share + dealt if share else dealt * count + partition
+            lines = ((path, i) for path in self.paths for i, _ in enumerate(self._records([path])))
+            path, line = next(islice(lines, number, None))
+            raise DataError(f"{path}, line {line + 1}: {error.reason}") from error
+
+    def _write(self, paths: Sequence[str], outputs: Mapping[str, str]) -> None:
         """Encode the files into one file pair per key."""
         options = self.options
         builders = {
@@ -399,19 +285,21 @@ class _Run:
             for key, prefix in outputs.items()
         }
         progress = Progress(sum(map(os.path.getsize, paths)), options.log_interval)
-        for block in self.pool.map(self._blocks(paths)):
+        cut = blocks(paths, self._separator, block_bytes(paths, options.workers))
+        for block in self.pool.map(cut):
             for key, texts in block.texts.items():
                 _append(builders[key], texts)
             progress.add(block.num_documents, block.num_bytes, block.stored_bytes)
-            self.check.raise_if_found()
-        self.check.wait()
+            if self.different.done():
+                self._check_ids()
+        self._check_ids()
         for key, builder in builders.items():
             builder.finalize(get_idx_path(outputs[key]))
-        progress.finish()
+        progress.print()
 
-    def _blocks(self, paths: Sequence[str]) -> Iterator[Block]:
-        separator = SEPARATORS.get(self.options.record_format.cut_by(self.paths[0]))
-        return blocks(paths, separator, block_bytes(paths, self.options.workers))
+    def _check_ids(self) -> None:
+        if (found := self.different.result()) is not None:
+            raise _OtherIds(found)
 
     def _merge(self) -> list[str]:
         prefixes = []
@@ -424,68 +312,40 @@ class _Run:
             prefixes.append(prefix)
         return prefixes
 
-    def _remove_parts(self) -> None:
-        for key in self.keys:
-            for partition in range(self.options.partitions):
-                prefix = self.options.output(key, partition)
-                os.remove(get_bin_path(prefix))
-                os.remove(get_idx_path(prefix))
-                with contextlib.suppress(FileNotFoundError):  # an earlier version wrote none
-                    os.remove(get_crc_path(prefix))
-
     def _manifest_key(self) -> dict[str, object]:
         """Return everything that determines the content of the partitions."""
         stats = [(os.path.abspath(path), os.stat(path)) for path in self.paths]
-        options = self.options
+        without_effect = ("input", "output_prefix", "workers", "log_interval", "tokenizer_backend")
+        options = asdict(self.options)
         return {
             "inputs": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
-            "tokenizer": self.check.fingerprint().sha256,
+            "tokenizer": self.fingerprint.result().sha256,
             "dtype": np.dtype(self.dtype).name,
-            "json_keys": list(self.keys),
-            "sample_by": options.record_format.sample_by,
-            "plain_text": options.record_format.plain_text,
-            "append_eod": options.append_eod,
-            "split_sentences": options.split_sentences,
-            "keep_newlines": options.keep_newlines,
-            "lang": options.lang,
-            "partitions": options.partitions,
-            "keep_sequential_samples": options.keep_sequential_samples,
+            **{name: value for name, value in options.items() if name not in without_effect},
         }
 
 
-class _OtherIds(Exception):
-    """The encoder in use gives different ids than the tokenizer's own library."""
+class Manifest:
+    """Progress of an interrupted run: a file beside the output, valid for equal options."""
 
+    def __init__(self, path: str, key: Mapping[str, object]) -> None:
+        self.path = path
+        self._key = json.loads(json.dumps(key))
+        self.dealt = False
+        self.finished: set[int] = set()
+        try:
+            with open(path, encoding="utf-8") as file:
+                stored = json.load(file)
+            if stored["key"] == self._key:
+                self.dealt, self.finished = bool(stored["dealt"]), set(stored["finished"])
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
+            return  # damaged, or of another run: start again
 
-class _Check:
-    """Thread that compares the encoder with its owner and takes the fingerprint meanwhile."""
-
-    def __init__(
-        self, tokenizer: MegatronTokenizer, encoder: TextEncoder, sample: Sequence[str]
-    ) -> None:
-        self._thread = ThreadPoolExecutor(1)
-        self._difference = self._thread.submit(difference, tokenizer, encoder, sample)
-        self._fingerprint = self._thread.submit(Fingerprint.of, tokenizer)
-
-    def __enter__(self) -> _Check:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)  # no thread may run at the next fork
-
-    def raise_if_found(self) -> None:
-        """Raise _OtherIds if a difference has been found so far."""
-        if self._difference.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait for the comparison; raise _OtherIds if there is a difference."""
-        if (found := self._difference.result()) is not None:
-            raise _OtherIds(found)
-
-    def fingerprint(self) -> Fingerprint:
-        """Wait for the fingerprint of the tokenizer and return it."""
-        return self._fingerprint.result()
+    def write(self) -> None:
+        """Write the current progress to disk atomically."""
+        content = {"key": self._key, "dealt": self.dealt, "finished": sorted(self.finished)}
+        text = json.dumps(content, indent=1)
+        write_atomically(self.path, lambda file: file.write(text.encode()))
 
 
 def _append(builder: IndexedDatasetBuilder, texts: EncodedTexts) -> None:

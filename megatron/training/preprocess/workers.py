@@ -8,11 +8,12 @@ waiting, which bounds memory.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import cast
@@ -40,51 +41,27 @@ class Progress:
         self.num_documents += num_documents
         self._bytes += num_bytes
         self._stored += stored_bytes
-        now_s = time.monotonic()
         waited = self.num_documents - self._printed_documents >= self._log_interval
-        if waited and now_s - self._printed_at_s >= _SHORTEST_S:
-            self._printed_documents, self._printed_at_s = self.num_documents, now_s
-            print(self.line(now_s), file=sys.stderr, flush=True)
+        if waited and time.monotonic() - self._printed_at_s >= _SHORTEST_S:
+            self._printed_documents, self._printed_at_s = self.num_documents, time.monotonic()
+            self.print()
 
-    def line(self, now_s: float) -> str:
-        """Return a line with documents, rates, percentage and remaining time."""
-        elapsed_s = max(now_s - self._started_at_s, 1e-9)
+    def print(self) -> None:
+        """Print a line with documents, rates, percentage and remaining time."""
+        elapsed_s = max(time.monotonic() - self._started_at_s, 1e-9)
         share = self._stored / self._total_stored if self._total_stored else 1.0
-        left_s = elapsed_s * (1 - share) / share if share else 0.0
-        return (
+        left_s = round(elapsed_s * (1 - share) / share) if share else 0
+        print(
             f"Processed {self.num_documents} documents "
             f"({self.num_documents / elapsed_s:.1f} docs/s, "
             f"{self._bytes / 1e6 / elapsed_s:.2f} MB/s), {100 * share:.1f} %, "
-            f"{_clock(left_s)} left"
-        )
-
-    def finish(self) -> None:
-        """Print the last line."""
-        print(self.line(time.monotonic()), file=sys.stderr, flush=True)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
-_PER_PROCESSOR = 4  # workers that are useful
-_FEWEST = 16  # workers that every machine may start
-_WINDOW = 4  # blocks per worker in progress, or waiting for an earlier block
-
-
-def limit_workers(flag: str, asked: int) -> int:
-    """Return how many of the workers of ``flag`` to start; log it if they are fewer than asked."""
-    num_processors = len(os.sched_getaffinity(0))
-    most = max(_FEWEST, _PER_PROCESSOR * num_processors)
-    if asked > most:
-        print(
-            f"> {flag} {asked}: this process has {num_processors} processors; more than {most} "
-            f"workers would only take memory; {most} are used",
+            f"{timedelta(seconds=left_s)} left",
             file=sys.stderr,
             flush=True,
         )
-    return min(asked, most)
+
+
+_WINDOW = 4  # blocks per worker in progress, or waiting for an earlier block
 
 
 class WorkerPool:
@@ -124,54 +101,45 @@ class WorkerPool:
         busy: dict[Connection, int] = {}
         done: dict[int, EncodedBlock] = {}
         num_sent = num_given = 0
-        more = True
         while True:
-            while more and idle and num_sent - num_given < _WINDOW * self._num_workers:
-                block = next(blocks, None)
-                if block is None:
-                    more = False
+            while idle and num_sent - num_given < _WINDOW * self._num_workers:
+                if (block := next(blocks, None)) is None:
                     break
                 connection = idle.pop()
-                self._send(connection, block)
                 busy[connection] = num_sent
+                with self._deaths():
+                    connection.send(block)
                 num_sent += 1
             if num_given in done:
                 yield done.pop(num_given)
                 num_given += 1
             elif busy:
-                for ready in wait(list(busy)):
-                    connection = cast(Connection, ready)
-                    done[busy.pop(connection)] = self._receive(connection)
+                for connection in cast(list[Connection], wait(list(busy))):
+                    with self._deaths():
+                        result = connection.recv()
+                    if isinstance(result, MegatronError):
+                        raise result
+                    done[busy.pop(connection)] = result
                     idle.append(connection)
             else:
                 return
 
-    def _send(self, connection: Connection, block: Block) -> None:
+    @contextmanager
+    def _deaths(self) -> Iterator[None]:
+        """Raise an error that names a worker which has ended, if its pipe has."""
         try:
-            connection.send(block)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._died(connection) from error
-
-    def _receive(self, connection: Connection) -> EncodedBlock:
-        try:
-            result = connection.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise self._died(connection) from error
-        if isinstance(result, MegatronError):
-            raise result
-        assert isinstance(result, EncodedBlock), result
-        return result
-
-    def _died(self, connection: Connection) -> Exception:
-        process = next(p for p, ours in self._workers if ours is connection)
-        process.join()
-        code = process.exitcode or 0
-        if code >= 0:
-            return RuntimeError("a worker failed; its traceback stands above")
-        return DataError(
-            f"worker process {process.pid} was ended by {signal.Signals(-code).name}; if memory "
-            "ran out, use fewer --workers"
-        )
+            yield
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            ended = wait([process.sentinel for process, _ in self._workers])
+            process = next(p for p, _ in self._workers if p.sentinel in ended)
+            process.join()
+            code = process.exitcode or 0
+            if code >= 0:
+                raise RuntimeError("a worker failed; its traceback stands above") from error
+            raise DataError(
+                f"worker process {process.pid} was ended by {signal.Signals(-code).name}; if "
+                "memory ran out, use fewer --workers"
+            ) from error
 
 
 def _serve(connection: Connection, inherited: list[Connection], encoder: BlockEncoder) -> None:
@@ -182,18 +150,13 @@ def _serve(connection: Connection, inherited: list[Connection], encoder: BlockEn
     for other in inherited:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends its workers
-    while True:
-        try:
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
             block = connection.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        try:
-            result: EncodedBlock | MegatronError = encoder.encode(block)
-        except BadRecord as error:
-            result = error
-        except MegatronError as error:
-            result = DataError(f"{block.path}, bytes {block.start} to {block.end}: {error}")
-        try:
+            try:
+                result: EncodedBlock | MegatronError = encoder.encode(block)
+            except BadRecord as error:
+                result = error
+            except MegatronError as error:
+                result = DataError(f"{block.path}, bytes {block.start} to {block.end}: {error}")
             connection.send(result)
-        except (BrokenPipeError, ConnectionResetError):
-            return

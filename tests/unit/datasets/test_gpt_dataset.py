@@ -69,15 +69,15 @@ class TestCache:
         monkeypatch.setattr(gpt_dataset.helpers, "_compiled", lambda: None)
         self.test_names_and_bytes_are_those_of_the_reference(tmp_path, monkeypatch)
 
-    def test_a_cache_of_the_reference_is_read_and_not_built(
+    def test_a_cache_of_the_reference_is_read_and_not_written_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         shutil.copytree(GOLDEN / "index_cache", tmp_path / "cache")
 
-        def never(request: SampleRequest) -> None:
-            raise AssertionError(f"built {request.source}")
+        def never(path: str, array: np.ndarray) -> None:
+            raise AssertionError(f"{path} is written again")
 
-        monkeypatch.setattr(gpt_dataset, "build_indices", never)
+        monkeypatch.setattr(index_cache, "save_array", never)
         assert [len(d) for d in golden_datasets(tmp_path / "cache", monkeypatch)] == [
             2149,
             137,

@@ -120,7 +120,7 @@ class TestTensors:
         assert has_loss.nonzero().flatten().tolist() == [3, 4, 5, 9, 10]
         assert sample["num_tiles"].tolist() == [1] + [0] * 11
         assert sample["position_ids"].tolist() == list(range(12))
-        pixels = ImageProcessor(ImageSettings(img_h=4, img_w=4)).decode(image, "a")
+        pixels = ImageProcessor(ImageSettings(img_h=4, img_w=4)).read(image, "a")[0]
         assert np.array_equal(sample["images"].numpy(), pixels)
         kinds = {name: (str(t.dtype)[6:], tuple(t.shape)) for name, t in sample.items()}
         ids = ("int64", (12,))
@@ -195,7 +195,7 @@ class TestTensors:
         text = talk("<image> <image> or <image>", "first")
         sample, _ = one(tmp_path, *files, ("a.json", text), images=tiled)
         assert sample["num_tiles"].tolist()[:5] == [4, 1, 0, 5, 0]
-        pixels = [ImageProcessor(tiled).decode(data, "a") for _, data in files]
+        pixels = [ImageProcessor(tiled).read(data, "a")[0] for _, data in files]
         assert np.array_equal(sample["images"].numpy(), np.concatenate(pixels))
 
     def test_tile_tags_are_text_around_tokens_of_one_tile(self, tmp_path: Path) -> None:
@@ -343,14 +343,23 @@ BROKEN = {
     "too_few": ([("bad.png", png()), ("bad.json", talk("hm", "x"))], "0 <image> for 1 images"),
     "too_many": ([("bad.json", talk("<image>", "x"))], "1 <image> for 0 images"),
     "no_text": ([("bad.png", png())], r"no \.json and no \.txt"),
-    "no_json": ([("bad.json", b"{")], r"its \.json is no JSON"),
-    "a_list": ([("bad.json", b"[]")], "is a list, not an object"),
+    "no_json": ([("bad.json", b"{")], r"its \.json: it is no JSON"),
+    "a_list": ([("bad.json", b"[]")], r"its \.json: it is \[\], not an object"),
     "no_key": ([("bad.json", b'{"url": 1}')], "none of conversations, texts"),
-    "no_turns": ([("bad.json", b'{"texts": ["a"]}')], "not an object"),
+    "no_turns": ([("bad.json", b'{"texts": ["a"]}')], "needs a role"),
     "no_caption": ([("bad.json", b'{"caption": null}')], "its caption is None"),
-    "speaker": ([("bad.json", b'{"texts": [{"from": "dog", "value": ""}]}')], "is by 'dog'"),
-    "value": ([("bad.json", b'{"texts": [{"from": "gpt", "value": 3}]}')], "is 3, not a text"),
-    "part": ([("bad.json", b'{"messages": [{"role": "user", "content": [1]}]}')], "neither text"),
+    "speaker": (
+        [("bad.json", b'{"texts": [{"from": "dog", "value": ""}]}')],
+        "needs a role of system, user",
+    ),
+    "value": (
+        [("bad.json", b'{"texts": [{"from": "gpt", "value": 3}]}')],
+        "is 3; it must",
+    ),
+    "part": (
+        [("bad.json", b'{"messages": [{"role": "user", "content": [1]}]}')],
+        "parts must be",
+    ),
     "empty": ([("bad.json", talk("", "x"))], "turn of the user is empty"),
     "late": ([("bad.json", talk("word " * 30, "x"))], "no token of an answer is within the first"),
     "mode": ([("bad.tif", b""), ("bad.json", talk("<image>", "x"))], "image 0: no image"),

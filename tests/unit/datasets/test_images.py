@@ -206,7 +206,7 @@ class TestDecoding:
         data = encoded(Image.new("1", (30000, 20000)))
         assert len(data) < 100_000
         for read in (decode_image, size_of_image):
-            with pytest.raises(DataError, match="^a: more than 134217728 pixels"):
+            with pytest.raises(DataError, match="^a: no image .*DecompressionBombError"):
                 read(data, "a")
             with pytest.raises(DataError, match="^a: an image of 13000 x 12000 pixels, at most"):
                 read(encoded(Image.new("1", (13000, 12000))), "a")

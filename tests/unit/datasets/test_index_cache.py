@@ -64,49 +64,20 @@ def test_one_of_many_builds_and_all_get_its_result(path: str) -> None:
     assert len(builders) == 1
 
 
-def waiting_while_the_build_fails(path: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A builder that fails once somebody waits for it; what both were told."""
-    waits = threading.Event()
-    monkeypatch.setattr(index_cache.time, "sleep", lambda _: waits.set())
-    builds = threading.Event()
+def test_who_waits_for_a_failed_build_builds_itself(path: str) -> None:
+    starts = threading.Event()
 
     def fail() -> str:
-        builds.set()
-        assert waits.wait(timeout=10)
+        starts.set()
         raise MemoryError("no room")
 
-    def ask_first() -> str:
-        with pytest.raises(MemoryError) as caught:
-            build_once(path, reader(path), fail)
-        return str(caught.value)
-
-    def ask_second() -> str:
-        assert builds.wait(timeout=10)
-        with pytest.raises(DataError) as caught:
-            build_once(path, reader(path), writer(path))
-        return str(caught.value)
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.submit(ask_first), pool.submit(ask_second)
-        return [first.result(timeout=20), second.result(timeout=20)]
-
-
-def test_who_waits_for_a_failed_build_is_told_why(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = waiting_while_the_build_fails(path, monkeypatch)
-    assert told[0] == "no room"
-    assert f"process {os.getpid()} on " in told[1]
-    assert "MemoryError('no room')" in told[1]
-
-
-def test_the_failure_of_an_earlier_run_does_not_stop_the_next(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting_while_the_build_fails(path, monkeypatch)
-    assert os.path.exists(f"{path}.error")
-    assert build_once(path, reader(path), writer(path)) == "built"
-    assert not os.path.exists(f"{path}.error")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(build_once, path, reader(path), fail)
+        assert starts.wait(timeout=10)
+        assert build_once(path, reader(path), writer(path)) == "built"
+        with pytest.raises(MemoryError, match="no room"):
+            first.result(timeout=20)
+    assert os.listdir(os.path.dirname(path)) == ["index"]
 
 
 def _die_while_building(path: str) -> None:
@@ -144,7 +115,10 @@ def test_an_unwritable_directory_is_named_with_the_cure(tmp_path: Path) -> None:
 def test_a_directory_without_write_permission_is_refused(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    def denied(*_: object) -> None:  # root may write everywhere
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(index_cache, "open", denied, raising=False)
     with pytest.raises(DataError, match="Permission denied"):
         build_once(path, lambda: None, lambda: "")
 
@@ -174,12 +148,3 @@ def test_a_damaged_array_is_told_and_treated_as_missing(
         assert load_array(str(path)) is None
         assert load_array(str(path)) is None
     assert caplog.text.count("is damaged and is built again") == 1
-
-
-def test_a_waiting_process_reports_for_whom_it_waits(
-    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(index_cache, "_REPORT_EVERY_S", 0.0)
-    with caplog.at_level(logging.INFO):
-        waiting_while_the_build_fails(path, monkeypatch)
-    assert f"built by process {os.getpid()} on " in caplog.text

@@ -13,7 +13,6 @@ from megatron.training.preprocess.inputs import (
     blocks,
     pieces,
     sample_blocks,
-    uncompressed_extension,
 )
 from megatron.training.preprocess.run import Manifest
 
@@ -64,8 +63,6 @@ def test_frames_of_zstandard_are_read_in_pieces_of_any_size(tmp_path):
 
 
 def test_the_kind_of_a_file_is_in_the_name_below_its_compression():
-    assert uncompressed_extension("a.txt.gz") == ".txt"
-    assert uncompressed_extension("a.b.jsonl") == ".jsonl"
     record_format = RecordFormat()
     assert record_format.is_plain("a.txt.zst")
     assert not record_format.is_plain("a.gz")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import io
 import json
 import lzma
 import pickle
+import re
 import tarfile
 import zipfile
 
@@ -45,32 +45,31 @@ def numpy_array():
 
 
 KINDS = {
-    "gzip-compressed, .*: give it a name that ends in .gz": gzip.compress(LINES),
-    "zstd-compressed, .* ends in .zst": b"\x28\xb5\x2f\xfd" + bytes(20),
-    "bzip2-compressed": bz2.compress(LINES),
-    "xz-compressed": lzma.compress(LINES),
-    "a zip archive": archive("zip"),
-    "a tar archive, .*: extract it": archive("tar"),
-    r"an Arrow \(Feather\) file": b"ARROW1\0\0" + bytes(20),
-    "an Arrow stream": b"\xff\xff\xff\xff" + bytes(20),
-    "a numpy array": numpy_array(),
-    "a pickled object": pickle.dumps(["hello"]),
-    "UTF-16 text, .*: save it as UTF-8": LINES.decode().encode("utf-16"),
-    "an HDF5 file": b"\x89HDF\r\n\x1a\n" + bytes(9),
+    "gzip": gzip.compress(LINES),
+    "zstd": b"\x28\xb5\x2f\xfd" + bytes(20),
+    "xz": lzma.compress(LINES),
+    "zip": archive("zip"),
+    "tar": archive("tar"),
+    "Arrow": b"ARROW1\0\0" + bytes(20),
+    "numpy": numpy_array(),
+    "pickle": pickle.dumps(["hello"]),
+    "UTF-16": LINES.decode().encode("utf-16"),
+    "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(9),
 }
 
 
-@pytest.mark.parametrize("message", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["a.json", "a.txt"])
-def test_a_file_that_is_no_text_is_named_by_its_kind(tmp_path, name, message):
-    (tmp_path / name).write_bytes(KINDS[message])
-    with pytest.raises(DataError, match=rf"^--input .*{name} is {message}"):
+def test_a_binary_file_is_refused_with_its_first_bytes(tmp_path, name, kind):
+    (tmp_path / name).write_bytes(KINDS[kind])
+    begin = re.escape(repr(KINDS[kind][:8]))
+    with pytest.raises(DataError, match=rf"^--input .*{name} is binary \(it begins with {begin}"):
         find_inputs(str(tmp_path / name))
 
 
-def test_an_archive_inside_gzip_is_named_too(tmp_path):
+def test_an_archive_inside_gzip_is_refused_too(tmp_path):
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(archive("tar")))
-    with pytest.raises(DataError, match="a.json.gz is a tar archive inside .gz, .*: extract it"):
+    with pytest.raises(DataError, match="a.json.gz is binary inside .gz .*: extract or convert it"):
         find_inputs(str(tmp_path / "*"))
 
 
@@ -142,7 +141,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, parquet):
     with pytest.raises(DataError, match=r"line 1: the record has no key 'id'; name the keys"):
         list(read_documents(parquet("in.parquet"), RecordFormat(json_keys=("id",))))
     (tmp_path / "in.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-9])
-    with pytest.raises(DataError, match="in.parquet is a Parquet file without its end, .*: copy"):
+    with pytest.raises(DataError, match="in.parquet is binary .it begins with b'PAR1"):
         list(read_documents(str(tmp_path / "in.parquet"), RecordFormat()))
     with pytest.raises(DataError, match=r"has no column of text .*: its columns are n \(int64\)"):
         list(read_documents(parquet("n.parquet", [{"n": 1}]), RecordFormat()))

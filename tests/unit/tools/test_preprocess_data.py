@@ -295,12 +295,6 @@ def test_a_few_rows_of_parquet_are_held_at_once(tmp_path):
     assert sum(sizes) > 10_000_000
 
 
-def test_a_key_with_a_slash_is_refused(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", [{"a/b": "text"}])
-    with pytest.raises(ConfigError, match="--json-keys 'a/b': the key is part of the names"):
-        preprocess(source, tmp_path / "out", "--json-keys", "a/b")
-
-
 def test_a_worker_that_is_killed_ends_the_run_with_its_signal(corpus_file, tmp_path, monkeypatch):
     def die(self, block):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -439,27 +433,3 @@ def test_the_options_are_the_references_with_its_defaults():
     assert {name: vars(args)[name] for name in wanted} == wanted
     required = {a.dest for a in parser._actions if a.required}
     assert required == {"input", "output_prefix", "workers"}
-
-
-def test_workers_that_no_processor_is_for_are_not_started(
-    corpus_file, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(workers, "_FEWEST", 1)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
-    started = []
-    enter = workers.WorkerPool.__enter__
-
-    def counted(pool):
-        started.append(pool._num_workers)
-        return enter(pool)
-
-    monkeypatch.setattr(workers.WorkerPool, "__enter__", counted)
-    preprocess(corpus_file, tmp_path / "out", num_workers=3000)
-    assert started == [4]
-    text = "--workers 3000: this process has 1 processors; more than 4 workers would only take"
-    assert text in capsys.readouterr().err
-
-
-def test_more_partitions_than_files_that_may_be_open_are_refused(corpus_file, tmp_path):
-    with pytest.raises(ConfigError, match="--partitions 99999999 must be at most"):
-        preprocess(corpus_file, tmp_path / "out", "--partitions", "99999999")
