@@ -132,12 +132,13 @@ def read_config(folder: Path) -> JsonObject:
     """Read and check config.json.  Raises CheckpointError."""
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder} is {NO_MODEL}")
-    config = _read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     check_values(config, folder / CONFIG)
     return config
 
 
-def _read_json(path: Path) -> JsonObject:
+def read_json(path: Path) -> JsonObject:
+    """Read a file of one JSON object.  Raises CheckpointError."""
     try:
         return json_object(path.read_bytes(), str(path))
     except OSError as error:
@@ -162,7 +163,7 @@ def _read_parts(
 
     Raises CheckpointError if the index and the files do not agree.
     """
-    mapped = _read_json(index).get("weight_map")
+    mapped = read_json(index).get("weight_map")
     if not isinstance(mapped, dict) or not mapped:
         raise CheckpointError(
             f"{index} has no weight_map from names of tensors to files: get the folder again"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.config.value_types import Arguments, JsonObject
-from megatron.core.dist_checkpointing.manifest import json_object
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor, write_file
 from megatron.core.peft.lora import (
     ALL_LINEAR,
@@ -40,7 +39,7 @@ from megatron.core.peft.lora import (
 from megatron.training.config.adapters import AdaptersConfig
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hf import SCORE
-from megatron.training.conversion.hf_folder import read_safetensors
+from megatron.training.conversion.hf_folder import read_json, read_safetensors
 from megatron.training.conversion.lazy import as_lazy
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule, size_of, tensors_of
@@ -140,9 +139,11 @@ def rows_of(layer: str, size: Sequence[int], shape: ModelShape) -> dict[str, int
 
 
 CONFIG = "adapter_config.json"
-_UNSUPPORTED = {
-    "use_dora": "DoRA",
-    "lora_bias": "biases of adapters",
+_ONLY: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (None, False),
+    "lora_bias": (None, False),
+    "bias": (None, "none"),
 }
 _TOO_LARGE = 1e6  # of ranks and scales
 # Patterns for which Python's `re` could search for hours: repeated groups, and many repetitions.
@@ -153,52 +154,34 @@ _MOST_LETTERS = 1000
 
 def read_config(folder: Path) -> JsonObject:
     """Return adapter_config.json.  Raises CheckpointError for adapters of another kind."""
-    try:
-        config = json_object((folder / CONFIG).read_bytes(), str(folder / CONFIG))
-    except OSError as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(f"{folder / CONFIG} has peft_type {kind}: only LORA can be read")
-    for name, words in _UNSUPPORTED.items():
-        if config.get(name):
-            raise CheckpointError(f"{folder / CONFIG} has {name}: {words} are not available")
-    if not (_is_rank(config.get("r")) and _is_size(config.get("lora_alpha", 8))):
-        raise CheckpointError(f"{folder / CONFIG} has no rank r or lora_alpha above 0")
-    _check_patterns(folder, config.get("rank_pattern") or {}, _is_rank)
-    _check_patterns(folder, config.get("alpha_pattern") or {}, _is_size)
+    path = folder / CONFIG
+    config = read_json(path)
+    for name, values in _ONLY.items():
+        if (found := config.get(name)) not in values:
+            raise CheckpointError(f"{path} has {name} {str(found)[:80]}: only {values[-1]} is read")
+    ranks, scales = (config.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+    if not isinstance(ranks, dict) or not isinstance(scales, dict):
+        raise CheckpointError(
+            f"{path} has a rank_pattern or alpha_pattern that is no table of names and numbers"
+        )
+    for pattern in (*ranks, *scales):
+        if not _is_pattern(pattern):
+            raise CheckpointError(
+                f"{path} has the pattern {pattern[:80]!r}: a name of modules is needed, or a "
+                f"regular expression of at most {_MOST_REPETITIONS} repetitions, none of a group"
+            )
+    every_rank = (config.get("r"), *ranks.values())
+    every_size = (*every_rank, config.get("lora_alpha", 8), *scales.values())
+    if not all(isinstance(rank, int) for rank in every_rank) or not all(
+        isinstance(size, int | float) and 0 < size < _TOO_LARGE for size in every_size
+    ):
+        raise CheckpointError(f"{path} has a rank or an alpha that is no number above 0")
     dropout = config.get("lora_dropout") or 0.0
     if not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
         raise CheckpointError(
-            f"{folder / CONFIG} has lora_dropout {str(dropout)[:80]}: give a number from 0 to 1"
+            f"{path} has lora_dropout {str(dropout)[:80]}: give a number from 0 to 1"
         )
-    if config.get("bias", "none") != "none":
-        raise CheckpointError(f"{folder / CONFIG} has bias {config['bias']}: train it with none")
     return config
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value < _TOO_LARGE
-
-
-def _is_rank(value: object) -> bool:
-    return isinstance(value, int) and _is_size(value)
-
-
-def _check_patterns(folder: Path, patterns: object, is_valid: Callable[[object], bool]) -> None:
-    """Raise CheckpointError unless ``patterns`` maps names or simple patterns to sizes."""
-    if not isinstance(patterns, dict) or not all(map(is_valid, patterns.values())):
-        raise CheckpointError(
-            f"{folder / CONFIG} has a rank_pattern or alpha_pattern that is no table of names and "
-            "numbers"
-        )
-    for pattern in patterns:
-        if not _is_pattern(pattern):
-            raise CheckpointError(
-                f"{folder / CONFIG} has the pattern {pattern[:80]!r}: a name of modules is needed, "
-                f"or a regular expression of at most {_MOST_REPETITIONS} repetitions, none of a "
-                "group"
-            )
 
 
 def _is_pattern(pattern: str) -> bool:
@@ -211,23 +194,12 @@ def _is_pattern(pattern: str) -> bool:
         return False
 
 
-def scale_of(module: str, rank: int, config: JsonObject) -> float:
-    """Return alpha / rank of a module; its alpha may be that of a pattern."""
-    patterns = config.get("alpha_pattern") or {}
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in patterns.items():
+def _of_module(module: str, patterns: Mapping[str, float] | None, default: float) -> float:
+    """Return the value of the first of ``patterns`` that names ``module``."""
+    for pattern, value in (patterns or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            alpha = value
-            break
-    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
-
-
-def rank_of(module: str, config: JsonObject) -> int:
-    """Return the rank of a module, which may be that of a pattern."""
-    for pattern, rank in (config.get("rank_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return int(rank)
-    return int(config["r"])
+            return value
+    return default
 
 
 def _take_score(
@@ -259,8 +231,7 @@ def _take_score(
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
-_INNER = "gate_up_proj"
-_OUTER = "down_proj"  # tensors of all experts, by PEFT's nesting
+_STACK = re.compile(r"(.*\.experts)\.(base_layer\.)?lora_([AB])\.weight")
 _PART_NAMES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "gate": "gate_proj", "up": "up_proj"}
 _OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
@@ -284,7 +255,12 @@ def write_peft(
     ranks: dict[str, int] = {}
     transposed = False
     for layer, pairs in pairs_of(weights, config, shape).items():
-        rule = _rule_of(layer, shape, family)
+        rule = family.rule(f"{layer}.weight", shape)
+        if rule.by_turns:
+            raise CheckpointError(
+                f"the rows of gate and up projection alternate in {family.architecture}: adapters "
+                f"of {layer} cannot be converted"
+            )
         transposed |= rule.transposed
         for theirs, pair in _their_pairs(layer, pairs, rule, shape):
             module = theirs.removesuffix(".weight")
@@ -354,28 +330,15 @@ def _check_experts(names: Iterable[str]) -> str | None:
     )
 
 
-def _rule_of(layer: str, shape: ModelShape, family: Family) -> Rule:
-    rule = family.rule(f"{layer}.weight", shape)
-    if rule.by_turns:
-        raise CheckpointError(
-            f"the rows of gate and up projection alternate in {family.architecture}: adapters of "
-            f"{layer} cannot be converted"
-        )
-    return rule
-
-
 def _their_pairs(
     layer: str, pairs: Mapping[str, Pair], rule: Rule, shape: ModelShape
 ) -> Iterator[tuple[str, Pair]]:
     """Yield their name of each matrix with its A and B."""
-    if tuple(pairs) == (WHOLE,) and len(rule.theirs) == 1:
-        yield rule.theirs[0], pairs[WHOLE]
-        return
-    parts = [part for part in ("q", "k", "v", "gate", "up") if part in rows_of(layer, (2,), shape)]
+    parts = list(rows_of(layer, (2,), shape))
     if len(parts) == len(rule.theirs):
-        for part, theirs in zip(parts, rule.theirs, strict=True):
-            if part in pairs:
-                yield theirs, pairs[part]
+        yield from (
+            (t, pairs[part]) for part, t in zip(parts, rule.theirs, strict=True) if part in pairs
+        )
         return
     if len(rule.theirs) != 1 or set(pairs) != set(parts):
         raise CheckpointError(
@@ -384,10 +347,10 @@ def _their_pairs(
         )
     every = [pairs[part] for part in parts]
     if all(torch.equal(pair.a, every[0].a) for pair in every):  # as read from such a file
-        yield rule.theirs[0], Pair(every[0].a, torch.cat([p.b for p in every]), every[0].scale)
-        return
-    a = torch.cat([p.a for p in every])
-    b = torch.block_diag(*[p.b for p in every])
+        a, b = every[0].a, torch.cat([pair.b for pair in every])
+    else:
+        a = torch.cat([pair.a for pair in every])
+        b = torch.block_diag(*[pair.b for pair in every])
     yield rule.theirs[0], Pair(a, b, every[0].scale)
 
 
@@ -399,41 +362,45 @@ def read_peft(
     Raises CheckpointError for adapters of another kind or of layers that the model has not.
     """
     config = read_config(folder)
-    stored = read_safetensors(folder / WEIGHTS)
-    left = dict(
-        _without_stacks({name.removeprefix(_PREFIX): t for name, t in stored.items()}, config)
-    )
+    left = dict(_entries(read_safetensors(folder / WEIGHTS), config))
     score = _take_score(folder, config, left, shape)
     sizes = {
         name.removesuffix(".weight"): size_of(letters, shape)
         for name, letters in tensors_of(shape).items()
-        if name.endswith(".weight")
+        if name.endswith(".weight") and len(letters) == 2
     }
-    found: dict[str, dict[str, Pair]] = {}
-    for layer in sizes:
+    found: dict[tuple[str, str], Pair] = {}  # by layer and part
+    for layer, size in sizes.items():
         rule = family.rule(f"{layer}.weight", shape)
-        if not all(name.endswith(".weight") or _EXPERT.search(name) for name in rule.theirs):
-            continue
-        if pairs := _our_pairs(layer, rule, left, config, shape):
-            found[layer] = pairs
+        if all(name.endswith(".weight") or _EXPERT.search(name) for name in rule.theirs):
+            pairs = _our_pairs(layer, size, rule, left, config, shape)
+            found |= {(layer, part): pair for part, pair in pairs.items()}
     if left:
         raise CheckpointError(
             f"{folder} has adapters of layers that are not in the model: "
             f"{', '.join(sorted(left)[:3])}"
         )
-    every = [pair for pairs in found.values() for pair in pairs.values()]
-    if not every:
+    if not found:
         raise CheckpointError(f"{folder} holds no adapter")
-    rank = max(len(pair.a) for pair in every)
-    scale = every[0].scale
+    rank = max(len(pair.a) for pair in found.values())
+    scale = next(iter(found.values())).scale
+    kinds = {(*_kind_of(layer), part): pair for (layer, part), pair in found.items()}
     values: dict[str, Tensor] = {} if score is None else {SCORE: score}
-    for layer, pairs in _with_untrained(found, sizes, shape).items():
-        for part, pair in pairs.items():
-            _check_size(layer, part, pair, sizes[layer], shape)
-            values |= _ours(layer, part, pair, rank, scale)
+    for layer, size in sizes.items():
+        rows = rows_of(layer, size, shape)
+        for part, in_group in rows.items():
+            own = (size[0] // sum(rows.values()) * in_group, size[1])
+            pair = found.get((layer, part))
+            like = kinds.get((*_kind_of(layer), part))
+            if pair is None and like is not None:
+                # With A and B zero their gradients are zero: it stays untrained, as in PEFT.
+                pair = Pair(like.a.new_zeros(1, own[1]), like.b.new_zeros(own[0], 1), scale)
+            if pair is not None:
+                _check_size(layer, pair, own)
+                values |= _ours(layer, part, pair, rank, scale)
     targets = {
         f"{kind}.{_PART_NAMES[part]}" if part else f"{kind}.{own}".removeprefix(".")
-        for kind, own, part in _kinds_of(found)
+        for kind, own, part in kinds
     }
     flags = {
         "lora_rank": rank,
@@ -446,55 +413,19 @@ def read_peft(
     return as_lazy({name: value.to(dtype).contiguous() for name, value in values.items()}), flags
 
 
-def _with_untrained(
-    found: dict[str, dict[str, Pair]], sizes: Mapping[str, tuple[int, ...]], shape: ModelShape
-) -> dict[str, dict[str, Pair]]:
-    """Add zeros for layers of the same kinds as those of ``found``, which has not all layers.
-
-    With A and B zero their gradients are zero: they stay untrained, as in PEFT.
-    """
-    kinds = _kinds_of(found)
-    out = {}
-    for layer, size in sizes.items():
-        parts = dict(found.get(layer, {}))
-        if len(size) == 2:
-            rows = rows_of(layer, size, shape)
-            groups = size[0] // sum(rows.values())
-            for part in rows:
-                if part not in parts and (like := kinds.get((*_kind_of(layer), part))):
-                    a = like.a.new_zeros(1, size[1])
-                    b = like.b.new_zeros(groups * rows[part], 1)
-                    parts[part] = Pair(a, b, like.scale)
-        if parts:
-            out[layer] = parts
-    return out
-
-
-def _check_size(
-    layer: str, part: str, pair: Pair, size: tuple[int, ...], shape: ModelShape
-) -> None:
+def _check_size(layer: str, pair: Pair, size: tuple[int, int]) -> None:
     """Raise CheckpointError unless B A has the size of the matrix, a part of a layer's weight."""
-    rows, columns = size
-    if part:
-        in_group = rows_of(layer, (rows, columns), shape)
-        rows = rows // sum(in_group.values()) * in_group[part]
-    size = (columns, rows) if layer == EMBEDDING else (rows, columns)
-    found = len(pair.b), *pair.a.shape[1:]
-    if found != size or pair.a.shape[:1] != pair.b.shape[1:]:
+    wanted = size[::-1] if layer == EMBEDDING else size
+    found = len(pair.b), pair.a.shape[1]
+    if found != wanted or len(pair.a) != pair.b.shape[1]:
         raise CheckpointError(
             f"the adapter of {layer} has A {list(pair.a.shape)} and B {list(pair.b.shape)}, of a "
-            f"matrix that is {list(size)}: it is of another model"
+            f"matrix that is {list(wanted)}: it is of another model"
         )
 
 
-def _kinds_of(found: Mapping[str, Mapping[str, Pair]]) -> dict[tuple[str, str, str], Pair]:
-    """Return the module around a layer, the layer and its part -> an example."""
-    return {
-        (*_kind_of(layer), part): pair for layer, ps in found.items() for part, pair in ps.items()
-    }
-
-
 def _kind_of(layer: str) -> tuple[str, str]:
+    """Return the names of the module around a layer and of the layer."""
     *around, own = re.sub(r"\.local_experts\.\d+\.", ".", layer).split(".")
     return around[-1] if around else "", own
 
@@ -506,13 +437,17 @@ def _ours(
     spare = rank - len(pair.a)
     a = F.pad(pair.a, (0, 0, 0, spare))
     b = F.pad(pair.b, (0, spare))
-    b = b if pair.scale == scale else b * (pair.scale / scale)
     yield f"{own}a", a.t() if layer == EMBEDDING else a
-    yield f"{own}b", b
+    yield f"{own}b", b if pair.scale == scale else b * (pair.scale / scale)
 
 
 def _our_pairs(
-    layer: str, rule: Rule, left: dict[str, Tensor], config: JsonObject, shape: ModelShape
+    layer: str,
+    size: tuple[int, ...],
+    rule: Rule,
+    left: dict[str, Tensor],
+    config: JsonObject,
+    shape: ModelShape,
 ) -> dict[str, Pair]:
     """Remove the adapters of one of our layers from ``left`` and return them by part."""
     modules = [theirs.removesuffix(".weight") for theirs in rule.theirs]
@@ -521,67 +456,60 @@ def _our_pairs(
         return {}
     if rule.by_turns:
         raise CheckpointError(f"the adapter of {modules[0]} cannot be converted")
-    parts = list(rows_of(layer, (2,), shape))
-    if len(parts) == len(taken):
-        return {part: pair for part, pair in zip(parts, taken, strict=True) if pair is not None}
+    rows = rows_of(layer, size, shape)
+    if len(rows) == len(taken):
+        return {part: pair for part, pair in zip(rows, taken, strict=True) if pair is not None}
     (pair,) = taken
     assert pair is not None, "the only one"
-    sizes = [shape.dims[letter] for letter in "qkk"] if parts[0] == "q" else [len(pair.b) // 2] * 2
-    return {
-        part: Pair(pair.a, b, pair.scale)
-        for part, b in zip(parts, pair.b.split(sizes), strict=True)
-    }
+    _check_size(layer, pair, (size[0], size[1]))
+    groups = size[0] // sum(rows.values())
+    parts = pair.b.split([groups * count for count in rows.values()])
+    return {part: Pair(pair.a, b, pair.scale) for part, b in zip(rows, parts, strict=True)}
 
 
 def _take(left: dict[str, Tensor], module: str, config: JsonObject) -> Pair | None:
-    for name in (module, _new_name(module)):
+    # An expert's matrix of Mixtral has another name in the modules of newer `transformers`.
+    *outer, last = module.replace(".block_sparse_moe.", ".mlp.").split(".")
+    for name in (module, ".".join([*outer, _OF_MIXTRAL.get(last, last)])):
         for kind in ("lora_{}.weight", "lora_embedding_{}"):
             names = [f"{name}.{kind.format(matrix)}" for matrix in "AB"]
             if all(each in left for each in names):
                 a, b = (left.pop(each) for each in names)
-                return Pair(a, b, scale_of(name, len(a), config))
+                alpha = _of_module(name, config.get("alpha_pattern"), config.get("lora_alpha", 8))
+                rank = len(a)
+                return Pair(a, b, alpha / (rank**0.5 if config.get("use_rslora") else rank))
     return None
 
 
-def _new_name(module: str) -> str:
-    """Return the name of an expert's matrix of Mixtral in the modules of newer `transformers`."""
-    *outer, last = module.replace(".block_sparse_moe.", ".mlp.").split(".")
-    return ".".join([*outer, _OF_MIXTRAL.get(last, last)])
-
-
-def _without_stacks(
-    weights: Mapping[str, LazyTensor], config: JsonObject
-) -> Iterator[tuple[str, Tensor]]:
+def _entries(weights: Mapping[str, LazyTensor], config: JsonObject) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors; those of all experts of a layer as one of each expert.
 
-    PEFT nests its wrappers: the tensor that it wraps first has ``base_layer`` in its name.
+    PEFT nests its wrappers: the tensor that it wraps first, that of gate and up projection, has
+    ``base_layer`` in its name.
     """
     for name, tensor in weights.items():
+        name = name.removeprefix(_PREFIX)
         if name.endswith(".base_layer.weight"):  # a copy of the base's embedding or output layer
             continue
-        found = re.fullmatch(r"(.*\.experts)\.(base_layer\.)?lora_([AB])\.weight", name)
-        if not found:
-            yield name, tensor.make()
-            continue
-        base = found[1]
-        matrix = found[3]
-        theirs = _INNER if found[2] else _OUTER
-        rank = rank_of(f"{base}.{theirs}", config)
         value = tensor.make()
-        if value.dim() != 2 or value.shape["AB".index(matrix)] % rank:
-            raise CheckpointError(f"{name} has shape {list(value.shape)}, no multiple of {rank}")
+        found = _STACK.fullmatch(name)
+        base, is_inner, matrix = found.groups() if found else ("", None, "A")
+        theirs = "gate_up_proj" if is_inner else "down_proj"
+        rank = int(_of_module(f"{base}.{theirs}", config.get("rank_pattern"), config["r"]))
+        if value.dim() != 2 or (found and value.shape["AB".index(matrix)] % rank):
+            raise CheckpointError(
+                f"{name} has shape {list(value.shape)}: a matrix is needed, of experts with a "
+                f"multiple of {rank} as rank"
+            )
+        if not found:
+            yield name, value
+            continue
         if matrix == "A":
-            entries = value.unflatten(0, (-1, rank))
+            experts = value.unflatten(0, (-1, rank))
         else:
-            entries = value.unflatten(1, (rank, -1)).permute(2, 0, 1)
-        for number, entry in enumerate(entries):
-            yield from _of_expert(f"{base}.{number}", theirs, matrix, entry)
-
-
-def _of_expert(base: str, theirs: str, matrix: str, entry: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if theirs == _OUTER:
-        yield f"{base}.{theirs}.lora_{matrix}.weight", entry
-        return
-    halves = entry.chunk(2) if matrix == "B" else (entry, entry)
-    for name, half in zip(("gate_proj", "up_proj"), halves, strict=True):
-        yield f"{base}.{name}.lora_{matrix}.weight", half
+            experts = value.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        parts = ("gate_proj", "up_proj") if is_inner else ("down_proj",)
+        for number, entry in enumerate(experts):
+            halves = entry.chunk(len(parts)) if matrix == "B" else [entry] * len(parts)
+            for part, half in zip(parts, halves, strict=True):
+                yield f"{base}.{number}.{part}.lora_{matrix}.weight", half

@@ -229,10 +229,14 @@ def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     for number, (module, config, message) in enumerate(
         (
             ("model.layers.0.self_attn.q_proj", {"peft_type": "LOHA"}, "peft_type LOHA: only LORA"),
-            ("model.layers.0.self_attn.q_proj", {"use_dora": True}, "has use_dora: DoRA are not"),
-            ("model.layers.0.self_attn.q_proj", {"bias": "all"}, "has bias all: train it with no"),
-            ("model.layers.0.self_attn.q_proj", {"r": 0}, "has no rank r or lora_alpha above 0"),
-            ("model.layers.0.self_attn.q_proj", {"r": 0.5}, "has no rank r or lora_alpha above 0"),
+            (
+                "model.layers.0.self_attn.q_proj",
+                {"use_dora": True},
+                "has use_dora True: only False is",
+            ),
+            ("model.layers.0.self_attn.q_proj", {"bias": "all"}, "has bias all: only none is read"),
+            ("model.layers.0.self_attn.q_proj", {"r": 0}, "has a rank or an alpha that is no"),
+            ("model.layers.0.self_attn.q_proj", {"r": 0.5}, "has a rank or an alpha that is no"),
             ("model.layers.0.self_attn.q_proj", {"alpha_pattern": ["q"]}, "that is no table of"),
             ("model.layers.0.self_attn.q_proj", {"modules_to_save": 5}, "has modules_to_save 5: "),
             (
