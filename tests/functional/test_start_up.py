@@ -21,7 +21,6 @@ LEFT_OUT = (
     "megatron.training.models.t5",
     "megatron.training.planning.check",
     "megatron.training.planning.rank",
-    "megatron.training.planning.repeats",
     "megatron.training.planning.run_plan",
     "megatron.training.planning.suggested_fix",
     "megatron.training.planning.tracing",

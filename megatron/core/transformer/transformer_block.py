@@ -6,7 +6,7 @@ Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import NamedTuple
@@ -45,9 +45,6 @@ class Span(NamedTuple):
     is_recomputed: bool  # full recomputation in backward
 
 
-SpanRunner = Callable[["TransformerBlock", Span, Tensor, "dict[str, object]"], Tensor]
-
-
 def block_submodules(
     config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec
 ) -> TransformerBlockSubmodules:
@@ -60,12 +57,7 @@ def block_submodules(
 
 
 class TransformerBlock(MegatronModule):
-    """The layers of one pipeline stage; on the last stage followed by the final norm.
-
-    ``span_runner``: replaces `run_span`, which it may call.
-    """
-
-    span_runner: SpanRunner | None = None
+    """The layers of one pipeline stage; on the last stage followed by the final norm."""
 
     def __init__(
         self,
@@ -155,16 +147,13 @@ class TransformerBlock(MegatronModule):
         if context is not None:
             shared |= {"context": context, "context_mask": context_mask}
         stream: Stream = hidden_states
-        for span in self.spans():
-            if self.span_runner is None:
-                stream = self._run_span(span, stream, shared)
-            else:
-                stream = self.span_runner(self, span, summed(stream), shared)
+        for span in self._spans():
+            stream = self._run_span(span, stream, shared)
         if self.final_layernorm is None:
             return summed(stream)
         return norm_hidden(self.final_layernorm, stream)[1]
 
-    def spans(self) -> list[Span]:
+    def _spans(self) -> list[Span]:
         """Return the units in which the layers run; recomputed ones come first."""
         config, end = self.config, len(self.layers)
         covered, size = 0, config.recompute_num_layers or 1
@@ -177,10 +166,6 @@ class TransformerBlock(MegatronModule):
             # CUDA graphs and offloading handle all remaining layers together.
             return [*spans, Span(covered, end, False)]
         return [*spans, *(Span(i, i + 1, False) for i in range(covered, end))]
-
-    def run_span(self, span: Span, hidden_states: Tensor, shared: dict[str, object]) -> Tensor:
-        """Run the layers of ``span``, one of `spans`: [s, b, h] -> [s, b, h]."""
-        return summed(self._run_span(span, hidden_states, shared))
 
     def _run_span(self, span: Span, stream: Stream, shared: dict[str, object]) -> Stream:
         if not span.is_recomputed:

@@ -18,7 +18,6 @@ import traceback
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -84,23 +83,20 @@ def _circumstances(run: RunContext, error: BaseException) -> Iterator[str]:
         f"rank {rank()} is out of memory in step {run.state.iteration + 1}, {current_phase()}: "
         f"{size} failed"
     )
-    own = [place for place in _places(error.__traceback__) if "megatron" in place]
-    if own:
-        yield f"  at {own[-1]}"
-    stats, total = device.memory_stats(), _memory()
-    in_pieces = stats["reserved"] - stats["allocated"]
+    trace = [
+        (os.path.relpath(f.f_code.co_filename), line, f.f_code.co_name)
+        for f, line in traceback.walk_tb(error.__traceback__)
+    ]
+    for path, line, name in [place for place in trace if "megatron" in place[0]][-1:]:
+        yield f"  at {path}:{line} {name}"
+    used = {key: size / _GIB for key, size in device.memory_stats().items()}
+    in_pieces = used["reserved"] - used["allocated"]
     yield (
-        f"  {device.name()}: {stats['allocated'] / _GIB:.3f} GiB in use (most so far "
-        f"{stats['max_allocated'] / _GIB:.3f}), "
-        + (f"{in_pieces / _GIB:.3f} GiB free in pieces, " if in_pieces else "")
-        + f"of {total / _GIB:.3f} GiB for this rank"
+        f"  {device.name()}: {used['allocated']:.3f} GiB in use (most so far "
+        f"{used['max_allocated']:.3f}), "
+        + (f"{in_pieces:.3f} GiB free in pieces, " if in_pieces else "")
+        + f"of {_memory() / _GIB:.3f} GiB for this rank"
     )
-
-
-def _places(trace: TracebackType | None) -> Iterator[str]:
-    """Yield file, line and name of each function in the traceback, the innermost last."""
-    for frame, line in traceback.walk_tb(trace):
-        yield f"{os.path.relpath(frame.f_code.co_filename)}:{line} {frame.f_code.co_name}"
 
 
 def _largest(held: list[Owner]) -> Iterator[str]:
@@ -141,47 +137,63 @@ def _memory() -> int:
 
 
 def _suggested_fixes(run: RunContext, held: list[Owner]) -> Iterator[str]:
-    """Yield flags that are not set yet and about how much they save, the cheapest in time first."""
-    sizes: Counter[str] = Counter()
-    for owner in held:
-        if owner.name != LOGITS:
-            sizes[owner.kind] += owner.num_bytes
-    yield "what would help, the cheapest first (about so many GiB of what is listed above):"
-    for flags, saving in _savings(run, sizes):
-        yield f"  {saving / _GIB:9.3f}  {flags}" if saving else f"             {flags}"
-
-
-def _savings(run: RunContext, sizes: Counter[str]) -> Iterator[tuple[str, float]]:
-    """Yield flags and the bytes they save, 0 if not known; ``sizes`` has the bytes per kind.
+    """Yield flags that are not set yet and about how much they save, the cheapest in time first.
 
     Formulas of docs/recompute.md: of a layer with fused attention that keeps all activations,
     selective recomputation of the MLP and the norms keeps a half, full recomputation a tenth.
     """
     m, o, batch = run.config.model, run.config.optimizer, run.config.training.micro_batch_size
-    activations, optimizer = sizes[ACTIVATIONS], sizes[OPTIMIZER]
+    activations, optimizer = (
+        sum(owner.num_bytes for owner in held if owner.kind == kind and owner.name != LOGITS)
+        for kind in (ACTIVATIONS, OPTIMIZER)
+    )
     logits = logits_bytes(run.config, run.padded_vocab_size) if run.has_loss else 0
-    replicas = run.config.data_parallel_size
-    if logits and not m.loss_chunk_size:
-        yield "--loss-chunk-size 1024", logits
-    if m.tensor_model_parallel_size > 1 and not m.sequence_parallel:
-        yield "--sequence-parallel", activations * (1 - 1 / m.tensor_model_parallel_size) / 2
-    if replicas > 1 and not o.use_distributed_optimizer:
-        yield "--use-distributed-optimizer", optimizer * (1 - 1 / replicas)
-    if not o.use_precision_aware_optimizer and (m.bf16 or m.fp16):
-        flags = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-        yield flags, optimizer / 2
-    if m.recompute_granularity is None:
-        yield "--recompute-granularity adaptive (as little as fits)", activations * 0.9
-        flags = "--recompute-granularity selective --recompute-modules mlp layernorm"
-        yield flags, activations / 2
-    if batch > 1:
-        yield f"--micro-batch-size {batch // 2}", (activations + logits) / 2
-    if m.recompute_granularity != "full":
-        flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        yield flags, activations * 0.9
-    if not o.optimizer_cpu_offload and device.host_is_apart():
-        yield "--optimizer-cpu-offload", optimizer
-    yield "more --tensor-model-parallel-size or --pipeline-model-parallel-size", 0
+    replicas, tp = run.config.data_parallel_size, m.tensor_model_parallel_size
+    recompute = "--recompute-granularity"
+    yield "what would help, the cheapest first (about so many GiB of what is listed above):"
+    for is_possible, flags, saving in (
+        (logits and not m.loss_chunk_size, "--loss-chunk-size 1024", logits),
+        (
+            tp > 1 and not m.sequence_parallel,
+            "--sequence-parallel",
+            activations * (1 - 1 / tp) / 2,
+        ),
+        (
+            replicas > 1 and not o.use_distributed_optimizer,
+            "--use-distributed-optimizer",
+            optimizer * (1 - 1 / replicas),
+        ),
+        (
+            not o.use_precision_aware_optimizer and (m.bf16 or m.fp16),
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+            optimizer / 2,
+        ),
+        (
+            m.recompute_granularity is None,
+            f"{recompute} adaptive (as little as fits)",
+            activations * 0.9,
+        ),
+        (
+            m.recompute_granularity is None,
+            f"{recompute} selective --recompute-modules mlp layernorm",
+            activations / 2,
+        ),
+        (batch > 1, f"--micro-batch-size {batch // 2}", (activations + logits) / 2),
+        (
+            m.recompute_granularity != "full",
+            f"{recompute} full --recompute-method uniform --recompute-num-layers 1",
+            activations * 0.9,
+        ),
+        (
+            not o.optimizer_cpu_offload and device.host_is_apart(),
+            "--optimizer-cpu-offload",
+            optimizer,
+        ),
+    ):
+        if is_possible:
+            yield f"  {saving / _GIB:9.3f}  {flags}"
+    more = "more --tensor-model-parallel-size or --pipeline-model-parallel-size"
+    yield f"             {more}"
 
 
 ACTIVATIONS, GRADIENTS, OPTIMIZER = "activations", "gradients", "optimizer"
@@ -201,50 +213,42 @@ class Owner(NamedTuple):
 
 def owners(run: RunContext) -> list[Owner]:
     """Return the owners of device memory on this rank, the largest first."""
-    ledger = _Ledger()
+    seen: set[int] = set()
+    sizes: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    for kind, name, tensor in _owned(run):
+        if tensor.device.type != device.current().type or tensor.is_sparse:
+            continue
+        storage = local_part(tensor).untyped_storage()
+        if storage._cdata not in seen and storage.nbytes():
+            seen.add(storage._cdata)
+            sizes[kind, name] += storage.nbytes()
+            counts[kind, name] += 1
+    return [Owner(*key, size, counts[key]) for key, size in sizes.most_common()]
+
+
+def _owned(run: RunContext) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield kind and name of the owner of each tensor; the first owner of a storage counts."""
     chunks = run.model_chunks if isinstance(run, ModelRun) else []
     for name, param in _named_parameters(chunks):
-        ledger.add("parameters", _pattern(name), param)
+        yield "parameters", _pattern(name), param
         if (stored := getattr(param, "gathered_codes", None)) is not None:
-            ledger.add("parameters", "weights stored in 8 bits", stored.scaled.codes)
+            yield "parameters", "weights stored in 8 bits", stored.scaled.codes
     for chunk in chunks:
         for tensor in stored_tensors(chunk):
-            ledger.add("parameters", f"frozen weights in {tensor.dtype}", tensor)
+            yield "parameters", f"frozen weights in {tensor.dtype}", tensor
         for buffer in getattr(chunk, "grad_buffers", {}).values():
-            ledger.add(GRADIENTS, f"buffers in {buffer.data.dtype}", buffer.data)
+            yield GRADIENTS, f"buffers in {buffer.data.dtype}", buffer.data
     for name, param in _named_parameters(chunks):
         if param.grad is not None:
-            ledger.add(GRADIENTS, _pattern(name), param.grad)
+            yield GRADIENTS, _pattern(name), param.grad
     if isinstance(run, TrainingRun):
         for kind, tensor in run.optimizer.tensors_by_kind():
-            ledger.add(OPTIMIZER, kind, tensor)
+            yield OPTIMIZER, kind, tensor
     tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
-    for kind, name, tensor in _saved_for_backward(chunks, tensors):
-        ledger.add(kind, name, tensor)
+    yield from _saved_for_backward(chunks, tensors)
     for tensor in tensors:
-        ledger.add("other tensors", "", tensor)
-    return ledger.largest_first()
-
-
-class _Ledger:
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._bytes: Counter[tuple[str, str]] = Counter()
-        self._count: Counter[tuple[str, str]] = Counter()
-
-    def add(self, kind: str, name: str, tensor: Tensor) -> None:
-        """Count ``tensor``, unless its storage has an owner or is on another kind of device."""
-        if tensor.device.type != device.current().type or tensor.is_sparse:
-            return
-        storage = local_part(tensor).untyped_storage()
-        if storage._cdata not in self._seen and storage.nbytes():
-            self._seen.add(storage._cdata)
-            self._bytes[kind, name] += storage.nbytes()
-            self._count[kind, name] += 1
-
-    def largest_first(self) -> list[Owner]:
-        """Return the owners of the added tensors, the largest first."""
-        return [Owner(*key, size, self._count[key]) for key, size in self._bytes.most_common()]
+        yield "other tensors", "", tensor
 
 
 def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

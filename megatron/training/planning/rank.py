@@ -54,7 +54,6 @@ from megatron.training.config.run import RunConfig
 from megatron.training.data.batch import next_batch
 from megatron.training.models import registry
 from megatron.training.planning.costs import PassCost, RankCost, State
-from megatron.training.planning.repeats import Repeats
 from megatron.training.planning.tracing import (
     KnownShapes,
     Tracker,
@@ -232,18 +231,14 @@ def _cost(run: _PlannedRank, shapes: KnownShapes | None) -> RankCost:
     messages, dtype = messages_of(
         run.config.model, run.groups, tokens, num_stages, shape_adjustment(run.model_chunks[0])
     )
-    # Spans repeat only if everything that a pass does for a layer happens while the layer runs.
-    schedule = run.config.model.pipeline_schedule or ""
-    may_skip = not is_fully_sharded(run.config.ddp) and not schedule.startswith("zb")
-    repeats = Repeats(tracker, run.model_chunks if may_skip else ())
-    trial = _Trial(run, tracker, repeats, messages, dtype)
+    trial = _Trial(run, tracker, messages, dtype)
     with tracker:
         passes = {
             (kind, chunk): cost
             for chunk in range(len(run.model_chunks))
             for kind, cost in trial.passes(chunk).items()
         }
-        alive = tracker.alive + repeats.lasting
+        alive = tracker.alive
         for chunk in run.model_chunks:  # weights that FSDP2 keeps gathered hide the shards
             for unit in getattr(chunk, "units", ()):
                 unit.reshard()
@@ -279,12 +274,13 @@ class _Trial:
         self,
         run: _PlannedRank,
         tracker: Tracker,
-        repeats: Repeats,
         shapes: list[tuple[int, int, int]],
         dtype: torch.dtype,
     ) -> None:
-        self.run, self.tracker, self.repeats = run, tracker, repeats
-        self.shapes, self.dtype = shapes, dtype
+        self.run = run
+        self.tracker = tracker
+        self.shapes = shapes
+        self.dtype = dtype
 
     def passes(self, chunk: int) -> dict[PassKind, PassCost]:
         """Return the costs of the passes of one micro-batch through ``chunk``.
@@ -321,7 +317,6 @@ class _Trial:
         executor.begin([Work(kind, i, chunk) for i in range(3) for kind in kinds])
         for kind in kinds:
             self._pass(executor, neighbours, Work(kind, 0, chunk))
-        self.repeats.make_gradients()
         forward = self._pass(executor, neighbours, Work("forward", 1, chunk))
         gathered = _gathered(run, chunk)
         later = {kind: self._pass(executor, neighbours, Work(kind, 1, chunk)) for kind in kinds[1:]}
@@ -330,8 +325,7 @@ class _Trial:
 
     def _pass(self, executor: Executor, neighbours: _Neighbours, work: Work) -> PassCost:
         neighbours.received = 0
-        is_last = work.kind != "forward"
-        measured = self.repeats.measure(partial(executor.do, work), frees_graph=is_last)
+        measured = self.tracker.measure(partial(executor.do, work))
         with_result = self.tracker.alive
         neighbours.handed_on = None
         handed_on = with_result - self.tracker.alive

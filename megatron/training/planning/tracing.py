@@ -49,34 +49,6 @@ class Measured(NamedTuple):
     sent: Counter[Collective]
 
 
-class Label(NamedTuple):
-    """A span of layers: the id of its block, and its number in the block."""
-
-    block: int
-    number: int
-
-
-class Segment(NamedTuple):
-    """A part of a measured function, from one mark to the next."""
-
-    label: Label | None  # of the mark at its begin; None for the first part
-    peak: int  # above what was alive at its begin
-    kept: int
-    sent: Counter[Collective]
-    is_skipped: bool = False  # a copy, for code that has not run
-
-
-def joined(segments: Iterable[Segment]) -> Measured:
-    """Return the cost of ``segments`` one after the other."""
-    peak = kept = 0
-    sent: Counter[Collective] = Counter()
-    for segment in segments:
-        peak = max(peak, kept + segment.peak)
-        kept += segment.kept
-        sent.update(segment.sent)
-    return Measured(peak, kept, sent)
-
-
 class Tracker(TorchDispatchMode):
     """Dispatch mode that counts collectives, and ``alive`` and ``peak`` bytes of new storages."""
 
@@ -97,10 +69,7 @@ class Tracker(TorchDispatchMode):
         self._share_of_true = share_of_true
         self.alive = self.peak = 0
         self.collectives: Counter[Collective] = Counter()
-        self._segments: list[Segment] = []
-        self._label: Label | None = None
         self._sizes: dict[int, int] = {}  # bytes of storages allocated inside
-        self._labels: dict[int, Label | None] = {}  # under which they were made
         self._existing = {_storage(tensor)._cdata for tensor in existing}
         self._depth = 0  # nesting of FSDP2's phases
         self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # made in such a phase
@@ -111,38 +80,12 @@ class Tracker(TorchDispatchMode):
 
     def measure(self, function: Callable[[], object]) -> Measured:
         """Call ``function`` (inside the tracker) and return its cost."""
-        return joined(self.record(function))
-
-    def record(self, function: Callable[[], object]) -> list[Segment]:
-        """Call ``function`` (inside the tracker) and return its parts between calls of `mark`."""
-        self._segments.clear()
-        self._begin(None)
-        function()
-        self._end()
-        return self._segments.copy()
-
-    def mark(self, label: Label) -> None:
-        """End the current segment and begin another one."""
-        self._end()
-        self._begin(label)
-
-    def alive_by_label(self) -> Counter[Label | None]:
-        """Return the bytes alive, by the label of the segment that allocated them."""
-        sizes: Counter[Label | None] = Counter()
-        for key, label in self._labels.items():
-            sizes[label] += self._sizes[key]
-        return sizes
-
-    def _begin(self, label: Label | None) -> None:
         self._read_sizes()
-        self._label, self._alive_before, self.peak = label, self.alive, self.alive
-        self._sent_before = self.collectives.copy()
-
-    def _end(self) -> None:
-        begin, sent = self._alive_before, self.collectives - self._sent_before
-        segment = Segment(self._label, self.peak - begin, self.alive - begin, sent)
-        self._segments.append(segment)
-        self._label = None
+        before = self.peak = self.alive
+        sent_before = self.collectives.copy()
+        function()
+        sent = self.collectives - sent_before
+        return Measured(self.peak - before, self.alive - before, sent)
 
     def __torch_dispatch__(
         self,
@@ -188,7 +131,6 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key not in self._sizes and key not in self._existing:
             self._sizes[key] = 0
-            self._labels[key] = self._label
             self._set_size(key, storage.nbytes())
             weakref.finalize(storage, self._forget, key)
             if self._depth:
@@ -201,7 +143,6 @@ class Tracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.alive -= self._sizes.pop(key)
-        del self._labels[key]
         self._resizable.pop(key, None)
 
     def _note_collective(self, func: OpOverload, args: tuple[object, ...]) -> None:
