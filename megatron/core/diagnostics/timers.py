@@ -17,13 +17,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.parallel.collectives import wait_for_ranks
+from megatron.core.parallel.collectives import values_of_ranks, wait_for_ranks
 
 MAX_LOG_LEVEL = 2
 CONSOLE = "console"
@@ -160,8 +158,8 @@ class Timers:
         ]
         if not names:
             return {}
-        by_rank = _gather(mine)
-        return {name: by_rank[:, i].tolist() for i, name in enumerate(names)}
+        columns = zip(*values_of_ranks(mine), strict=True)
+        return {name: list(times) for name, times in zip(names, columns, strict=True)}
 
     def get_all_timers_string(
         self,
@@ -186,7 +184,8 @@ class Timers:
         """Print the text on ``rank``, by default the last one.  Collective."""
         text = self.get_all_timers_string(names, normalizer, reset, barrier)
         printing_rank = _world_size() - 1 if rank is None else rank
-        if text is not None and _rank() == printing_rank:
+        mine = dist.get_rank() if dist.is_initialized() else 0
+        if text is not None and mine == printing_rank:
             print(text, flush=True)
 
     def write(
@@ -262,19 +261,5 @@ def format_times(
     return "\n".join(lines)
 
 
-def _gather(mine: list[float]) -> Tensor:
-    """Gather the seconds of all ranks as [ranks, timers].  Collective over all ranks."""
-    if _world_size() == 1:
-        return torch.tensor([mine], dtype=torch.float64)
-    row = torch.tensor(mine, dtype=torch.float64, device=device.current())
-    rows = [torch.empty_like(row) for _ in range(_world_size())]
-    dist.all_gather(rows, row)
-    return torch.stack(rows).cpu()
-
-
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

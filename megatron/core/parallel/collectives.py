@@ -128,6 +128,16 @@ def largest_of_ranks(values: Sequence[float]) -> list[float]:
     return [float(value) for value in largest.tolist()]
 
 
+def values_of_ranks(values: Sequence[float]) -> list[list[float]]:
+    """Return the values of each rank, in rank order.  Collective over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [list(values)]
+    mine = torch.tensor(values, dtype=torch.float64, device=device.current())
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return [row.tolist() for row in rows]
+
+
 T = TypeVar("T")
 
 JsonError = list[bool | str]  # [is it CheckpointDamaged, message]

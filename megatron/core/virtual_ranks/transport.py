@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -50,13 +50,14 @@ class _Reduces(Protocol):
 
 @dataclass(frozen=True)
 class _Part:
-    """Tensors that one rank passes to a collective: inputs (``reads``), outputs (``writes``).
+    """Tensors that one rank passes to a collective.
 
-    If there are several, one for each rank of the group.
+    ``reads``: one input for each rank of the group, or a single one for all.  ``writes``: rank of
+    the group -> output that receives the input of that rank.
     """
 
     reads: Tensors
-    writes: Tensors
+    writes: Mapping[int, Tensor]
 
 
 @dataclass
@@ -79,9 +80,11 @@ class _Transfer:
 class _Channel:
     """State that the members of one group share: open collectives, sends and receives."""
 
-    meetings: dict[int, _Meeting] = field(default_factory=dict)
-    sends: dict[tuple[int, int], deque[_Transfer]] = field(default_factory=dict)
-    receives: dict[tuple[int, int], deque[_Transfer]] = field(default_factory=dict)
+    meetings: defaultdict[int, _Meeting] = field(default_factory=lambda: defaultdict(_Meeting))
+    # Verb, (source, destination) -> transfers that have no counterpart yet.
+    transfers: defaultdict[tuple[str, tuple[int, int]], deque[_Transfer]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,8 @@ class VirtualGroup(dist.ProcessGroup):
         super().__init__(rank, len(ranks))
         self._baton = baton
         self._channel = channel
-        self._me, self._ranks = rank, ranks
+        self._me = rank
+        self._ranks = ranks
         self._calls = 0
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
@@ -121,45 +125,42 @@ class VirtualGroup(dist.ProcessGroup):
     # -- collectives ------------------------------------------------------------------------
 
     def barrier(self, opts: object = None) -> VirtualWork:
-        return self._meet("barrier", [_Part((), ())], _each_to_each)
+        return self._meet("barrier", [_Part((), {})])
 
     def allreduce(self, tensors: Tensors, opts: _Reduces) -> VirtualWork:
-        op = _op_of(opts)
-        parts = [_Part([t], [t]) for t in tensors]
-        return self._meet(_named("all_reduce", op), parts, lambda all_: _sum_for_all(all_, op))
+        return self._meet("all_reduce", [_Part([t], {0: t}) for t in tensors], opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> VirtualWork:
-        op, root = _op_of(opts), opts.rootRank
-        writes = tensors if self._me == root else ()
-        name = f"{_named('reduce', op)} to rank {self._ranks[root]}"
-        return self._meet(name, [_Part(tensors, writes)], lambda all_: _sum_for_all(all_, op))
+        root = opts.rootRank
+        part = _Part(tensors, {0: tensors[0]} if self._me == root else {})
+        return self._meet("reduce", [part], opts, f" to rank {self._ranks[root]}")
 
     def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions) -> VirtualWork:
-        root, n = opts.rootRank, self.size()
-        parts = [_Part([t] * n, ()) if self._me == root else _Part((), [t]) for t in tensors]
-        return self._meet(f"broadcast from rank {self._ranks[root]}", parts, _from_one(root))
+        root = opts.rootRank
+        parts = [_Part([t], {} if self._me == root else {root: t}) for t in tensors]
+        return self._meet(f"broadcast from rank {self._ranks[root]}", parts)
 
     def scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: dist.ScatterOptions
     ) -> VirtualWork:
         root = opts.rootRank
-        part = _Part(inputs[0] if self._me == root else (), outputs)
-        return self._meet(f"scatter from rank {self._ranks[root]}", [part], _from_one(root))
+        part = _Part(inputs[0] if self._me == root else (), {root: outputs[0]})
+        return self._meet(f"scatter from rank {self._ranks[root]}", [part])
 
     def gather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: dist.GatherOptions
     ) -> VirtualWork:
         root = opts.rootRank
-        part = _Part(inputs, outputs[0] if self._me == root else ())
-        return self._meet(f"gather to rank {self._ranks[root]}", [part], _first_to_each)
+        part = _Part(inputs, dict(enumerate(outputs[0] if self._me == root else ())))
+        return self._meet(f"gather to rank {self._ranks[root]}", [part])
 
     def allgather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: object = None
     ) -> VirtualWork:
-        parts = [_Part([i], o) for o, i in zip(outputs, inputs, strict=True)]
-        return self._meet("all_gather", parts, _first_to_each)
+        parts = [_Part([i], dict(enumerate(o))) for o, i in zip(outputs, inputs, strict=True)]
+        return self._meet("all_gather", parts)
 
     def all_gather_single(self, output: Tensor, input_: Tensor, opts: object = None) -> VirtualWork:
         return self.all_gather_single_coalesced([output], [input_], opts)
@@ -167,16 +168,13 @@ class VirtualGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: object = None
     ) -> VirtualWork:
-        return self.allgather(
-            [self._chunks(o) for o in outputs], [i.view(-1) for i in inputs], opts
-        )
+        return self.allgather([self._chunks(o) for o in outputs], [i.view(-1) for i in inputs])
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: _Reduces
     ) -> VirtualWork:
-        op = _op_of(opts)
-        parts = [_Part(i, [o]) for o, i in zip(outputs, inputs, strict=True)]
-        return self._meet(_named("reduce_scatter", op), parts, lambda all_: _sum_of_each(all_, op))
+        parts = [_Part(i, {0: o}) for o, i in zip(outputs, inputs, strict=True)]
+        return self._meet("reduce_scatter", parts, opts)
 
     def reduce_scatter_single(self, output: Tensor, input_: Tensor, opts: _Reduces) -> VirtualWork:
         return self.reduce_scatter_single_coalesced([output], [input_], opts)
@@ -188,7 +186,8 @@ class VirtualGroup(dist.ProcessGroup):
         return self.reduce_scatter([o.view(-1) for o in outputs], chunks, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: object = None) -> VirtualWork:
-        return self._meet("all_to_all", [_Part(inputs, outputs)], _each_to_each)
+        copies = [i.detach().clone() for i in inputs]  # the outputs may overlap with the inputs
+        return self._meet("all_to_all", [_Part(copies, dict(enumerate(outputs)))])
 
     def all_to_all_single(
         self,
@@ -204,9 +203,7 @@ class VirtualGroup(dist.ProcessGroup):
                 raise RuntimeError(f"all_to_all: {len(tensor)} rows for splits of {rows}")
             return torch.split(tensor, rows)
 
-        return self.alltoall(
-            pieces(output, output_split_sizes), pieces(input_, input_split_sizes), opts
-        )
+        return self.alltoall(pieces(output, output_split_sizes), pieces(input_, input_split_sizes))
 
     _allgather_base = all_gather_single  # names before torch 2.13
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -221,26 +218,34 @@ class VirtualGroup(dist.ProcessGroup):
         return tensor.view(self.size(), -1).unbind()
 
     def _meet(
-        self, name: str, parts: Sequence[_Part], carry_out: Callable[[Sequence[_Part]], None]
+        self, name: str, parts: Sequence[_Part], opts: _Reduces | None = None, to: str = ""
     ) -> VirtualWork:
         """Join the next collectives of the group, one for each of ``parts``.
 
-        ``carry_out`` performs a collective, given the parts of all ranks in rank order; the last
-        rank to join calls it.
+        ``opts`` has the operation of a reduction.  The last rank to join performs the collective.
         """
+        op: _Operation | None = None
+        if opts is not None:
+            op = opts.reduceOp.op  # type: ignore[attr-defined]  # missing in torch's stub
+            name += f"({str(op).rpartition('.')[2]}){to}"
         begun = []
         for part in parts:
-            number, self._calls = self._calls, self._calls + 1
-            meeting = self._channel.meetings.setdefault(number, _Meeting())
-            meeting.parts[self._me], meeting.asked[self._me] = part, name
+            self._calls += 1
+            meeting = self._channel.meetings[self._calls]
+            meeting.parts[self._me] = part
+            meeting.asked[self._me] = name
             if len(meeting.parts) == self.size():
-                self._require_one_operation(meeting, number)
-                with torch.no_grad():
-                    carry_out([meeting.parts[r] for r in range(self.size())])
+                asked = [f"rank {self._ranks[r]} {n}" for r, n in sorted(meeting.asked.items())]
+                if len(set(meeting.asked.values())) > 1:
+                    raise RuntimeError(
+                        f"{self.group_desc}, call {self._calls}: the ranks ask for different "
+                        f"things: {'; '.join(asked)}"
+                    )
+                _perform([meeting.parts[r] for r in range(self.size())], op, name)
                 meeting.is_done = True
-                del self._channel.meetings[number]
+                del self._channel.meetings[self._calls]
             begun.append(meeting)
-        shapes = ", ".join(_shape(t) for part in parts for t in part.reads[:1] or part.writes[:1])
+        tensors = [t for part in parts for t in (*part.reads, *part.writes.values())[:1]]
 
         def doing() -> str:
             missing = [
@@ -248,97 +253,64 @@ class VirtualGroup(dist.ProcessGroup):
                 for rank in range(self.size())
                 if any(not m.is_done and rank not in m.parts for m in begun)
             ]
+            shapes = ", ".join(map(_shape, tensors))
             return f"{self.group_desc} {name} {shapes}, call {self._calls}, without {missing}"
 
         return VirtualWork(self._baton, begun, doing)
 
-    def _require_one_operation(self, meeting: _Meeting, number: int) -> None:
-        if len(set(meeting.asked.values())) > 1:
-            asked = [f"rank {self._ranks[r]} {name}" for r, name in sorted(meeting.asked.items())]
-            raise RuntimeError(
-                f"{self.group_desc}, call {number + 1}: the ranks ask for different things: "
-                f"{'; '.join(asked)}"
-            )
-
     # -- send and receive -------------------------------------------------------------------
 
     def send(self, tensors: Tensors, to: int, tag: int) -> VirtualWork:
-        return self._transfer("send", (self._me, to), tensors[0], tag)
+        return self._transfer("send", "recv", (self._me, to), _Transfer(tensors[0], tag))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> VirtualWork:
-        return self._transfer("recv", (source, self._me), tensors[0], tag)
+        return self._transfer("recv", "send", (source, self._me), _Transfer(tensors[0], tag))
 
-    def _transfer(self, verb: str, ends: tuple[int, int], tensor: Tensor, tag: int) -> VirtualWork:
-        mine = _Transfer(tensor, tag)
-        sends = self._channel.sends.setdefault(ends, deque())
-        receives = self._channel.receives.setdefault(ends, deque())
-        (sends if verb == "send" else receives).append(mine)
+    def _transfer(
+        self, verb: str, counterpart: str, ends: tuple[int, int], mine: _Transfer
+    ) -> VirtualWork:
         path = f"{self._ranks[ends[0]]}->{self._ranks[ends[1]]}"
-        if sends and receives:
-            sent, received = sends.popleft(), receives.popleft()
+        transfers = self._channel.transfers
+        if waiting := transfers[counterpart, ends]:
+            other = waiting.popleft()
+            sent, received = (mine, other) if verb == "send" else (other, mine)
             if sent.tag != received.tag:
                 raise RuntimeError(
                     f"{self.group_desc} {path}: tag {sent.tag} meets a receive of {received.tag}"
                 )
-            with torch.no_grad():
-                _copy(received.tensor, sent.tensor, f"{self.group_desc} {path}")
+            _copy(received.tensor, sent.tensor, f"{self.group_desc} {path}")
             sent.is_done = received.is_done = True
-
+        else:
+            transfers[verb, ends].append(mine)
         purpose = next(collective_tracer.record.purposes, None)
         about = "" if purpose is None else f", {purpose}"
-
-        def doing() -> str:
-            return f"{self.group_desc} {verb} {path} {_shape(tensor)}, tag {tag}{about}"
-
-        return VirtualWork(self._baton, [mine], doing)
-
-
-# -- perform a collective, given the parts of all ranks -----------------------------------------
+        return VirtualWork(
+            self._baton,
+            [mine],
+            lambda: f"{self.group_desc} {verb} {path} {_shape(mine.tensor)}, tag {mine.tag}{about}",
+        )
 
 
-def _sum_for_all(parts: Sequence[_Part], op: _Operation) -> None:
-    total = _reduced([part.reads[0] for part in parts], op)
-    for part in parts:
-        for target in part.writes:
-            _copy(target, total, "all_reduce")
-
-
-def _sum_of_each(parts: Sequence[_Part], op: _Operation) -> None:
-    totals = [_reduced([p.reads[rank] for p in parts], op) for rank in range(len(parts))]
-    for part, total in zip(parts, totals, strict=True):
-        _copy(part.writes[0], total, "reduce_scatter")
-
-
-def _from_one(root: int) -> Callable[[Sequence[_Part]], None]:
-    def carry_out(parts: Sequence[_Part]) -> None:
-        for rank, part in enumerate(parts):
-            for target in part.writes:
-                _copy(target, parts[root].reads[rank], f"from {root} to {rank} of the group")
-
-    return carry_out
-
-
-def _first_to_each(parts: Sequence[_Part]) -> None:
-    for part in parts:
-        for source, target in zip(parts, part.writes, strict=False):
-            _copy(target, source.reads[0], "all_gather")
-
-
-def _each_to_each(parts: Sequence[_Part]) -> None:
-    pieces = [[piece.clone() for piece in part.reads] for part in parts]
+def _perform(parts: Sequence[_Part], op: _Operation | None, name: str) -> None:
+    """Perform a collective, given the parts of all ranks; ``op``: reduce the inputs with it."""
+    if op is not None:
+        inputs = zip(*(part.reads for part in parts), strict=True)
+        totals = [_reduced(tensors, op) for tensors in inputs]
+        parts = [_Part(totals, part.writes) for part in parts]
     for rank, part in enumerate(parts):
-        for source, target in zip(pieces, part.writes, strict=False):
-            _copy(target, source[rank], "all_to_all")
+        for source, target in part.writes.items():
+            reads = parts[source].reads
+            _copy(target, reads[rank % len(reads)], name)
 
 
+@torch.no_grad()
 def _reduced(tensors: Tensors, op: _Operation) -> Tensor:
     """Reduce the tensors one after another, in rank order."""
-    join = _ONE_WITH_ANOTHER[op]
-    result = tensors[0].detach().clone()
+    result = tensors[0].clone()
     for tensor in tensors[1:]:
         if tensor.shape != result.shape or tensor.dtype != result.dtype:
             raise RuntimeError(f"reduction of {_shape(result)} with {_shape(tensor)}")
-        result = join(result, tensor.detach())
+        result = _ONE_WITH_ANOTHER[op](result, tensor)
     return result.div_(len(tensors)) if op == dist.ReduceOp.AVG else result
 
 
@@ -351,15 +323,6 @@ def _copy(target: Tensor, source: Tensor, what: str) -> None:
 
 def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _op_of(opts: _Reduces) -> _Operation:
-    op: _Operation = opts.reduceOp.op  # type: ignore[attr-defined]  # missing in torch's stub
-    return op
-
-
-def _named(name: str, op: _Operation) -> str:
-    return f"{name}({str(op).rpartition('.')[2]})"
 
 
 # -- creation of groups by torch ----------------------------------------------------------------

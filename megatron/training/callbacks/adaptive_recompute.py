@@ -8,9 +8,10 @@ bitwise identical for every setting.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,32 +57,27 @@ class Search:
         before = dict(self.kept)
         if peak > self.limit:
             self._take_back()
-        elif not self.is_settled and not self._add(self._fitting(peak), peak):
-            self._try_next_part(peak)
+        elif not self.is_settled:
+            count = 0
+            if self._added:  # after an increase: as many more as it lets expect
+                kept = self.kept[PARTS[self._part]]
+                growth = (peak - self._peak) / self._added
+                count = min(self._most() - kept, kept)
+                count = count if growth <= 0 else min(count, int((self.limit - peak) / growth))
+            if not count:
+                self._part += 1
+                count = 0 if self.is_settled else min(1, self._most())
+            if count:
+                self.kept[PARTS[self._part]] += count
+            else:  # all parts were tried, or all layers are recomputed in full
+                self._part = len(PARTS)
+            self._peak = peak
+            self._added = count
         return self.kept != before
-
-    def _fitting(self, peak: float) -> int:
-        """Return how many further layers can save the part under search, by the last growth."""
-        if not self._added:
-            return 0
-        kept, growth = self.kept[PARTS[self._part]], (peak - self._peak) / self._added
-        left = min(self._most() - kept, kept)
-        return left if growth <= 0 else min(left, int((self.limit - peak) / growth))
 
     def _most(self) -> int:
         """Return how many layers may save the part under search: those not recomputed in full."""
         return self.num_layers if self._part == 0 else self.kept["layer"]
-
-    def _add(self, count: int, peak: float) -> bool:
-        if count:
-            self.kept[PARTS[self._part]] += count
-            self._peak, self._added = peak, count
-        return bool(count)
-
-    def _try_next_part(self, peak: float) -> None:
-        self._part, self._added = self._part + 1, 0
-        if not self.is_settled and not self._add(min(1, self._most()), peak):
-            self._part = len(PARTS)  # all layers are recomputed in full: no further part to save
 
     def _take_back(self) -> None:
         """Let one layer fewer save the part under search, or else the cheapest part saved."""
@@ -121,7 +117,7 @@ class SavedBytes:
 
     def __init__(self) -> None:
         self.alive = self.peak = 0
-        self._holders: dict[int, int] = {}  # storage -> number of saved tensors that share it
+        self._holders: Counter[int] = Counter()  # storage -> number of saved tensors that share it
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def start(self) -> None:
@@ -139,35 +135,30 @@ class SavedBytes:
     def _hold(self, tensor: Tensor) -> Tensor | _Held:
         if tensor.is_leaf and tensor.requires_grad:
             return tensor
+        storage = tensor.untyped_storage()
+        self.count(storage._cdata, storage.nbytes(), 1)
         return _Held(self, tensor)
 
-    def add(self, storage: int, num_bytes: int) -> None:
-        """Count one more saved tensor of a storage."""
-        count = self._holders.get(storage, 0)
-        self._holders[storage] = count + 1
-        if not count:
-            self.alive += num_bytes
+    def count(self, storage: int, num_bytes: int, change: int) -> None:
+        """Count one saved tensor of a storage more (``change`` 1) or less (-1)."""
+        before = self._holders[storage]
+        self._holders[storage] += change
+        if not (before and self._holders[storage]):  # the first one, or the last
+            self.alive += change * num_bytes
             self.peak = max(self.peak, self.alive)
-
-    def remove(self, storage: int, num_bytes: int) -> None:
-        """Count one saved tensor of a storage less."""
-        self._holders[storage] -= 1
         if not self._holders[storage]:
-            del self._holders[storage]
-            self.alive -= num_bytes
+            del self._holders[storage]  # another storage may get its key
 
 
-class _Held:
+class _Held(NamedTuple):
     """A saved tensor, counted until autograd drops its reference."""
 
-    def __init__(self, meter: SavedBytes, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.tensor, self._meter = tensor, meter
-        self._counted = storage._cdata, storage.nbytes()
-        meter.add(*self._counted)
+    meter: SavedBytes
+    tensor: Tensor
 
     def __del__(self) -> None:
-        self._meter.remove(*self._counted)
+        storage = self.tensor.untyped_storage()
+        self.meter.count(storage._cdata, storage.nbytes(), -1)
 
 
 def _give(held: Tensor | _Held) -> Tensor:
@@ -192,14 +183,13 @@ class AdaptiveRecompute(Callback):
         self._is_metered = False
 
     def on_train_start(self, run: TrainingRun) -> None:
-        self._blocks = [
+        self._blocks: list[Any] = [
             module
             for chunk in run.model_chunks
             for module in chunk.modules()
             if getattr(module, "recomputed_layers", None) is not None
         ]
-        layers = sum(len([*block.get_submodule("layers").children()]) for block in self._blocks)
-        (most,) = largest_of_ranks([layers])
+        (most,) = largest_of_ranks([sum(len(block.layers) for block in self._blocks)])
         self._search = Search(int(most), self._limit)
         apply(self._blocks, self._search.kept)
 
@@ -220,21 +210,18 @@ class AdaptiveRecompute(Callback):
         (peak,) = largest_of_ranks([taken])
         was_settled = self._search.is_settled
         changed = self._search.observe(peak)
-        apply(self._blocks, self._search.kept)
-        if changed or self._search.is_settled > was_settled:
-            print_rank_0(self._found(peak))
-        if peak > self._search.limit and not any(self._search.kept.values()):
+        search = self._search
+        apply(self._blocks, search.kept)
+        if changed or search.is_settled > was_settled:
+            kept = ", ".join(f"{part} {count}" for part, count in search.kept.items())
+            print_rank_0(
+                f"adaptive recomputation ({'settled' if search.is_settled else 'trying'}): peak "
+                f"{peak / _GIB:.4f} of {search.limit / _GIB:.4f} GiB; of {search.num_layers} "
+                f"layers a rank so many keep: {kept}"
+            )
+        if peak > search.limit and not any(search.kept.values()):
             print_rank_0(
                 f"WARNING: with everything recomputed a step takes {peak / _GIB:.4f} GiB, more "
                 "than --memory-budget-fraction allows: use a smaller --micro-batch-size or more "
                 "model parallelism"
             )
-
-    def _found(self, peak: float) -> str:
-        search = self._search
-        kept = ", ".join(f"{part} {count}" for part, count in search.kept.items())
-        return (
-            f"adaptive recomputation ({'settled' if search.is_settled else 'trying'}): peak "
-            f"{peak / _GIB:.4f} of {search.limit / _GIB:.4f} GiB; of {search.num_layers} layers a "
-            f"rank so many keep: {kept}"
-        )

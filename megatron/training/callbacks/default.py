@@ -28,7 +28,6 @@ from megatron.training.callbacks.straggler import Straggler
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.user import user_callbacks
 from megatron.training.callbacks.wandb import WandbSink, wandb_folder
-from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.fault_tolerance import sections
 from megatron.training.models.registry import registered
 from megatron.training.process.rank_print import ranks_here
@@ -60,7 +59,12 @@ def _in_order(run: ModelRun) -> Iterator[Callback]:
         yield TrainSync(config.training.train_sync_interval)
     yield Metrics(_sinks(run), energy_meter() if config.logging.log_energy else None)
     if config.resilience.log_straggler:
-        yield _straggler(config.resilience)
+        asked = config.resilience
+        yield Straggler(
+            not asked.disable_straggler_on_startup,
+            (asked.straggler_ctrlr_address, asked.straggler_ctrlr_port),
+            asked.straggler_minmax_count,
+        )
     yield EvaluationCallback()
     if config.validation.eval_generate is not None:
         yield registered("eval_generate")()
@@ -72,14 +76,6 @@ def _in_order(run: ModelRun) -> Iterator[Callback]:
     # after the regular save, so that an exit does not save the same step twice
     yield ExitConditions(catch_stop_signal() if config.training.exit_signal_handler else None)
     yield from user_callbacks(config.extensions.callback)
-
-
-def _straggler(asked: ResilienceConfig) -> Straggler:
-    return Straggler(
-        not asked.disable_straggler_on_startup,
-        (asked.straggler_ctrlr_address, asked.straggler_ctrlr_port),
-        asked.straggler_minmax_count,
-    )
 
 
 def _sinks(run: ModelRun) -> SinkList:
@@ -95,9 +91,7 @@ def _sinks(run: ModelRun) -> SinkList:
     if config.logging.tensorboard_dir is not None:
         sinks.open(
             f"TensorBoard log {config.logging.tensorboard_dir}",
-            lambda: TensorBoardSink(
-                config.logging, arguments, state.iteration, state.consumed_train_samples
-            ),
+            lambda: TensorBoardSink(config.logging, arguments, state.iteration),
         )
     if config.logging.wandb_project:
         folder = wandb_folder(config)

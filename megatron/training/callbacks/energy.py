@@ -9,11 +9,9 @@ import logging
 import math
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from megatron.core import device
 from megatron.core.optional import available, require
+from megatron.core.parallel.collectives import values_of_ranks
 from megatron.training.step.run import warn_switched_off
 
 logger = logging.getLogger(__name__)
@@ -59,14 +57,9 @@ class EnergyMeter:
         Collective over all ranks.  NaN if the counter of any rank cannot be read.
         """
         self.pause()
-        self.resume()
-        joules = self._used_mj / 1000.0
-        self._used_mj = 0.0
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            total = torch.tensor([joules], dtype=torch.float64, device=device.current())
-            dist.all_reduce(total)
-            joules = float(total.item())
-        return joules
+        used_mj = self._used_mj
+        self.start()
+        return sum(mj for (mj,) in values_of_ranks([used_mj])) / 1000.0
 
     def close(self) -> None:
         """Release NVML."""

@@ -65,7 +65,11 @@ class Metrics(Callback):
     def on_train_start(self, run: TrainingRun) -> None:
         if run.config.logging.log_throughput and run.is_last_loss_rank:
             self._peak = device_peak(run.config.model.params_dtype)
-            self._peak = _announced(self._peak)
+            print(
+                " > MFU: model FLOPs with causal attention, as a share of "
+                f"{self._peak.flops_per_s / 1e12:.4g} TFLOP/s per rank ({self._peak.source})",
+                flush=True,
+            )
         if self._energy is not None:
             self._energy.start()
         run.timers(_INTERVAL_TIMER, log_level=0).start(barrier=True)
@@ -77,40 +81,39 @@ class Metrics(Callback):
         iteration = run.state.iteration
         is_due = iteration % run.config.logging.tensorboard_log_interval == 0
         is_shown = iteration % run.config.logging.log_interval == 0
-        times = self._timer_values(run) | self._stall() if is_due else {}
+        values = self._times(run) if is_due else {}
         shown = self._end_interval(run) if is_shown else None
         self._write_pending()
-        values = (run_values(run, result) if is_due else {}) | times
-        values |= interval_tags(run, shown or {})
-        own: dict[str, Tensor | float] = {}
         if is_due or is_shown:
             if is_due:
-                values |= step_values(result)
+                values |= step_values(run, result)
+            values |= interval_tags(run, shown or {})
             own = user_values(run, result, {*values, *result.losses, *(shown or {})})
-        if shown is not None:
-            shown |= {tag: float(value) for tag, value in own.items()}
-        if run.is_last_loss_rank and (is_due or is_shown):
-            record = StepRecord(
-                iteration=iteration,
-                train_iters=run.train_iters,
-                consumed_samples=run.state.consumed_train_samples,
-                losses={},
-                values=values,
-                interval=shown,
-            )
-            self._pending = _PendingRecord(
-                record,
-                _copies(result.losses if is_due else {}),
-                _copies({**result.layer_losses, **own} if is_due else {}),
-            )
-            if is_shown:
-                self._write_pending()
+            if shown is not None:
+                shown |= {tag: float(value) for tag, value in own.items()}
+            if run.is_last_loss_rank:
+                record = StepRecord(
+                    iteration=iteration,
+                    train_iters=run.train_iters,
+                    consumed_samples=run.state.consumed_train_samples,
+                    losses={},
+                    values=values,
+                    interval=shown,
+                )
+                self._pending = _PendingRecord(
+                    record,
+                    _copies(result.losses if is_due else {}),
+                    _copies({**result.layer_losses, **own} if is_due else {}),
+                )
+        if is_shown:
+            self._write_pending()
         if result.params_hash is not None and run.is_last_loss_rank:
             text = f"{result.params_hash:016x}"
             print(f" params hash at iteration {iteration:8d}: {text}", flush=True)
         if is_shown:
             run.timers.log(TIMERS_TO_LOG, normalizer=run.config.logging.log_interval)
-            self._report_memory_once(run)
+            if not self._memory_is_reported:
+                self._report_memory(run)
 
     def on_pause(self, run: TrainingRun, reason: PauseReason) -> None:
         self._write_pending()
@@ -176,21 +179,20 @@ class Metrics(Callback):
         values = {**record.values, **_read(others)}
         self._sinks.write_step(replace(record, losses=_read(losses), values=values))
 
-    def _timer_values(self, run: TrainingRun) -> dict[str, float]:
-        """Return seconds per step since the last write.
+    def _times(self, run: TrainingRun) -> dict[str, float]:
+        """Return the seconds per step of timers since the last write, and those of saves in all.
 
         Collective over all ranks if --log-timers-to-tensorboard is set.
         """
-        if not run.config.logging.log_timers_to_tensorboard:
-            return {}
-        times_s = run.timers.times_s(TIMERS_TO_LOG, reader=TENSORBOARD)
-        steps, self._steps_since_write = self._steps_since_write, 0
-        return {f"{name}-time": t / steps for name, t in largest_s(times_s).items()}
-
-    def _stall(self) -> dict[str, float]:
-        """Return the seconds for which checkpoints stopped training since the last write."""
-        stall_s, self._stall_s = self._stall_s, 0.0
-        return {"save-checkpoint-time": stall_s} if stall_s else {}
+        times: dict[str, float] = {}
+        if run.config.logging.log_timers_to_tensorboard:
+            largest = largest_s(run.timers.times_s(TIMERS_TO_LOG, reader=TENSORBOARD))
+            times = {f"{name}-time": t / self._steps_since_write for name, t in largest.items()}
+            self._steps_since_write = 0
+        if self._stall_s:
+            times["save-checkpoint-time"] = self._stall_s
+            self._stall_s = 0.0
+        return times
 
     def _end_interval(self, run: TrainingRun) -> dict[str, float] | None:
         """Return the fields of the console line on the last rank.  Collective over all ranks."""
@@ -199,28 +201,22 @@ class Metrics(Callback):
         ended, self._interval = self._interval, Interval()
         return ended.fields(run, elapsed_s, joules, self._peak) if run.is_last_loss_rank else None
 
-    def _report_memory_once(self, run: TrainingRun) -> None:
-        if self._memory_is_reported:
-            return
+    def _report_memory(self, run: TrainingRun) -> None:
         self._memory_is_reported = True
         if run.is_rank_0:
             num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
             print_memory(run.config, run.padded_vocab_size, num_microbatches)
         if run.groups.dp.rank() == 0:
-            print(memory_line(run.state.iteration), flush=True)
-
-
-def _announced(peak: Peak) -> Peak | None:
-    """Report the peak throughput used for MFU; without one, report why and return None."""
-    if peak.problem is not None:
-        print(f" > MFU omitted: {peak.problem}", flush=True)
-        return None
-    print(
-        f" > MFU: model FLOPs with causal attention, as a share of "
-        f"{peak.flops_per_s / 1e12:.4g} TFLOP/s per rank ({peak.source})",
-        flush=True,
-    )
-    return peak
+            stats = device.memory_stats()
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            parts = " | ".join(
+                f"{key.replace('_', ' ')}: {stats[key] / 2**20}"
+                for key in ("allocated", "max_allocated", "reserved", "max_reserved")
+            )
+            print(
+                f"[Rank {rank}] (after {run.state.iteration} iterations) memory (MB) | {parts}",
+                flush=True,
+            )
 
 
 def interval_tags(run: TrainingRun, shown: Mapping[str, float]) -> dict[str, float]:
@@ -231,28 +227,12 @@ def interval_tags(run: TrainingRun, shown: Mapping[str, float]) -> dict[str, flo
         "tokens/s": "tokens/s",
         "MFU": "MFU",
     }
+    if run.config.logging.log_timers_to_tensorboard:
+        tags["throughput per GPU (TFLOP/s/GPU)"] = "throughput"
     values = {tag: shown[label] for label, tag in tags.items() if label in shown}
     if shown and run.config.logging.log_timers_to_tensorboard:
         values["iteration-time"] = shown["elapsed time per iteration (ms)"] / 1000.0
-        if "throughput per GPU (TFLOP/s/GPU)" in shown:
-            values["throughput"] = shown["throughput per GPU (TFLOP/s/GPU)"]
     return values
-
-
-def memory_line(iteration: int) -> str:
-    """Return the line that reports the device memory of this rank in MiB."""
-    stats = device.memory_stats()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    parts = [
-        f"{label}: {stats[key] / 2**20}"
-        for label, key in (
-            ("allocated", "allocated"),
-            ("max allocated", "max_allocated"),
-            ("reserved", "reserved"),
-            ("max reserved", "max_reserved"),
-        )
-    ]
-    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {' | '.join(parts)}"
 
 
 class _PendingRecord(NamedTuple):
@@ -271,9 +251,13 @@ def _read(copies: Mapping[str, AsyncHostCopy]) -> dict[str, float]:
     return {key: copy.get() for key, copy in copies.items()}
 
 
-def step_values(result: StepResult) -> dict[str, float]:
-    """Return the values of a step by TensorBoard tag, without the losses."""
+def step_values(run: TrainingRun, result: StepResult) -> dict[str, float]:
+    """Return by TensorBoard tag the values at the end of a step, without the losses."""
+    logging = run.config.logging
     values: dict[str, float | None] = {
+        "skipped-train-samples": run.state.skipped_train_samples or None,
+        "batch-size": result.batch_size,
+        "world-size": run.config.world_size if logging.log_world_size_to_tensorboard else None,
         "learning-rate": result.learning_rate,
         "decoupled-learning-rate": result.decoupled_learning_rate,
         "loss-scale": result.loss_scale,
@@ -282,17 +266,6 @@ def step_values(result: StepResult) -> dict[str, float]:
         "params-norm": result.params_norm,
         # the bits that a TensorBoard float holds; the log has all 64
         "params-hash": None if result.params_hash is None else result.params_hash >> 40,
-    }
-    return {tag: value for tag, value in values.items() if value is not None}
-
-
-def run_values(run: TrainingRun, result: StepResult) -> dict[str, float]:
-    """Return by TensorBoard tag the values of the run at the end of a step."""
-    logging = run.config.logging
-    values: dict[str, float | None] = {
-        "skipped-train-samples": run.state.skipped_train_samples or None,
-        "batch-size": result.batch_size,
-        "world-size": run.config.world_size if logging.log_world_size_to_tensorboard else None,
     }
     if logging.log_memory_to_tensorboard:
         stats = device.memory_stats()
@@ -342,15 +315,20 @@ class Interval:
         """
         last = self._last
         assert last is not None, "an interval has at least one step"
-        world_size = run.config.world_size
+        device_s = elapsed_s * run.config.world_size
+        has_rates = run.config.logging.log_throughput
         losses = self._losses if self._num_steps > self._num_skipped else self._losses_of_skipped
         values: dict[str, float | None] = {
             "consumed samples": run.state.consumed_train_samples,
             "skipped samples": run.state.skipped_train_samples or None,
             "elapsed time per iteration (ms)": elapsed_s * 1000.0 / self._num_steps,
-            "throughput per GPU (TFLOP/s/GPU)": None,
-            "energy per GPU (J/iter/GPU)": None,
-            "power per GPU (W/GPU)": None,
+            "throughput per GPU (TFLOP/s/GPU)": (
+                self._flops / (device_s * 1e12) if has_rates else None
+            ),
+            "energy per GPU (J/iter/GPU)": (
+                None if joules is None else joules / self._num_steps / run.config.world_size
+            ),
+            "power per GPU (W/GPU)": None if joules is None else joules / device_s,
             "learning rate": last.learning_rate,
             "decoupled learning rate": last.decoupled_learning_rate,
             "global batch size": last.batch_size,
@@ -361,16 +339,11 @@ class Interval:
             "params norm": last.params_norm,
             "number of skipped iterations": self._num_skipped,
             "number of nan iterations": self._num_nan,
+            "tokens/s": self._num_tokens / elapsed_s if has_rates else None,
+            "MFU": (
+                None if peak is None else 100.0 * self._causal_flops / (device_s * peak.flops_per_s)
+            ),
         }
-        if joules is not None:
-            values["energy per GPU (J/iter/GPU)"] = joules / self._num_steps / world_size
-            values["power per GPU (W/GPU)"] = joules / elapsed_s / world_size
-        if run.config.logging.log_throughput:
-            device_s = elapsed_s * world_size
-            values["throughput per GPU (TFLOP/s/GPU)"] = self._flops / (device_s * 1e12)
-            values["tokens/s"] = self._num_tokens / elapsed_s
-            if peak is not None:
-                values["MFU"] = 100.0 * self._causal_flops / (device_s * peak.flops_per_s)
         return {label: value for label, value in values.items() if value is not None}
 
 

@@ -18,23 +18,20 @@ each log interval, whether on or off.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import re
 import socket
+import socketserver
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from megatron.core import device
 from megatron.core.diagnostics import straggler
 from megatron.core.optional import available, require
+from megatron.core.parallel.collectives import values_of_ranks
 from megatron.training.callbacks.energy import Gpu
 from megatron.training.estimates.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
 from megatron.training.process import exit_report
@@ -63,8 +60,7 @@ _AT_LEAST_MS = 5.0
 _REQUEST = re.compile(rb"(GET|POST|PUT) \S+ HTTP/1\.[01]\r?\n")
 _REQUEST_BYTES = 4096
 _REQUEST_S = 2.0
-_RETRY_S = 0.1
-_OF_THE_GPU = ("Pwr", "Tmp", "Utl", "Clk")
+_POLL_S = 0.05
 
 
 class Straggler(Callback):
@@ -76,23 +72,38 @@ class Straggler(Callback):
         ``address`` is (host, port) of the switch; ``count`` is the number of slowest and of fastest
         ranks in the report.
         """
-        self._is_on, self._address, self._count = is_on, address, count
+        self._is_on = is_on
+        self._address = address
+        self._count = count
         self._read_gpu = gpu_reader()
         self._switch: Switch | None = None
-        self._steps, self._flops = 0, 0.0
-        self._kernels: KernelDetector | None = None
+        self._steps = 0
+        self._flops = 0.0
+        self._detector: Any = None  # NVIDIA's, of slow kernels
         self._step: AbstractContextManager[None] | None = None
 
     def on_train_start(self, run: TrainingRun) -> None:
-        if KernelDetector.is_offered():
-            self._kernels = KernelDetector()
+        if device.is_cuda() and available(_DETECTOR):
+            self._detector = require(_DETECTOR, "--log-straggler").Detector
+            self._detector.initialize(
+                scores_to_compute=["relative_perf_scores"],
+                gather_on_rank0=True,
+                profiling_interval=_PROFILED_STEPS,
+            )
         if run.is_rank_0:
-            self._switch = Switch(self._is_on, self._address)
+            try:
+                self._switch = Switch(self._is_on, self._address)
+            except OSError as error:
+                logger.warning(
+                    "--straggler-ctrlr-port %d at %s: %s; the report cannot be switched in this "
+                    "run",
+                    *(self._address[1], self._address[0], error),
+                )
         straggler.stopwatch.is_on = self._is_on
 
     def on_step_start(self, run: TrainingRun) -> None:
-        if self._kernels is not None and self._is_on:
-            self._step = self._kernels.step()
+        if self._detector is not None and self._is_on:
+            self._step = self._detector.detection_section("step")
             self._step.__enter__()
 
     def on_step_end(self, run: TrainingRun, result: StepResult) -> None:
@@ -117,8 +128,8 @@ class Straggler(Callback):
         straggler.stopwatch.is_on = False
 
     def close(self) -> None:
-        if self._kernels is not None:
-            self._kernels.close()
+        if self._detector is not None:
+            self._detector.shutdown()
         if self._switch is not None:
             self._switch.close()
 
@@ -127,46 +138,30 @@ class Straggler(Callback):
 
         Collective over all ranks.
         """
+        world_size = run.config.world_size
         wanted = self._is_on if self._switch is None else self._switch.is_on
-        row, sections_ms = self._row(run.config.world_size)
-        stage = 0 if run.config.world_size == 1 else run.groups.pp.rank()
-        mine = torch.tensor(
-            [float(wanted), float(stage), *sections_ms, *row],
-            dtype=torch.float64,
-            device=device.current(),
-        )
-        rows = [torch.empty_like(mine) for _ in range(run.config.world_size)]
-        if len(rows) > 1:
-            dist.all_gather(rows, mine)
-        else:
-            rows = [mine]
-        is_measured = self._is_on and self._steps > 0
-        slow_gpus = self._kernels.slow_ranks() if self._kernels is not None and is_measured else []
-        if is_measured and run.is_rank_0:
-            values = [row[1:].tolist() for row in rows]
-            split = 1 + len(_SECTIONS)
-            lines = [*slow_sections([value[:split] for value in values]), *slow_gpus]
-            exit_report.note(stragglers=lines)
-            for line in [*report([value[split:] for value in values], self._count), *lines]:
-                logger.info(line)
-        self._is_on = straggler.stopwatch.is_on = bool(rows[0][0])
-        self._steps, self._flops = 0, 0.0
-
-    def _row(self, world_size: int) -> tuple[list[float], list[float]]:
-        """Return one value per column, and milliseconds per step in each of `_SECTIONS`.
-
-        Values of columns are NaN where there is no measurement.
-        """
+        stage = 0 if world_size == 1 else run.groups.pp.rank()
         seconds = straggler.stopwatch.lap_s()
-        compute_s = seconds[straggler.MODEL]
+        model_s = seconds[straggler.MODEL]
         data_s = seconds[straggler.DATA]
         seconds[straggler.PASSES] = max(0.0, seconds[straggler.PASSES] - data_s)
-        steps = max(1, self._steps)
-        sections_ms = [1e3 * seconds[section] / steps for section in _SECTIONS]
-        flops = self._flops / FORWARD_AND_BACKWARD / world_size
-        throughput = flops / compute_s / 1e12 if compute_s > 0 else 0.0
-        gpu = self._read_gpu()
-        return [1e3 * compute_s / steps, *gpu, 1e3 * data_s / steps, throughput], sections_ms
+        to_ms = 1e3 / max(1, self._steps)
+        teraflops = self._flops / FORWARD_AND_BACKWARD / world_size / 1e12
+        throughput = teraflops / model_s if model_s > 0 else 0.0
+        sections = [stage, *(to_ms * seconds[section] for section in _SECTIONS)]
+        columns = [to_ms * model_s, *self._read_gpu(), to_ms * data_s, throughput]
+        rows = values_of_ranks([wanted, *sections, *columns])
+        if self._is_on and self._steps > 0:
+            slow = [] if self._detector is None else slow_kernels(self._detector)
+            if run.is_rank_0:
+                split = 1 + len(sections)
+                lines = [*slow_sections([row[1:split] for row in rows]), *slow]
+                exit_report.note(stragglers=lines)
+                for line in [*report([row[split:] for row in rows], self._count), *lines]:
+                    logger.info(line)
+        self._is_on = straggler.stopwatch.is_on = bool(rows[0][0])
+        self._steps = 0
+        self._flops = 0.0
 
 
 def report(rows: Sequence[Sequence[float]], count: int) -> list[str]:
@@ -217,76 +212,42 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-class Switch:
+class Switch(socketserver.TCPServer):
     """HTTP server whose every request inverts ``is_on``; the response reports the new state.
 
-    It serves one connection at a time, each for at most `_REQUEST_S` seconds and `_REQUEST_BYTES`.
-    Connections without a valid request, such as a port scan, are closed and change nothing.
+    It serves one connection at a time, in a thread.  A connection must send its request within
+    `_REQUEST_S` seconds, in one segment of at most `_REQUEST_BYTES`; others, such as a port scan,
+    are closed and change nothing.
     """
 
-    def __init__(self, is_on: bool, address: tuple[str, int]) -> None:
-        self.is_on = is_on
-        self._socket: socket.socket | None = None
-        self._is_closed = threading.Event()
-        host, port = address
-        try:
-            self._socket = socket.create_server(address)
-        except OSError as error:
-            logger.warning(
-                "--straggler-ctrlr-port %d at %s: %s; the report cannot be switched in this run",
-                *(port, host, error),
-            )
-            return
-        threading.Thread(
-            target=self._serve, args=(self._socket,), name="straggler switch", daemon=True
-        ).start()
+    allow_reuse_address = True
 
-    @property
-    def port(self) -> int:
-        """The port on which it listens."""
-        assert self._socket is not None, "it does not listen"
-        return int(self._socket.getsockname()[1])
+    def __init__(self, is_on: bool, address: tuple[str, int]) -> None:
+        """Listen.  Raises OSError."""
+        self.is_on = is_on
+        super().__init__(address, socketserver.BaseRequestHandler)
+        threading.Thread(
+            target=self.serve_forever, args=(_POLL_S,), name="straggler switch", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Stop listening."""
-        self._is_closed.set()
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            self._socket.close()
+        self.shutdown()
+        self.server_close()
 
-    def _serve(self, listening: socket.socket) -> None:
-        while not self._is_closed.is_set():
-            try:
-                connection, _ = listening.accept()
-                with connection:
-                    self._answer(connection)
-            except OSError:  # a connection failed, or no file descriptor is free: retry
-                self._is_closed.wait(_RETRY_S)
-
-    def _answer(self, connection: socket.socket) -> None:
-        if not _REQUEST.match(_first_line(connection)):
+    def finish_request(self, request: Any, client_address: object) -> None:
+        """Answer the request of a connection."""
+        connection: socket.socket = request
+        connection.settimeout(_REQUEST_S)
+        if not _REQUEST.match(connection.recv(_REQUEST_BYTES)):
             return
         self.is_on = not self.is_on
         text = f"straggler report {'on' if self.is_on else 'off'}\n"
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
         connection.sendall(f"{head}{text}".encode())
 
-
-def _first_line(connection: socket.socket) -> bytes:
-    """Return the data received up to the first line break, within the limits of time and size."""
-    deadline_s, data = time.monotonic() + _REQUEST_S, b""
-    while b"\n" not in data and len(data) < _REQUEST_BYTES:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            return b""
-        connection.settimeout(left_s)
-        received = connection.recv(_REQUEST_BYTES - len(data))
-        if not received:
-            break
-        data += received
-    connection.settimeout(_REQUEST_S)  # for the response
-    return data
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignore a connection that failed."""
 
 
 def gpu_reader() -> Callable[[], Sequence[float]]:
@@ -295,7 +256,7 @@ def gpu_reader() -> Callable[[], Sequence[float]]:
     The values are NaN if there is no GPU or no NVML.
     """
     if not device.is_cuda() or not available("pynvml"):
-        return lambda: [math.nan] * len(_OF_THE_GPU)
+        return lambda: [math.nan] * 4
     nvml: Any = require("pynvml", "--log-straggler")
     gpu = Gpu(nvml, device.uuid(), "--log-straggler")
     return lambda: [
@@ -306,41 +267,17 @@ def gpu_reader() -> Callable[[], Sequence[float]]:
     ]
 
 
-class KernelDetector:
-    """Find the ranks whose GPU kernels are slower than on other ranks."""
+def slow_kernels(detector: Any) -> list[str]:
+    """Return a line per GPU whose kernels were slow since the last call, on rank 0.
 
-    def __init__(self) -> None:
-        """Begin to profile.  Raises MissingDependency."""
-        self._detector: Any = require(_DETECTOR, "--log-straggler").Detector
-        self._detector.initialize(
-            scores_to_compute=["relative_perf_scores"],
-            gather_on_rank0=True,
-            profiling_interval=_PROFILED_STEPS,
-        )
-
-    @staticmethod
-    def is_offered() -> bool:
-        """Return whether this rank has a GPU, and the package is installed."""
-        return device.is_cuda() and available(_DETECTOR)
-
-    def step(self) -> AbstractContextManager[None]:
-        """Return a context manager that measures the kernels of one step."""
-        section: AbstractContextManager[None] = self._detector.detection_section("step")
-        return section
-
-    def slow_ranks(self) -> list[str]:
-        """Return a line per slow GPU since the last call, on rank 0.  Collective over all ranks."""
-        report = self._detector.generate_report()
-        if report is None or not report.gpu_relative_perf_scores:
-            return []
-        slow = report.identify_stragglers()["straggler_gpus_relative"]
-        scores = report.gpu_relative_perf_scores
-        return [
-            f"slow: the kernels of rank {one.rank} on {one.node} have {scores[one.rank]:.0%} of "
-            "the speed of the fastest rank"
-            for one in sorted(slow, key=lambda one: one.rank)
-        ]
-
-    def close(self) -> None:
-        """End the profiling."""
-        self._detector.shutdown()
+    Collective over all ranks.
+    """
+    found = detector.generate_report()
+    if found is None or not (scores := found.gpu_relative_perf_scores):
+        return []
+    slow = found.identify_stragglers()["straggler_gpus_relative"]
+    return [
+        f"slow: the kernels of rank {one.rank} on {one.node} have {scores[one.rank]:.0%} of "
+        "the speed of the fastest rank"
+        for one in sorted(slow, key=lambda one: one.rank)
+    ]

@@ -6,7 +6,6 @@ CPUs included, GEMMs are timed for a tenth of a second.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,19 +44,14 @@ _SIZES_CPU = (64, 128, 256, 512, 1024)
 _SIZES_GPU = (2048, 4096, 8192)
 _BUDGET_S = 0.1  # of all measurements; a matmul that has begun is completed
 _REPEATS = 5  # of each size
-_SPREAD = 1.3  # median over fastest repeat, above which a rate is not reliable
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of one device, and where the value is from.
-
-    ``problem`` is the reason why no MFU can be computed from it, None if it can.
-    """
+    """Peak FLOP/s of one device, and where the value is from."""
 
     flops_per_s: float
     source: str
-    problem: str | None = None
 
 
 def device_peak(dtype: torch.dtype) -> Peak:
@@ -68,17 +62,9 @@ def device_peak(dtype: torch.dtype) -> Peak:
         return Peak(known, f"dense bf16 peak of {name}")
     if dtype == torch.float16 and not device.is_cuda():
         dtype = torch.float32  # few CPUs multiply in half precision
+    rate, size = measured_gemm_rate(dtype, _SIZES_GPU if device.is_cuda() else _SIZES_CPU)
     kind = str(dtype).removeprefix("torch.")
-    rate = measured_gemm_rate(dtype, _SIZES_GPU if device.is_cuda() else _SIZES_CPU)
-    problem = None
-    if rate.spread > _SPREAD:
-        problem = (
-            f"the measured rate of {kind} matmuls on {name} varies by a factor of "
-            f"{rate.spread:.2g} between repeats; the machine is busy with other work"
-        )
-    return Peak(
-        rate.flops_per_s, f"measured rate of a {rate.size}^3 {kind} matmul on {name}", problem
-    )
+    return Peak(rate, f"measured rate of a {size}^3 {kind} matmul on {name}")
 
 
 def known_peak(name: str) -> float | None:
@@ -86,29 +72,19 @@ def known_peak(name: str) -> float | None:
     return next((peak for part, peak in _DENSE_BF16 if part in name), None)
 
 
-@dataclass(frozen=True)
-class GemmRate:
-    """Rate of the fastest square matmul.  ``spread``: its median time over its fastest time."""
-
-    flops_per_s: float
-    size: int
-    spread: float
-
-
 def measured_gemm_rate(
     dtype: torch.dtype, sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
-) -> GemmRate:
-    """Time increasingly large matmuls until the time budget is used up.
+) -> tuple[float, int]:
+    """Return FLOP/s and size of the fastest square matmul of increasing ``sizes``.
 
     A larger one is started only if its repeats, at the rate of the previous size, fit into the
-    budget: a CPU without bf16 instructions is 40 times slower than one with them.
+    time budget: a CPU without bf16 instructions is 40 times slower than one with them.
     """
     began_s = clock()
-    best: GemmRate | None = None
-    flops_per_s = float("inf")
+    best = (0.0, 0)
+    expected_s = 0.0  # of all repeats, per cubed size
     for size in sizes:
-        expected_s = (_REPEATS + 1) * 2 * size**3 / flops_per_s
-        if best is not None and clock() - began_s + expected_s > _BUDGET_S:
+        if clock() - began_s + expected_s * size**3 > _BUDGET_S:
             break
         a = torch.randn(size, size, device=device.current()).to(dtype)  # zeros would be faster
         times_s = []
@@ -118,9 +94,7 @@ def measured_gemm_rate(
             torch.mm(a, a)
             device.synchronize()
             times_s.append(clock() - started_at_s)
-        fastest_s = min(times_s[1:])
-        flops_per_s = 2 * size**3 / fastest_s
-        if best is None or flops_per_s > best.flops_per_s:
-            best = GemmRate(flops_per_s, size, statistics.median(times_s[1:]) / fastest_s)
-    assert best is not None, "there is a first size"
+        rate = 2 * size**3 / min(times_s[1:])
+        best = max(best, (rate, size))
+        expected_s = (_REPEATS + 1) * 2 / rate
     return best

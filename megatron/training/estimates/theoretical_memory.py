@@ -2,7 +2,7 @@
 
 The log lines call MiB MB, as in Megatron-LM.  Activations follow "Reducing Activation Recomputation
 in Large Transformer Models" (arXiv 2205.05198), for 16-bit values; they are reported where its
-formula holds: sequence parallelism with selective recomputation.  An encoder of images has neither.
+formula holds: sequence parallelism with selective recomputation, and no encoder of images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from megatron.training.estimates.parameters import (
     layer_parameters,
     projector_parameters,
 )
-from megatron.training.models.encoders import AudioEncoder, ImageEncoder, encoders_of
 from megatron.training.models.registry import model_kind_of
 
 _MIB = 2**20
@@ -105,46 +104,10 @@ def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches
         total *= 1 + (pp - 1) / (pp * vp)
     elif pp > 1:
         total *= min(1.0, num_microbatches / pp)
-    if (
-        pp == 1 and not model_kind_of(config).classifies_images
-    ):  # the output layer: its input and fp32 logits
+    # The output layer: its input and fp32 logits.
+    if pp == 1 and not model_kind_of(config).classifies_images:
         total += wide * 4 * (1 + padded_vocab_size / model.hidden_size)
-    of_images = image_activation_bytes(config, num_microbatches)
-    return total / model.tensor_model_parallel_size + of_images
-
-
-def image_activation_bytes(config: RunConfig, num_microbatches: int) -> float:
-    """Return the bytes of activations of the encoders and projectors; 0 without them.
-
-    Every context-parallel rank encodes all images of its rows.  Without sequence parallelism, 10 of
-    34 bytes per channel are on every tensor-parallel rank (inputs of norms and of their matmuls,
-    dropout masks).  Of a frozen encoder only the output is kept, for the projector.
-    """
-    if not model_kind_of(config).reads_images:
-        return 0.0
-    encoders = encoders_of(config)
-    return sum(_encoder_activations(config, each, num_microbatches) for each in encoders)
-
-
-def _encoder_activations(
-    config: RunConfig, images: ImageEncoder | AudioEncoder, num_microbatches: int
-) -> float:
-    pp = config.model.pipeline_model_parallel_size
-    model = images.layers
-    tp = model.tensor_model_parallel_size
-    has_chunks = config.model.virtual_pipeline_model_parallel_size is not None
-    in_flight = min(num_microbatches, 2 * pp - 1 if has_chunks and pp > 1 else pp)
-    tiles = images.max_tiles * config.training.micro_batch_size * in_flight
-    inner = images.projector.ffn_hidden_size if config.vision.vision_projection_type == "mlp" else 0
-    total = images.num_embeddings * (2 * images.projector_input + 4 * (inner or 0) / tp)
-    if not config.vision.freeze_ViT:
-        sharded = 8 * model.hidden_size + 4 * (model.ffn_hidden_size or 0)
-        per_token = 10 * model.hidden_size + sharded / tp
-        layers = model.num_layers * per_token
-        if config.vision.recompute_vision:  # inputs of all layers, and one layer at a time
-            layers = min(layers, 2 * model.hidden_size * model.num_layers + per_token)
-        total += images.num_tokens * layers
-    return tiles * total
+    return total / model.tensor_model_parallel_size
 
 
 def memory_lines(
@@ -167,7 +130,8 @@ def memory_lines(
     weights = weight_and_optimizer_bytes(config, padded_vocab_size) / _MIB
     text = f"Theoretical memory footprints: weight and optimizer={weights:.2f} MB"
     model = config.model
-    if model.sequence_parallel and model.recompute_granularity == "selective":
+    is_selective = model.sequence_parallel and model.recompute_granularity == "selective"
+    if is_selective and not model_kind_of(config).reads_images:
         activations = activation_bytes(config, padded_vocab_size, num_microbatches) / _MIB
         text += f", activation={activations:.2f} MB, total={weights + activations:.2f} MB"
     return [*lines, text]

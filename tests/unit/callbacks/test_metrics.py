@@ -84,7 +84,7 @@ def test_all_places_get_the_same_numbers(
         sinks_of(
             ConsoleSink,
             lambda: MetricsFileSink(str(tmp_path / "m.jsonl"), 0),
-            lambda: TensorBoardSink(run.config.logging, {"lr": 1e-3}, 0, 0),
+            lambda: TensorBoardSink(run.config.logging, {"lr": 1e-3}, 0),
             lambda: recorder,
         )
     )
@@ -123,7 +123,7 @@ def test_all_places_get_the_same_numbers(
 @pytest.mark.feature("Logging: Megatron-LM's TensorBoard tags")
 def test_tags_are_those_of_the_reference(tmp_path: Path) -> None:
     run = fake_run(f"--tensorboard-dir {tmp_path} --log-params-norm --log-num-zeros-in-grad")
-    metrics = Metrics(sinks_of(lambda: TensorBoardSink(run.config.logging, {"seed": 1}, 0, 0)))
+    metrics = Metrics(sinks_of(lambda: TensorBoardSink(run.config.logging, {"seed": 1}, 0)))
     metrics.on_train_start(run)
     step(run, metrics, num_zeros=0, params_norm=13.2)
     metrics.on_eval_end(run, EvalResult(losses={"lm loss": 2.0}))
@@ -149,7 +149,7 @@ def test_options_add_and_remove_tags(tmp_path: Path) -> None:
         f"--tensorboard-dir {tmp_path} --no-log-loss-scale-to-tensorboard --log-throughput "
         "--log-world-size-to-tensorboard --log-memory-to-tensorboard --log-timers-to-tensorboard "
     )
-    metrics = Metrics(sinks_of(lambda: TensorBoardSink(run.config.logging, {}, 0, 0)))
+    metrics = Metrics(sinks_of(lambda: TensorBoardSink(run.config.logging, {}, 0)))
     metrics.on_train_start(run)
     run.timers("optimizer", log_level=0).start()
     run.timers("optimizer").stop()
@@ -323,7 +323,7 @@ def test_the_evaluation_at_the_end_is_written_once(
         sinks_of(
             ConsoleSink,
             lambda: MetricsFileSink(str(tmp_path / "m.jsonl"), 0),
-            lambda: TensorBoardSink(run.config.logging, {}, 0, 0),
+            lambda: TensorBoardSink(run.config.logging, {}, 0),
             lambda: WandbSink(run.config, {}),
         )
     )
@@ -359,7 +359,7 @@ def test_losses_of_single_layers_are_in_the_files_and_not_in_the_line(
         sinks_of(
             ConsoleSink,
             lambda: MetricsFileSink(str(tmp_path / "m.jsonl"), 0),
-            lambda: TensorBoardSink(run.config.logging, {}, 0, 0),
+            lambda: TensorBoardSink(run.config.logging, {}, 0),
         )
     )
     metrics.on_train_start(run)

@@ -25,7 +25,6 @@ from megatron.training.callbacks.profiler import MemoryHistory
 from megatron.training.callbacks.straggler import gpu_reader, report
 from megatron.training.step.run import Callback, CallbackList, CheckpointEvent
 from tests.support.callback_calls import fake_run, step_result
-from tests.unit.callbacks.test_tensorboard import log_steps
 
 
 @pytest.fixture(autouse=True)
@@ -59,22 +58,6 @@ def steps(run: Any, callbacks: CallbackList, between: Callable[[], object]) -> N
 
 
 @pytest.mark.feature("Logging: a log that cannot be written is switched off with one warning")
-def test_a_damaged_record_of_an_earlier_run_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log_steps(tmp_path, 1, 8, loss=1.0)
-    (path,) = tmp_path.glob("*tfevents*")
-    data = bytearray(path.read_bytes())
-    data[12:20] = b"\xff" * 8  # the event of the first record
-    path.write_bytes(data)
-    run = fake_run(f"--tensorboard-dir {tmp_path} --metrics-file {tmp_path}/m.jsonl")
-    steps(run, logging_of(run), lambda: None)
-    (warning,) = switched_off(caplog)
-    assert warning.startswith(f"TensorBoard log {tmp_path} is switched off for the rest")
-    assert f"{path} is damaged at byte 0" in warning
-    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 3
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("flags", "named"),

@@ -9,7 +9,7 @@ import logging
 import socket
 import struct
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -139,13 +139,15 @@ class FakeDetector:
 def test_nvidias_detector_adds_the_slow_gpus(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(straggler_callback.KernelDetector, "is_offered", staticmethod(lambda: True))
-    monkeypatch.setattr(
-        straggler_callback, "require", lambda *a: SimpleNamespace(Detector=FakeDetector)
-    )
     run = fake_run("--log-interval 2")
     callback = Straggler(True, (LOOPBACK, 0), 1)
-    callback.on_train_start(run)
+    with monkeypatch.context() as patched:
+        patched.setattr(straggler_callback.device, "is_cuda", lambda: True)
+        patched.setattr(straggler_callback, "available", lambda package: True)
+        patched.setattr(
+            straggler_callback, "require", lambda *a: SimpleNamespace(Detector=FakeDetector)
+        )
+        callback.on_train_start(run)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             callback.on_step_start(run)
@@ -159,7 +161,7 @@ def test_nvidias_detector_adds_the_slow_gpus(
 
 def ask(switch: Switch) -> str:
     """The body of the answer to an HTTP request."""
-    with contextlib.closing(http.client.HTTPConnection(LOOPBACK, switch.port)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(*switch.server_address[:2])) as connection:
         connection.request("GET", "/")
         return connection.getresponse().read().decode()
 
@@ -185,7 +187,7 @@ def reset(connection: socket.socket) -> None:
 def test_what_is_no_request_changes_nothing(sent: bytes) -> None:
     switch = Switch(True, (LOOPBACK, 0))
     for end in (socket.socket.close, reset):
-        connection = socket.create_connection((LOOPBACK, switch.port))
+        connection = socket.create_connection(switch.server_address)
         connection.sendall(sent)
         end(connection)
     assert ask(switch) == "straggler report off\n", "it was on until now, and somebody listens"
@@ -195,40 +197,38 @@ def test_what_is_no_request_changes_nothing(sent: bytes) -> None:
 def test_who_sends_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(straggler_callback, "_REQUEST_S", 0.05)
     switch = Switch(True, (LOOPBACK, 0))
-    with socket.create_connection((LOOPBACK, switch.port)):
+    with socket.create_connection(switch.server_address):
         assert ask(switch) == "straggler report off\n"
     switch.close()
 
 
-def test_an_error_of_one_connection_is_not_the_last_one() -> None:
+def test_an_error_of_one_connection_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     switch = Switch(True, (LOOPBACK, 0))
-    serve, switch._answer = switch._answer, fail_once(switch)  # type: ignore[method-assign]
-    with pytest.raises((OSError, http.client.HTTPException)):
-        ask(switch)
-    switch._answer = serve  # type: ignore[method-assign]
+    with monkeypatch.context() as patched:
+        patched.setattr(switch, "finish_request", raise_reset)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            ask(switch)
     assert ask(switch) == "straggler report off\n"
     switch.close()
 
 
-def fail_once(switch: Switch) -> Callable[[socket.socket], None]:
-    def answer(connection: socket.socket) -> None:
-        raise ConnectionResetError("by peer")
-
-    return answer
+def raise_reset(*_: object) -> None:
+    raise ConnectionResetError("by peer")
 
 
 def test_only_the_own_host_is_listened_to_by_default() -> None:
     run = fake_run("--log-straggler")
     assert run.config.resilience.straggler_ctrlr_address == LOOPBACK
     switch = Switch(True, (LOOPBACK, 0))
-    assert switch._socket is not None
-    assert switch._socket.getsockname()[0] == LOOPBACK
+    assert switch.server_address[0] == LOOPBACK
     switch.close()
 
 
 def test_a_port_that_is_taken_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     first = Switch(True, (LOOPBACK, 0))
-    second = Switch(True, (LOOPBACK, first.port))
-    assert f"--straggler-ctrlr-port {first.port} at " in caplog.records[-1].getMessage()
+    port = first.server_address[1]
+    second = Straggler(True, (LOOPBACK, port), 1)
+    second.on_train_start(fake_run())
+    assert f"--straggler-ctrlr-port {port} at " in caplog.records[-1].getMessage()
     second.close()
     first.close()

@@ -1,4 +1,4 @@
-"""The measured peak: within its time, and only where it can be relied on."""
+"""The measured peak: within its time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.training.callbacks.metrics import _announced
 from megatron.training.estimates import peak_flops as module
-from megatron.training.estimates.peak_flops import Peak, device_peak, measured_gemm_rate
+from megatron.training.estimates.peak_flops import measured_gemm_rate
 
 SIZES = (64, 128, 256, 512, 1024)
 
@@ -33,9 +32,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], float
 
 def test_a_slow_cpu_multiplies_small_matrices_only(machine) -> None:
     clock = machine(1e9)
-    rate = measured_gemm_rate(torch.float32, SIZES, clock)
-    assert rate.flops_per_s == pytest.approx(1e9)
-    assert rate.size <= 128
+    rate, size = measured_gemm_rate(torch.float32, SIZES, clock)
+    assert rate == pytest.approx(1e9)
+    assert size <= 128
     assert clock() <= module._BUDGET_S
 
 
@@ -44,19 +43,3 @@ def test_a_fast_one_uses_the_time_for_large_matrices(machine) -> None:
     measured_gemm_rate(torch.float32, SIZES, clock)
     assert clock() <= module._BUDGET_S
     assert clock() > 5 * 2 * 1024**3 / 1e12, "the largest was measured"
-
-
-def test_mfu_is_omitted_where_repeats_differ(
-    machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(module.time, "perf_counter", machine(1e12, 2e11, 2e11, 3e11))
-    monkeypatch.setattr(measured_gemm_rate, "__defaults__", (module.time.perf_counter,))
-    assert _announced(device_peak(torch.float32)) is None
-    said = capsys.readouterr().out
-    assert said.startswith(" > MFU omitted: the measured rate of float32 matmuls on cpu varies by")
-
-
-def test_a_reliable_peak_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    peak = Peak(2e12, "some source")
-    assert _announced(peak) is peak
-    assert "2 TFLOP/s per rank (some source)" in capsys.readouterr().out

@@ -15,7 +15,6 @@ from megatron.training.estimates.parameters import encoder_parameters, projector
 from megatron.training.estimates.theoretical_memory import (
     activation_bytes,
     count_parameters,
-    image_activation_bytes,
     memory_lines,
     print_memory,
     weight_and_optimizer_bytes,
@@ -72,32 +71,6 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     assert size("--freeze-ViT") == size("") - 16 * encoder
     assert size("--freeze-LM") == size("") - 16 * language
     assert size("--freeze-LM --freeze-ViT") == 2 * (language + encoder) + 18 * projector
-
-
-def test_stages_keep_the_encoder_activations_of_micro_batches_in_flight() -> None:
-    words = "--vision-hidden-size 48 --vision-num-attention-heads 6 --use-tiling --use-thumbnail "
-    words += "--max-num-tiles 3"
-
-    def size(flags: str = "", ranks: int = 1, num_microbatches: int = 8) -> float:
-        run = run_config(f"{VLM} {words} {flags}", ranks)
-        return image_activation_bytes(run, num_microbatches)
-
-    tiles = 2 * 4
-    tokens = 17
-    inner = 4 * 32  # two samples of three tiles and a thumbnail
-    projector = tiles * tokens * (2 * 48 + 4 * inner)
-    assert size("--freeze-ViT") == projector
-    assert size() == projector + 3 * tiles * tokens * 48 * 34
-    again = size("--recompute-vision")
-    assert again == projector + tiles * tokens * 48 * (3 * 2 + 34)
-    parts = size("--tensor-model-parallel-size 2", 2)
-    assert parts == tiles * tokens * (2 * 48 + 4 * inner / 2 + 3 * 48 * (10 + 24 / 2))
-    stages = "--pipeline-model-parallel-size 2"
-    assert size(stages, 2) == 2 * size()
-    assert size(stages, 2, num_microbatches=1) == size()
-    virtual = f"{stages} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
-    assert size(virtual, 2) == 3 * size()
-    assert size("--context-parallel-size 2", 2) == size(), "every rank encodes all images"
 
 
 @pytest.fixture
