@@ -16,12 +16,10 @@ import signal
 import threading
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from megatron.core import device
 from megatron.core.config.errors import ConfigError
-from megatron.core.parallel.collectives import largest_of_ranks
+from megatron.core.parallel.collectives import broadcast_json, largest_of_ranks
 from megatron.training.fault_tolerance import sections
 from megatron.training.fault_tolerance.heartbeat import MIN_COUNTS, VARIABLE
 
@@ -32,8 +30,7 @@ _JITTER = 0.2
 
 def get_rank_monitor_client() -> Any:
     """Return NVIDIA's ``RankMonitorClient``, or None where ``ft_launcher`` is not used."""
-    client = sections.monitor.client
-    return None if client is None else client.client
+    return sections.monitor.client
 
 
 def setup(args: argparse.Namespace) -> None:
@@ -98,18 +95,9 @@ def maybe_setup_simulated_fault() -> None:
     size = dist.get_world_size()
     kind, chosen, delay_s = _parse(text, size)
     draw = random.Random()
-    kinds = list(_SIGNALS)
-    drawn = torch.tensor(
-        [
-            draw.randrange(size) if chosen is None else chosen,
-            draw.randrange(len(kinds)) if kind == "random" else kinds.index(kind),
-        ],
-        device=device.current(),
-    )
-    if size > 1:
-        dist.broadcast(drawn, src=0)
-    rank = int(drawn[0])
-    kind = kinds[int(drawn[1])]
+    kinds = [*_SIGNALS] if kind == "random" else [kind]
+    drawn: list[Any] = [draw.randrange(size) if chosen is None else chosen, draw.choice(kinds)]
+    rank, kind = broadcast_json(drawn, dist.group.WORLD)
     if rank == dist.get_rank():
         delay_s *= 1 + _JITTER * draw.random()
         print(f"rank {rank}: {_VARIABLE} causes {kind} in {delay_s:.1f} s", flush=True)

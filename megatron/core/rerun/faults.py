@@ -13,8 +13,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import datetime
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
@@ -195,58 +193,6 @@ class QuickStats:
             for percent in (1, 50, 95, 99)
         )
         return f"{text}, others: {quantiles}, max {self.max:.3e}"
-
-
-class LargestValues:
-    """Largest values of several series, to recognize values that are much larger."""
-
-    def __init__(self) -> None:
-        self.max_values: dict[str, float] = {}
-        self.counts: dict[str, int] = {}
-
-    def copy(self) -> LargestValues:
-        """Return a copy."""
-        other = LargestValues()
-        other.max_values = dict(self.max_values)
-        other.counts = dict(self.counts)
-        return other
-
-    def is_exceeded(
-        self, value: float, threshold: float, context: str, num_samples: int, resample: bool
-    ) -> bool:
-        """See `RerunStateMachine.is_unexpectedly_large`."""
-        if resample:
-            self.max_values.pop(context, None)
-            self.counts.pop(context, None)
-        seen = self.counts.get(context, 0)
-        if seen < num_samples:
-            self.counts[context] = seen + 1
-            self.max_values[context] = max(value, self.max_values.get(context, value))
-            return False
-        return value >= threshold * self.max_values[context]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackedResult:
-    """An unexpected result, as a line of the tracker file."""
-
-    place: Place
-    iteration: int
-    status: RerunValidationStatus
-    result: object
-    message: str
-
-    def append_to(self, path: str) -> None:
-        """Append the line in one write: other ranks append to the same file."""
-        job = os.environ.get("SLURM_JOBID", "")
-        rank, node, device = self.place
-        line = (
-            f"ts={datetime.now()} node={node} device={device} jobID={job} rank={rank} "
-            f"iteration={self.iteration} status={self.status.value} result={self.result} "
-            f"message='{self.message}'"
-        )
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(" ".join(line.splitlines()) + "\n")
 
 
 def log(text: str, *, level: int = logging.WARNING, once: bool = False) -> None:

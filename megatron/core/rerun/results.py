@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,14 +23,12 @@ from megatron.core.config.errors import NonFiniteError
 from megatron.core.rerun.faults import (
     COMPARISON_MATCH,
     COMPARISON_MISMATCH,
-    LargestValues,
     Place,
     QuickStats,
     RerunErrorInjector,
     RerunMode,
     RerunState,
     RerunValidationStatus,
-    TrackedResult,
     log,
 )
 
@@ -82,14 +82,8 @@ class Suspect:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         (message, rank), sequence = self.call
-        return {
-            "call": [[message, rank], sequence],
-            "result": _to_json(self.result),
-            "place": list(self.place),
-            "fatal": self.fatal,
-            "is_shared": self.is_shared,
-            "num_starts": self.num_starts,
-        }
+        found = {**vars(self), "call": [[message, rank], sequence], "place": [*self.place]}
+        return {**found, "result": _to_json(self.result)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Suspect:
@@ -162,7 +156,8 @@ class ResultValidator:
         self._tracker_file = result_rejected_tracker_filename
         self._has_validated = False  # in a step that may run again
         self._pass = Findings()
-        self._largest = LargestValues()
+        # Of each series of `is_unexpectedly_large`: number of values, and their maximum.
+        self._largest: dict[str, tuple[int, float]] = {}
         self._results: dict[Call, Any] = {}  # of the first pass, to report statistics
         self._stats: defaultdict[str, QuickStats] = defaultdict(QuickStats)
 
@@ -205,7 +200,10 @@ class ResultValidator:
         compare = comparison_func or relative_difference
         if not self.is_running:
             if self.mode == RerunMode.REPORT_DETERMINISM_STATS:
-                self._record_difference(call, message, result, compare)
+                if self.state == RerunState.INITIAL_RUN:
+                    self._results[call] = detached(result)
+                elif call in self._results:
+                    self._stats[message].record(compare(self._results[call], result))
             if is_rejected(rejection_func, result):
                 self._refuse(result, name + detail(), fatal)
             return
@@ -241,7 +239,14 @@ class ResultValidator:
         The maximum is over the first ``num_samples`` values of the series ``context``, for which
         the result is False.  ``resample`` restarts the series.
         """
-        return self._largest.is_exceeded(float(result), threshold, context, num_samples, resample)
+        value = float(result)
+        if resample:
+            self._largest.pop(context, None)
+        count, largest = self._largest.get(context, (0, value))
+        if count < num_samples:
+            self._largest[context] = count + 1, max(value, largest)
+            return False
+        return value >= threshold * largest
 
     def _refuse(self, result: object, message: str, fatal: bool) -> None:
         self._track(RerunValidationStatus.INITIAL_RUN, result, message)
@@ -294,14 +299,6 @@ class ResultValidator:
         rank, node, where = suspect.place
         log(f"Rank {rank}, node {node}, device {where}: {diagnosis}!", level=logging.ERROR)
 
-    def _record_difference(
-        self, call: Call, message: str, result: T, compare: Callable[[T, T], float]
-    ) -> None:
-        if self.state == RerunState.INITIAL_RUN:
-            self._results[call] = detached(result)
-        elif call in self._results:
-            self._stats[message].record(compare(self._results[call], result))
-
     def report_stats(self) -> None:
         """Log the statistics of determinism of this rank."""
         for message, stats in sorted(self._stats.items()):
@@ -311,14 +308,18 @@ class ResultValidator:
             )
 
     def _track(self, status: RerunValidationStatus, result: object, message: str) -> None:
-        if self._tracker_file is not None:
-            TrackedResult(
-                place=Place.here(my_rank()),
-                iteration=self.current_iteration,
-                status=status,
-                result=shown(result),
-                message=message,
-            ).append_to(self._tracker_file)
+        """Append a line to the tracker file in one write: other ranks append to it too."""
+        if self._tracker_file is None:
+            return
+        rank, node, where = Place.here(my_rank())
+        line = (
+            f"ts={datetime.now()} node={node} device={where} "
+            f"jobID={os.environ.get('SLURM_JOBID', '')} rank={rank} "
+            f"iteration={self.current_iteration} status={status.value} result={shown(result)} "
+            f"message='{message}'"
+        )
+        with open(self._tracker_file, "a", encoding="utf-8") as file:
+            file.write(" ".join(line.splitlines()) + "\n")
 
 
 def my_rank() -> int:

@@ -30,7 +30,6 @@ from megatron.core import device
 from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.rank_local import each_rank_owns
 from megatron.core.rerun.faults import (
-    LargestValues,
     Place,
     RerunErrorInjector,
     RerunMode,
@@ -80,7 +79,7 @@ class RerunStateMachine(ResultValidator):
         self._save = state_save_func or (lambda: None)
         self._restore = state_restore_func or (lambda state: None)
         self.blamed: Place | None = None  # where a persistent error made this rank's results wrong
-        self._saved: tuple[Any, LargestValues] = None, LargestValues()
+        self._saved: tuple[Any, dict[str, tuple[int, float]]] = None, {}
         self._pending_iteration: int | None = None  # of the step of a loaded suspect
 
     def set_mode(self, mode: RerunMode) -> None:
@@ -102,7 +101,8 @@ class RerunStateMachine(ResultValidator):
         them.  A loop calls it before each pass until it returns False, and then
         `should_checkpoint_and_exit`.
         """
-        data = [d for d in _listed(data_iterator) if d is not None]
+        listed = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        data = [iterator for iterator in listed if iterator is not None]
         if self.state in (RerunState.NOT_RUNNING_YET, RerunState.WILL_RERUN_FROM_CHECKPOINT):
             self._begin(data)
             return True
@@ -186,7 +186,7 @@ class RerunStateMachine(ResultValidator):
         if self.mode != RerunMode.DISABLED:
             for iterator in data:
                 iterator.advance()
-            self._saved = self._save(), self._largest.copy()
+            self._saved = self._save(), dict(self._largest)
         self._pass = Findings()
         self.explanation = None
         self.outcome = self._own = Request.GO_ON
@@ -253,7 +253,7 @@ class RerunStateMachine(ResultValidator):
         """Restore the state before the step."""
         state, largest = self._saved
         self._restore(state)
-        self._largest = largest.copy()
+        self._largest = dict(largest)
         for iterator in data:
             iterator.rewind()
 
@@ -279,15 +279,15 @@ class RerunStateMachine(ResultValidator):
     def saved_state(self) -> dict[str, Any] | None:
         """Return the state of this rank as JSON; None if the next start needs none."""
         is_pending = self.state == RerunState.WILL_RERUN_FROM_CHECKPOINT
-        if self.mode == RerunMode.DISABLED or not (is_pending or self._largest.counts):
+        if self.mode == RerunMode.DISABLED or not (is_pending or self._largest):
             return None
         return {
             "state": self.state.value if is_pending else RerunState.NOT_RUNNING_YET.value,
             "current_iteration": self.current_iteration,
             "suspect": self.suspect.to_json() if is_pending and self.suspect else None,
             "error_injector_checkpoint": self.error_injector.state_dict(),
-            "large_value_counts": dict(self._largest.counts),
-            "max_values": dict(self._largest.max_values),
+            "large_value_counts": {name: count for name, (count, _) in self._largest.items()},
+            "max_values": {name: largest for name, (_, largest) in self._largest.items()},
         }
 
     def load_saved_state(self, saved: Mapping[str, Any]) -> None:
@@ -296,9 +296,8 @@ class RerunStateMachine(ResultValidator):
             return
         state = RerunState(saved["state"])
         suspect = None if saved["suspect"] is None else Suspect.from_json(saved["suspect"])
-        largest = LargestValues()
-        largest.counts = {str(k): int(v) for k, v in saved["large_value_counts"].items()}
-        largest.max_values = {name: float(saved["max_values"][name]) for name in largest.counts}
+        counts = saved["large_value_counts"].items()
+        largest = {str(k): (int(count), float(saved["max_values"][k])) for k, count in counts}
         iteration = int(saved["current_iteration"])
         self.error_injector.load_state_dict(saved["error_injector_checkpoint"])
         self._largest = largest
@@ -350,10 +349,6 @@ def destroy_rerun_state_machine() -> None:
 def get_rerun_state_machine() -> RerunStateMachine:
     """Return the state machine of this rank; mode DISABLED until it is initialized."""
     return _machine
-
-
-def _listed(data: object) -> Iterator[Any]:
-    yield from data if isinstance(data, list) else [data]
 
 
 class SentNorm(NamedTuple):

@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -40,6 +40,7 @@ from megatron.training.fault_tolerance.heartbeat import (
 )
 from megatron.training.fault_tolerance.outcome import NodeReport, RankEnd, read_reports
 from megatron.training.fault_tolerance.rendezvous import AttemptCoordination, Rendezvous
+from megatron.training.fault_tolerance.restart_policy import Options
 from megatron.training.process import exit_report
 from megatron.training.process.signals import ECHO_S, SUPERVISOR
 
@@ -48,15 +49,6 @@ _TERM_S = 5.0  # between SIGTERM and SIGKILL
 _POLL_S = 0.05
 _STACKS_S = 1.0  # for the ranks to print their stacks
 _STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Time limits in seconds."""
-
-    patience_s: float = 15.0  # for ranks to end by themselves after another rank's failure
-    shutdown_s: float = 30.0  # for ranks to save and stop after a stop signal
-    node_s: float = 30.0  # without a sign of life of a node
 
 
 class AttemptAgent(LocalElasticAgent):
@@ -68,7 +60,7 @@ class AttemptAgent(LocalElasticAgent):
         logs_specs: LogsSpecs,
         rendezvous: Rendezvous,
         stop: StopSignals,
-        times: Times,
+        limits: Options,
         folder: Path,
         detector: HangDetector | None,
         **options: Any,
@@ -77,14 +69,13 @@ class AttemptAgent(LocalElasticAgent):
         super().__init__(spec=spec, logs_specs=logs_specs, **options)
         self._rendezvous_of_run = rendezvous
         self._stop = stop
-        self._times = times
+        self._limits = limits
         self._folder = folder
         self._detector = detector
         # The count of restarts that ranks and names of log folders show.
         self._remaining_restarts = spec.max_restarts - rendezvous.history.restarts
         self._asked_to_stop_at_s: float | None = None
         self._requested_at_s = 0.0
-        self._has_lost_nodes = False
         self.processes = RankProcesses({})
         self.lost_store: str | None = None  # error of the connection
 
@@ -110,12 +101,8 @@ class AttemptAgent(LocalElasticAgent):
         try:
             while not self._is_over(attempt):
                 time.sleep(group.spec.monitor_interval)
-            if (
-                self.processes.has_failure
-                or self._has_lost_nodes
-                or self._detector is not None
-                and self._detector.found
-            ):
+            has_hang = self._detector is not None and self._detector.found
+            if self.processes.has_failure or has_hang or self._rendezvous_of_run.lost_nodes():
                 attempt.announce("ended")
         except (dist.DistError, RendezvousError) as error:
             self.lost_store = str(error).splitlines()[0]
@@ -151,15 +138,14 @@ class AttemptAgent(LocalElasticAgent):
             self._ask_ranks_to_stop()
         if self._asked_to_stop_at_s is not None:
             waited_s = time.monotonic() - self._asked_to_stop_at_s
-            is_late = self._stop.is_second or waited_s > self._times.shutdown_s
+            is_late = self._stop.is_second or waited_s > self._limits.shutdown_timeout
             return is_late or not self.processes.running() or self.processes.has_failure
         if self.processes.has_failure or not self.processes.running():
             return True
         if time.monotonic() - self._requested_at_s < _REQUEST_S:
             return False
         self._requested_at_s = time.monotonic()
-        self._has_lost_nodes = bool(self._rendezvous_of_run.lost_nodes())
-        if self._has_lost_nodes or attempt.has("ended"):
+        if attempt.has("ended") or self._rendezvous_of_run.lost_nodes():
             return True
         if not attempt.has("join") and self._rendezvous_of_run.num_nodes_waiting() > 0:
             attempt.announce("join")
@@ -174,9 +160,9 @@ class AttemptAgent(LocalElasticAgent):
     def _end_ranks(self) -> None:
         """End all ranks of this node, and close their logs."""
         codes = [end.code for end in self.processes.ends.values()]
-        patience_s = self._times.patience_s
-        if self._stop.first is not None or 2 in codes:  # 2: every rank has the same message
-            patience_s = 0.0
+        # 2: every rank has the same message.
+        is_final = self._stop.first is not None or 2 in codes
+        patience_s = 0.0 if is_final else self._limits.peer_timeout
         self.processes.end(patience_s, lambda: not self._stop.is_second)
         self._shutdown()
 
@@ -188,14 +174,8 @@ class AttemptAgent(LocalElasticAgent):
         ends = []
         for rank, end in sorted(ended.items()):
             text, order = found.get(rank, (None, ()))
-            report = reports.get(rank, {})
-            ends.append(replace(end, report=report, hang=text, hang_order=order))
-        return NodeReport(
-            node=node,
-            ranks=tuple(ends),
-            stop_signal=self._stop.first,
-            lost_store=self.lost_store is not None,
-        )
+            ends.append(replace(end, report=reports.get(rank, {}), hang=text, hang_order=order))
+        return NodeReport(node=node, ranks=tuple(ends), stop_signal=self._stop.first)
 
 
 class StopRequested(Exception):  # noqa: N818  not an error
@@ -256,11 +236,9 @@ class RankProcesses:
     def poll(self) -> None:
         """Record the processes that have ended."""
         for rank in self.running():
-            code = self._processes[rank].poll()
-            if code is not None:
-                was_ended = rank in self._sent
+            if (code := self._processes[rank].poll()) is not None:
                 self.ends[rank] = RankEnd(
-                    rank=rank, code=code, at_s=time.time(), was_ended=was_ended
+                    rank=rank, code=code, at_s=time.time(), was_ended=rank in self._sent
                 )
 
     def running(self) -> list[int]:

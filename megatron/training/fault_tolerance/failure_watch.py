@@ -109,51 +109,43 @@ def failure_watch(
     """
     if not dist.is_initialized() or dist.get_backend() == BACKEND:
         return contextlib.nullcontext()
-    if dist.get_world_size() == 1:
-        return _alone(before_end)
     store = RunStore(_get_default_store(), agree_on_secret())
+    if dist.get_world_size() == 1:
+        return _alone(store, before_end)
     collective_tracer.note_collectives()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    stall = StallReport(rank, world_size, timeout_s, patience_s)
-    return FailureWatch(store, rank, world_size, poll_s, stall, find_hang, before_end)
+    stall = StallReport(dist.get_rank(), dist.get_world_size(), timeout_s, patience_s)
+    return FailureWatch(store, poll_s, stall, find_hang, before_end)
 
 
 @contextlib.contextmanager
-def _alone(before_end: Callable[[RunStore], None]) -> Iterator[None]:
+def _alone(store: RunStore, before_end: Callable[[RunStore], None]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
         exit_report.write_error(error)
-        before_end(RunStore(_get_default_store(), agree_on_secret()))
+        before_end(store)
         raise
 
 
 class FailureWatch:
-    """The context manager that `failure_watch` returns.
-
-    ``end(status)`` ends the process without running any other code in it.
-    """
+    """The context manager that `failure_watch` returns."""
 
     def __init__(
         self,
         store: RunStore,
-        rank: int,
-        world_size: int,
         poll_s: float,
         stall: StallReport,
         find_hang: FindHang,
         before_end: Callable[[RunStore], None],
-        end: Callable[[int], None] = os._exit,
     ) -> None:
         self._store = store.clone()
-        self._rank = rank
-        self._world_size = world_size
         self._poll_s = poll_s
         self._stall = stall
         self._find_hang = find_hang
         self._before_end = before_end
-        self._end = end
-        self._peers = PeerProcesses(rank, world_size)
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self._peers = PeerProcesses(self._rank, self._world_size)
         self._stopped = threading.Event()
         # A store connection serves one thread at a time, so the thread gets its own.
         self._thread = threading.Thread(
@@ -172,8 +164,10 @@ class FailureWatch:
         trace: TracebackType | None,
     ) -> None:
         self._stopped.set()
+        self._thread.join()  # it ends the process if it has seen a failure
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._leave()
+            with contextlib.suppress(RuntimeError):  # the store may have closed already
+                self._leave()
         else:
             self._fail(error)
 
@@ -182,40 +176,41 @@ class FailureWatch:
 
         Call it in the thread of the context.  It waits for two polling intervals at most.
         """
-        cause = self._cause() if is_lost_connection(error) else None
-        return cause or self._failure_of(error)
+        deadline_s = time.monotonic() + 2 * self._poll_s
+        # A lost connection is usually the consequence of another rank's exit.
+        while _reports(error, *_LOST_CONNECTION) and time.monotonic() < deadline_s:
+            with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
+                if (found := self._failure(self._store)) is not None:
+                    return found
+            time.sleep(0.02)
+        return self._failure_of(error)
 
     def _failure_of(self, error: BaseException) -> str:
         return f"rank {self._rank} failed: {type(error).__name__}: {in_few_lines(str(error))}"
 
     def _leave(self) -> None:
-        """Stop watching at the normal end of a run.
+        """Record the normal end of this rank.
 
         Rank 0 keeps serving the store until all ranks have left or a neighbour is lost.
         """
-        self._thread.join()
-        with contextlib.suppress(RuntimeError):  # the store may have closed already
-            self._peers.leave(self._store)
-            self._store.add(_LEFT, 1)
-            if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                self._wait_for(
-                    _LEFT,
-                    self._world_size,
-                    _FAREWELL_S,
-                    lambda: self._peers.lost(self._store) is not None,
-                )
+        self._peers.leave(self._store)
+        self._store.add(_LEFT, 1)
+        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            deadline_s = time.monotonic() + _FAREWELL_S
+            while self._store.add(_LEFT, 0) < self._world_size:
+                if time.monotonic() > deadline_s or self._peers.lost(self._store) is not None:
+                    return
+                time.sleep(0.02)
 
     def _fail(self, error: BaseException) -> None:
         """Report ``error`` to all ranks and end this process."""
+        is_stall = _reports(error, *_TIMED_OUT)
         mine = self._failure_of(error)
-        is_stall = is_timeout(error)
         first = mine
-        self._thread.join()  # the thread ends the process if it has seen a failure
         with contextlib.suppress(RuntimeError):  # without a store only the launcher reports it
             if is_stall:
                 self._stall.call_for_reports(self._store)
-            cause = self._cause() if is_lost_connection(error) else None
-            first = cause or self._store.set_first(_FAILURE, mine)
+            first = self._store.set_first(_FAILURE, self.explain(error))
         if first == mine:
             if not isinstance(error, MegatronError | SystemExit):  # these need no traceback
                 traceback.print_exception(error)
@@ -224,20 +219,14 @@ class FailureWatch:
         with contextlib.suppress(RuntimeError):
             self._store.add(_ACKNOWLEDGED, 1)
             living = self._world_size - self._store.add(LOST_RANKS, 0)
-            self._wait_for(_ACKNOWLEDGED, living, _PATIENCE_S + self._poll_s)
+            deadline_s = time.monotonic() + _PATIENCE_S + self._poll_s
+            while self._store.add(_ACKNOWLEDGED, 0) < living and time.monotonic() < deadline_s:
+                time.sleep(0.02)
             self._before_end(self._store)
             if is_stall and first == mine:
                 first = f"{self._stall.summary(self._store)}\n{mine}"
-        self._finish(first, exit_report.exit_code(error))
-
-    def _cause(self) -> str | None:
-        """Wait for the failure of another rank that has cut this rank's connection; return it."""
-        deadline_s = time.monotonic() + 2 * self._poll_s
-        found = None
-        with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
-            while (found := self._failure(self._store)) is None and time.monotonic() < deadline_s:
-                time.sleep(0.02)
-        return found
+        _say(first)
+        _end(first, exit_report.exit_code(error))
 
     def _failure(self, store: RunStore) -> str | None:
         """Return the reported failure, None if there is none.
@@ -264,19 +253,6 @@ class FailureWatch:
                 store.set(_STOPPED, str(hung.rank))
         return text
 
-    def _wait_for(
-        self,
-        counter: str,
-        value: int,
-        patience_s: float,
-        is_hopeless: Callable[[], bool] = lambda: False,
-    ) -> None:
-        deadline_s = time.monotonic() + patience_s
-        while self._store.add(counter, 0) < value and time.monotonic() < deadline_s:
-            if is_hopeless():
-                return
-            time.sleep(0.02)
-
     def _watch(self, store: RunStore) -> None:
         """Poll for stalls and failures until the context exits (target of the thread)."""
         lost_at_s: float | None = None
@@ -289,7 +265,9 @@ class FailureWatch:
             except RuntimeError as error:
                 lost_at_s = lost_at_s or time.monotonic()
                 if time.monotonic() - lost_at_s > _STORE_LOST_S:
-                    self._finish(f"rank {self._rank} lost the store of the process group: {error}")
+                    text = f"rank {self._rank} lost the store of the process group: {error}"
+                    _say(text)
+                    _end(text)
                 continue
             if text is not None and not self._stopped.is_set():
                 _say(text)
@@ -301,26 +279,30 @@ class FailureWatch:
                 with contextlib.suppress(RuntimeError):
                     if (stopped := store.get(_STOPPED)) is not None:
                         self._peers.kill(int(stopped))
-                self._finish(text, say=False)
-
-    def _finish(self, text: str, code: int = 1, *, say: bool = True) -> None:
-        if say:
-            _say(text)
-        exit_report.write(exit_report.kind_of(code), code, text)
-        notify_launcher(text)
-        sys.stdout.flush()
-        self._end(code)
+                _end(text)
 
 
 def _say(text: str) -> None:
     print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: other ranks print too
 
 
-def is_lost_connection(error: BaseException) -> bool:
-    """Return whether ``error``, or its cause, reports a closed connection (gloo, NCCL, store)."""
-    words = ("onnection closed", "onnection reset", "roken pipe", "remote process exited")
+def _end(text: str, code: int = 1, end: Callable[[int], None] = os._exit) -> None:
+    """End the process without running any other code in it; report ``text`` as the cause."""
+    exit_report.write(exit_report.kind_of(code), code, text)
+    notify_launcher(text)
+    sys.stdout.flush()
+    end(code)
+
+
+# Words of errors of gloo, NCCL and the store: a closed connection; a collective that timed out.
+_LOST_CONNECTION = ("onnection closed", "onnection reset", "roken pipe", "remote process exited")
+_TIMED_OUT = ("imed out", "imeout")
+
+
+def _reports(error: BaseException, *words: str) -> bool:
+    """Return whether ``error``, or its cause, is a RuntimeError with one of ``words``."""
     return any(
-        isinstance(e, RuntimeError) and any(text in str(e) for text in words)
+        isinstance(e, RuntimeError) and any(word in str(e) for word in words)
         for e in (error, error.__cause__)
     )
 
@@ -344,17 +326,6 @@ def notify_launcher(text: str) -> None:
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError), open(path, "w") as file:
         json.dump({"message": {"message": text, "extraInfo": extra}}, file)
-
-
-def is_timeout(error: BaseException) -> bool:
-    """Return whether ``error``, or its cause, reports a collective that timed out.
-
-    It may be one of gloo, NCCL or the store.
-    """
-    return any(
-        isinstance(e, RuntimeError) and any(words in str(e) for words in ("imed out", "imeout"))
-        for e in (error, error.__cause__)
-    )
 
 
 def write_flight_recorder(rank: int) -> Path | None:
@@ -609,13 +580,14 @@ class PeerMonitor:
         return [store.get(f"{_ANSWER}{rank}") for rank in range(self._world_size)]
 
     def _found(self, store: RunStore) -> HungRank:
-        limit_s = self._limits().limit_s(self._heartbeat().section)
+        mine = self._heartbeat()
+        limit_s = self._limits().limit_s(mine.section)
         answers: list[Heartbeat] = []
         for rank, answer in enumerate(self._answers(store)):
             if answer is None or answer == self._old_answers[rank]:
                 why = (
                     "its process is stopped, or its host is lost: not even its watching thread "
-                    f"answers; {self._heartbeat()}, longer than the limit of {limit_s:.0f} s"
+                    f"answers; {mine}, longer than the limit of {limit_s:.0f} s"
                 )
                 return HungRank(rank, why, is_stopped=True)
             silent_ns, fields = json.loads(answer)

@@ -226,10 +226,6 @@ class Limits:
             learned[section] = max(wanted, (wanted + learned.get(section, wanted)) / 2)
         return Limits(learned)
 
-    def updated(self, newer: Limits) -> Limits:
-        """Return these limits, replaced by the limits that ``newer`` has learned."""
-        return Limits({**self.learned, **newer.learned})
-
     def to_state(self, before: Mapping[str, float | None] | None = None) -> dict[str, Any]:
         """Return the content of the state file.
 

@@ -15,7 +15,7 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,42 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.fault_tolerance.agent import Times
 from megatron.training.fault_tolerance.rendezvous import check_parameters
 from megatron.training.fault_tolerance.restart_policy import Options
 from megatron.training.process.shared_memory import SHARED_MEMORY
 
 _MAX_RESTARTS = 100
 _PORT = 29500
-_NOT_NEGATIVE = (
-    *("max_restarts", "max_no_progress_restarts", "min_progress_iterations"),
-    *("restart_backoff", "peer_timeout", "node_timeout"),
-)
 # torch's agent handles these; `StopSignals` handles the others.
 _ENDING_SIGNALS = "SIGHUP,SIGQUIT"
+# Flag -> default, unit, help.
+_NUMBERS: dict[str, tuple[float, str, str]] = {
+    "--max-no-progress-restarts": (
+        3,
+        "N",
+        "stop after N restarts without a new checkpoint or --min-progress-iterations steps",
+    ),
+    "--min-progress-iterations": (
+        200,
+        "N",
+        "number of new steps that count as progress without a new checkpoint",
+    ),
+    "--restart-backoff": (
+        1.0,
+        "SECONDS",
+        "pause before a restart; it doubles with each restart without progress, up to 60",
+    ),
+    "--peer-timeout": (
+        15.0,
+        "SECONDS",
+        "time for the ranks of a node to end by themselves after another rank has failed",
+    ),
+    "--node-timeout": (
+        30.0,
+        "SECONDS",
+        "time without a sign of life after which a node counts as lost",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +69,6 @@ class Launch:
     program: str
     script: tuple[str, ...]
     options: Options
-    times: Times
     node: str
     folder: Path
     signals: tuple[str, ...]
@@ -90,21 +112,13 @@ def parse(argv: Sequence[str]) -> Launch:
     given |= _rendezvous(given)
     if given["shutdown_timeout"] is None:
         given["shutdown_timeout"] = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-    log_dir = given["log_dir"]
-    folder = given["exit_report_dir"] or (Path(log_dir) if log_dir else None)
-    folder = (folder or Path(tempfile.mkdtemp(prefix="megatron-launch-"))).resolve()
+    folder = given["exit_report_dir"] or given["log_dir"]
+    folder = Path(folder or tempfile.mkdtemp(prefix="megatron-launch-")).resolve()
+    given |= {"signals": given["signals_to_handle"], "signals_to_handle": _ENDING_SIGNALS}
+    given |= {"log_dir": given["log_dir"] or str(folder), "run_path": False}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        config, program, script = config_from_args(
-            argparse.Namespace(
-                **{
-                    **given,
-                    "log_dir": log_dir or str(folder),
-                    "signals_to_handle": _ENDING_SIGNALS,
-                    "run_path": False,
-                }
-            )
-        )
+        config, program, script = config_from_args(argparse.Namespace(**given))
         interval_s = max(1, int(given["node_timeout"] / 3))
         signs = {
             "keep_alive_interval": interval_s,
@@ -119,20 +133,10 @@ def parse(argv: Sequence[str]) -> Launch:
         config=config,
         program=program,
         script=tuple(script),
-        options=Options(
-            max_restarts=given["max_restarts"],
-            max_no_progress_restarts=given["max_no_progress_restarts"],
-            min_progress_iterations=given["min_progress_iterations"],
-            backoff_s=given["restart_backoff"],
-        ),
-        times=Times(
-            patience_s=given["peer_timeout"],
-            shutdown_s=given["shutdown_timeout"],
-            node_s=given["node_timeout"],
-        ),
+        options=Options(**{field.name: given[field.name] for field in fields(Options)}),
         node=given["node_name"] or socket.gethostname(),
         folder=folder,
-        signals=tuple(given["signals_to_handle"].split(",")),
+        signals=tuple(given["signals"].split(",")),
         launcher=given["launcher"],
         check_node=given["check_node"],
         detects_hangs=not given["no_hang_detection"],
@@ -160,46 +164,13 @@ def _add_own_flags(group: argparse._ActionsContainer) -> None:
             metavar="SECONDS",
             help="time for ranks to end before they are killed; default: 30",
         )
-    add(
-        "--max-no-progress-restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="stop after N restarts without a new checkpoint or --min-progress-iterations steps",
-    )
-    add(
-        "--min-progress-iterations",
-        type=int,
-        default=200,
-        metavar="N",
-        help="number of new steps that count as progress without a new checkpoint",
-    )
-    add(
-        "--restart-backoff",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="pause before a restart; it doubles with each restart without progress, up to 60",
-    )
+    for flag, (default, unit, text) in _NUMBERS.items():
+        add(flag, type=type(default), default=default, metavar=unit, help=text)
     add(
         "--exit-report-dir",
         type=Path,
         metavar="DIR",
         help="folder of exit.json and of the exit reports of each attempt; default: --log-dir",
-    )
-    add(
-        "--peer-timeout",
-        type=float,
-        default=15.0,
-        metavar="SECONDS",
-        help="time for the ranks of a node to end by themselves after another rank has failed",
-    )
-    add(
-        "--node-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="time without a sign of life after which a node counts as lost",
     )
     add("--node-name", default=None, help="name of this node; default: its host name")
     add("--no-hang-detection", action="store_true", help="do not watch the heartbeats of the ranks")
@@ -250,9 +221,9 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"--rdzv-backend {given['rdzv_backend']}: the supervisor needs c10d"
     elif most > 1 and given["rdzv_backend"] == "c10d" and not given["rdzv_endpoint"]:
         yield f"--nnodes {nodes} --rdzv-backend c10d: give --rdzv-endpoint HOST:PORT"
-    for name in _NOT_NEGATIVE:
-        if given[name] < 0:
-            yield f"--{name.replace('_', '-')} {given[name]}: at least 0 is needed"
+    for flag in ("--max-restarts", *_NUMBERS):
+        if (value := given[flag[2:].replace("-", "_")]) < 0:
+            yield f"{flag} {value}: at least 0 is needed"
     if given["standalone"] and most > 1:
         yield f"--standalone --nnodes {nodes}: --standalone is for one node; remove one of them"
     if given["no_python"] and given["module"]:

@@ -16,12 +16,14 @@ import json
 import math
 import os
 import platform
+import re
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.diagnostics.fault_injection import fault_point, flip_bit
 from megatron.core.optional import available, require
-from megatron.core.parallel.collectives import wait_for_ranks
+from megatron.core.parallel.collectives import values_of_ranks, wait_for_ranks
 
 Check = Callable[[], dict[str, Any]]  # returns fields of RankResult; rates under their own names
 _REPEATS = 4  # of a measurement; the fastest counts
@@ -95,23 +97,23 @@ def run_within(limit_s: float, name: str, check: Check) -> tuple[dict[str, Any],
     A check that hangs stays in its thread: end the process with ``os._exit``.
     """
     result: dict[str, Any] = {}
-    problem: list[str] = []
+    problem = f"no result within {limit_s:.0f} s"
 
     def run() -> None:
+        nonlocal problem
         device.use_in_this_thread()
         try:
             result.update(check())
+            problem = ""
         except _FAILURES as error:
-            problem.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
     thread = threading.Thread(target=run, name=f"check {name}", daemon=True)
     thread.start()
     thread.join(limit_s)
-    if thread.is_alive():
-        problem.append(f"no result within {limit_s:.0f} s")
     if problem and name in COLLECTIVE:
-        problem[0] += f" ({collective_tracer.record})"
-    return ({}, problem[0]) if problem else (result, None)
+        problem += f" ({collective_tracer.record})"
+    return ({}, problem) if problem else (result, None)
 
 
 def matmul() -> dict[str, Any]:
@@ -263,24 +265,36 @@ class Groups:
         # NCCL creates the communicator of all ranks in their first operation, which all must make.
         dist.all_reduce(torch.zeros(1, device=device.current()))
         count = len(self.leaders)
-        rates = []
+        if count == 1 or self.rank not in self.leaders:
+            return {}
+        sent = torch.ones((64 if device.is_cuda() else 4) * _MIB, device=device.current())
+        received = torch.empty_like(sent)
+
+        def run(peer: int) -> None:
+            fault_point("check.collective")
+            operations = (
+                dist.P2POp(dist.isend, sent, peer),
+                dist.P2POp(dist.irecv, received, peer),
+            )
+            for work in dist.batch_isend_irecv(list(operations)):
+                work.wait()
+
+        seconds = []
         for phase in range(3):
-            pairs = [(i, (i + 1) % count) for i in range(count) if _phase(i, count) == phase]
-            for pair in pairs if count > 1 and self.rank in self.leaders else ():
+            for pair in [(i, (i + 1) % count) for i in range(count) if _phase(i, count) == phase]:
                 if self.node in pair:
                     peer = self.leaders[pair[1] if pair[0] == self.node else pair[0]]
-                    rates.append(_exchange_rate(peer))
-        return {"link to other nodes": max(rates)} if rates else {}
+                    seconds.append(_fastest_s(partial(run, peer)))
+        num_bytes = 2 * sent.numel() * sent.element_size()  # sent and received
+        return {"link to other nodes": num_bytes / min(seconds) / 1e9}
 
     def clock(self) -> dict[str, Any]:
         """Return the offset of the host's clock to that of rank 0, within the time of a barrier."""
         offsets = []
         for _ in range(3):
             wait_for_ranks()
-            now = torch.tensor([time.time()], dtype=torch.float64, device=device.current())
-            times = [torch.empty_like(now) for _ in range(dist.get_world_size())]
-            dist.all_gather(times, now)
-            offsets.append(float(now) - float(times[0]))
+            now_s = time.time()
+            offsets.append(now_s - values_of_ranks([now_s])[0][0])
         return {"clock_offset_s": min(offsets, key=abs)}
 
 
@@ -288,12 +302,9 @@ def device_name() -> str:
     """Return a name that devices have in common whose results are equal by bits."""
     if device.is_cuda():
         return device.name()
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
+    cpus = Path("/proc/cpuinfo")
+    found = re.search("model name.*: (.*)", cpus.read_text()) if cpus.exists() else None
+    model = found[1] if found else platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
 
 
@@ -320,20 +331,6 @@ def _phase(index: int, count: int) -> int:
     return 2 if index == count - 1 and count % 2 else index % 2
 
 
-def _exchange_rate(peer: int) -> float:
-    """Return the bytes per second sent and received with rank ``peer``, in GB/s."""
-    sent = torch.ones((64 if device.is_cuda() else 4) * _MIB, device=device.current())
-    received = torch.empty_like(sent)
-
-    def run() -> None:
-        fault_point("check.collective")
-        operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-    return 2 * sent.numel() * sent.element_size() / _fastest_s(run) / 1e9
-
-
 def findings(
     results: Sequence[RankResult],
     expected: Mapping[str, Mapping[str, Any]],
@@ -343,33 +340,38 @@ def findings(
 
     ``expected`` has rates and bits by device, as `expectations` returns them.
     """
-    by_device: dict[str, list[RankResult]] = defaultdict(list)
-    for result in results:
-        by_device[result.device].append(result)
-    found = list(_failed(results))
-    for kind, alike in by_device.items():
-        found += _slow(alike, expected.get(kind, {}), thresholds.slow_below)
-        found += _wrong(alike, expected.get(kind, {}))
-    for result in results:
-        if abs(result.clock_offset_s) > thresholds.clock_offset_s:
-            text = (
-                f"{result.clock_offset_s:+.1f} s to rank 0, at most {thresholds.clock_offset_s} s"
-            )
-            found.append(Finding(result.node, result.rank, "clock", text))
-    return sorted(found)
+    limit_s = thresholds.clock_offset_s
+    problems = [
+        (result, "clock", f"{result.clock_offset_s:+.1f} s to rank 0, at most {limit_s} s")
+        for result in results
+        if abs(result.clock_offset_s) > limit_s
+    ]
+    for check in {check for result in results for check in result.problems}:
+        failed = [result for result in results if check in result.problems]
+        # Of a collective only the ranks that others have waited for.
+        absent = [result for result in failed if "waits in" not in result.problems[check]]
+        problems += [(result, check, result.problems[check]) for result in absent or failed]
+    for kind, alike in _by_device(results).items():
+        problems += _slow(alike, expected.get(kind, {}), thresholds.slow_below)
+        problems += _wrong(alike, expected.get(kind, {}))
+    return sorted(Finding(result.node, result.rank, *problem) for result, *problem in problems)
 
 
 def expectations(results: Iterable[RankResult]) -> dict[str, dict[str, Any]]:
     """Return the typical rates and the bits of each device, to compare later runs with."""
-    by_device: dict[str, list[RankResult]] = defaultdict(list)
-    for result in results:
-        by_device[result.device].append(result)
     stored = {}
-    for kind, alike in by_device.items():
+    for kind, alike in _by_device(results).items():
         rates = {r: _typical(alike, r) for r in RATES if any(r in one.rates for one in alike)}
         bits, count = Counter(result.bits for result in alike).most_common(1)[0]
         stored[kind] = {"rates": rates, "bits": bits if 2 * count > len(alike) else ""}
     return stored
+
+
+def _by_device(results: Iterable[RankResult]) -> dict[str, list[RankResult]]:
+    found: dict[str, list[RankResult]] = defaultdict(list)
+    for result in results:
+        found[result.device].append(result)
+    return found
 
 
 def read_expectations(path: Path) -> dict[str, dict[str, Any]]:
@@ -416,53 +418,37 @@ def as_json(results: Sequence[RankResult], found: Sequence[Finding]) -> str:
     return json.dumps(report)
 
 
-def _failed(results: Sequence[RankResult]) -> Iterator[Finding]:
-    """Yield the failed checks; of a collective only on ranks that others have waited for."""
-    for check in sorted({check for result in results for check in result.problems}):
-        failed = [result for result in results if check in result.problems]
-        absent = [r for r in failed if "waits in" not in r.problems[check]]
-        for result in absent or failed:
-            yield Finding(result.node, result.rank, check, result.problems[check])
-
-
 def _slow(
     alike: Sequence[RankResult], expected: Mapping[str, Any], slow_below: float
-) -> Iterator[Finding]:
+) -> Iterator[tuple[RankResult, str, str]]:
     for rate, unit in RATES.items():
-        measured = [result for result in alike if rate in result.rates]
-        if not measured:
-            continue
-        stored = expected.get("rates", {}).get(rate)
-        references = [(_typical(alike, rate), "like devices have")]
-        if stored is not None:
-            references.append((float(stored), "expected are"))
         share = slow_below / 2 if rate in _SHARED else slow_below
-        for result in measured:
-            for reference, words in references:
+        for result in (result for result in alike if rate in result.rates):
+            references = {"like devices have": _typical(alike, rate)}
+            if (stored := expected.get("rates", {}).get(rate)) is not None:
+                references["expected are"] = stored
+            for words, reference in references.items():
                 if result.rates[rate] < share * reference:
-                    text = (
-                        f"{result.rates[rate]:.3g} {unit}, {words} {reference:.3g} (limit "
-                        f"{share:.0%})"
-                    )
-                    yield Finding(result.node, result.rank, rate, text)
+                    text = f"{words} {reference:.3g} (limit {share:.0%})"
+                    yield result, rate, f"{result.rates[rate]:.3g} {unit}, {text}"
                     break
 
 
-def _wrong(alike: Sequence[RankResult], expected: Mapping[str, Any]) -> Iterator[Finding]:
-    computed = [result for result in alike if result.bits]
-    if not computed:
-        return
-    right, count = Counter(result.bits for result in computed).most_common(1)[0]
+def _wrong(
+    alike: Sequence[RankResult], expected: Mapping[str, Any]
+) -> Iterator[tuple[RankResult, str, str]]:
+    bits = Counter(result.bits for result in alike if result.bits)
+    right, count = next(iter(bits.most_common(1)), ("", 0))
     words = "fixed computations give other bits than on most like devices"
-    if 2 * count <= len(computed):
+    if 2 * count <= bits.total():
         words = "fixed computations give different bits on like devices, without a majority"
         right = ""
     if expected.get("bits"):
         words = "fixed computations give other bits than expected"
         right = expected["bits"]
-    for result in computed:
-        if result.bits != right:
-            yield Finding(result.node, result.rank, "matmul", f"{words}: its results are wrong")
+    for result in alike:
+        if result.bits not in ("", right):
+            yield result, "matmul", f"{words}: its results are wrong"
 
 
 def _typical(alike: Sequence[RankResult], rate: str) -> float:

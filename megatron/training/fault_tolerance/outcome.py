@@ -25,6 +25,7 @@ USER_ERROR = 2
 BAD_DATA = 65
 _DECISIVE = (USER_ERROR, BAD_DATA, *RERUN_CODES)
 _SHOWN = 300  # characters of a reason
+_SHOWN_CAUSES = 8
 _LOST_CONNECTION = re.compile("onnection closed|onnection reset|roken pipe|onnection refused|store")
 
 
@@ -96,7 +97,7 @@ class Outcome:
     loaded_iteration: int | None
     loaded_from: str | None
     suspects: tuple[tuple[str, str], ...]  # (node, why)
-    causes: tuple[str, ...]  # of all ranks and nodes, first cause first
+    causes: tuple[str, ...]  # of ranks and nodes, the first cause first; the last lines are a count
     was_stopped: bool = False  # ranks report that they stopped before the last iteration
 
     @property
@@ -129,6 +130,8 @@ def outcome_of(reports: Iterable[NodeReport], lost_nodes: Sequence[str] = ()) ->
         causes.insert(0, f"node lost: {lost}")
         signature = "node lost"
     signals = (node.stop_signal for node in reports if node.stop_signal is not None)
+    more = len(causes) - _SHOWN_CAUSES
+    shown = [*causes[:_SHOWN_CAUSES], *([f"... and {more} more"] if more > 0 else [])]
     texts = [rank.report for _, rank in ranks]
     ended = [rank.exit_code for _, rank in ranks if rank.code is not None]
     return Outcome(
@@ -142,7 +145,7 @@ def outcome_of(reports: Iterable[NodeReport], lost_nodes: Sequence[str] = ()) ->
         loaded_iteration=_largest(texts, "loaded_iteration"),
         loaded_from=next((t["loaded_from"] for t in texts if t.get("loaded_from")), None),
         suspects=tuple(_suspects(texts, {rank.rank: node for node, rank in ranks})),
-        causes=tuple(causes),
+        causes=tuple(shown),
         was_stopped=any(text.get("kind") == "stopped" for text in texts),
     )
 

@@ -9,7 +9,7 @@ torch's rendezvous also says which nodes live.
 Keys of the round: ``node/I``, ``attempt``, ``ended`` (a node ends the attempt), ``join`` (further
 nodes wait), ``report/I`` (how the ranks of node I ended), ``decision`` (each node comes to one; the
 first that is written is valid for all); torch's own.  Keys of the run: ``supervisor/history``,
-``supervisor/outcome/ATTEMPT``, ``supervisor/connected`` (number of nodes), ``supervisor/unhealthy``
+``supervisor/connected`` (number of nodes), ``supervisor/unhealthy``
 (number of nodes that left by --check-node), ``supervisor/unhealthy/I``, ``supervisor/end``,
 ``supervisor/left``.
 """
@@ -52,7 +52,7 @@ from torch.distributed.elastic.rendezvous.utils import (
 from torch.distributed.launcher.api import LaunchConfig
 
 from megatron.core.config.errors import ConfigError, LaunchError
-from megatron.training.fault_tolerance.outcome import NodeReport, Outcome, from_json, to_json
+from megatron.training.fault_tolerance.outcome import NodeReport, from_json, to_json
 from megatron.training.fault_tolerance.restart_policy import Decision, History
 from megatron.training.process.rendezvous import why_not_reachable
 
@@ -254,12 +254,6 @@ class Rendezvous(DynamicRendezvousHandler):
         count = self.run_store.add("unhealthy", 0)
         more = [self.run_store.get(f"unhealthy/{i}").decode() for i in range(1, count + 1)]
         return tuple(dict.fromkeys((*history.excluded, *more)))
-
-    def outcomes(self, count: int) -> list[Outcome]:
-        """Return the outcomes of the first ``count`` attempts that are in this store."""
-        keys = [f"outcome/{attempt}" for attempt in range(1, count + 1)]
-        texts = [self.run_store.get(key).decode() for key in keys if self.run_store.check([key])]
-        return [from_json(Outcome, text) for text in texts]
 
     def agreed_history(self) -> History | None:
         """Return the history after the latest attempt of the run, None before its end."""

@@ -11,7 +11,7 @@ the third.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from megatron.training.fault_tolerance.outcome import BAD_DATA, USER_ERROR, Outcome
@@ -24,12 +24,15 @@ _KEPT = 8  # failures
 
 @dataclass(frozen=True)
 class Options:
-    """Limits of restarts."""
+    """Limits of restarts, and times in seconds; the fields are flags of the supervisor."""
 
     max_restarts: int = 100
     max_no_progress_restarts: int = 3
     min_progress_iterations: int = 200
-    backoff_s: float = 1.0
+    restart_backoff: float = 1.0
+    peer_timeout: float = 15.0  # for ranks to end by themselves after another rank's failure
+    shutdown_timeout: float = 30.0  # for ranks to save and stop after a stop signal
+    node_timeout: float = 30.0  # without a sign of life of a node
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class History:
     """State of the policy.  Nodes exchange it: the one with the most attempts is valid."""
 
     attempts: int = 0
+    outcomes: tuple[Outcome, ...] = ()  # of the attempts
     restarts: int = 0
     no_progress: int = 0  # restarts since the last progress
     saved_iteration: int = -1  # largest of all attempts
@@ -82,7 +86,8 @@ def decide(
     ``is_join``: the attempt was ended so that further nodes can join.  ``older_checkpoint`` returns
     the iteration of the checkpoint before the one in a folder, None if there is none.
     """
-    history = replace(history, attempts=history.attempts + 1)
+    outcomes = (*history.outcomes, outcome)
+    history = replace(history, attempts=history.attempts + 1, outcomes=outcomes)
     if outcome.stop_signal is not None:
         code = 0 if outcome.is_done else 128 + outcome.stop_signal
         return Decision(restarts=False, code=code, why="stopped by a signal", history=history)
@@ -161,7 +166,7 @@ def _restart(
         code=0,
         why=why,
         history=replace(history, restarts=history.restarts + 1),
-        backoff_s=min(_MAX_BACKOFF_S, options.backoff_s * 2**exponent),
+        backoff_s=min(_MAX_BACKOFF_S, options.restart_backoff * 2**exponent),
     )
 
 
@@ -199,10 +204,10 @@ def _note_checkpoints(history: History, outcome: Outcome) -> History:
     return replace(history, saved_iteration=saved, ckpt_step=None, blamed=blamed)
 
 
-def exit_text(decision: Decision, outcomes: Sequence[Outcome]) -> str:
+def exit_text(decision: Decision) -> str:
     """Return exit.json: exit status, reason, resumable, and the outcome of each attempt."""
-    last = outcomes[-1] if outcomes else None
     history = decision.history
+    last = history.outcomes[-1] if history.outcomes else None
     is_unfinished = last is None or not last.is_done or last.was_stopped
     is_resumable = is_unfinished and last is not None and last.resumable
     is_stopped = last is not None and (last.stop_signal is not None or last.was_stopped)
@@ -218,6 +223,6 @@ def exit_text(decision: Decision, outcomes: Sequence[Outcome]) -> str:
         "restarts": history.restarts,
         "excluded_nodes": history.excluded,
         "blamed_checkpoints": history.blamed,
-        "outcomes": [asdict(outcome) for outcome in outcomes],
+        "outcomes": [asdict(outcome) for outcome in history.outcomes],
     }
     return json.dumps(content, indent=1)

@@ -51,7 +51,7 @@ class Monitor:
     def __init__(self) -> None:
         self.limits = Limits()
         self.seen = Durations()
-        self.client: RankMonitor | None = None
+        self.client: Any = None  # NVIDIA's; each call is a round trip to its monitor
         self.has_loaded = (
             False  # a persistent checkpoint; without one a setup is too short to learn
         )
@@ -104,11 +104,11 @@ class Monitor:
             self.limits = self._saved = Limits.load(path)
             self._state_path = path if learns else None
         self._share()
-        if RankMonitor.is_offered() and self.client is None:
-            self.client = RankMonitor()
-            self.client.set_limits(self.limits)
+        if _SOCKET in os.environ and self.client is None:
+            self.client = _rank_monitor_client()
+            self._set_limits_of_client()
             for section, _ in self._open:
-                self.client.begin(section)
+                self.client.start_section(section)
         watcher = "NVIDIA's rank monitor" if self.client else "the other ranks"
         watcher = "the supervisor" if self._shared_folder is not None else watcher
         print_rank_0(f"> sections of this run are watched by {watcher}")
@@ -123,7 +123,7 @@ class Monitor:
         self._open.append((section, now_s))
         self._file.begin(section)
         if self.client is not None:
-            self.client.begin(section)
+            self.client.start_section(section)
 
     def end(self, section: str) -> None:
         """Leave ``section``; do nothing if it is not the innermost one."""
@@ -136,7 +136,7 @@ class Monitor:
         self._closed_at_s = now_s
         self._file.begin(self._open[-1][0] if self._open else OUT_OF_SECTION)
         if self.client is not None:
-            self.client.end(section)
+            self.client.end_section(section)
 
     def begin_step(self, iteration: int | None = None) -> None:
         """Begin training step ``iteration``; the first one is part of the setup."""
@@ -170,23 +170,20 @@ class Monitor:
         self.limits = limits
         self._share()
         if self.client is not None and self.saves:
-            self.client.set_limits(self.limits)
-        if self.saves and rank() == 0:
-            self._save()
+            self._set_limits_of_client()
+        if self._state_path is not None and rank() == 0:
+            try:
+                limits.save(self._state_path)
+            except OSError as error:  # the run is worth more
+                print_rank_0(
+                    f"WARNING: --calc-ft-timeouts: {self._state_path} cannot be written ({error})"
+                )
+                self._state_path = None
 
     @property
     def saves(self) -> bool:
         """Whether the learned limits are saved (on rank 0)."""
         return self._state_path is not None
-
-    def _save(self) -> None:
-        assert self._state_path is not None
-        try:
-            self.limits.save(self._state_path)
-        except OSError as error:  # the run is worth more
-            path = self._state_path
-            self._state_path = None
-            print_rank_0(f"WARNING: --calc-ft-timeouts: {path} cannot be written ({error})")
 
     def close(self) -> None:
         """End all sections: from now on there is no limit."""
@@ -195,7 +192,7 @@ class Monitor:
             self._open.clear()
             self._closed_at_s = 0.0
         if self.client is not None:
-            self.client.close()
+            self.client.shutdown_workload_monitoring()
             self.client = None
 
     def find_hang(self) -> FindHang:
@@ -205,6 +202,17 @@ class Monitor:
             return lambda store: None
         return PeerMonitor(rank(), world_size(), file.read, lambda: self.limits).poll
 
+    def _set_limits_of_client(self) -> None:
+        """Replace limits of NVIDIA's monitor by those that were learned; the others stay.
+
+        Its limit between heartbeats is removed: sections replace heartbeats.
+        """
+        timeouts = self.client.section_timeouts
+        before = {**timeouts.section, OUT_OF_SECTION: timeouts.out_of_section}
+        state = self.limits.to_state(before)
+        state["current_timeouts"]["heartbeat"] = {"initial": None, "subsequent": None}
+        self.client.load_state_dict(state)
+
     def _share(self) -> None:
         """Write the limits for the supervisor of this host."""
         if self._shared_folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -212,49 +220,22 @@ class Monitor:
                 self.limits.save(self._shared_folder / STATE_FILE)
 
 
-class RankMonitor:
-    """Connection of this rank to its monitor.  Each call is a round trip to it."""
+def _rank_monitor_client() -> Any:
+    """Return NVIDIA's client of this rank's monitor, connected.
 
-    def __init__(self) -> None:
-        """Connect.  Raises MissingDependency, or ConfigError if ft_launcher lacks sections."""
-        package: Any = require("nvidia_resiliency_ext.fault_tolerance", _FLAG)
-        self.client = package.RankMonitorClient()
-        self.client.init_workload_monitoring()
-        known = self.client.section_timeouts.section
-        if missing := [name for name in SECTIONS_WITH_LIMIT if name and name not in known]:
-            raise ConfigError(
-                f"{_FLAG}: ft_launcher knows no section {', '.join(missing)}: start it with "
-                "--ft-rank_section_timeouts=setup:1800,step:900,checkpointing:1800 and "
-                "--ft-rank_out_of_section_timeout=900 (seconds)"
-            )
-
-    @staticmethod
-    def is_offered() -> bool:
-        """Return whether ft_launcher has started this process."""
-        return _SOCKET in os.environ
-
-    def begin(self, section: str) -> None:
-        """Open a section."""
-        self.client.start_section(section)
-
-    def end(self, section: str) -> None:
-        """Close a section."""
-        self.client.end_section(section)
-
-    def set_limits(self, limits: Limits) -> None:
-        """Replace the limits of the monitor by those that were learned; the others stay.
-
-        Its limit between heartbeats is removed: sections replace heartbeats.
-        """
-        timeouts = self.client.section_timeouts
-        before = {**timeouts.section, OUT_OF_SECTION: timeouts.out_of_section}
-        state = limits.to_state(before)
-        state["current_timeouts"]["heartbeat"] = {"initial": None, "subsequent": None}
-        self.client.load_state_dict(state)
-
-    def close(self) -> None:
-        """Stop the monitoring of this rank."""
-        self.client.shutdown_workload_monitoring()
+    Raises MissingDependency, or ConfigError if ft_launcher lacks sections.
+    """
+    package: Any = require("nvidia_resiliency_ext.fault_tolerance", _FLAG)
+    client = package.RankMonitorClient()
+    client.init_workload_monitoring()
+    known = client.section_timeouts.section
+    if missing := [name for name in SECTIONS_WITH_LIMIT if name and name not in known]:
+        raise ConfigError(
+            f"{_FLAG}: ft_launcher knows no section {', '.join(missing)}: start it with "
+            "--ft-rank_section_timeouts=setup:1800,step:900,checkpointing:1800 and "
+            "--ft-rank_out_of_section_timeout=900 (seconds)"
+        )
+    return client
 
 
 monitor = Monitor()  # read it as ``sections.monitor``: every virtual rank has its own

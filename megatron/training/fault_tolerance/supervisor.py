@@ -56,8 +56,12 @@ from megatron.training.process.shared_memory import HEARTBEATS, lock_folder
 # A program: its command line -> exit status and output.  megatron itself starts none.
 Runner = Callable[[Sequence[str]], tuple[int, str]]
 _MEMORY_DIR = "MEGATRON_MEMORY_DIR"  # of --non-persistent-ckpt-type in_memory
+# Arguments of torch's WorkerSpec that its LaunchConfig has under the same names.
+_OF_WORKERS = (
+    "monitor_interval local_addr event_log_handler numa_options duplicate_stdout_filters "
+    "duplicate_stderr_filters virtual_local_rank"
+).split()
 _MARGIN_S = 20.0  # for reports of other nodes, beyond the time in which they end their ranks
-_SHOWN = 8  # causes
 _FAREWELL_S = 5.0  # for other nodes to read the decision from the store that this node may host
 
 
@@ -72,14 +76,15 @@ class Supervisor:
         Its argument is the number of restarts.
         """
         self._launch = launch
+        self._config = launch.config
         self._runner = runner
         self._node_problem = node_problem
         self._stop = StopSignals()
-        self._connector = Connector(launch.config, launch.node, launch.folder, launch.times.node_s)
+        limits = launch.options
+        self._connector = Connector(launch.config, launch.node, launch.folder, limits.node_timeout)
         self._rendezvous: Rendezvous | None = None
         self._history = History()
         self._problem = ""  # of this node, by --check-node
-        self._outcomes: list[Outcome] = []
         self._ended: str | None = None  # exit.json of the nodes that trained until the end
         self._has_waited = False  # until the other nodes have ended the run
 
@@ -87,10 +92,10 @@ class Supervisor:
         """Start the ranks, and restart them as the policy decides.  Returns the exit status."""
         # Ranks connect to a store of their own: in a shared one, keys of the ranks before remain.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        script = self._launch.script
-        if value_of(script, "--non-persistent-local-ckpt-dir") is None:
-            os.environ.setdefault(_MEMORY_DIR, str(self._launch.memory / "memory"))
-        lock = lock_folder(self._launch.memory)
+        memory = self._launch.memory
+        if value_of(self._launch.script, "--non-persistent-local-ckpt-dir") is None:
+            os.environ.setdefault(_MEMORY_DIR, str(memory / "memory"))
+        lock = lock_folder(memory)
         self._stop.install(self._launch.signals)
         try:
             decision = self._attempts()
@@ -103,15 +108,22 @@ class Supervisor:
             decision = self._end(error.exit_code, text)
         finally:
             self._stop.has_ranks = True  # from here on a signal must not interrupt
-            shutil.rmtree(self._launch.memory, ignore_errors=True)
+            shutil.rmtree(memory, ignore_errors=True)
             lock.close()
-        text = self._ended or exit_text(decision, [*self._earlier_outcomes(), *self._outcomes])
+        text = self._ended or exit_text(decision)
         if self._ended is not None or not self._has_waited:  # else the result is not known
-            write_exit(self._launch.folder, text)
+            write_exit(self._launch.folder / "exit.json", text)
         if self._has_waited:
             log(decision.why)
-        elif self._outcomes:
-            print_end(self._launch.folder, decision, self._outcomes[-1])
+        elif decision.history.outcomes:
+            verb = "ended" if decision.code == 0 else "failed"
+            log(
+                f"the run {verb}: {decision.why} (exit status {decision.code}, "
+                f"{decision.history.restarts} restarts)"
+            )
+            if decision.code not in (0, ConfigError.exit_code):  # that message is printed already
+                print_causes(decision.history)
+            log(f"report: {self._launch.folder / 'exit.json'}")
         self._leave(text)
         return decision.code
 
@@ -126,9 +138,9 @@ class Supervisor:
                 f"attempt {self._history.attempts} ended: {decision.why}; restart "
                 f"{self._history.restarts} in {decision.backoff_s:.0f} s"
             )
-            print_causes(self._outcomes[-1])
+            print_causes(self._history)
             self._stop.has_ranks = False
-            if self._outcomes[-1].blames_hardware and not self._is_excluded():
+            if self._history.outcomes[-1].blames_hardware and not self._is_excluded():
                 self._check_node()
             time.sleep(decision.backoff_s)
         return self._wait_for_the_end()
@@ -141,15 +153,14 @@ class Supervisor:
         problem = self._node_problem(self._history.restarts) if self._launch.check_node else None
         if problem is None:
             return
-        text = f"--check-node: node {self._launch.node} is unhealthy:\n{problem}"
+        self._problem = f"--check-node: node {self._launch.node} is unhealthy:\n{problem}"
         if self._rendezvous is None:
-            raise LaunchError(text)
-        log(text)
-        self._problem = text
+            raise LaunchError(self._problem)
+        log(self._problem)
         try:
             self._rendezvous.report_unhealthy()
         except dist.DistError:
-            raise LaunchError(text) from None
+            raise LaunchError(self._problem) from None
 
     def _is_excluded(self) -> bool:
         """Return whether this node is excluded, also by nodes that trained before it started."""
@@ -171,16 +182,17 @@ class Supervisor:
         except RendezvousClosedError:
             return self._read_result()
         except RendezvousTimeoutError:
-            raise self._missing_nodes_error() from None
+            raise self._missing_nodes_error(rendezvous) from None
         except (dist.DistError, RendezvousError) as error:
-            agent.lost_store = str(error).splitlines()[0]
+            agent.lost_store = str(error)
         self._history = rendezvous.history
-        if agent.lost_store is not None:
-            return self._decide_alone(agent, agent.lost_store)
-        try:
-            return self._agree(rendezvous, agent.report(self._launch.node))
-        except (dist.DistError, RendezvousError) as error:
-            return self._decide_alone(agent, str(error).splitlines()[0])
+        report = agent.report(self._launch.node)
+        if agent.lost_store is None:
+            try:
+                return self._agree(rendezvous, report)
+            except (dist.DistError, RendezvousError) as error:
+                agent.lost_store = str(error)
+        return self._decide_alone(rendezvous, report, agent.lost_store.splitlines()[0])
 
     def _connect(self, last: AttemptCoordination | None = None, num_spare: int = 0) -> Rendezvous:
         """Return the connection, a new one if the store was lost (see `Connector.connect`)."""
@@ -190,40 +202,33 @@ class Supervisor:
         self._rendezvous.history = self._history
         return self._rendezvous
 
-    def _decide_alone(self, agent: AttemptAgent, error: str) -> Decision:
+    def _decide_alone(self, rendezvous: Rendezvous, report: NodeReport, error: str) -> Decision:
         """Decide without the other nodes after the store was lost; connect again.
 
         The nodes agree on the history of one of them in the next rendezvous.
         """
         self._stop.has_ranks = False
         log(f"lost the store of the rendezvous: {error}")
-        assert self._rendezvous is not None, "its store was lost"
         with contextlib.suppress(dist.DistError, RendezvousError):
-            self._rendezvous.leave()  # its thread would go on to send signs of life
-        outcome = outcome_of([replace(agent.report(self._launch.node), lost_store=True)])
-        self._outcomes.append(outcome)
-        decision = self._decide(outcome)
-        last = self._rendezvous.attempt
-        if last is None:  # this node was in no attempt yet
-            decision = replace(decision, history=self._history)
+            rendezvous.leave()  # its thread would go on to send signs of life
+        decision = self._decide(outcome_of([replace(report, lost_store=True)]))
+        if rendezvous.attempt is None:  # this node was in no attempt yet
+            history = replace(self._history, outcomes=decision.history.outcomes)
+            decision = replace(decision, history=history)
         if decision.restarts:
-            num_spare = self._rendezvous.num_spare
             self._rendezvous = None
-            self._connect(last, num_spare)
+            self._connect(rendezvous.attempt, rendezvous.num_spare)
         return decision
 
     def _agree(self, rendezvous: Rendezvous, report: NodeReport) -> Decision:
         """Exchange reports with the other nodes; return the common decision."""
-        times = self._launch.times
+        limits = self._launch.options
         attempt = rendezvous.attempt
         assert attempt is not None, "the nodes have not met"
-        limit_s = times.patience_s + times.node_s + _MARGIN_S
+        limit_s = limits.peer_timeout + limits.node_timeout + _MARGIN_S
         outcome = outcome_of(*attempt.collect(report, limit_s, rendezvous.lost_nodes))
         num_spare = rendezvous.num_spare_nodes() + len(attempt.nodes) - attempt.num_training
-        is_join = attempt.has("join")
-        self._outcomes.append(outcome)
-        decision = attempt.agree(self._decide(outcome, num_spare > 0, is_join))
-        rendezvous.run_store.set(f"outcome/{decision.history.attempts}", to_json(outcome))
+        decision = attempt.agree(self._decide(outcome, num_spare > 0, attempt.has("join")))
         rendezvous.run_store.set("history", to_json(decision.history))
         return decision
 
@@ -239,7 +244,7 @@ class Supervisor:
 
     def _agent(self, rendezvous: Rendezvous) -> AttemptAgent:
         launch = self._launch
-        config = launch.config
+        config = self._config
         spec = WorkerSpec(
             role=config.role,
             local_world_size=config.nproc_per_node,
@@ -247,13 +252,7 @@ class Supervisor:
             args=(*launch.script, *restart_flags(launch.script, self._history)),
             rdzv_handler=rendezvous,
             max_restarts=launch.options.max_restarts,
-            monitor_interval=config.monitor_interval,
-            local_addr=config.local_addr,
-            event_log_handler=config.event_log_handler,
-            numa_options=config.numa_options,
-            duplicate_stdout_filters=config.duplicate_stdout_filters,
-            duplicate_stderr_filters=config.duplicate_stderr_filters,
-            virtual_local_rank=config.virtual_local_rank,
+            **{name: vars(config)[name] for name in _OF_WORKERS},
         )
         assert config.logs_specs is not None, "the command line sets it"
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
@@ -263,23 +262,23 @@ class Supervisor:
             config.logs_specs,
             rendezvous,
             self._stop,
-            launch.times,
+            launch.options,
             launch.folder,
             detector if launch.detects_hangs else None,
             log_line_prefix_template=config.log_line_prefix_template,
         )
 
     def _limits(self) -> Limits:
-        learned = Limits.load(self._launch.memory / HEARTBEATS / STATE_FILE)  # in this attempt
         save = value_of(self._launch.script, "--save")
         saved = Limits() if save is None else Limits.load(Path(save) / STATE_FILE)
-        return saved.updated(learned)
+        learned = Limits.load(self._launch.memory / HEARTBEATS / STATE_FILE)  # in this attempt
+        return Limits({**saved.learned, **learned.learned})
 
     def _nodes_that_train(self, joined: int) -> int:
-        config = self._launch.config
-        if config.min_nodes == config.max_nodes:
+        least = self._config.min_nodes
+        if least == self._config.max_nodes:
             return joined  # the ranks check the flags themselves
-        return nodes_that_fit(joined, config.min_nodes, config.nproc_per_node, self._refusal)
+        return nodes_that_fit(joined, least, self._config.nproc_per_node, self._refusal)
 
     @cache  # noqa: B019  one supervisor per process
     def _refusal(self, world_size: int) -> str | None:
@@ -288,19 +287,18 @@ class Supervisor:
         code, output = self._runner((self._launch.program, *self._launch.script, *check))
         return output.strip() if code == ConfigError.exit_code else None
 
-    def _missing_nodes_error(self) -> MegatronError:
-        config = self._launch.config
+    def _missing_nodes_error(self, rendezvous: Rendezvous) -> MegatronError:
+        config = self._config
         excluded = self._history.excluded
-        if self._rendezvous is not None:
-            with contextlib.suppress(dist.DistError):
-                excluded = self._rendezvous.excluded(self._history)
+        with contextlib.suppress(dist.DistError):
+            excluded = rendezvous.excluded(self._history)
         names = f"excluded: {', '.join(excluded)}; " if excluded else ""
-        text = (
+        kind = ConfigError if self._history.attempts == 0 else LaunchError
+        return kind(
             f"--nnodes {config.min_nodes}:{config.max_nodes}: fewer than {config.min_nodes} nodes "
             f"joined at {config.rdzv_endpoint} within {self._connector.join_timeout_s:.0f} s; "
             f"{names}start the same command on the other nodes, or raise --rdzv-conf join_timeout"
         )
-        return ConfigError(text) if self._history.attempts == 0 else LaunchError(text)
 
     def _read_result(self) -> Decision:
         assert self._rendezvous is not None, "it was connected"
@@ -333,40 +331,28 @@ class Supervisor:
             while not self._rendezvous.run_store.check(["end"]):
                 if not self._rendezvous.is_empty():
                     left_at_s = time.monotonic()
-                elif time.monotonic() - left_at_s > self._launch.times.node_s:
+                elif time.monotonic() - left_at_s > self._launch.options.node_timeout:
                     why = f"node {self._launch.node} is excluded, and no other node is left"
-                    raise LaunchError("\n".join(filter(None, (why, self._problem))))
+                    raise LaunchError(f"{why}\n{self._problem}".strip())
                 time.sleep(1.0)
         except (dist.DistError, RendezvousError):
             pass  # the other nodes have ended
         return self._read_result()
 
-    def _earlier_outcomes(self) -> list[Outcome]:
-        """Return the outcomes of the attempts before this node started, as far as they are known.
-
-        Every node writes exit.json, and all may write into one folder.
-        """
-        num_earlier = self._history.attempts - len(self._outcomes)
-        if self._rendezvous is not None:
-            with contextlib.suppress(dist.DistError):
-                return self._rendezvous.outcomes(num_earlier)
-        return []
-
     def _leave(self, exit_report: str) -> None:
         """End the rendezvous; wait shortly, because this node may host the store."""
         if self._rendezvous is None:
             return
-        try:
+        with contextlib.suppress(dist.DistError, RendezvousError):  # if the host has ended
             store = self._rendezvous.run_store
             store.set("end", exit_report)
             self._rendezvous.shutdown()
-            here = store.add("left", 1)
+            store.add("left", 1)
             deadline_s = time.monotonic() + _FAREWELL_S
-            while here < store.add("connected", 0) and time.monotonic() < deadline_s:
+            while store.add("left", 0) < store.add("connected", 0):
+                if time.monotonic() > deadline_s:
+                    return
                 time.sleep(0.1)
-                here = store.add("left", 0)
-        except (dist.DistError, RendezvousError):
-            pass  # the host has ended
 
 
 def restart_flags(script: Sequence[str], history: History) -> list[str]:
@@ -393,14 +379,12 @@ def older_checkpoint(folder: str) -> int | None:
     path = Path(folder)
     order = [found for found in published(path.parent) if found.problem is None]
     names = [found.folder.name for found in order]
-    if path.name not in names or names.index(path.name) + 1 >= len(order):
-        return None
-    return order[names.index(path.name) + 1].iteration
+    older = order[names.index(path.name) + 1 :] if path.name in names else []
+    return older[0].iteration if older else None
 
 
-def write_exit(folder: Path, text: str) -> None:
+def write_exit(path: Path, text: str) -> None:
     """Write ``exit.json``."""
-    path = folder / "exit.json"
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         draft.write_text(text)
@@ -409,21 +393,7 @@ def write_exit(folder: Path, text: str) -> None:
         log(f"cannot write {path}: {error.strerror}")
 
 
-def print_end(folder: Path, decision: Decision, outcome: Outcome) -> None:
-    """Print one report over all ranks, the first cause first."""
-    history = decision.history
-    log(
-        f"{'the run ended' if decision.code == 0 else 'the run failed'}: {decision.why} "
-        f"(exit status {decision.code}, {history.restarts} restarts)"
-    )
-    if decision.code not in (0, ConfigError.exit_code):  # that message is printed already
-        print_causes(outcome)
-    log(f"report: {folder / 'exit.json'}")
-
-
-def print_causes(outcome: Outcome) -> None:
-    """Print how the ranks ended, the first cause first."""
-    for cause in outcome.causes[:_SHOWN]:
+def print_causes(history: History) -> None:
+    """Print how the ranks ended in the last attempt, the first cause first."""
+    for cause in history.outcomes[-1].causes:
         log(f"  {cause}")
-    if len(outcome.causes) > _SHOWN:
-        log(f"  ... and {len(outcome.causes) - _SHOWN} more")

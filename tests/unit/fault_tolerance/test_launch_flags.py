@@ -63,9 +63,9 @@ def test_the_flags_of_torch_2_11_are_enough(
     monkeypatch.setattr(launch_flags, "get_args_parser", older)
     launch = parse(["--exit-report-dir", str(tmp_path), _SCRIPT])
     assert launch.config.rdzv_endpoint == "localhost:0", "not a port that other runs use too"
-    assert launch.times.shutdown_s == 30
+    assert launch.options.shutdown_timeout == 30
     words = ["--shutdown-timeout", "20", "--exit-report-dir", str(tmp_path), _SCRIPT]
-    assert parse(words).times.shutdown_s == 20
+    assert parse(words).options.shutdown_timeout == 20
     assert "--shutdown-timeout" not in launch_flags.drop_own_flags(words), "torchrun has none"
 
 

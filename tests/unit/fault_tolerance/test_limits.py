@@ -167,10 +167,3 @@ def test_200_noisy_steps_raise_no_alarm_and_a_stop_is_found_within_the_limit(see
     assert run.hangs(beat, late_s - 1) == run.hangs(beat, late_s + 1) == []
     assert run.hangs(beat, late_s + 2)
     assert run.limits.limit_s("step") <= max(30, 5 * run.seen.longest_s["step"])
-
-
-def test_what_an_attempt_has_not_learned_yet_is_limited_as_the_runs_before_have_learned() -> None:
-    saved = Limits({"step": 40.0, "setup": 130.0})
-    now = Limits({"step": 70.0})
-    assert saved.updated(now) == Limits({"step": 70.0, "setup": 130.0})
-    assert saved.updated(Limits()) == saved

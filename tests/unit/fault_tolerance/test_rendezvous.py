@@ -16,7 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from megatron.training.fault_tolerance import rendezvous
 from megatron.training.fault_tolerance.launch_flags import parse
-from megatron.training.fault_tolerance.outcome import NodeReport, RankEnd, outcome_of, to_json
+from megatron.training.fault_tolerance.outcome import NodeReport, to_json
 from megatron.training.fault_tolerance.rendezvous import (
     AttemptCoordination,
     Connector,
@@ -164,12 +164,3 @@ def test_a_node_without_a_sign_of_life_is_lost(tmp_path: Path, store: dist.TCPSt
         time.sleep(0.1)
     assert first.lost_nodes() == [1]
     first.shutdown()
-
-
-def test_a_node_that_started_later_reads_the_outcomes_of_earlier_attempts(
-    here: Rendezvous, other: Rendezvous
-) -> None:
-    failed = outcome_of([NodeReport(node="here", ranks=(RankEnd(rank=0, code=1, at_s=0.0),))])
-    here.run_store.set("outcome/2", to_json(failed))
-    assert other.outcomes(2) == [failed], "the first attempt was made with another store"
-    assert other.outcomes(1) == []

@@ -117,7 +117,7 @@ def test_no_restart_at_all_can_be_asked_for() -> None:
 
 def test_the_pause_doubles_without_progress_and_is_bounded() -> None:
     several = [outcome(f"Error{'x' * i}: boom") for i in range(10)]
-    options = Options(max_no_progress_restarts=20, backoff_s=2.0)
+    options = Options(max_no_progress_restarts=20, restart_backoff=2.0)
     pauses = [decision.backoff_s for decision in failures(*several, options=options)]
     assert pauses == [2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
 
