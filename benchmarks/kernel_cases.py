@@ -102,7 +102,7 @@ def _norm(*, is_rms: bool, dtype: torch.dtype) -> Case:
 def _rotary(*, interleaved: bool, dtype: torch.dtype) -> Case:
     x = drawn(_TOKENS, 1, 16, 192, dtype=dtype)[..., :64]  # strided: a third of qkv
     angles = drawn(_TOKENS, 1, 1, 32, dtype=torch.float32)
-    table = RotaryTable(angles.cos(), angles.sin(), interleaved).to(dtype)
+    table = RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
     name = f"rotary positions, {'neighbours' if interleaved else 'halves'}, {_short(dtype)}"
     return both_ways(name, lambda x: apply_rotary(x, table), x, passes=4)
 

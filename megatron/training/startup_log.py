@@ -99,8 +99,8 @@ def print_attention_backends(config: RunConfig) -> None:
         print_rank_0(f"attention backends{which}:")
         if warning := fallback_warning(model.attention_backend, request):
             print_rank_0(f"WARNING: {warning}")
-        for row in attention_report(model.attention_backend, request):
-            print_rank_0(f"    {row.name:8} {row.reason}")
+        for name, reason in attention_report(model.attention_backend, request).items():
+            print_rank_0(f"    {name:8} {reason}")
 
 
 def _engine_computes(config: RunConfig) -> bool:

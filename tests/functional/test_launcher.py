@@ -14,7 +14,7 @@ CONFLICTS = {
     "--tensor-model-parallel-size 3": "--num-attention-heads 4 cannot be split over",
     "--context-parallel-size 3": "--seq-length 32 is not a multiple of 2 x --context-parallel-",
     "--pipeline-model-parallel-size 2": "3 ranks cannot be divided into",
-    "--pipeline-model-parallel-layout Et|L": "has 1 layers and --num-layers is 2: write a t for",
+    "--pipeline-model-parallel-layout Et|L": "has 1 E, 1 t, 0 m, 1 L: write one E",
     "--use-torch-fsdp2 --pipeline-schedule zb-h1": "--use-torch-fsdp2 reduces weight gradients",
     "--ffn-hidden-size 96": "ConfigError: this run cannot start:",  # the report itself
 }

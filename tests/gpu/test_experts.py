@@ -34,10 +34,10 @@ CHOICES = {
     "softmax over all": RoutingRule(k=2, pre_softmax=True, scaling_factor=1.5),
     "sigmoid": RoutingRule(k=4, score_function="sigmoid", scaling_factor=2.5),
     "one by sigmoid": RoutingRule(k=1, score_function="sigmoid"),
-    "groups": RoutingRule(k=4, score_function="sigmoid", num_groups=3, group_topk=2),
-    "groups by one score": RoutingRule(
-        k=3, pre_softmax=True, num_groups=4, group_topk=3, group_score_topk=1
+    "groups": RoutingRule(
+        k=4, score_function="sigmoid", num_groups=3, groups_per_token=2, scores_per_group=2
     ),
+    "groups by one score": RoutingRule(k=3, pre_softmax=True, num_groups=4, groups_per_token=3),
     "all experts": RoutingRule(k=12),
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.enums import AttnMaskType
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
-from megatron.core.transformer import attention_masks, cudnn_attention
+from megatron.core.transformer import attention_backends, attention_masks
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tests.gpu import test_attention_blocks as blocks
 from tests.support import tolerances
@@ -130,22 +130,6 @@ def run(case: Case, groups: int) -> int:
     return waits
 
 
-def try_narrow_values() -> None:
-    """The trial of cuDNN accepts its values and no others; the core uses its result."""
-    tried = cudnn_attention.unsupported_reason
-    attend = cudnn_attention.attend_to_narrow
-    cudnn_attention.attend_to_narrow = lambda *inputs: 1.05 * attend(*inputs)  # type: ignore[assignment]
-    reason = tried(D, 8, torch.float16)
-    assert reason == "cuDNN computes other values than the formula"
-    cudnn_attention.attend_to_narrow = attend
-    cudnn_attention._reason_of_trial.cache_clear()
-    assert cudnn_attention.unsupported_reason_in_rings(D, torch.float16) is None
-    assert "fp16 and bf16" in (cudnn_attention.unsupported_reason_in_rings(D, torch.float32) or "")
-    assert tried(D, 8, torch.float16) is None
-    assert "fp16 and bf16" in (tried(D, 8, torch.float32) or "")
-    assert "multiples of 8" in (tried(12, 8, torch.float16) or "")
-
-
 def no_mask(*_: Any) -> Any:
     raise AssertionError("a mask is built")
 
@@ -153,11 +137,10 @@ def no_mask(*_: Any) -> Any:
 def main() -> None:
     """Print the waits of each case; raise where a value is wrong."""
     device.choose("cuda")
-    try_narrow_values()
+    attention_backends.NARROW_WIDTHS = (D, 8)  # type: ignore[assignment]
     for name, dtype in blocks.CASES:
         blocks.check(name, dtype, "cuda")
     attention_masks.band = attention_masks.band_at = no_mask  # type: ignore[assignment]
-    attention_masks.same_document = no_mask
     print(json.dumps({f"{n}, {g}": run(c, g) for n, c in CASES.items() for g in (4, 2, 1)}))
 
 

@@ -7,8 +7,7 @@ angle whose cosine and sine are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,7 @@ from megatron.core.autograd import Context, Function
 from megatron.core.fusions import kernels
 
 
-@dataclass(frozen=True)
-class RotaryTable:
+class RotaryTable(NamedTuple):
     """Cosines and sines [s, 1 or b, 1, r/2] of the angle of each pair at each position.
 
     ``windowed``: the table of layers with a sliding window, if it is another one.
@@ -30,23 +28,6 @@ class RotaryTable:
     sin: Tensor
     interleaved: bool = False
     windowed: RotaryTable | None = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
-        more = {} if self.windowed is None else self.windowed.tensors()
-        return {"cos": self.cos, "sin": self.sin} | {f"windowed.{n}": t for n, t in more.items()}
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> RotaryTable:
-        """Return the table with other tensors, which are named as those of `tensors`."""
-        windowed = self.windowed
-        if windowed is not None:
-            own = {n: tensors[f"windowed.{n}"] for n in windowed.tensors()}
-            windowed = windowed.with_tensors(own)
-        return replace(self, cos=tensors["cos"], sin=tensors["sin"], windowed=windowed)
-
-    def to(self, dtype: torch.dtype) -> RotaryTable:
-        """Convert the table to ``dtype``."""
-        return self.with_tensors({name: x.to(dtype) for name, x in self.tensors().items()})
 
 
 def apply_rotary(x: Tensor, table: RotaryTable, *, fused: bool = True) -> Tensor:

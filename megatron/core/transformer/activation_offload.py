@@ -11,15 +11,16 @@ that is saved twice, as several views or by two consecutive layers, is copied on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import device
-from megatron.core.transformer.cuda_graphs import Shared, shared_tensors
+from megatron.core.transformer.cuda_graphs import Shared, tensors_in
 
 MIN_BYTES = 1 << 20  # smaller storages are not worth a copy
 
@@ -30,9 +31,8 @@ class _OffloadedStorage:
     def __init__(self, tensor: Tensor, stream: device.Stream | None) -> None:
         self._stream = stream
         self._came: device.Event | None = None
-        self._on_device: Tensor | None = torch.empty(
-            0, dtype=torch.uint8, device=tensor.device
-        ).set_(tensor.untyped_storage())
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self._on_device: Tensor | None = empty.set_(tensor.untyped_storage())
         self.num_bytes = self._on_device.numel()
         self._on_host: Tensor | None = None
         if not tensor.is_meta:  # the memory planner counts device memory only: nothing to copy
@@ -69,23 +69,6 @@ class _OffloadedStorage:
         return self._on_device.untyped_storage()
 
 
-class _Saved(NamedTuple):
-    """The record that autograd saves in place of a tensor whose storage is offloaded."""
-
-    offloaded: _OffloadedStorage
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def tensor(self) -> Tensor:
-        """Return the tensor as it was saved: same dtype, shape, strides and values."""
-        storage = self.offloaded.storage()
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
-            storage, self.offset, self.size, self.stride
-        )
-
-
 class _Pass:
     """The offloaded storages of one micro-batch, by layer.
 
@@ -104,7 +87,7 @@ class _Pass:
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context manager in which the next layer runs; offloads what it saves."""
         self._layers.append([])
-        return torch.autograd.graph.saved_tensors_hooks(self._hold, _give)
+        return torch.autograd.graph.saved_tensors_hooks(self._hold, lambda saved: saved())
 
     def leave(self, layer: int) -> None:
         """Free the device memory of the storages that ``layer`` saved."""
@@ -120,12 +103,13 @@ class _Pass:
                 offloaded.come_back()
             self._layers[layer] = []  # autograd's reference is the last: it frees them after use
 
-    def _hold(self, tensor: Tensor) -> Tensor | _Saved:
+    def _hold(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns ``tensor``; it may have been offloaded meanwhile."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
-            return tensor
+            return lambda: tensor
         storage = tensor.untyped_storage()
         if storage.nbytes() < MIN_BYTES or storage._cdata in self._staying:
-            return tensor
+            return lambda: tensor
         key = storage._cdata, tensor._version  # an in-place write changes the bytes and the version
         offloaded = self._leaving.get(key)
         if offloaded is None:
@@ -134,8 +118,13 @@ class _Pass:
             self.num_bytes += offloaded.num_bytes
         if offloaded not in self._layers[-1]:
             self._layers[-1].append(offloaded)
-        offset = int(tensor.storage_offset())
-        return _Saved(offloaded, tensor.dtype, offset, tensor.shape, tensor.stride())
+        # Refers to the offloaded storage, and not to the tensor.
+        return partial(
+            _restored,
+            offloaded,
+            tensor.dtype,
+            (tensor.storage_offset(), tensor.shape, tensor.stride()),
+        )
 
 
 class ActivationOffload:
@@ -151,13 +140,10 @@ class ActivationOffload:
         self._stream = self._stream or device.side_stream()
         layers = list(layers)
         params = (p for layer in layers for p in layer.parameters())
-        going = _Pass([*params, *shared_tensors(shared).values()], self._stream)
+        going = _Pass([*params, *tensors_in(shared)], self._stream)
         last = len(layers) - 1
         for i, layer in enumerate(layers):
-            if i < self.num_layers:
-                with going.saving():
-                    hidden_states, _ = layer(hidden_states, **shared)
-            else:
+            with going.saving() if i < self.num_layers else nullcontext():
                 hidden_states, _ = layer(hidden_states, **shared)
             due = [j for j in ((i, i - 1) if i == last else (i - 1,)) if 0 <= j < self.num_layers]
             for j in reversed(due):
@@ -168,5 +154,7 @@ class ActivationOffload:
         return hidden_states
 
 
-def _give(saved: Tensor | _Saved) -> Tensor:
-    return saved.tensor() if isinstance(saved, _Saved) else saved
+def _restored(offloaded: _OffloadedStorage, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
+    """Return a tensor as it was saved: same dtype, offset, shape, strides and values."""
+    storage = offloaded.storage()
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)

@@ -14,20 +14,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.rope import RMSNorms, RotaryTable, split_and_rotate
-from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
+from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import divide_over_group
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention_masks import window_of_layer
-from megatron.core.transformer.kv_cache import KVCache, PositionBias
+from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule, WithBias, before_reading
 from megatron.core.transformer.norms import Norm, l2_norm, leaves_bias_to_sum
 from megatron.core.transformer.spec_utils import Slot, build_module
@@ -58,33 +58,15 @@ class SelfAttentionSubmodules:
     k_layernorm: Slot | None = None
 
 
-class AttentionSubmodules(Protocol):
-    """Submodules that every kind of attention has."""
-
-    core_attention: Slot | None
-    linear_proj: Slot | None
-
-
-class Projection(Protocol):
-    """Interface of a column-parallel linear layer: its outputs are sharded over tp."""
-
-    weight: Tensor
-
-    def __call__(self, x: Tensor, /) -> WithBias: ...
-    def effective_weight(self) -> Tensor: ...
-
-
-Submodules = TypeVar("Submodules", bound=AttentionSubmodules)
+Submodules = TypeVar("Submodules", bound=Any)
 
 
 def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
     """Return whether layer ``layer_index`` (from 0) applies the rotary embedding."""
     skip = config.no_rope_freq
-    if skip is None or skip == 0:
-        return True
-    if isinstance(skip, int):
-        return (layer_index + 1) % skip != 0
-    return not skip[layer_index]
+    if isinstance(skip, tuple | list):
+        return not skip[layer_index]
+    return not skip or (layer_index + 1) % skip != 0
 
 
 class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
@@ -126,25 +108,18 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
                 "softmax_scale": self.softmax_scale,
             },
         )
-        for flag, is_on, attribute, lack in (
-            (
-                "context-parallel-size",
-                self.cp_group.size() > 1,
-                "cp_comm",
-                "does not support context parallelism",
-            ),
-            (
-                "softmax-type",
-                config.softmax_type != "vanilla",
-                "softmax_offset",
-                "has no attention sink",
-            ),
+        lack = None
+        if self.cp_group.size() > 1 and not hasattr(self.core_attention, "cp_comm"):
+            lack = "--context-parallel-size", "does not support context parallelism"
+        elif config.softmax_type != "vanilla" and not hasattr(
+            self.core_attention, "softmax_offset"
         ):
-            if is_on and not hasattr(self.core_attention, attribute):
-                raise ConfigError(
-                    f"--{flag}: the spec's core attention {type(self.core_attention).__name__} "
-                    f"{lack}; use DotProductAttention or a class derived from it"
-                )
+            lack = "--softmax-type", "has no attention sink"
+        if lack is not None:
+            raise ConfigError(
+                f"{lack[0]}: the spec's core attention {type(self.core_attention).__name__} "
+                f"{lack[1]}; use DotProductAttention or a class derived from it"
+            )
         self.linear_proj: Callable[[Tensor], WithBias] = build_module(
             submodules.linear_proj,
             self.value_width,
@@ -173,9 +148,9 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
 
     def projection(
         self, spec: Slot | None, input_size: int, output_size: int, *, bias: bool
-    ) -> Projection:
+    ) -> Any:
         """Build a linear layer with ``output_size`` outputs in total, sharded over tp by heads."""
-        matrix: Projection = build_module(
+        return build_module(
             spec,
             input_size,
             output_size,
@@ -184,7 +159,6 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
             bias=bias,
             offered=self.offered,
         )
-        return matrix
 
     def project_back(self, context: Tensor) -> WithBias:
         """Apply the output projection: [s, b, n d / tp] -> [s, b, h] and the bias still to add."""
@@ -212,11 +186,9 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
                 packed_seq_params=packed_seq_params,
             )
 
-        if self.recomputes_core and self.training:
-            context = checkpoint(core, False, query, key, value, attention_bias)
-        else:
-            context = core(query, key, value, attention_bias)
-        return self.project_back(context)
+        inputs = query, key, value, attention_bias
+        recomputes = self.recomputes_core and self.training
+        return self.project_back(checkpoint(core, False, *inputs) if recomputes else core(*inputs))
 
 
 class SelfAttentionBase(AttentionBase[Submodules]):
@@ -231,23 +203,21 @@ class SelfAttentionBase(AttentionBase[Submodules]):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: AttentionMask | None = None,
+        attention_mask: Any = None,
         *,
         inference_context: KVCache | None = None,
         rotary_pos_emb: RotaryTable | None = None,
-        attention_bias: Tensor | PositionBias | None = None,
+        attention_bias: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> WithBias:
         """Attend: [s, b, h] -> [s, b, h], and the output bias still to add (None if there is none).
 
         ``attention_mask`` is True where a key is hidden, or the bounds of documents.
-        ``inference_context``: the KV cache that the new keys and values are appended to;
-        ``attention_bias`` is then a `PositionBias`.
+        ``inference_context``: the KV cache that the new keys and values are appended to; the mask
+        is then a tensor and ``attention_bias`` a `PositionBias`.
         """
         query, key, value = self.queries_keys_values(hidden_states, rotary_pos_emb)
         if inference_context is not None:
-            assert not isinstance(attention_bias, Tensor), "a cache takes a PositionBias"
-            assert not isinstance(attention_mask, PackedBounds), "a cache takes a mask"
             context = inference_context.attend(
                 self.layer_number - 1,
                 query,
@@ -258,7 +228,6 @@ class SelfAttentionBase(AttentionBase[Submodules]):
                 bias=attention_bias,
             )
             return self.project_back(context)
-        assert not callable(attention_bias), "a function of positions comes with a cache"
         return self.attend(query, key, value, attention_mask, attention_bias, packed_seq_params)
 
 
@@ -279,9 +248,9 @@ class CrossAttention(AttentionBase[CrossAttentionSubmodules]):
                 f"--context-parallel-size {num_ranks}: attention to another sequence needs all of "
                 "it; use --context-parallel-size 1"
             )
-        width, groups = config.kv_channels, config.num_query_groups
+        width = self.head_dim = config.kv_channels
+        groups = config.num_query_groups
         self.local_groups = divide_over_group(groups, self.tp_group, "--num-query-groups")
-        self.head_dim = width
         hidden, bias = config.hidden_size, config.add_bias_linear
         self.linear_q = self.projection(submodules.linear_q, hidden, self.value_width, bias=bias)
         self.linear_kv = self.projection(
@@ -347,19 +316,20 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
         self.k_layernorm = self._build_norm(submodules.k_layernorm, key_width)
 
     def _build_norm(self, spec: Slot | None, width: int) -> Callable[[Tensor], Tensor] | None:
-        if spec is None and self.config.qk_layernorm_full_width:
-            raise ConfigError(
-                "--qk-layernorm-full-width: the spec of the layer has no such norm; make it by "
-                "get_gpt_layer_local_spec(config=config)"
-            )
+        is_full = self.config.qk_layernorm_full_width
         if spec is None:
+            if is_full:
+                raise ConfigError(
+                    "--qk-layernorm-full-width: the spec of the layer has no such norm; make it by "
+                    "get_gpt_layer_local_spec(config=config)"
+                )
             return None
         # Each rank normalizes its own heads only, so its weight gradient is a partial sum.
         is_sharded = self.tp_group.size() > 1
         norm: Callable[[Tensor], Tensor] = build_module(
             spec,
             config=self.config,
-            hidden_size=width if self.config.qk_layernorm_full_width else self.head_dim,
+            hidden_size=width if is_full else self.head_dim,
             eps=self.config.layernorm_epsilon,
             offered={**self.offered, "has_partial_gradient": is_sharded},
         )
@@ -392,16 +362,13 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
 
     def _rms_norms(self) -> RMSNorms | None:
         """Return the norms of queries and keys for a kernel; None if none computes them."""
-        query_norm = self.q_layernorm
-        key_norm = self.k_layernorm
-        if self.config.qk_l2_norm or type(query_norm) is not Norm or type(key_norm) is not Norm:
+        norms: list[Any] = [self.q_layernorm, self.k_layernorm]
+        if self.config.qk_l2_norm or not all(type(n) is Norm and n.is_usual_rms for n in norms):
             return None
-        if not (query_norm.is_usual_rms and key_norm.is_usual_rms):
-            return None
-        before_reading(query_norm)
-        before_reading(key_norm)
-        query_weight, key_weight = query_norm.effective_weight(), key_norm.effective_weight()
-        return RMSNorms(query_weight, key_weight, query_norm.eps)
+        for norm in norms:
+            before_reading(norm)
+        query, key = (norm.effective_weight() for norm in norms)
+        return RMSNorms(query, key, norms[0].eps)
 
 
 def _note_rows(layer: object, *rows: int) -> None:

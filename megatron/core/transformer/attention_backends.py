@@ -7,31 +7,19 @@ in torch operations, which supports every request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
-from torch.backends import cuda
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from megatron.core import device
 from megatron.core.enums import AttnBackend
-from megatron.core.transformer import cudnn_attention
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "fused": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-# Of each of torch's implementations: whether it is enabled, and how to set that.
-_SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
-    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    "fused": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    "plain": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
 }
 FLASH = "flash"
 FUSED = "fused"
@@ -40,10 +28,12 @@ PLAIN = "plain"
 NAMES = (BLOCKS, *KERNELS, PLAIN)
 _BLOCK_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _FEW_TOKENS = 128
+_HOPPER = (9, 0)
+NARROW_WIDTHS = (192, 128)  # of keys and values; cuDNN documents these kernels for Hopper
 _CANDIDATES = {
     AttnBackend.auto: NAMES,
-    AttnBackend.flash: ("flash",),
-    AttnBackend.fused: ("fused", "efficient"),
+    AttnBackend.flash: (FLASH,),
+    AttnBackend.fused: (FUSED, "efficient"),
     AttnBackend.unfused: (PLAIN,),
     AttnBackend.local: (PLAIN,),
 }
@@ -68,22 +58,13 @@ class AttentionRequest:
     # Ring attention or attention with a sink: only ``plain`` supports a mask or bias then.
     by_blocks: bool = False
     is_deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
-    # What a plan assumes about a simulated GPU must not decide for a real one in this process.
-    can_try_kernels: bool = field(default_factory=lambda: device.launches_kernels(device.current()))
+    # Of the GPU; (0, 0) on a CPU, and for a simulated GPU, which is assumed to be a Hopper.
+    capability: tuple[int, int] = field(default_factory=lambda: device.capability(device.current()))
 
     @property
     def needs_mask(self) -> bool:
         """Whether an implementation that knows only the causal mask needs another one."""
         return self.has_mask or self.has_band
-
-
-@dataclass(frozen=True)
-class BackendChoice:
-    """One row of the start-up table of attention implementations."""
-
-    name: str
-    is_chosen: bool
-    reason: str
 
 
 @lru_cache
@@ -98,28 +79,23 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
     if request.by_blocks and (why := _refusal_by_blocks(name, request)):
         return why
     if not request.is_cuda:
-        if name != "flash":
+        if name != FLASH:
             return "it needs a GPU"
         return "it does not support dropout on the CPU" if request.has_dropout else None
-    if name in ("flash", "fused"):
+    if name in (FLASH, FUSED):
         if request.dtype not in (torch.float16, torch.bfloat16):
             return f"it has no kernel for {str(request.dtype).removeprefix('torch.')}"
         if request.value_dim and name == FUSED:
             return _refusal_of_narrow_values(request)
-        if request.head_dim > (256 if name == "flash" else 128):
+        if request.head_dim > (256 if name == FLASH else 128):
             return f"it does not support head dimension {request.head_dim}"
-    if name == "flash" and (request.has_mask or request.has_bias):
+    if name == FLASH and (request.has_mask or request.has_bias):
         return "it supports only causal masks, windows and packed sequences, without bias"
-    if name == "flash" and request.has_band:
-        return _refusal_of_bands(request)
-    return None
-
-
-def _refusal_of_bands(request: AttentionRequest) -> str | None:
-    if request.has_dropout:
-        return "it does not support dropout with windows or packed sequences"
-    if request.head_dim % 8:  # otherwise torch pads the heads
-        return f"the head dimension {request.head_dim} is not a multiple of 8"
+    if name == FLASH and request.has_band:
+        if request.has_dropout:
+            return "it does not support dropout with windows or packed sequences"
+        if request.head_dim % 8:  # otherwise torch pads the heads
+            return f"the head dimension {request.head_dim} is not a multiple of 8"
     return None
 
 
@@ -129,19 +105,25 @@ def _refusal_of_narrow_values(request: AttentionRequest) -> str | None:
         return "with values narrower than keys it is used only for causal attention in training"
     if request.is_deterministic:
         return "its backward pass is not deterministic"
-    return cudnn_attention.unsupported_reason(request.head_dim, request.value_dim, request.dtype)
+    if (request.head_dim, request.value_dim) != NARROW_WIDTHS or (
+        (0, 0) < request.capability < _HOPPER
+    ):
+        return f"it takes values narrower than keys on Hopper only, in the widths {NARROW_WIDTHS}"
+    return None
 
 
 def _refusal_by_blocks(name: str, request: AttentionRequest) -> str | None:
+    if name == "efficient" and request.is_cuda:
+        return "ring attention and attention with a sink do not use it"
     if name == FUSED and (request.has_dropout or request.is_deterministic):
         return "in rings it supports neither dropout nor deterministic gradients"
-    takes_bands = name == "flash" and request.is_cuda
+    takes_bands = name == FLASH and request.is_cuda
     if request.has_mask or request.has_bias or (request.has_band and not takes_bands):
         return "in ring attention or with a sink it supports only the causal mask"
     if request.is_cuda and request.head_dim % 8:
         return f"the head dimension {request.head_dim} is not a multiple of 8"
-    if name == FUSED and request.is_cuda:
-        return cudnn_attention.unsupported_reason_in_rings(request.head_dim, request.dtype)
+    if name == FUSED and request.is_cuda and request.capability < _HOPPER:
+        return "rings use it on GPUs from Hopper on, where it is faster than flash attention"
     return None
 
 
@@ -158,13 +140,6 @@ def _refusal_of_blocks(request: AttentionRequest) -> str | None:
     if request.causal_tokens > 16 * request.head_dim:
         return f"it would save the probabilities of {request.causal_tokens} tokens"
     return None
-
-
-@lru_cache
-def choose_for(wanted: AttnBackend, *properties: Any) -> tuple[str, ...]:
-    """Call `choose` with the fields of a request in their order: a request takes 5 us to make."""
-    names = (each.name for each in fields(AttentionRequest))
-    return choose(wanted, AttentionRequest(**dict(zip(names, properties, strict=True))))
 
 
 @lru_cache
@@ -189,35 +164,6 @@ def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
     return kernels or (PLAIN,)
 
 
-def only_kernels(names: tuple[str, ...]) -> AbstractContextManager[None]:
-    """Let torch's attention on a GPU use only ``names``, kernels that `choose` returned.
-
-    As torch's `sdpa_kernel`, which takes 15 times as long on the host, in every layer.
-    """
-    if torch.compiler.is_compiling():  # torch.compile knows that one, and would break at switches
-        return sdpa_kernel([KERNELS[name] for name in names])
-    return _Switches(names)
-
-
-class _Switches(AbstractContextManager[None]):
-    """A context in which torch's attention uses only ``names``; faster than a generator's."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._wrong = [
-            (switch, name in names)
-            for name, (is_on, switch) in _SWITCHES.items()
-            if is_on() is not (name in names)
-        ]
-
-    def __enter__(self) -> None:
-        for switch, is_wanted in self._wrong:
-            switch(is_wanted)
-
-    def __exit__(self, *_: object) -> None:
-        for switch, is_wanted in self._wrong:
-            switch(not is_wanted)
-
-
 def fallback_warning(wanted: AttnBackend, request: AttentionRequest) -> str | None:
     """Return a warning if no implementation that ``wanted`` allows supports the request."""
     reasons = {name: refusal(name, request) for name in _CANDIDATES[wanted]}
@@ -228,15 +174,16 @@ def fallback_warning(wanted: AttnBackend, request: AttentionRequest) -> str | No
     return f"--attention-backend {wanted.name} is without effect ({why}): {used} is used instead"
 
 
-def attention_report(wanted: AttnBackend, request: AttentionRequest) -> list[BackendChoice]:
-    """Return one row per implementation, whether it runs and why, for the table at start-up."""
+def attention_report(wanted: AttnBackend, request: AttentionRequest) -> dict[str, str]:
+    """Return "chosen" for each implementation that runs, and why each of the others does not."""
     chosen = choose(wanted, request)
-    rows = []
+    report = {}
     for name in NAMES:
-        reason = refusal(name, request)
-        if reason is None and name not in _CANDIDATES[wanted]:
-            reason = f"--attention-backend {wanted.name} excludes it"
-        elif reason is None and name not in chosen:
-            reason = "a faster implementation is used"
-        rows.append(BackendChoice(name, name in chosen, reason or "chosen"))
-    return rows
+        if name in chosen:
+            report[name] = "chosen"
+        elif name in _CANDIDATES[wanted]:
+            report[name] = refusal(name, request) or "a faster implementation is used"
+        else:
+            excluded = f"--attention-backend {wanted.name} excludes it"
+            report[name] = refusal(name, request) or excluded
+    return report

@@ -17,28 +17,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import device
 from megatron.core.packed_seq_params import PackedBounds
 from megatron.core.transformer.attention_masks import VisibleKeys, Window
 
-
-class FlashRule(NamedTuple):
-    """How scores become probabilities.
-
-    ``window`` counts the visible keys (left, right) of the query's position; -1 is unlimited, and
-    the last query of a sequence has the position of its last key.
-    """
-
-    scale: float
-    window: Window = (-1, -1)
-    dropout: float = 0.0
-    bounds: PackedBounds | None = None
+_aten = torch.ops.aten
+SavedDropout = tuple[Tensor, ...]  # dropout state from forward that backward needs; may be empty
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_to_band(
@@ -48,72 +38,43 @@ def attend_to_band(
 
     [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d].
     """
-    assert visible.is_band, "the kernel takes no mask"
     num_tokens, num_rows = query.shape[:2]
-    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    qkv = [x.transpose(0, 1) for x in (query, key, value)]
     bounds = visible.documents
     if visible.packed is not None:
         cumulative = visible.packed.kernel_bounds(num_tokens, num_rows)
         bounds = PackedBounds(cumulative, visible.packed.longest(num_tokens))
-    if bounds is None:
-        out, *_ = flash_attention(q, k, v, FlashRule(scale, visible.window))
-        return out.transpose(0, 1).flatten(2)
-    rule = FlashRule(scale, visible.window, bounds=bounds)
-    out, *_ = flash_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), rule)
-    return out.view(num_rows, num_tokens, *out.shape[1:]).transpose(0, 1).flatten(2)
+    options = _flash_options(scale, visible.window, 0.0)
+    sizes: tuple[Any, ...] = None, None, num_tokens, len(key)
+    if bounds is not None:
+        qkv = [x.flatten(0, 1) for x in qkv]
+        sizes = bounds.cumulative, bounds.cumulative, bounds.longest, bounds.longest
+    forward = _aten._flash_attention_forward
+    out: Tensor = forward(*qkv, *sizes, return_debug_mask=False, **options)[0]
+    return out.view(num_rows, num_tokens, *out.shape[-2:]).transpose(0, 1).flatten(2)
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, rule: FlashRule
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Attend; differentiable in the first result.
+def attend_to_narrow(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend to earlier keys by cuDNN: 2 x [s, b, n, d], [s, b, n, v] -> [s, b, n v].
 
-    Returns the output like q, the log-sum-exp of the scores (float32, [b, n, s] or [n, t]), and the
-    state of dropout that `flash_attention_backward` needs.
+    torch's flash attention requires values as wide as keys: those of latent attention (128) would
+    be padded to the width of keys (192).
     """
-    out, lse, *state = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, *_sizes(q, k, rule)),
-        rule.dropout,
-        rule.window == (-1, 0),
-        False,
-        scale=rule.scale,
-        window_size_left=rule.window[0],
-        window_size_right=rule.window[1],
-    )
-    return out, lse, tuple(state[:2])
+    # The kernel saves its inputs: a view would keep the projection of keys and values in memory.
+    qkv = (x.permute(1, 2, 0, 3) for x in (query, key, value.contiguous()))
+    forward = _aten._scaled_dot_product_cudnn_attention
+    out: Tensor = forward(*qkv, None, True, 0.0, True, False, scale=scale)[0]
+    return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def flash_attention_backward(
-    grad: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    state: tuple[Tensor, ...],
-    rule: FlashRule,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v.  The kernel ignores the strides of ``lse``."""
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(grad, *qkv, out, lse, *_sizes(*qkv[:2], rule)),
-        rule.dropout,
-        rule.window == (-1, 0),
-        *state,
-        scale=rule.scale,
-        window_size_left=rule.window[0],
-        window_size_right=rule.window[1],
-    )
-    return dq, dk, dv
-
-
-def _sizes(q: Tensor, k: Tensor, rule: FlashRule) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Return the kernel's bounds and longest sequences of queries and of keys."""
-    if rule.bounds is None:
-        return None, None, q.shape[1], k.shape[1]
-    bounds, longest = rule.bounds
-    return bounds, bounds, longest, longest
-
-
-_aten = torch.ops.aten
-SavedDropout = tuple[Tensor, ...]  # dropout state from forward that backward needs; may be empty
+def _flash_options(scale: float, window: Window, dropout: float) -> dict[str, Any]:
+    return {
+        "dropout_p": dropout,
+        "is_causal": window == (-1, 0),
+        "scale": scale,
+        "window_size_left": window[0],
+        "window_size_right": window[1],
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +85,14 @@ class ScoreRule:
     depth_scale: int = 1  # divides q k^T and multiplies the fp32 scores: avoids fp16 overflow
     softcap: float | None = None
     dropout: float = 0.0
+
+    def finish(self, scores: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply the depth scale, the soft cap and the bias to scaled products of q and k."""
+        if self.depth_scale != 1:
+            scores = scores * self.depth_scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        return scores if bias is None else scores + bias.to(scores.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +114,7 @@ class BlockCall:
     bias: Tensor | None = None  # added to the scores
 
 
-@dataclass(frozen=True)
-class BlockKernel:
+class BlockKernel(NamedTuple):
     """Forward and backward function of an attention kernel.
 
     ``forward(call)`` returns output [b, n, q, d], log-sum-exp [b, n, q] and saved dropout state.
@@ -155,14 +123,12 @@ class BlockKernel:
     """
 
     forward: Callable[[BlockCall], tuple[Tensor, Tensor, SavedDropout]]
-    backward: Callable[
-        [BlockCall, Tensor, Tensor, Tensor, SavedDropout], tuple[Tensor, Tensor, Tensor]
-    ]
+    backward: Callable[[BlockCall, Tensor, Tensor, Tensor, SavedDropout], QKV]
     takes_windows: bool = False
 
 
 def block_kernel(name: str) -> BlockKernel:
-    """Return the kernel ``flash``, ``fused``, ``efficient`` or ``plain`` for this device."""
+    """Return the kernel ``flash``, ``fused`` or ``plain`` for this device."""
     if name == "flash" and not device.is_cuda():
         name = "flash without dropout"
     return _KERNELS[name]
@@ -181,12 +147,7 @@ def _scores(call: BlockCall, q: Tensor, k: Tensor) -> Tensor:
     rule = call.rule
     grouped = q.unflatten(1, (k.shape[1], -1)) * (rule.scale / rule.depth_scale)
     scores = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2).to(wide(q))
-    if rule.depth_scale != 1:
-        scores = scores * rule.depth_scale
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    if call.bias is not None:
-        scores = scores + call.bias.to(scores.dtype)
+    scores = rule.finish(scores, call.bias)
     if call.is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
         scores = scores.masked_fill(later, -math.inf)
@@ -214,7 +175,7 @@ def _plain(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
 
 def _plain_backward(
     call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> QKV:
     # The softmax gradient is P * (dP - D) with D = sum(dO * O) over the complete attention.  Here
     # P = exp(scores - lse) with lse constant, so the second output, whose gradient is -D, yields
     # the term -P * D.
@@ -240,61 +201,39 @@ def _flash_cpu(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
 
 def _flash_cpu_backward(
     call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> QKV:
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
     inputs = (grad, call.q, call.k, call.v, out, lse, 0.0, call.is_causal)
-    dq, dk, dv = kernel(*inputs, scale=call.rule.scale)
-    return dq, dk, dv
+    grads: QKV = kernel(*inputs, scale=call.rule.scale)
+    return grads
 
 
-def _flash_rule(call: BlockCall) -> FlashRule:
+def _flash_arguments(call: BlockCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return bounds and lengths of queries and keys, and the options."""
     window = call.window or (-1, 0 if call.is_causal else -1)
-    return FlashRule(call.rule.scale, window, call.rule.dropout)
+    sizes = None, None, call.q.shape[2], call.k.shape[2]
+    return sizes, _flash_options(call.rule.scale, window, call.rule.dropout)
 
 
 def _flash(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
-    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
-    out, lse, state = flash_attention(q, k, v, _flash_rule(call))
-    return out.transpose(1, 2), lse, state
+    qkv = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    sizes, options = _flash_arguments(call)
+    out, lse, *state = _aten._flash_attention_forward(
+        *qkv, *sizes, return_debug_mask=False, **options
+    )
+    return out.transpose(1, 2), lse, tuple(state[:2])
 
 
 def _flash_backward(
     call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, call.q, call.k, call.v, out))
+) -> QKV:
+    inputs = (x.transpose(1, 2) for x in (grad, call.q, call.k, call.v, out))
+    sizes, options = _flash_arguments(call)
+    state = {"rng_state": kept[0], "unused": kept[1]}
     # The kernel ignores the strides of the log-sum-exp, here rows of a longer tensor.
-    rule = _flash_rule(call)
-    grads = flash_attention_backward(grad, (q, k, v), out, lse.contiguous(), kept, rule)
+    grads = _aten._flash_attention_backward(*inputs, lse.contiguous(), *sizes, **state, **options)
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv
-
-
-def _for_each_query_head(call: BlockCall) -> tuple[Tensor, Tensor]:
-    """Repeat key and value heads to the number of query heads."""
-    times = call.q.shape[1] // call.k.shape[1]
-    return call.k.repeat_interleave(times, 1), call.v.repeat_interleave(times, 1)
-
-
-def _efficient(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
-    kernel = _aten._scaled_dot_product_efficient_attention
-    inputs = (call.q, *_for_each_query_head(call), None, True, call.rule.dropout, call.is_causal)
-    out, lse, *kept = kernel(*inputs, scale=call.rule.scale)
-    return out, lse[..., : call.q.shape[2]], tuple(kept)
-
-
-def _efficient_backward(
-    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
-) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = _aten._scaled_dot_product_efficient_attention_backward
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32))  # forward gave rows of a multiple of 32
-    # In 16 bits the kernel computes D = sum(dO * O) itself and ignores the strides of the output,
-    # here rows of a longer tensor: it takes it to be dense, with tokens before heads.
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    inputs = (grad, call.q, *_for_each_query_head(call), None, out, lse, *kept)
-    needs = [True, True, True, False]
-    dq, dk, dv, _ = kernel(*inputs, call.rule.dropout, needs, call.is_causal, scale=call.rule.scale)
-    groups = call.k.shape[1]
-    return dq, dk.unflatten(1, (groups, -1)).sum(2), dv.unflatten(1, (groups, -1)).sum(2)
 
 
 def _cudnn(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
@@ -306,13 +245,13 @@ def _cudnn(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
 
 def _cudnn_backward(
     call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> QKV:
     kernel = _aten._scaled_dot_product_cudnn_attention_backward
     no_seed = lse.new_zeros((), dtype=torch.int64)
     inputs = (grad, call.q, call.k, call.v, out, lse.contiguous().unsqueeze(-1))
     state = (no_seed, no_seed, None, None, None, call.q.shape[2], call.k.shape[2], 0.0)
-    dq, dk, dv = kernel(*inputs, *state, call.is_causal, scale=call.rule.scale)
-    return dq, dk, dv
+    grads: QKV = kernel(*inputs, *state, call.is_causal, scale=call.rule.scale)
+    return grads
 
 
 _KERNELS = {
@@ -320,5 +259,4 @@ _KERNELS = {
     "flash": BlockKernel(_flash, _flash_backward, takes_windows=True),
     "flash without dropout": BlockKernel(_flash_cpu, _flash_cpu_backward),
     "fused": BlockKernel(_cudnn, _cudnn_backward),
-    "efficient": BlockKernel(_efficient, _efficient_backward),
 }

@@ -34,11 +34,6 @@ def window_of_layer(config: AttentionConfig, layer_index: int) -> Window | None:
     return config.window_size if is_windowed else None
 
 
-def causal_window(window: Window) -> Window:
-    """Return the window without the keys after the query."""
-    return window[0], 0
-
-
 @lru_cache(maxsize=16)
 def band(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> Tensor:
     """Return the mask of keys from ``left`` before to ``right`` after the query: [q, k].
@@ -57,12 +52,6 @@ def band_at(query: Tensor, key: Tensor, left: int, right: int) -> Tensor:
     if right >= 0:
         seen &= key <= query.unsqueeze(1) + right
     return seen
-
-
-def same_document(packed: PackedSeqParams, num_tokens: int) -> Tensor:
-    """Return the mask of query-key pairs of the same packed sequence: [q, k]."""
-    index = sequence_index(packed.ends, num_tokens)
-    return index.unsqueeze(1) == index.unsqueeze(0)
 
 
 class VisibleKeys(NamedTuple):
@@ -120,12 +109,11 @@ class VisibleKeys(NamedTuple):
         if self.first_query is None:
             mask = band(self.num_queries, self.num_keys, left, right, device)
         else:
-            last_query = self.first_query + self.num_queries
-            places = torch.arange(max(self.num_keys, last_query), device=device)
-            queries = places[self.first_query : last_query]
-            mask = band_at(queries, places[: self.num_keys], left, right)
+            queries = self.first_query + torch.arange(self.num_queries, device=device)
+            mask = band_at(queries, torch.arange(self.num_keys, device=device), left, right)
         if self.packed is not None:
-            mask = mask & same_document(self.packed, self.num_keys)
+            sequence = sequence_index(self.packed.ends, self.num_keys)
+            mask = mask & (sequence.unsqueeze(1) == sequence)
         if self.documents is not None:
             mask = mask & ~self.documents.hidden(self.num_rows, self.num_keys)
         return mask if hidden is None else mask & ~hidden

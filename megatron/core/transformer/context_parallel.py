@@ -30,11 +30,11 @@ counts as the first block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.attention_blocks import (
+    QKV,
     BlockCall,
     BlockKernel,
     SavedDropout,
@@ -80,37 +81,29 @@ class Ring:
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
 
-    def shift(self, x: Tensor) -> _Shift:
+    def shift(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to send ``x`` to the next rank and to receive the same shape from the previous one.
 
-        ``x`` is contiguous; it may be read but not written before `_Shift.wait`.
+        ``x`` is contiguous; it may be read but not written before the returned function has run,
+        which waits for both and returns the received tensor.
         """
         if self.group is None:
-            return _Shift([], x, x)
+            return lambda: x
         received = torch.empty_like(x)
         behind, ahead = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, x, group=self.group, group_peer=ahead),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=behind),
-            ]
-        )
-        return _Shift(works, received, x)
+        operations = [
+            dist.P2POp(dist.isend, x, group=self.group, group_peer=ahead),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=behind),
+        ]
+        works = dist.batch_isend_irecv(operations)
 
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            operations.clear()  # until now the buffers must not be reused
+            return received
 
-@dataclass(frozen=True)
-class _Shift:
-    """A shift in progress.  It refers to both buffers: the memory must not be reused before."""
-
-    works: list[dist.Work]
-    received: Tensor  # undefined before `wait`
-    sent: Tensor
-
-    def wait(self) -> Tensor:
-        """Wait for the send and the receive; return the received tensor."""
-        for work in self.works:
-            work.wait()
-        return self.received
+        return wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +129,13 @@ class RingPlan:
         source = (self.ring.rank - step) % self.ring.size
         for block, window in self._blocks(source):
             keys = held_tokens(self.lengths, source, self.ring.size, q.device)[block.keys]
+            visible = None
+            if self.window is not None and window is None:
+                mine = held_tokens(self.lengths, self.ring.rank, self.ring.size, keys.device)
+                visible = band_at(mine[block.queries], keys, *self.window)
+            if self.hidden is not None:
+                shown = ~self.hidden[..., block.queries, :][..., keys]
+                visible = shown if visible is None else visible & shown
             yield (
                 block,
                 BlockCall(
@@ -145,42 +145,30 @@ class RingPlan:
                     rule=self.rule,
                     is_causal=block.is_causal,
                     window=window,
-                    visible=None if window is not None else self._visible(block, keys),
+                    visible=visible,
                     bias=None if self.bias is None else self.bias[..., block.queries, :][..., keys],
                 ),
             )
 
     def _blocks(self, source: int) -> Iterable[tuple[Block, Window | None]]:
         """Return the blocks with the keys of rank ``source``, and windows for the kernel."""
-        rank, size = self.ring.rank, self.ring.size
+        where = self.lengths, self.ring.rank, source, self.ring.size
         if self.window is None:
-            blocks = blocks_of(self.lengths, rank, source, size, self.is_causal)
+            blocks = blocks_of(*where, self.is_causal)
         elif self.kernel.takes_windows:
-            return _bands(self.lengths, rank, source, size, self.window)
+            return _bands(*where, self.window)
         else:
-            where = (self.lengths, rank, source, size)
-            blocks = _in_window(where, self.is_causal, self.window, _QUERIES)
+            blocks = _in_window(where, self.is_causal, self.window)
         return ((block, None) for block in blocks)
-
-    def _visible(self, block: Block, keys: Tensor) -> Tensor | None:
-        """Return the keys of a block that window and mask leave visible; None: all."""
-        visible = None
-        if self.window is not None:
-            mine = held_tokens(self.lengths, self.ring.rank, self.ring.size, keys.device)
-            visible = band_at(mine[block.queries], keys, *self.window)
-        if self.hidden is not None:
-            shown = ~self.hidden[..., block.queries, :][..., keys]
-            visible = shown if visible is None else visible & shown
-        return visible
 
 
 @lru_cache(maxsize=256)
 def _in_window(
-    where: tuple[tuple[int, ...], int, int, int], is_causal: bool, window: Window, at_once: int
+    where: tuple[tuple[int, ...], int, int, int], is_causal: bool, window: Window
 ) -> tuple[Block, ...]:
     """Split `blocks_of` into blocks of queries with the range of keys inside their window.
 
-    A block has as many queries as the window has keys, but at least ``at_once``: shorter blocks
+    A block has as many queries as the window has keys, but at least `_QUERIES`: shorter blocks
     would read the same keys more often, longer ones compute more scores outside the window.
     """
     (lengths, rank, source, size), (left, right), parts = where, window, []
@@ -188,7 +176,7 @@ def _in_window(
         start, first = block.queries.start, block.keys.start
         theirs = held_tokens(lengths, source, size)[block.keys]
         mine = held_tokens(lengths, rank, size)[block.queries]
-        for queries in mine.split(max(at_once, left + 1)):
+        for queries in mine.split(max(_QUERIES, left + 1)):
             low = 0 if left < 0 else int((theirs < queries[0] - left).sum())
             high = len(theirs) if right < 0 else int((theirs <= queries[-1] + right).sum())
             rows, keys = slice(start, start + len(queries)), slice(first + low, first + high)
@@ -250,17 +238,12 @@ class _RingAttention(Function[Tensor]):
         if sink is not None:
             lse.copy_(sink.unsqueeze(-1))
         kept: list[SavedDropout] = []
-        held = _packed(k, v)
-        for step in range(plan.ring.size):
-            is_last = step + 1 == plan.ring.size
-            arriving = None if is_last else plan.ring.shift(held)
-            keys, values = (_heads_first(x) for x in _unpacked(held, k, v))
+        for step, keys, values in _rotated(plan.ring, k, v):
             for block, call in plan.calls(queries, keys, values, step):
                 part, part_lse, drawn = plan.kernel.forward(call)
                 rows = block.queries
                 merge_attention(out[:, :, rows], lse[:, :, rows], part, part_lse)
                 kept.append(drawn)
-            held = held if arriving is None else arriving.wait()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sink)
         ctx.values = plan, kept
@@ -273,12 +256,9 @@ class _RingAttention(Function[Tensor]):
         kept = iter(drawn)
         queries, grad = _heads_first(q), _heads_first(grad)
         grad_q = torch.zeros_like(queries, dtype=wide(q))
-        held, going_home = _packed(k, v), None
-        for step in range(plan.ring.size):
-            is_last = step + 1 == plan.ring.size
-            arriving = None if is_last else plan.ring.shift(held)
-            keys, values = (_heads_first(x) for x in _unpacked(held, k, v))
-            grad_held = torch.zeros_like(held, dtype=wide(q))
+        going_home: Callable[[], Tensor] | None = None
+        for step, keys, values in _rotated(plan.ring, k, v):
+            grad_held = q.new_zeros(k.numel() + v.numel(), dtype=wide(q))
             grad_k, grad_v = (_heads_first(x) for x in _unpacked(grad_held, k, v))
             for block, call in plan.calls(queries, keys, values, step):
                 rows = block.queries
@@ -289,12 +269,16 @@ class _RingAttention(Function[Tensor]):
                 grad_k[:, :, block.keys] += dk
                 grad_v[:, :, block.keys] += dv
             if going_home is not None:
-                grad_held += going_home.wait()
+                grad_held += going_home()
             going_home = plan.ring.shift(grad_held)
-            held = held if arriving is None else arriving.wait()
         assert going_home is not None, "a ring has ranks"
-        grads = [g.to(k.dtype) for g in _unpacked(going_home.wait(), k, v)]
-        grad_sink = None if sink is None else _grad_of_sink(sink, grad, out, lse)
+        grads = [g.to(k.dtype) for g in _unpacked(going_home(), k, v)]
+        grad_sink = None
+        if sink is not None:
+            # With p = exp(sink - lse), its probability, the softmax gradient is
+            # p * (0 - sum(grad * out)): the value of the sink is 0.
+            along = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            grad_sink = -(torch.exp(sink.unsqueeze(-1) - lse) * along).sum((0, 2)).to(sink.dtype)
         return _tokens_first(grad_q).to(q.dtype), *grads, grad_sink, None
 
 
@@ -309,19 +293,17 @@ def ring_attention(
     return _RingAttention.apply(query, key, value, sink, plan)
 
 
-def _grad_of_sink(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient of the sink: [b, n, s, d] twice, [b, n, s] -> [n].
+def _rotated(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the number of each step and the keys and values [b, g, s, d] that this rank then holds.
 
-    With p = exp(sink - lse), its probability, the softmax gradient is p * (0 - sum(grad * out)):
-    the value of the sink is 0.
+    Posts the next shift before the step and waits for it after the step.
     """
-    along = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    return -(torch.exp(sink.unsqueeze(-1) - lse) * along).sum((0, 2)).to(sink.dtype)
-
-
-def _packed(k: Tensor, v: Tensor) -> Tensor:
-    """Concatenate keys and values, so that one send carries both; always a copy."""
-    return torch.cat((k.reshape(-1), v.reshape(-1)))
+    held = torch.cat((k.reshape(-1), v.reshape(-1)))  # one send carries both
+    for step in range(ring.size):
+        arriving = ring.shift(held) if step + 1 < ring.size else None
+        keys, values = (_heads_first(x) for x in _unpacked(held, k, v))
+        yield step, keys, values
+        held = held if arriving is None else arriving()
 
 
 def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -340,7 +322,6 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3)
 
 
-_QKV = tuple[Tensor, Tensor, Tensor]
 COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 
 
@@ -355,29 +336,39 @@ class AttentionContext(NamedTuple):
     first_query: int | None = None  # its key position; None: the last query is at the last key
     sink: Tensor | None = None  # [n]: score of an extra key with value 0, for all queries
 
+    def lengths(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the lengths of the sequences in a row of ``num_tokens`` on all ranks."""
+        return row_lengths(None if self.packed is None else self.packed.lengths, num_tokens)
 
-class Core(Protocol):
-    """The interface of an attention core that `ContextParallelComm` calls."""
+    def with_own_rows(self, num_rows: int, num_columns: int) -> AttentionContext:
+        """Return the context with one mask row for each query of this rank.
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-    ) -> Tensor:
-        """Attend on this rank alone: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d]."""
-
-    def attend_in_ring(
-        self, qkv: _QKV, context: AttentionContext, ring: Ring, lengths: tuple[int, ...]
-    ) -> Tensor:
-        """Attend to the keys and values of all ranks of the ring; shapes as in `attend`.
-
-        ``lengths``: lengths of the sequences in a row, over all ranks.  Collective over the ring.
+        Raises ConfigError if a mask has another shape, or a bias requires a gradient.
         """
+        hidden, bias = self.hidden, self.bias
+        if bias is not None and bias.requires_grad:
+            raise ConfigError(
+                "--context-parallel-size: an attention bias gets no gradient from other ranks; "
+                "detach it, or use one rank for a sequence"
+            )
+        for x in (hidden, bias):
+            if x is not None and (x.shape[-1] != num_columns or x.shape[-2] not in (1, num_rows)):
+                raise ConfigError(
+                    f"an attention mask or bias of {x.shape[-2]} x {x.shape[-1]}, and this "
+                    f"context-parallel rank has {num_rows} of {num_columns} tokens: pass the rows "
+                    "of its own tokens, as get_batch_on_this_cp_rank() shards them, and all columns"
+                )
+        if hidden is None:
+            return self
+        return self._replace(hidden=hidden.expand(*hidden.shape[:-2], num_rows, num_columns))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelComm:
     """The context-parallel communication of one layer.
 
-    ``heads`` alone is a2a, ``ring`` alone p2p, both are a2a+p2p, none is allgather.
+    ``heads`` alone is a2a, ``ring`` alone p2p, both are a2a+p2p, none is allgather.  ``core`` is
+    the layer's `DotProductAttention`.
     """
 
     cp: ProcessGroup
@@ -385,29 +376,31 @@ class ContextParallelComm:
     ring: ProcessGroup | None  # group of the ring of keys and values
 
     def attend(
-        self, core: Core, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
+        self, core: Any, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
     ) -> Tensor:
         """Attend over all ranks: [s, b, n, d], 2 x [s, b, g, d] -> [s, b, n d].
 
         Collective over cp, also in backward.
         """
         num_tokens = query.shape[0] * self.cp.size()
-        lengths = row_lengths(context.packed.lengths if context.packed else None, num_tokens)
-        context = _with_own_rows(context, query.shape[0], num_tokens)
-        qkv = (query, key, value)
+        lengths = context.lengths(num_tokens)
+        context = context.with_own_rows(query.shape[0], num_tokens)
+        qkv = query, key, value
+        out: Tensor
         if self.heads is None:
             if self.ring is None:
                 return self._attend_to_all(core, qkv, context, lengths)
-            return core.attend_in_ring(qkv, context, Ring(self.ring), lengths)
+            out = core.attend_in_ring(qkv, context, Ring(self.ring))
+            return out
         undo, qkv, context = _trade_heads(self.heads, self.cp, qkv, context, lengths)
         if self.ring is None:
             out = core.attend(*qkv, context)
         else:
-            out = core.attend_in_ring(qkv, context, Ring(self.ring), lengths)
+            out = core.attend_in_ring(qkv, context, Ring(self.ring))
         return tokens_for_heads(out, undo, self.heads)
 
     def _attend_to_all(
-        self, core: Core, qkv: _QKV, context: AttentionContext, lengths: tuple[int, ...]
+        self, core: Any, qkv: QKV, context: AttentionContext, lengths: tuple[int, ...]
     ) -> Tensor:
         """All-gather keys and values, then run attention for each contiguous chunk of queries.
 
@@ -433,26 +426,13 @@ class ContextParallelComm:
         return torch.cat(outputs)
 
 
-def attend_alone(
-    core: Core, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-) -> Tensor:
-    """Run the ring of one rank on the complete sequence.
-
-    Attention with a sink uses it: only block kernels return the log-sum-exp that a sink changes.
-    """
-    num_tokens = query.shape[0]
-    lengths = row_lengths(context.packed.lengths if context.packed else None, num_tokens)
-    context = _with_own_rows(context, num_tokens, num_tokens)
-    return core.attend_in_ring((query, key, value), context, Ring(None), lengths)
-
-
 def _trade_heads(
     heads: ProcessGroup,
     cp: ProcessGroup,
-    qkv: _QKV,
+    qkv: QKV,
     context: AttentionContext,
     lengths: tuple[int, ...],
-) -> tuple[Tensor, _QKV, AttentionContext]:
+) -> tuple[Tensor, QKV, AttentionContext]:
     """All-to-all from local tokens of all heads to all tokens of a part of the heads.
 
     Returns the permutation that `tokens_for_heads` needs to undo it, then queries, keys and values
@@ -526,26 +506,3 @@ def context_parallel_comm_of(
         levels = (groups.cp_inner, groups.cp_outer)
         heads, ring = (group if group.size() > 1 else None for group in levels)
     return ContextParallelComm(cp=cp, heads=heads, ring=ring)
-
-
-def _with_own_rows(context: AttentionContext, num_rows: int, num_columns: int) -> AttentionContext:
-    """Return ``context`` with one mask row for each query of this rank.
-
-    Raises ConfigError if a mask has another shape, or a bias requires a gradient.
-    """
-    hidden, bias = context.hidden, context.bias
-    if bias is not None and bias.requires_grad:
-        raise ConfigError(
-            "--context-parallel-size: an attention bias gets no gradient from other ranks; "
-            "detach it, or use one rank for a sequence"
-        )
-    for x in (hidden, bias):
-        if x is not None and (x.shape[-1] != num_columns or x.shape[-2] not in (1, num_rows)):
-            raise ConfigError(
-                f"an attention mask or bias of {x.shape[-2]} x {x.shape[-1]}, and this "
-                f"context-parallel rank has {num_rows} of {num_columns} tokens: pass the rows "
-                "of its own tokens, as get_batch_on_this_cp_rank() shards them, and all columns"
-            )
-    if hidden is None or hidden.shape[-2] == num_rows:
-        return context
-    return context._replace(hidden=hidden.expand(*hidden.shape[:-2], num_rows, num_columns))

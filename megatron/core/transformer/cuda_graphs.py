@@ -20,17 +20,16 @@ Collectives inside layers are captured too, so all ranks of a group must capture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.core import device
 from megatron.core.autograd import Context, Function
-from megatron.core.fusions.rope import RotaryTable
 from megatron.core.tensor_parallel.random import get_rng_tracker
 from megatron.core.tensor_parallel.weight_gradient import (
     MainGradParameter,
@@ -40,8 +39,7 @@ from megatron.core.tensor_parallel.weight_gradient import (
 )
 from megatron.core.transformer.module import before_reading
 
-HIDDEN = "hidden_states"
-Shared = Mapping[str, object]  # by name, the inputs that all layers share
+Shared = dict[str, object]  # by name, the inputs that all layers share
 Run = Callable[..., Tensor]  # (hidden states, inputs that all layers share) -> hidden states
 
 
@@ -67,42 +65,9 @@ class Part:
     adding: frozenset[MainGradParameter] = frozenset()
 
 
-def tensors_of(hidden: Tensor, shared: Shared) -> dict[str, Tensor]:
-    """Return the tensor inputs of a stack of layers by name; hidden states first."""
-    return {HIDDEN: hidden} | shared_tensors(shared)
-
-
-def shared_tensors(shared: Shared) -> dict[str, Tensor]:
-    """Return the tensors among the inputs that all layers share, by name."""
-    found: dict[str, Tensor] = {}
-    for name, value in shared.items():
-        if isinstance(value, RotaryTable):
-            found |= {f"{name}.{part}": tensor for part, tensor in value.tensors().items()}
-        elif torch.is_tensor(value):
-            found[name] = value
-    return found
-
-
-def without_memory(hidden: Tensor, shared: Shared) -> tuple[Tensor, Shared]:
-    """Return ``hidden`` and ``shared`` with meta tensors, the description that `record` takes."""
-    found = tensors_of(hidden, shared)
-    metas = {
-        n: torch.empty_like(t, device="meta", requires_grad=t.requires_grad)
-        for n, t in found.items()
-    }
-    return metas[HIDDEN], _with_tensors(shared, metas)
-
-
-def _with_tensors(shared: Shared, tensors: Mapping[str, Tensor]) -> Shared:
-    """Return ``shared`` with its tensors replaced by those in ``tensors``."""
-    result = dict(shared)
-    for name, value in shared.items():
-        if isinstance(value, RotaryTable):
-            parts = {part: tensors[f"{name}.{part}"] for part in value.tensors()}
-            result[name] = value.with_tensors(parts)
-        elif torch.is_tensor(value):
-            result[name] = tensors[name]
-    return result
+def tensors_in(shared: object) -> list[Tensor]:
+    """Return the tensors among the inputs that all layers share, and in their tuples."""
+    return [leaf for leaf in tree_leaves(shared) if torch.is_tensor(leaf)]
 
 
 def record(
@@ -115,18 +80,16 @@ def record(
 ) -> list[Part]:
     """Capture ``runs``, which read the parameters of ``modules``.
 
-    ``hidden`` and ``shared`` are `without_memory`.  ``feeds_next``: whether the output of a run is
-    the input of the next one, with nothing computed between.  Collective where the layers are.
+    ``hidden`` and ``shared`` have meta tensors.  ``feeds_next``: whether the output of a run is the
+    input of the next one, with nothing computed between.  Collective where the layers are.
     """
-    # Static inputs, which are overwritten before each replay.
-    fixed = {
-        name: torch.zeros_like(t, device=device.current(), requires_grad=t.requires_grad)
-        for name, t in tensors_of(hidden, shared).items()
-    }
-    others = [t for name, t in fixed.items() if name != HIDDEN]
-    arguments, pool, parts = _with_tensors(shared, fixed), device.graph_pool(), []
+
+    def fixed(like: Tensor) -> Tensor:  # a static input, which is overwritten before each replay
+        return torch.zeros_like(like, device=device.current(), requires_grad=like.requires_grad)
+
+    before, arguments = tree_map_only(Tensor, fixed, (hidden, shared))
+    others, pool, parts = tensors_in(arguments), device.graph_pool(), []
     outputs: list[Tensor] = []
-    before = fixed[HIDDEN]
     with device.about_to_record():
         for run, module, feeds in zip(runs, modules, feeds_next, strict=True):
             graph = device.Graph(pool, get_rng_tracker().streams())
@@ -174,12 +137,7 @@ def _record_backward(part: Part, output: Tensor, grad: Tensor) -> Tensor | None:
     return part.grad_inputs[0]
 
 
-_Key = tuple[tuple[str, torch.Size, torch.dtype, bool], ...]
-
-
-class _Replayed(NamedTuple):
-    part: Part
-    when_done: Callable[[], None] | None
+_Replayed = tuple[Part, Callable[[], None] | None]
 
 
 class _Replay(Function[Tensor]):
@@ -195,7 +153,7 @@ class _Replay(Function[Tensor]):
         when_done: Callable[[], None] | None,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.values = _Replayed(part, when_done)
+        ctx.values = part, when_done
         # Inputs that all layers share have one static copy, which the first part fills.
         num_copied = 1 if when_done is None else len(part.inputs)
         for fixed, tensor in zip(part.inputs[:num_copied], tensors, strict=False):
@@ -255,7 +213,7 @@ class _Recording:
 
     def run(self, hidden: Tensor, shared: Shared) -> Tensor:
         """Run all layers: [s, b, h] -> [s, b, h]."""
-        others = [t for name, t in tensors_of(hidden, shared).items() if name != HIDDEN]
+        others = tensors_in(shared)
         for part, rest in self._steps:
             if part is not None:
                 for module in part.hooked:
@@ -292,7 +250,7 @@ class LayerGraphs:
         self._steps_to_warm_up = num_warmup_steps
         self._recordings: list[_Recording] = []
         self._idle: list[_Recording] = []
-        self._key: _Key | None = None
+        self._key: object = None
         # Hidden states and the inputs that all layers share, without memory.
         self._like: tuple[Tensor, Shared] | None = None
 
@@ -320,15 +278,18 @@ class LayerGraphs:
 
     def recording(self, hidden: Tensor, shared: Shared) -> _Recording | None:
         """Return an idle recording for these inputs; None if they must run eagerly."""
-        tensors = tensors_of(hidden, shared)
-        names = {name.split(".")[0] for name in tensors}
-        has_more = any(v is not None and n not in names for n, v in shared.items())
+        has_more = any(not isinstance(x, Tensor | bool | None) for x in tree_leaves(shared))
         is_capturable = any(captured is not None for captured, _ in self._runs)
         if has_more or not is_capturable or not torch.is_grad_enabled():
             return None
-        key = tuple((n, t.shape, t.dtype, t.requires_grad) for n, t in tensors.items())
+        key = tree_map_only(Tensor, lambda t: (t.shape, t.dtype, t.requires_grad), (hidden, shared))
         if self._key is None:
-            self._key, self._like = key, without_memory(hidden, shared)
+            self._key = key
+            self._like = tree_map_only(
+                Tensor,
+                lambda t: torch.empty_like(t, device="meta", requires_grad=t.requires_grad),
+                (hidden, shared),
+            )
         return self._idle.pop() if key == self._key and self._idle else None
 
     def _record(self, hidden: Tensor, shared: Shared) -> _Recording:

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.nn.attention import sdpa_kernel
 
 from megatron.core import device
 from megatron.core.autograd import Context, Function
@@ -24,7 +24,6 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.fusions.paged_attention import PagedBatch, PagedRule, paged_attention
 from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
-from megatron.core.parallel.context_parallel_partition import row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_init import new_parameter, param_info_for
 from megatron.core.tensor_parallel.layers import divide_over_group
@@ -33,15 +32,22 @@ from megatron.core.transformer.attention_backends import (
     BLOCKS,
     FLASH,
     FUSED,
+    KERNELS,
     PLAIN,
-    choose_for,
-    only_kernels,
+    AttentionRequest,
+    choose,
 )
-from megatron.core.transformer.attention_blocks import ScoreRule, attend_to_band, block_kernel, wide
+from megatron.core.transformer.attention_blocks import (
+    QKV,
+    ScoreRule,
+    attend_to_band,
+    attend_to_narrow,
+    block_kernel,
+    wide,
+)
 from megatron.core.transformer.attention_masks import (
     VisibleKeys,
     band,
-    causal_window,
     visible_window,
     window_of_layer,
 )
@@ -49,11 +55,9 @@ from megatron.core.transformer.context_parallel import (
     AttentionContext,
     Ring,
     RingPlan,
-    attend_alone,
     context_parallel_comm_of,
     ring_attention,
 )
-from megatron.core.transformer.cudnn_attention import attend_to_narrow
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -95,18 +99,13 @@ class DotProductAttention(MegatronModule):
         # it: the same result, and fp16 scores do not overflow.
         self.depth_scale = layer_number if config.apply_query_key_layer_scaling else 1
         self.softmax_offset: torch.nn.Parameter | None = None
-        if config.softmax_type == "learnable":
-            self.softmax_offset = self._new_sink(
-                None if pg_collection is None else pg_collection.tp
-            )
-
-    def _new_sink(self, tp_group: ProcessGroup | None) -> torch.nn.Parameter:
-        """Create the learnable sink: one score for each local head."""
-        heads = self.config.num_attention_heads
-        info = param_info_for((heads,), self.config.init_method, over=tp_group)
-        if tp_group is not None:
-            heads = divide_over_group(heads, tp_group, "--num-attention-heads")
-        return new_parameter((heads,), self.config.params_dtype, info)
+        if config.softmax_type == "learnable":  # one score for each local head
+            heads = config.num_attention_heads
+            tp_group = None if pg_collection is None else pg_collection.tp
+            info = param_info_for((heads,), config.init_method, over=tp_group)
+            if tp_group is not None:
+                heads = divide_over_group(heads, tp_group, "--num-attention-heads")
+            self.softmax_offset = new_parameter((heads,), config.params_dtype, info)
 
     def forward(
         self,
@@ -127,23 +126,21 @@ class DotProductAttention(MegatronModule):
         this rank's tokens, masks and biases have columns for the tokens of all ranks, and the call
         is collective over cp, also backward.
         """
-        documents: PackedBounds | None = None
-        if isinstance(attention_mask, PackedBounds):
-            assert self.cp_comm is None, "documents are a mask with context parallelism"
-            documents = attention_mask
-            attention_mask = None
         is_causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
-        num_keys = key.shape[0] * (1 if self.cp_comm is None else self.cp_comm.cp.size())
+        hidden = attention_mask if isinstance(attention_mask, Tensor) else None
         # Padding comes after the last sequence: a causal mask hides it already.
         if packed_seq_params is not None and not is_causal:
+            num_keys = key.shape[0] * (1 if self.cp_comm is None else self.cp_comm.cp.size())
             padding = packed_seq_params.is_padding(num_keys)
-            attention_mask = _either(attention_mask, padding)
+            if padding is not None:
+                padding = padding[None, None, None]
+                hidden = padding if hidden is None else hidden | padding
         context = AttentionContext(
             is_causal=is_causal,
-            hidden=attention_mask,
+            hidden=hidden,
             bias=attention_bias,
             packed=packed_seq_params,
-            documents=documents,
+            documents=attention_mask if isinstance(attention_mask, PackedBounds) else None,
             sink=self._sink(query),
         )
         if value.shape[-1] != query.shape[-1]:
@@ -193,48 +190,26 @@ class DotProductAttention(MegatronModule):
         """Attend on this rank alone: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d]."""
         if not self.is_batch_invariant:
             return self._attend(query, key, value, context)
-        has_more = any(x is not None for x in (context.hidden, context.documents, context.bias))
-        assert not has_more, "make_batch_invariant() and a check refuse masks"
-        packed = None if context.packed is None else context.packed.lengths
         return _InvariantAttention.apply(
             query,
             key,
             value,
             context.sink,
             replace(self.paged_rule(query), sink=context.sink),
-            row_lengths(packed, len(query)),
+            context.lengths(len(query)),
             lambda q, k, v, sink: self._attend(q, k, v, context._replace(sink=sink)),
         )
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
     ) -> Tensor:
+        where, dropout = query.device, self._dropout()
         if _is_packed_on_cpu(query, key, context):
             return self._attend_one_by_one(query, key, value, context)
         if context.sink is not None and _is_one_row(query, key, context):
-            return attend_alone(self, query, key, value, context)
-        visible = self._visible_keys(query, key, context)
-        names = self._kernels_for(query, context, visible)
-        dropout = self._dropout()
-        is_band = visible.needs_mask and visible.is_band
-        if is_band and FLASH in names and device.is_cuda(query.device):
-            return attend_to_band(query, key, value, visible, self.scale)
-        if BLOCKS in names:
-            with fork_if(dropout > 0):
-                fused = self.config.masked_softmax_fusion
-                out = causal_attention(query, key, value, self.scale, dropout, fused=fused)
-                return out.flatten(2)
-        bnsd = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
-        mask, is_causal = self._mask(names, query, key, context, visible)
-        with fork_if(dropout > 0):
-            if PLAIN in names:
-                out = self._plain(*bnsd, mask, context)
-            else:
-                out = self._kernel(names, bnsd, mask, is_causal, dropout)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-    def _visible_keys(self, query: Tensor, key: Tensor, context: AttentionContext) -> VisibleKeys:
-        return VisibleKeys(
+            # Only block kernels return the log-sum-exp that a sink changes.
+            return self.attend_in_ring((query, key, value), context, Ring(None))
+        visible = VisibleKeys(
             num_queries=len(query),
             num_keys=len(key),
             window=visible_window(len(key), self.window, context.is_causal),
@@ -244,46 +219,39 @@ class DotProductAttention(MegatronModule):
             num_rows=query.shape[1],
             first_query=context.first_query,
         )
-
-    def _kernels_for(
-        self, query: Tensor, context: AttentionContext, visible: VisibleKeys
-    ) -> tuple[str, ...]:
-        """Return the names of the kernels that may run."""
-        if context.sink is not None:
-            return (PLAIN,)
-        is_band = visible.needs_mask and visible.is_band
-        return self._choose(
-            query,
-            context,
-            has_mask=visible.needs_mask and not is_band,
-            has_band=is_band,
-            # Decided by training mode, not by grad mode: the forward pass without gradients and its
-            # recomputation must choose the same kernel, or they would sample different dropout.
-            causal_tokens=len(query) if visible.is_causal and self.training else 0,
-        )
-
-    def _mask(
-        self,
-        names: tuple[str, ...],
-        query: Tensor,
-        key: Tensor,
-        context: AttentionContext,
-        visible: VisibleKeys,
-    ) -> tuple[Tensor | None, bool]:
-        """Return the mask for a kernel, with the bias, and whether the kernel hides later keys."""
-        bias = context.bias
-        mask = visible.mask(query.device) if visible.needs_mask else None
-        if mask is not None and self.window is not None and not context.is_causal:
-            # A query in the padding may attend to no key, and an empty softmax is NaN: let it
-            # attend to all keys.
-            mask = mask | ~mask.any(-1, keepdim=True)
-        is_causal = visible.is_causal
-        if is_causal and (PLAIN in names or bias is not None):
-            mask, is_causal = band(len(query), len(key), -1, 0, query.device), False
-        if bias is not None and PLAIN not in names:
-            bias = bias.to(query.dtype)
-            mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
-        return mask, is_causal
+        names: tuple[str, ...] = (PLAIN,)
+        if context.sink is None:
+            names = self._choose(
+                query,
+                context,
+                has_mask=visible.needs_mask and not visible.is_band,
+                has_band=visible.is_band,
+                # Decided by training mode, not by grad mode: the forward pass without gradients and
+                # its recomputation must choose the same kernel, or they would sample different
+                # dropout.
+                causal_tokens=len(query) if visible.is_causal and self.training else 0,
+            )
+        if visible.is_band and FLASH in names and device.is_cuda(where):
+            return attend_to_band(query, key, value, visible, self.scale)
+        with fork_if(dropout > 0):
+            if BLOCKS in names:
+                fused = self.config.masked_softmax_fusion
+                out = causal_attention(query, key, value, self.scale, dropout, fused=fused)
+                return out.flatten(2)
+            mask = visible.mask(where)
+            if mask is not None and self.window is not None and not context.is_causal:
+                # A query in the padding may attend to no key, and an empty softmax is NaN: let it
+                # attend to all keys.
+                mask = mask | ~mask.any(-1, keepdim=True)
+            if visible.is_causal and (PLAIN in names or context.bias is not None):
+                mask = band(len(query), len(key), -1, 0, where)
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            if PLAIN in names:
+                out = self._plain(q, k, v, mask, context)
+            else:
+                is_causal = visible.is_causal and mask is None
+                out = self._kernel(names, (q, k, v), mask, context.bias, is_causal)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_one_by_one(
         self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
@@ -300,17 +268,14 @@ class DotProductAttention(MegatronModule):
         alone = context._replace(packed=None)
         return torch.cat([self._attend(q, k, v, alone) for q, k, v in parts])
 
-    def attend_in_ring(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        context: AttentionContext,
-        ring: Ring,
-        lengths: tuple[int, ...],
-    ) -> Tensor:
+    def attend_in_ring(self, qkv: QKV, context: AttentionContext, ring: Ring) -> Tensor:
         """Attend to the keys and values of all ranks of the ring; shapes as in `attend`.
 
-        ``lengths``: lengths of the sequences in a row, over all ranks.  Collective over the ring.
+        Collective over the ring.
         """
+        num_rows = len(qkv[0])
+        num_tokens = num_rows * ring.size
+        context = context.with_own_rows(num_rows, num_tokens)
         names = self._choose(
             qkv[0],
             context,
@@ -318,79 +283,69 @@ class DotProductAttention(MegatronModule):
             has_band=self.window is not None,
             by_blocks=True,
         )
-        rule = ScoreRule(
+        window = self.window
+        if window is not None and context.is_causal:
+            window = window[0], 0
+        plan = RingPlan(
+            ring=ring,
+            lengths=context.lengths(num_tokens),
+            is_causal=context.is_causal,
+            kernel=block_kernel(FUSED if FUSED in names else names[0]),
+            rule=self._score_rule(),
+            window=window,
+            hidden=context.hidden,
+            bias=context.bias,
+        )
+        with fork_if(self._dropout() > 0):
+            return ring_attention(*qkv, plan, context.sink).flatten(2)
+
+    def _score_rule(self) -> ScoreRule:
+        return ScoreRule(
             scale=self.scale,
             depth_scale=self.depth_scale,
             softcap=self.softcap,
             dropout=self._dropout(),
         )
-        window = self.window
-        if window is not None and context.is_causal:
-            window = causal_window(window)
-        plan = RingPlan(
-            ring=ring,
-            lengths=lengths,
-            is_causal=context.is_causal,
-            kernel=block_kernel(FUSED if FUSED in names else names[0]),
-            rule=rule,
-            window=window,
-            hidden=context.hidden,
-            bias=context.bias,
-        )
-        with fork_if(rule.dropout > 0):
-            return ring_attention(*qkv, plan, context.sink).flatten(2)
 
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
 
     def _choose(
-        self,
-        query: Tensor,
-        context: AttentionContext,
-        *,
-        has_mask: bool,
-        has_band: bool,
-        causal_tokens: int = 0,
-        by_blocks: bool = False,
-        value_dim: int = 0,
+        self, query: Tensor, context: AttentionContext, **properties: Any
     ) -> tuple[str, ...]:
-        return choose_for(
-            self.config.attention_backend,
-            # The fields of an `AttentionRequest` in their order.
-            query.dtype,
-            query.shape[-1],
-            value_dim,
-            device.is_cuda(query.device),
-            has_mask,
-            has_band,
-            context.bias is not None,
-            self._dropout() > 0,
-            self.softcap is not None,
-            causal_tokens,
-            by_blocks,
-            torch.are_deterministic_algorithms_enabled(),
-            device.launches_kernels(device.current()),
+        request = AttentionRequest(
+            dtype=query.dtype,
+            head_dim=query.shape[-1],
+            is_cuda=device.is_cuda(query.device),
+            has_bias=context.bias is not None,
+            has_dropout=self._dropout() > 0,
+            has_softcap=self.softcap is not None,
+            **properties,
         )
+        return choose(self.config.attention_backend, request)
 
     def _kernel(
         self,
         names: tuple[str, ...],
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: QKV,
         mask: Tensor | None,
+        bias: Tensor | None,
         is_causal: bool,
-        dropout: float,
     ) -> Tensor:
         query, key, value = qkv
+        if bias is not None:
+            bias = bias.to(query.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
         is_cuda = device.is_cuda(query.device)
         if is_cuda and FLASH not in names:  # only flash supports fewer key heads
             key, value = _repeat_heads(query, key, value)
-        with only_kernels(names) if is_cuda else nullcontext():
+        with sdpa_kernel([KERNELS[name] for name in names]) if is_cuda else nullcontext():
             return self.sdpa(
                 query,
                 key,
                 value,
                 attn_mask=mask,
-                dropout_p=dropout,
+                dropout_p=self._dropout(),
                 is_causal=is_causal,
                 scale=self.scale,
                 enable_gqa=query.shape[1] != key.shape[1],
@@ -408,12 +363,7 @@ class DotProductAttention(MegatronModule):
         scores = torch.matmul(query * (self.scale / self.depth_scale), key.transpose(-1, -2))
         if self.config.attention_softmax_in_fp32:
             scores = scores.to(wide(scores))
-        if self.depth_scale != 1:
-            scores = scores * self.depth_scale
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if context.bias is not None:
-            scores = scores + context.bias.to(scores.dtype)
+        scores = self._score_rule().finish(scores, context.bias)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
         if context.sink is not None:
@@ -440,13 +390,6 @@ def _is_one_row(query: Tensor, key: Tensor, context: AttentionContext) -> bool:
     has_gradient = context.bias is not None and context.bias.requires_grad
     is_same = context.first_query is None and key.shape[0] == num_tokens
     return context.documents is None and is_same and is_filled and not has_gradient
-
-
-def _either(mask: Tensor | None, hidden_keys: Tensor | None) -> Tensor | None:
-    """Combine a mask and hidden keys [k] into one mask."""
-    if mask is None or hidden_keys is None:
-        return mask if hidden_keys is None else hidden_keys[None, None, None]
-    return mask | hidden_keys
 
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

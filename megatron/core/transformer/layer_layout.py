@@ -47,10 +47,10 @@ def stacked_ranges(
     if num_ranks == 1:
         return range(depths[0]), range(depths[1])
     is_behind = pp_rank >= encoder_ranks
-    depth = depths[is_behind]
-    stage = pp_rank - encoder_ranks if is_behind else pp_rank
-    num_stages = num_ranks - encoder_ranks if is_behind else encoder_ranks
-    begin, end = (-(-depth * s // num_stages) for s in (stage, stage + 1))
+    stage, num_stages = pp_rank, encoder_ranks
+    if is_behind:
+        stage, num_stages = pp_rank - encoder_ranks, num_ranks - encoder_ranks
+    begin, end = (-(-depths[is_behind] * s // num_stages) for s in (stage, stage + 1))
     return (None, range(begin, end)) if is_behind else (range(begin, end), None)
 
 
@@ -105,7 +105,18 @@ def _num_slots(config: TransformerConfig) -> int:
 
 def layout_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
     """Yield an error message for each reason why the layers cannot be split as the flags ask."""
-    choices = _choices(config)
+    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
+    of_embedding = config.account_for_embedding_in_pipeline_split
+    of_loss = config.account_for_loss_in_pipeline_split
+    ways = {  # flags that determine the layers of a stage; only one kind may be given
+        LAYOUT: config.pipeline_model_parallel_layout is not None,
+        "--pipeline-split auto": config.pipeline_split == "auto",
+        _LAST if first is None else _FIRST: first is not None or last is not None,
+        f"--account-for-{'embedding' if of_embedding else 'loss'}-in-pipeline-split": (
+            of_embedding or of_loss
+        ),
+    }
+    choices = [flag for flag, is_given in ways.items() if is_given]
     if len(choices) > 1:
         yield f"{', '.join(choices)} each say which layers a stage has: give one of them"
     elif config.pipeline_model_parallel_layout is not None:
@@ -121,31 +132,12 @@ def layout_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
         yield from _even_problems(config, num_ranks)
 
 
-def _choices(config: TransformerConfig) -> list[str]:
-    """Return the given flags that determine the layers of a stage; only one kind may be given."""
-    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
-    accounts = {
-        "--account-for-embedding-in-pipeline-split": config.account_for_embedding_in_pipeline_split,
-        "--account-for-loss-in-pipeline-split": config.account_for_loss_in_pipeline_split,
-    }
-    ways = {
-        LAYOUT: config.pipeline_model_parallel_layout is not None,
-        "--pipeline-split auto": config.pipeline_split == "auto",
-        _FIRST if first is not None else _LAST: first is not None or last is not None,
-        next((flag for flag, given in accounts.items() if given), ""): any(accounts.values()),
-    }
-    return [flag for flag, is_given in ways.items() if is_given]
-
-
 def _even_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
-    given = {
-        flag: count
-        for flag, count in (
-            (_FIRST, config.decoder_first_pipeline_num_layers),
-            (_LAST, config.decoder_last_pipeline_num_layers),
-        )
-        if count is not None
+    counts = {
+        _FIRST: config.decoder_first_pipeline_num_layers,
+        _LAST: config.decoder_last_pipeline_num_layers,
     }
+    given = {flag: count for flag, count in counts.items() if count is not None}
     yield from (f"{flag} {n}: at least 1 is needed" for flag, n in given.items() if n < 1)
     slots, ends = _num_slots(config), sum(given.values())
     ranks = num_ranks - len(given)
@@ -184,23 +176,22 @@ def parse_layout(text: str) -> list[str]:
     nested: list[list[str]] = [[]]
     for token in _TOKENS.finditer(unquoted(text)):
         item, times = token["item"], token["times"]
-        if token["other"]:
-            raise ConfigError(f"{LAYOUT} {text}: {token['other']!r} is none of E t m L | ( ) *n")
         if item == "(":
             nested.append([])
-        elif item == ")":
-            if len(nested) == 1:
-                raise ConfigError(f"{LAYOUT} {text}: a ) without its (")
+        elif item == ")" and len(nested) > 1:
             group = "".join(nested.pop())
             nested[-1].append(group)
-        elif item:
-            nested[-1].append(item)
-        elif times:
-            if not nested[-1]:
-                raise ConfigError(f"{LAYOUT} {text}: nothing stands before *{times}")
+        elif times and nested[-1]:
             if len(nested[-1][-1]) * int(times) > _LONGEST:
                 raise ConfigError(f"{LAYOUT} {text}: more than {_LONGEST} letters")
             nested[-1][-1] *= int(times)
+        elif item and item != ")":
+            nested[-1].append(item)
+        elif item or times or token["other"]:
+            raise ConfigError(
+                f"{LAYOUT} {text}: {token[0]!r} is wrong at this place: write the letters E t m L, "
+                "a | between stages, and *n behind a letter or a group in ( )"
+            )
     if len(nested) > 1:
         raise ConfigError(f"{LAYOUT} {text}: a ( without its )")
     return "".join(nested[0]).split("|")
@@ -221,26 +212,15 @@ def _string_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]
             if len(stages) % num_ranks
             else f"{LAYOUT} {text} has {len(stages)} stages, not {num_ranks} x {num_chunks}"
         )
-    if not (whole.startswith("E") and stages[0] and whole.count("E") == 1):
-        yield f"{LAYOUT} {text}: write the embedding, E, once and first"
-    if not (whole.endswith("L") and stages[-1] and whole.count("L") == 1):
-        yield f"{LAYOUT} {text}: write the loss, L, once and last"
-    if whole.count("t") != config.num_layers:
+    # What predicts further tokens is computed with the loss.
+    end = "m" * (config.mtp_num_layers or 0) + "L"
+    is_right = whole == f"E{'t' * config.num_layers}{end}" and stages[0] != ""
+    if not is_right or not stages[-1].endswith(end):
+        counts = ", ".join(f"{whole.count(letter)} {letter}" for letter in "EtmL")
         yield (
-            f"{LAYOUT} {text} has {whole.count('t')} layers and --num-layers is "
-            f"{config.num_layers}: write a t for each layer"
-        )
-    num_ahead = config.mtp_num_layers or 0
-    if whole.count("m") != num_ahead:
-        yield (
-            f"{LAYOUT} {text} has {whole.count('m')} layers of multi-token prediction and "
-            f"--mtp-num-layers is {num_ahead}: write an m for each, right before the L"
-        )
-    elif not stages[-1].endswith("m" * num_ahead + "L"):
-        yield (
-            f"{LAYOUT} {text} puts a layer of multi-token prediction, m, apart from the loss: this "
-            f"version computes both in the last stage; end the layout with "
-            f"{'m' * num_ahead}L"
+            f"{LAYOUT} {text} has {counts}: write one E, in the first stage, a t for each of the "
+            f"{config.num_layers} layers (--num-layers), and last, in the last stage, {end} "
+            "(an m for each of --mtp-num-layers, and the loss)"
         )
 
 

@@ -59,6 +59,7 @@ class MLP(MegatronModule):
         is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
         self.act = openai_gelu if is_tanh_gelu else config.activation_func
         blocks = (1, 1) if config.gated_linear_unit else (1,)
+        where = device.current()
         offered = {"tp_group": tp_group, "is_expert": is_expert}
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
@@ -67,7 +68,11 @@ class MLP(MegatronModule):
             config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear,
-            skip_bias_add=self._adds_bias(is_expert),
+            # The kernel of the activation adds the bias, and sums its gradient.
+            skip_bias_add=config.add_bias_linear
+            and config.bias_activation_fusion
+            and not (config.gated_linear_unit or is_expert)
+            and adds_bias(self.act, torch.empty(0, dtype=config.params_dtype, device=where)),
             offered={**offered, "blocks": blocks},
         )
         self.linear_fc2: Callable[[Tensor], WithBias] = build_module(
@@ -81,13 +86,6 @@ class MLP(MegatronModule):
             skip_bias_add=is_expert or leaves_bias_to_sum(config, tp_group),
             offered=offered,
         )
-
-    def _adds_bias(self, is_expert: bool) -> bool:
-        """Return whether the kernel of the activation adds the bias, and sums its gradient."""
-        config = self.config
-        is_plain = config.add_bias_linear and not config.gated_linear_unit and not is_expert
-        like = torch.empty(0, dtype=config.params_dtype, device=device.current())
-        return is_plain and config.bias_activation_fusion and adds_bias(self.act, like)
 
     def activate(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """Apply the activation: [.., f/tp], if gated [.., 2 f/tp], -> [.., f/tp].

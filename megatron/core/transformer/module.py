@@ -46,7 +46,6 @@ class MegatronModule(nn.Module):
 
         Raises CheckpointError with ``sharded_offsets``, or if no submodule has process groups.
         """
-        del metadata
         if sharded_offsets:
             raise CheckpointError("sharded_offsets is not available: give a prefix instead")
         found = (vars(module).get("pg_collection") for module in self.modules())

@@ -15,21 +15,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
-from megatron.core.packed_seq_params import AttentionMask, PackedBounds, PackedSeqParams
 from megatron.core.tensor_parallel.layers import ReplicatedLinear, divide_over_group
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.attention import Projection, SelfAttentionBase
-from megatron.core.transformer.kv_cache import KVCache, PositionBias
+from megatron.core.transformer.attention import SelfAttentionBase
+from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import WithBias
 from megatron.core.transformer.rope import yarn_mscale
 from megatron.core.transformer.spec_utils import Slot, build_module
@@ -82,17 +82,15 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         self.local_heads = divide_over_group(heads, self.tp_group, "--num-attention-heads")
         self.is_sequence_sharded = c.sequence_parallel and self.tp_group.size() > 1
 
-        def up(input_size: int, width: int) -> Projection:
+        def up(input_size: int, width: int) -> Any:
             return self.projection(submodules.linear_up, input_size, heads * width, bias=False)
 
         def down(width: int) -> ReplicatedLinear:
             return ReplicatedLinear(c.hidden_size, width, config=c, init_method=c.init_method)
 
-        def norm(spec: Slot | None, width: int) -> Callable[[Tensor], Tensor]:
-            slot, eps = spec or nn.Identity, c.layernorm_epsilon
-            made: Callable[[Tensor], Tensor]
-            made = build_module(slot, config=c, hidden_size=width, eps=eps)
-            return made
+        def norm(spec: Slot | None, width: int) -> Any:
+            eps = c.layernorm_epsilon
+            return build_module(spec or nn.Identity, config=c, hidden_size=width, eps=eps)
 
         if c.q_lora_rank is None:
             self.linear_q_proj = up(c.hidden_size, self.query_width)
@@ -108,51 +106,40 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: AttentionMask | None = None,
+        attention_mask: Any = None,
         *,
         inference_context: KVCache | None = None,
         rotary_pos_emb: RotaryTable | None = None,
-        attention_bias: Tensor | PositionBias | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        attention_bias: Any = None,
+        **more: Any,
     ) -> WithBias:
         """See `SelfAttentionBase.forward`."""
-        cache = inference_context
-        if cache is None or not self.config.cache_mla_latents:
+        c, cache = self.config, inference_context
+        if cache is None or not c.cache_mla_latents:
             return super().forward(
                 hidden_states,
                 attention_mask,
                 inference_context=cache,
                 rotary_pos_emb=rotary_pos_emb,
                 attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params,
+                **more,
             )
         assert rotary_pos_emb is not None, "latent attention has rotary positions"
-        assert not isinstance(attention_mask, PackedBounds), "a cache takes a mask"
         narrow, key_position = self._narrow(hidden_states)
-        rotated = apply_rotary(
-            key_position.unsqueeze(2), rotary_pos_emb, fused=self.config.apply_rope_fusion
-        )
-        latents = torch.cat([narrow.unsqueeze(2), rotated], -1)
-        assert not isinstance(attention_bias, Tensor), "a cache takes a PositionBias"
-        query = self._query(self._narrow_query(hidden_states), rotary_pos_emb)
-        attend_to_latents = partial(
-            cache.attend, self.layer_number - 1, mask=attention_mask, bias=attention_bias
-        )
-        return self._from_latents(query, latents, attend_to_latents)
-
-    def _from_latents(
-        self, query: tuple[Tensor, Tensor], latents: Tensor, attend: Callable[..., Tensor]
-    ) -> WithBias:
-        """Attend with absorbed weights: latents [s, b, 1, l + r] are the keys of all heads.
-
-        ``query`` is the result of `_query`.  Returns [s, b, h] and the bias still to add.
-        """
-        c = self.config
+        rotated = apply_rotary(key_position.unsqueeze(2), rotary_pos_emb, fused=c.apply_rope_fusion)
+        latents = torch.cat([narrow.unsqueeze(2), rotated], -1)  # the keys of all heads
+        query, position = self._query(self._narrow_query(hidden_states), rotary_pos_emb)
         raising = self.linear_kv_up_proj.effective_weight().unflatten(0, (self.local_heads, -1))
         raises_key, raises_value = raising.split([c.qk_head_dim, c.v_head_dim], 1)
-        lowered = self.multiply_heads(query[0], raises_key.transpose(1, 2))
-        context = attend(
-            torch.cat([lowered, query[1]], -1), latents, latents[..., :0], self.core_attention
+        lowered = self.multiply_heads(query, raises_key.transpose(1, 2))
+        context = cache.attend(
+            self.layer_number - 1,
+            torch.cat([lowered, position], -1),
+            latents,
+            latents[..., :0],
+            self.core_attention,
+            mask=attention_mask,
+            bias=attention_bias,
         )
         context = context.unflatten(-1, (self.local_heads, -1))[..., : c.kv_lora_rank]
         return self.linear_proj(self.multiply_heads(context, raises_value).flatten(2))
@@ -182,7 +169,8 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
     def _narrow_query(self, hidden_states: Tensor) -> Tensor:
         if self.config.q_lora_rank is None:
             return hidden_states
-        return self.q_layernorm(self.linear_q_down_proj(hidden_states))
+        narrow: Tensor = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+        return narrow
 
     def _narrow(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalized latents of keys and values [.., l], and the key channels to rotate.

@@ -22,6 +22,7 @@ With LayerNorm each norm has a ``.bias`` too.  The embedding and the output laye
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -80,14 +81,8 @@ def tokens_ahead(
     for k in range(1, num_depths + 1):
         shifted = table.roll(-k, 0).masked_fill(places + k >= ends, 0)
         tokens, labels, mask = shifted[own].permute(1, 2, 0)
-        result.append(
-            ShiftedTargets(
-                tokens=tokens.long(),
-                labels=labels.long(),
-                loss_mask=mask.to(rows[2].dtype),
-                num_tokens=shifted[:, 2].sum(),
-            )
-        )
+        ids = tokens.long(), labels.long()
+        result.append(ShiftedTargets(*ids, mask.to(rows[2].dtype), shifted[:, 2].sum()))
     return result
 
 
@@ -115,8 +110,8 @@ class MultiTokenPredictionLayer(MegatronModule):
             layer_number=config.num_layers,
             offered={"pg_collection": pg_collection, "tp_group": pg_collection.tp},
         )
-        place = config.num_layers - 1
-        quantize_layer(self.transformer_layer, config, place, pg_collection=pg_collection)
+        layer, last = self.transformer_layer, config.num_layers - 1
+        quantize_layer(layer, config, last, pg_collection=pg_collection)
         self.final_layernorm = Norm(config, hidden, eps)
 
     def forward(
@@ -141,10 +136,10 @@ class MultiTokenPredictionLayer(MegatronModule):
             normed: Tensor = self.final_layernorm(out)
             return normed
 
-        config = self.config
-        if config.recompute_granularity == "full" and config.recompute_method != "block":
-            return checkpoint(compute, False, hidden, embedded)
-        return compute(hidden, embedded)
+        c = self.config
+        recomputes = c.recompute_granularity == "full" and c.recompute_method != "block"
+        run = partial(checkpoint, compute, False) if recomputes else compute
+        return run(hidden, embedded)
 
 
 class MultiTokenPrediction(MegatronModule):

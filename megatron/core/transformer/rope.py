@@ -69,15 +69,17 @@ def base_frequencies(width: int, base: float) -> Tensor:
 
 def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Divide the frequencies of long wavelengths by the factor, with a smooth transition."""
-    turns_kept = scaling.original_max_positions / scaling.high_freq_factor
-    turns_divided = scaling.original_max_positions / scaling.low_freq_factor
-    wavelength = 2 * math.pi / frequencies
-    divided = torch.where(wavelength > turns_divided, frequencies / scaling.factor, frequencies)
-    smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
+    context, low, high = (
+        scaling.original_max_positions,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
     )
+    wavelength = 2 * math.pi / frequencies
+    is_long = wavelength > context / low
+    divided = torch.where(is_long, frequencies / scaling.factor, frequencies)
+    smooth = (context / wavelength - low) / (high - low)
     between = (1 - smooth) * divided / scaling.factor + smooth * divided
-    is_between = (wavelength >= turns_kept) & (wavelength <= turns_divided)
+    is_between = (wavelength >= context / high) & ~is_long
     return torch.where(is_between, between, divided)
 
 
@@ -93,20 +95,9 @@ def yarn_frequencies(width: int, base: float, scaling: RopeScaling) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     ramp = (torch.arange(width // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
-    divided_share = ramp.clamp(0, 1)
-    base_freq = base_frequencies(width, base)
-    return base_freq / scaling.factor * divided_share + base_freq * (1 - divided_share)
-
-
-def longrope_frequencies(
-    width: int, base: float, scaling: RopeScaling, num_positions: int
-) -> Tensor:
-    """Divide the base frequencies by the factors of the short or the long context."""
-    is_long = num_positions > scaling.original_max_positions
-    factors = scaling.long_factors if is_long else scaling.short_factors
-    assert len(factors) == width // 2, f"longrope needs {width // 2} factors, not {len(factors)}"
-    stretch = torch.tensor(factors, dtype=torch.float32)
-    return 1.0 / (stretch * base ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    share = ramp.clamp(0, 1)
+    frequencies = base_frequencies(width, base)
+    return frequencies / scaling.factor * share + frequencies * (1 - share)
 
 
 class RotaryEmbedding(nn.Module):
@@ -145,12 +136,9 @@ class RotaryEmbedding(nn.Module):
         self._table: RotaryTable | None = None
         self._table_key: object = None
         self._held: Tensor | None = None
-        self._on_gpu: dict[object, Tensor] = {}  # frequencies, by context and device
-
-    @property
-    def reads_context(self) -> bool:
-        """Whether angles depend on the length of the context, as LongRoPE's do."""
-        return self.scaling is not None and self.scaling.kind == "longrope"
+        self._on_device: dict[object, Tensor] = {}  # frequencies, by context and device
+        # Whether angles depend on the length of the context, as LongRoPE's do.
+        self.reads_context = scaling is not None and scaling.kind == "longrope"
 
     def frequencies(self, num_positions: int) -> Tensor:
         """Return the frequencies for contexts of ``num_positions``: [r/2] float32 on the CPU."""
@@ -161,27 +149,24 @@ class RotaryEmbedding(nn.Module):
             return llama3_frequencies(base_frequencies(self.width, self.base), scaling)
         if scaling.kind == "yarn":
             return yarn_frequencies(self.width, self.base, scaling)
-        assert scaling.kind == "longrope", f"no rope scaling {scaling.kind!r}"
-        return longrope_frequencies(self.width, self.base, scaling, num_positions)
+        is_long = num_positions > scaling.original_max_positions
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        pairs = self.width // 2
+        assert len(factors) == pairs, f"longrope needs {pairs} factors, not {len(factors)}"
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float32) / self.width
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * self.base**exponents)
 
     def angles(self, positions: Tensor, num_positions: int) -> Tensor:
-        """Return the rotation angles of positions [s] or [s, b]: [s, 1 or b, 1, r/2] float32."""
+        """Return the angle of each pair at positions of any shape: [..., r/2] float32."""
         where = positions.float()
         if self.interpolation_factor is not None:
             where = where / self.interpolation_factor
-        angles = where.unsqueeze(-1) * self._frequencies_on(positions.device, num_positions)
-        return angles[:, None, None] if positions.dim() == 1 else angles[:, :, None]
-
-    def _frequencies_on(self, where: torch.device, num_positions: int) -> Tensor:
-        """Return `frequencies` on a device; a GPU keeps them, since the host waits for a copy."""
-        if not device.launches_kernels(where):
-            return self.frequencies(num_positions).to(where)
         scaling = self.scaling
         is_long = scaling is not None and num_positions > scaling.original_max_positions
-        key = is_long, where
-        if key not in self._on_gpu:
-            self._on_gpu[key] = self.frequencies(num_positions).to(where)
-        return self._on_gpu[key]
+        key = is_long, positions.device
+        if key not in self._on_device:  # the host would wait for each copy
+            self._on_device[key] = self.frequencies(num_positions).to(positions.device)
+        return where.unsqueeze(-1) * self._on_device[key]
 
     def table(
         self, num_positions: int, offset: int, dtype: torch.dtype, held: Tensor | None = None
@@ -207,8 +192,18 @@ class RotaryEmbedding(nn.Module):
         ``num_positions`` [s]: each token has a context of its own, which LongRoPE looks at.
         """
         if isinstance(num_positions, Tensor):
-            return self._table_of_contexts(positions, num_positions, dtype)
-        angles = self.angles(positions, num_positions)
+            short = self.table_at(positions, 0, dtype)
+            if self.scaling is None or not self.reads_context:
+                return short
+            longest = self.scaling.original_max_positions
+            long = self.table_at(positions, longest + 1, dtype)
+            is_long = (num_positions > longest)[:, None, None, None]
+            return short._replace(
+                cos=torch.where(is_long, long.cos, short.cos),
+                sin=torch.where(is_long, long.sin, short.sin),
+            )
+        angles = self.angles(positions, num_positions).unsqueeze(-2)
+        angles = angles if positions.dim() == 2 else angles.unsqueeze(1)
         amplitude = self.scaling.amplitude if self.scaling else 1.0
         cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
         windowed = None
@@ -216,25 +211,13 @@ class RotaryEmbedding(nn.Module):
             windowed = self.windowed.table_at(positions, num_positions, dtype)
         return RotaryTable(cos.to(dtype), sin.to(dtype), self.interleaved, windowed)
 
-    def _table_of_contexts(
-        self, positions: Tensor, num_positions: Tensor, dtype: torch.dtype
-    ) -> RotaryTable:
-        scaling = self.scaling
-        short = self.table_at(positions, 0, dtype)
-        if scaling is None or scaling.kind != "longrope":
-            return short
-        long = self.table_at(positions, scaling.original_max_positions + 1, dtype)
-        is_long = (num_positions > scaling.original_max_positions)[:, None, None, None]
-        cos, sin = (
-            torch.where(is_long, long.cos, short.cos),
-            torch.where(is_long, long.sin, short.sin),
-        )
-        return RotaryTable(cos, sin, self.interleaved, short.windowed)
-
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Return the rotation angle of each channel: [s, 1, 1, r] float32 (Megatron-LM's call)."""
         positions = torch.arange(offset, offset + max_seq_len, device=device.current())
-        angles = self.angles(positions, offset + max_seq_len)
+        return self._of_channels(self.angles(positions, offset + max_seq_len))[:, None, None]
+
+    def _of_channels(self, angles: Tensor) -> Tensor:
+        """Return the angle of each channel: [..., r/2] -> [..., r]."""
         if self.interleaved:
             return torch.stack((angles, angles), -1).flatten(-2)
         return torch.cat((angles, angles), -1)
@@ -289,12 +272,6 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
     def _channel_angles(self, position_ids: Tensor, sections: Sequence[int]) -> Tensor:
         """Return [s, b, 1, r]; the list of sections applies twice, once to each half."""
-        where = position_ids.float()
-        if self.interpolation_factor is not None:
-            where = where / self.interpolation_factor
-        angles = where.unsqueeze(-1) * self._frequencies_on(position_ids.device, 0)
-        both = torch.stack((angles, angles), -1).flatten(-2)
-        channels = both if self.interleaved else torch.cat((angles, angles), -1)
-        parts = channels.split([*sections, *sections], -1)
+        parts = self._of_channels(self.angles(position_ids, 0)).split([*sections, *sections], -1)
         chosen = torch.cat([part[i % 3] for i, part in enumerate(parts)], -1)
         return chosen.transpose(0, 1).unsqueeze(2)

@@ -122,8 +122,10 @@ class TransformerBlock(MegatronModule):
         takers.append(self.final_layernorm is not None)
         self._defer_sums = [a and b for a, b in pairwise(takers)]
 
-    def set_input_tensor(self, input_tensor: Tensor) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the previous stage's output; `forward` uses it in place of ``hidden_states``."""
+        if isinstance(input_tensor, list):
+            input_tensor = input_tensor[0]
         self.input_tensor = input_tensor
 
     def forward(
@@ -195,10 +197,9 @@ class TransformerBlock(MegatronModule):
         # An index into a ModuleList costs as much as 20 layers that are skipped.
         for i, layer in enumerate(islice(self.layers, start, stop), start):
             # Hooks take tensors, and those of FSDP free the layer's bias before the sum.
-            if self._defer_sums[i] and not layer._forward_hooks:
-                stream, _ = layer(stream, **shared, defers_sum=True)
-            else:
-                stream, _ = layer(stream, **shared)
+            defers = self._defer_sums[i] and not layer._forward_hooks
+            more = {"defers_sum": True} if defers else {}
+            stream, _ = layer(stream, **shared, **more)
         return stream
 
 

@@ -87,17 +87,19 @@ class ResidualLayer(MegatronModule):
 
         ``whole``: capture as much as possible, otherwise attention alone.  Empty parts are None.
         """
-        return (self._run_layer, None) if whole else (None, self._run_layer)
 
-    def _run_layer(self, hidden_states: Tensor, **shared: object) -> Tensor:
-        output: Tensor = self(hidden_states, **shared)[0]
-        return output
+        def run(hidden_states: Tensor, **shared: object) -> Tensor:
+            output: Tensor = self(hidden_states, **shared)[0]
+            return output
+
+        return (run, None) if whole else (None, run)
 
     def build_norm(self, spec: Slot) -> nn.Module:
         """Build a norm of hidden states from its spec."""
-        config = self.config
-        size, eps = config.hidden_size, config.layernorm_epsilon
-        norm: nn.Module = build_module(spec, config=config, hidden_size=size, eps=eps)
+        c = self.config
+        norm: nn.Module = build_module(
+            spec, config=c, hidden_size=c.hidden_size, eps=c.layernorm_epsilon
+        )
         return norm
 
     def add_part(
@@ -125,8 +127,9 @@ class ResidualLayer(MegatronModule):
         residual = normed if self.config.apply_residual_connection_post_layernorm else stream
         if self.config.fp32_residual_connection:
             residual = residual.float()
-        if norms[1] is not None:
-            added = _normed(norms[1], added)
+        if norms[1] is not None and not isinstance(norms[1], IdentityOp):
+            x, bias = added
+            added = norms[1](x if bias is None else x + bias), None
         prob = self.hidden_dropout if self.training else 0.0
         is_ours = bda is get_bias_dropout_add and self.config.bias_dropout_fusion
         if is_ours and adds_in_norm(*added, residual):
@@ -151,21 +154,18 @@ class TransformerLayer(ResidualLayer):
         """Build the submodules.  ``layer_number`` counts from 1 over the complete model."""
         super().__init__(config, layer_number, hidden_dropout, pg_collection=pg_collection)
         _check_norms(config, submodules)
-        norm, offered = self.build_norm, self.offered
+        norm = self.build_norm
+        more: dict[str, Any] = {"config": config, "offered": self.offered}
         self.input_layernorm = norm(submodules.input_layernorm)
-        self.self_attention = build_module(
-            submodules.self_attention, config=config, offered=offered
-        )
+        self.self_attention = build_module(submodules.self_attention, **more)
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
         self.pre_cross_attn_layernorm = norm(submodules.pre_cross_attn_layernorm)
-        self.cross_attention = build_module(
-            submodules.cross_attention, config=config, offered=offered
-        )
+        self.cross_attention = build_module(submodules.cross_attention, **more)
         self.cross_attn_bda = build_module(submodules.cross_attn_bda)
         self.has_cross_attention = not isinstance(self.cross_attention, IdentityOp)
         self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
-        self.mlp = build_module(submodules.mlp, config=config, offered=offered)
+        self.mlp = build_module(submodules.mlp, **more)
         self.mlp_bda = build_module(submodules.mlp_bda)
         self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
         whole_mlp = "moe" if isinstance(self.mlp, MoELayer) else "mlp"
@@ -178,10 +178,9 @@ class TransformerLayer(ResidualLayer):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         *,
-        inference_context: KVCache | None = None,
         defers_sum: bool = False,
         padding_mask: Tensor | None = None,
-        **more: object,
+        **more: Any,
     ) -> tuple[Stream, Tensor | None]:
         """Run the layer: [s, b, h] -> [s, b, h], and ``context`` unchanged.
 
@@ -190,14 +189,7 @@ class TransformerLayer(ResidualLayer):
         arguments of self attention (`SelfAttentionBase.forward`).  With ``defers_sum`` the caller
         takes a `PendingSum` too.
         """
-        attended = self.add_attention(
-            hidden_states,
-            attention_mask,
-            context,
-            context_mask,
-            inference_context=inference_context,
-            **more,
-        )
+        attended = self.add_attention(hidden_states, attention_mask, context, context_mask, **more)
         output = self.add_mlp(attended, padding_mask)
         return output if defers_sum else summed(output), context
 
@@ -247,17 +239,14 @@ class TransformerLayer(ResidualLayer):
             return super().capture_parts(whole=True)
         if isinstance(self.self_attention, IdentityOp) and not self.has_cross_attention:
             return super().capture_parts(whole=False)
-        return self._run_attention, self._run_mlp
 
-    def _run_attention(
-        self, hidden_states: Tensor, *, padding_mask: Tensor | None = None, **shared: Any
-    ) -> Tensor:
-        return summed(self.add_attention(hidden_states, **shared))
+        def attend(x: Tensor, *, padding_mask: Tensor | None = None, **shared: Any) -> Tensor:
+            return summed(self.add_attention(x, **shared))
 
-    def _run_mlp(
-        self, hidden_states: Tensor, *, padding_mask: Tensor | None = None, **_: object
-    ) -> Tensor:
-        return summed(self.add_mlp(hidden_states, padding_mask))
+        def compute(x: Tensor, *, padding_mask: Tensor | None = None, **_: object) -> Tensor:
+            return summed(self.add_mlp(x, padding_mask))
+
+        return attend, compute
 
 
 def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodules) -> None:
@@ -272,11 +261,3 @@ def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodul
             f"--layer-norm-placement {placement}: the spec of the layer places its norms "
             "differently; make it by get_gpt_layer_local_spec(config=config)"
         )
-
-
-def _normed(norm: nn.Module, x_with_bias: WithBias) -> WithBias:
-    """Apply ``norm`` to a sublayer's output including its bias; return it with bias None."""
-    if isinstance(norm, IdentityOp):
-        return x_with_bias
-    x, bias = x_with_bias
-    return norm(x if bias is None else x + bias), None

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from megatron.core import device
-from megatron.core.enums import AttnBackend
-from megatron.core.transformer import cudnn_attention
-from megatron.core.transformer.attention_backends import AttentionRequest, choose
 from megatron.training.planning.rank import cost_of_rank
 from tests.support.command_lines import run_of
 
@@ -41,16 +36,3 @@ def test_a_plan_counts_values_of_their_own_width() -> None:
 
 def test_a_plan_pads_values_of_other_widths() -> None:
     assert kept("--qk-head-dim 96") == kept("--qk-head-dim 96 --attention-backend flash")
-
-
-def test_a_plan_does_not_decide_for_the_gpu_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def request() -> AttentionRequest:
-        widths = {"head_dim": 192, "value_dim": 128, "causal_tokens": 64}
-        return AttentionRequest(dtype=torch.bfloat16, **widths)
-
-    with device.simulate_device("cuda"):
-        assert choose(AttnBackend.auto, request()) == ("fused",)
-    monkeypatch.setattr(device, "_current", torch.device("cuda"))
-    monkeypatch.setattr(cudnn_attention, "_reason_of_trial", lambda *_: "cuDNN: no plan")
-    assert choose(AttnBackend.auto, request()) == ("flash", "efficient")
-    choose.cache_clear()

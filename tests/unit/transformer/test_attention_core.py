@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.packed_seq_params import PackedBounds, PackedSeqParams
-from megatron.core.transformer import context_parallel, cudnn_attention, dot_product_attention
+from megatron.core.transformer import context_parallel, dot_product_attention
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     attention_report,
@@ -130,6 +130,7 @@ def test_a_sink_is_a_key_without_a_value(
     kind: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context_parallel, "_QUERIES", 3)  # a window in parts
+    context_parallel._in_window.cache_clear()
     options, call, seen = CASES[case]
     config = tiny_config(softmax_type=kind, params_dtype=torch.float64, **options)
     core = DotProductAttention(config, layer_number=3)
@@ -272,7 +273,7 @@ def test_windows_and_packed_sequences_run_in_the_flash_kernel_of_a_gpu(by_blocks
         return AttentionRequest(is_cuda=True, by_blocks=by_blocks, **values | changes)
 
     assert choose(AttnBackend.auto, gpu()) == ("flash",)
-    others = {row.name: row.reason for row in attention_report(AttnBackend.auto, gpu())}
+    others = attention_report(AttnBackend.auto, gpu())
     assert others["plain"] == "a faster implementation is used"
     dropout = "it does not support dropout with windows or packed sequences"
     assert refusal("flash", gpu(has_dropout=True)) == dropout
@@ -285,16 +286,12 @@ def test_windows_and_packed_sequences_run_in_the_flash_kernel_of_a_gpu(by_blocks
     assert choose(AttnBackend.auto, on_cpu) == (("plain",) if by_blocks else ("flash",))
 
 
-def test_values_narrower_than_keys_run_in_cudnn_where_it_takes_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_values_narrower_than_keys_run_in_cudnn_where_it_takes_them() -> None:
     def gpu(**changes: Any) -> AttentionRequest:
         values: dict[str, Any] = {"head_dim": 192, "value_dim": 128, "causal_tokens": 64}
         return AttentionRequest(is_cuda=True, dtype=torch.bfloat16, **values | changes)
 
-    monkeypatch.setattr(cudnn_attention, "unsupported_reason", lambda *_: None)
-    refusal.cache_clear()
-    choose.cache_clear()
+    assert choose(AttnBackend.auto, gpu()) == choose(AttnBackend.auto, gpu(capability=(10, 0)))
     assert choose(AttnBackend.auto, gpu()) == ("fused",)
     padded = ("flash", "efficient")
     assert choose(AttnBackend.auto, gpu(has_band=True)) == ("flash",)
@@ -302,13 +299,11 @@ def test_values_narrower_than_keys_run_in_cudnn_where_it_takes_them(
     assert choose(AttnBackend.auto, gpu(causal_tokens=0)) == padded
     assert choose(AttnBackend.auto, gpu(is_deterministic=True)) == padded
     assert choose(AttnBackend.flash, gpu()) == ("flash",)
-    monkeypatch.setattr(cudnn_attention, "unsupported_reason", lambda *_: "cuDNN: no plan")
-    refusal.cache_clear()
-    choose.cache_clear()
-    assert choose(AttnBackend.auto, gpu()) == padded
-    assert refusal("fused", gpu()) == "cuDNN: no plan"
-    refusal.cache_clear()
-    choose.cache_clear()
+    for other in (gpu(capability=(8, 0)), gpu(value_dim=64)):
+        assert choose(AttnBackend.auto, other) == padded
+        assert refusal("fused", other) == (
+            "it takes values narrower than keys on Hopper only, in the widths (192, 128)"
+        )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -325,18 +320,16 @@ def test_values_narrower_than_keys_are_padded_for_other_kernels(training: bool) 
 
 
 def test_the_report_has_a_reason_for_each_backend() -> None:
-    rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64))
-    assert [(r.name, r.is_chosen, r.reason) for r in rows] == [
-        ("blocks", False, "it supports only causal attention in training"),
-        ("flash", True, "chosen"),
-        ("fused", False, "it needs a GPU"),
-        ("efficient", False, "it needs a GPU"),
-        ("plain", False, "a faster implementation is used"),
-    ]
-    rows = attention_report(AttnBackend.local, request_of(torch.float32, 64))
-    assert [r.reason for r in rows if r.name == "flash"] == [
-        "--attention-backend local excludes it"
-    ]
+    request = request_of(torch.float32, 64)
+    assert attention_report(AttnBackend.auto, request) == {
+        "blocks": "it supports only causal attention in training",
+        "flash": "chosen",
+        "fused": "it needs a GPU",
+        "efficient": "it needs a GPU",
+        "plain": "a faster implementation is used",
+    }
+    excluded = "--attention-backend local excludes it"
+    assert attention_report(AttnBackend.local, request)["flash"] == excluded
 
 
 def test_training_on_short_sequences_runs_in_blocks() -> None:
@@ -348,12 +341,12 @@ def test_training_on_short_sequences_runs_in_blocks() -> None:
     on_gpu = AttentionRequest(is_cuda=True, dtype=torch.bfloat16, head_dim=64, causal_tokens=8)
     assert refusal("blocks", on_gpu) == "it runs on CPUs only"
     rows = attention_report(AttnBackend.auto, request_of(torch.float16, 64, causal_tokens=2048))
-    assert rows[0].reason == "it has no fast matmul for float16"
+    assert rows["blocks"] == "it has no fast matmul for float16"
     rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64, causal_tokens=127))
-    assert rows[0].reason == "a kernel is faster for 127 tokens"
+    assert rows["blocks"] == "a kernel is faster for 127 tokens"
     assert able(torch.bfloat16, causal_tokens=127) == ("blocks",)
     rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64, causal_tokens=2048))
-    assert rows[0].reason == "it would save the probabilities of 2048 tokens"
+    assert rows["blocks"] == "it would save the probabilities of 2048 tokens"
 
 
 @pytest.mark.parametrize("num_groups", [4, 2])
@@ -375,9 +368,10 @@ def test_blocks_are_the_kernel(num_groups: int) -> None:
 
 def test_evaluation_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    place = 1 + [*AttentionRequest.__dataclass_fields__].index("causal_tokens")
     monkeypatch.setattr(
-        dot_product_attention, "choose_for", lambda *p: [seen.append(p[place]), ("flash",)][1]
+        dot_product_attention,
+        "choose",
+        lambda _, request: [seen.append(request.causal_tokens), ("flash",)][1],
     )
     core = DotProductAttention(tiny_config(), layer_number=1)
     core(*inputs())

@@ -24,13 +24,6 @@ _ARGUMENTS = {
     "_scaled_dot_product_cudnn_attention": (
         f"{_QKV} attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale"
     ),
-    "_scaled_dot_product_efficient_attention": (
-        f"{_QKV} attn_bias compute_log_sumexp dropout_p is_causal scale"
-    ),
-    "_scaled_dot_product_efficient_attention_backward": (
-        f"grad_out_ {_QKV} attn_bias out logsumexp philox_seed philox_offset dropout_p "
-        "grad_input_mask is_causal scale"
-    ),
     "_scaled_mm": "self mat2 scale_a scale_b bias scale_result out_dtype use_fast_accum",
     "_scaled_mm_v2": (
         "self mat2 scale_a recipe_a swizzle_a scale_b recipe_b swizzle_b bias out_dtype "
@@ -46,8 +39,6 @@ _RESULTS = {
     "_flash_attention_forward": 5,  # output, log-sum-exp, state of dropout (2), debug mask
     "_flash_attention_backward": 3,
     "_scaled_dot_product_cudnn_attention": 9,
-    "_scaled_dot_product_efficient_attention": 4,  # output, log-sum-exp, state of dropout (2)
-    "_scaled_dot_product_efficient_attention_backward": 4,
 }
 
 

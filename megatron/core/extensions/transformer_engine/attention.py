@@ -16,7 +16,6 @@ from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.extensions.transformer_engine import engine
 from megatron.core.packed_seq_params import AttentionMask, PackedSeqParams
 from megatron.core.tensor_parallel.random import fork_if
-from megatron.core.transformer.attention_masks import causal_window
 from megatron.core.transformer.context_parallel import ContextParallelComm
 from megatron.core.transformer.dot_product_attention import CAUSAL, DotProductAttention
 
@@ -83,7 +82,7 @@ class TEDotProductAttention(DotProductAttention):
             query, key, value = (x.squeeze(1) for x in (query, key, value))  # [t, n, d]
             kind, more = "padding_causal" if is_causal else "padding", _packed(packed_seq_params)
         if self.window is not None:
-            more["window_size"] = causal_window(self.window) if is_causal else self.window
+            more["window_size"] = (self.window[0], 0) if is_causal else self.window
         module = self._module_for(query, key)
         with fork_if(self._dropout() > 0):
             out: Tensor = module(query, key, value, attn_mask_type=kind, **more)

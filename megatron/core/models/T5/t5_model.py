@@ -11,6 +11,7 @@ vocabulary, ``x/tp`` this rank's part of ``x``.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +35,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _HEAD = {f"output_layer.{part}": f"lm_head.output_layer.{part}" for part in ("weight", "bias")}
-POSITION_TYPES = ("learned_absolute", "rope", "relative", "none")
 
 
 class T5Model(LanguageModule):
     """An encoder-decoder language model."""
+
+    position_types = ("learned_absolute", "rope", "relative", "none")
 
     def __init__(
         self,
@@ -72,16 +74,15 @@ class T5Model(LanguageModule):
         super().__init__(
             config,
             groups,
-            vocab_size=vocab_size,
-            max_sequence_length=max_sequence_length,
-            position_embedding_type=position_embedding_type,
-            position_types=POSITION_TYPES,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-            pre_process=pre_process,
-            post_process=post_process,
-            fp16_lm_cross_entropy=fp16_lm_cross_entropy,
-            parallel_output=parallel_output,
-            rotary_percent=rotary_percent,
+            vocab_size,
+            max_sequence_length,
+            pre_process,
+            post_process,
+            fp16_lm_cross_entropy,
+            parallel_output,
+            share_embeddings_and_output_weights,
+            position_embedding_type,
+            rotary_percent,
             seq_len_interpolation_factor=seq_len_interpolation_factor,
             **of_language,
         )
@@ -192,11 +193,7 @@ class T5Model(LanguageModule):
             return self._as_message(torch.cat([context, hidden]))
         if lm_labels is not None:
             return self.token_losses(hidden, lm_labels)
-        gather = runtime_gather_output
-        if inference_context is not None:
-            hidden = inference_context.output_rows(hidden)
-            gather = True
-        return self.logits(hidden, gather=not self.parallel_output if gather is None else gather)
+        return self.generated_logits(hidden, inference_context, runtime_gather_output)
 
     def _encode(self, ids: Tensor | None, mask: Tensor | None, received: Tensor | None) -> Tensor:
         """Run the encoder: ids [b, s] to hidden states [s, b, h]."""
@@ -225,6 +222,9 @@ class T5Model(LanguageModule):
         assert self.decoder is not None, "called where it is"
         length = self.tokens_in_row(ids, received)
         table = self.decoder_relative_pos_emb
+        bias: Tensor | PositionBias | None = None
+        if table is not None:
+            bias = table(length, length) if cache is None else partial(_bias_of_rows, table)
         if received is not None:
             self.decoder.set_input_tensor(received)
         hidden: Tensor = self.decoder(
@@ -234,7 +234,7 @@ class T5Model(LanguageModule):
             context_mask=_needed(masks[1], is_causal=False),
             inference_context=cache,
             rotary_pos_emb=self.rotary_table(length, cache=cache),
-            attention_bias=None if table is None else _bias_of(table, length, cache),
+            attention_bias=bias,
         )
         return hidden
 
@@ -258,20 +258,16 @@ class T5Model(LanguageModule):
         if self.looks_up:
             return received, None
         assert ids is not None, "a later stage of the decoder needs its ids, for their number"
-        cut = self.tp_group.size() if self.config.sequence_parallel else 1
-        length = ids.shape[1] // cut
-        context, hidden = received.split([received.shape[0] - length, length])
+        length = ids.shape[1] // (self.tp_group.size() if self.config.sequence_parallel else 1)
+        context, hidden = received.split([len(received) - length, length])
         return context, hidden
 
 
-def _bias_of(
-    table: RelativePositionEmbedding, length: int, cache: KVCache | None
-) -> Tensor | PositionBias:
-    """Return the bias of a decoder's tokens; with a cache a function of positions."""
-    if cache is None:
-        bias: Tensor = table(length, length)
-        return bias
-    return lambda start, count, num_keys: table(count, num_keys, offset=start)
+def _bias_of_rows(
+    table: RelativePositionEmbedding, start: int, count: int, num_keys: int
+) -> Tensor:
+    bias: Tensor = table(count, num_keys, offset=start)
+    return bias
 
 
 def _encoder_stages(config: TransformerConfig, num_stages: int) -> int:

@@ -57,14 +57,9 @@ def _decoder(parts: LayerParts, num_layers: int) -> TransformerBlockSubmodules:
     layer = _layer(parts, AttnMaskType.causal)
     layer.submodules.pre_cross_attn_layernorm = parts.norm
     layer.submodules.cross_attention = ModuleSpec(
-        module=CrossAttention,
-        params={"attn_mask_type": AttnMaskType.padding},
-        submodules=CrossAttentionSubmodules(
-            linear_q=parts.column,
-            linear_kv=parts.column,
-            core_attention=parts.core_attention,
-            linear_proj=parts.row,
-        ),
+        CrossAttention,
+        {"attn_mask_type": AttnMaskType.padding},
+        CrossAttentionSubmodules(parts.column, parts.column, parts.core_attention, parts.row),
     )
     layer.submodules.cross_attn_bda = get_bias_dropout_add
     return TransformerBlockSubmodules([layer] * num_layers, parts.norm)

@@ -25,11 +25,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-POSITION_TYPES = ("learned_absolute", "rope", "none")
-
 
 class BertModel(LanguageModule):
     """An encoder that predicts masked tokens, and whether two texts are in order."""
+
+    position_types = ("learned_absolute", "rope", "none")
 
     def __init__(
         self,
@@ -65,17 +65,16 @@ class BertModel(LanguageModule):
         super().__init__(
             config,
             groups,
-            vocab_size=vocab_size,
-            max_sequence_length=max_sequence_length,
-            position_embedding_type=position_embedding_type,
-            position_types=POSITION_TYPES,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-            pre_process=pre_process,
-            post_process=post_process,
+            vocab_size,
+            max_sequence_length,
+            pre_process,
+            post_process,
+            fp16_lm_cross_entropy,
+            parallel_output,
+            share_embeddings_and_output_weights,
+            position_embedding_type,
+            rotary_percent,
             vp_stage=vp_stage,
-            fp16_lm_cross_entropy=fp16_lm_cross_entropy,
-            parallel_output=parallel_output,
-            rotary_percent=rotary_percent,
             seq_len_interpolation_factor=seq_len_interpolation_factor,
             **of_language,
         )
@@ -91,22 +90,18 @@ class BertModel(LanguageModule):
             vp_stage=vp_stage,
         )
         if post_process:
-            self._build_heads()
+            h = config.hidden_size
+            self.lm_head = BertLMHead(h, config)
+            self.output_layer = self.build_output_layer(bias=True)
+            self.output_layer.sequence_parallel = False  # it gets complete sequences
+            if add_binary_head:
+                self.pooler = Pooler(h, config)
+                self.binary_head = dense(h, 2, config)
         self.finalize_parameters("encoder")
-
-    def _build_heads(self) -> None:
-        config, h = self.config, self.config.hidden_size
-        self.lm_head = BertLMHead(h, config)
-        self.output_layer = self.build_output_layer(bias=True)
-        self.output_layer.sequence_parallel = False  # it is handed whole sequences
-        if self.add_binary_head:
-            self.pooler = Pooler(h, config)
-            self.binary_head = dense(h, 2, config)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the hidden states that the previous stage sent."""
-        received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-        self.encoder.set_input_tensor(received)
+        self.encoder.set_input_tensor(input_tensor)
 
     def forward(
         self,
@@ -139,10 +134,9 @@ class BertModel(LanguageModule):
         if self.config.sequence_parallel and self.tp_group.size() > 1:
             hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
         if self.return_embeddings:
-            mask = (
-                hidden.new_ones(hidden.shape[1::-1]) if attention_mask is None else attention_mask
-            )
-            return mean_of_text(hidden, mask)
+            if attention_mask is None:
+                attention_mask = hidden.new_ones(hidden.shape[1::-1])
+            return mean_of_text(hidden, attention_mask)
         order = self.binary_head(self.pooler(hidden)) if self.add_binary_head else None
         if lm_labels is None:
             return self.logits(self.lm_head(hidden), gather=not self.parallel_output), order

@@ -55,20 +55,21 @@ class LayerParts:
 
     def with_norm_inside(self, config: TransformerConfig | None) -> LayerParts | None:
         """Return the parts with norms fused into linear layers; None if a norm must be separate."""
-        if self.column_behind_norm is None:
-            return None
-        if config is not None and (
-            layer_shapes(config) is not None  # another part may take the place of the matrix
-            or config.layer_norm_placement != "pre"
-            or config.apply_residual_connection_post_layernorm
-            or config.fp32_residual_connection
-            or "layernorm" in config.modules_to_recompute
+        c = config or _DEFAULT
+        if (
+            self.column_behind_norm is None
+            or layer_shapes(c) is not None  # another part may take the place of the matrix
+            or c.layer_norm_placement != "pre"
+            or c.apply_residual_connection_post_layernorm
+            or c.fp32_residual_connection
+            or "layernorm" in c.modules_to_recompute
         ):
             return None
         return replace(self, column=self.column_behind_norm)
 
 
 LOCAL = LayerParts()
+_DEFAULT = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
 
 
 def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
@@ -79,12 +80,10 @@ def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
     # A plan is made for another machine.
     if device.is_cuda() and not device.launches_kernels(device.current()):
         return LOCAL
-    reason = unsupported_reason()
+    reason, parts = unsupported_reason(), LOCAL
     if reason is None and config is not None:
         reason = unsupported_matrices_reason(config)
         parts = replace(LOCAL, norm=TENorm, core_attention=TEDotProductAttention)
-    else:
-        parts = LOCAL
     if reason is None:
         return LayerParts(
             column=TEColumnParallelLinear,
@@ -127,10 +126,8 @@ def get_gpt_layer_local_spec(
     norms, come from ``config``.  The kind of norm and the precision always come from the model's
     config.
     """
-    del moe_grouped_gemm, fp8, moe_use_legacy_grouped_gemm, normalization
     if use_kitchen:
         raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
-    del qk_l2_norm  # the attention reads it in its config
     return layer_of(LOCAL, num_experts, qk_layernorm, multi_latent_attention, config=config)
 
 
@@ -143,77 +140,51 @@ def layer_of(
     config: TransformerConfig | None,
 ) -> ModuleSpec:
     """Return the spec of a causal layer built from ``parts``."""
-    qk_layernorm = qk_layernorm or (config is not None and config.qk_layernorm)
-    placement = "pre" if config is None else config.layer_norm_placement
-    is_latent = multi_latent_attention or (config is not None and config.multi_latent_attention)
+    c = config or _DEFAULT
+    placement = c.layer_norm_placement
+    is_latent = multi_latent_attention or c.multi_latent_attention
     before = IdentityOp if placement == "post" else parts.norm
     after = IdentityOp if placement == "pre" else parts.norm
     # A norm that is fused into the following linear layer leaves its own slot empty.
     inside = parts.with_norm_inside(config)
     is_dense = num_experts is None
+    norm: Slot | None = parts.norm if qk_layernorm or c.qk_layernorm else None
+    if is_latent:
+        attention = ModuleSpec(
+            MLASelfAttention,
+            submodules=MLASelfAttentionSubmodules(
+                parts.column, parts.core_attention, parts.row, norm, norm
+            ),
+        )
+    else:
+        if c.qk_l2_norm:
+            norm = None  # the norm without weights takes its place
+        if c.qk_layernorm_full_width:
+            norm = HeadsWideRMSNorm
+        column = (inside or parts).column
+        attention = ModuleSpec(
+            SelfAttention,
+            submodules=SelfAttentionSubmodules(column, parts.core_attention, parts.row, norm, norm),
+        )
+    attention.params["attn_mask_type"] = AttnMaskType.causal
+    if is_dense:
+        mlp = ModuleSpec(MLP, submodules=MLPSubmodules((inside or parts).column, parts.row))
+    else:
+        matrices = MLPSubmodules(parts.column, parts.row)
+        shared = ModuleSpec(SharedExpertMLP, submodules=matrices)
+        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(matrices, shared))
     return ModuleSpec(
-        module=TransformerLayer,
+        TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=IdentityOp if inside and not is_latent else before,
-            self_attention=_latent_attention(parts, qk_layernorm)
-            if is_latent
-            else _self_attention(inside or parts, qk_layernorm, config),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             post_self_attn_layernorm=after,
             pre_mlp_layernorm=IdentityOp if inside and is_dense else before,
-            mlp=_mlp(inside or parts) if is_dense else _experts(parts),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             post_mlp_layernorm=after,
         ),
-    )
-
-
-def _latent_attention(parts: LayerParts, qk_layernorm: bool) -> ModuleSpec:
-    return ModuleSpec(
-        module=MLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=MLASelfAttentionSubmodules(
-            linear_up=parts.column,
-            core_attention=parts.core_attention,
-            linear_proj=parts.row,
-            q_layernorm=parts.norm if qk_layernorm else None,
-            kv_layernorm=parts.norm if qk_layernorm else None,
-        ),
-    )
-
-
-def _self_attention(
-    parts: LayerParts, qk_layernorm: bool, config: TransformerConfig | None
-) -> ModuleSpec:
-    norm: Slot | None = parts.norm if qk_layernorm else None
-    if config is not None and config.qk_l2_norm:
-        norm = None  # the norm without weights takes its place
-    if config is not None and config.qk_layernorm_full_width:
-        norm = HeadsWideRMSNorm
-    return ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=parts.column,
-            core_attention=parts.core_attention,
-            linear_proj=parts.row,
-            q_layernorm=norm,
-            k_layernorm=norm,
-        ),
-    )
-
-
-def _mlp(parts: LayerParts) -> ModuleSpec:
-    return ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
-    )
-
-
-def _experts(parts: LayerParts) -> ModuleSpec:
-    matrices = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=matrices)
-    return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=matrices, shared_experts=shared)
     )
 
 
@@ -256,8 +227,6 @@ def get_gpt_layer_with_transformer_engine_spec(
 
     Without the package, warns once and uses plain PyTorch.
     """
-    del moe_grouped_gemm, fp8, moe_use_legacy_grouped_gemm, qk_l2_norm  # the config says it
-    del use_te_op_fuser  # a choice among kernels
     if use_kitchen:
         raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
     parts = transformer_engine_parts(config)
@@ -271,8 +240,10 @@ def get_gpt_decoder_block_spec(
     qk_l2_norm: bool = False,
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return a spec for every layer of the model; each stage selects its own."""
-    del normalization, qk_l2_norm, vp_stage  # the config and the stage say it
+    """Return a spec for every layer of the model; each stage selects its own.
+
+    The config gives the normalization.
+    """
     parts = transformer_engine_parts(config) if use_transformer_engine else LOCAL
     dense, sparse = (layer_of(parts, n, config=config) for n in (None, config.num_moe_experts))
     layers = [sparse if has_experts(config, i) else dense for i in range(config.num_layers)]
@@ -286,7 +257,6 @@ def get_gpt_mtp_block_spec(
     vp_stage: int | None = None,
 ) -> Slot | None:
     """Return the spec of the multi-token prediction layer: the last decoder layer's, or None."""
-    del use_transformer_engine, vp_stage  # the spec says it; it stands where the output layer does
     layers = block_submodules(config, spec).layer_specs
     return layers[-1] if config.mtp_num_layers and layers else None
 

@@ -28,11 +28,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec, Slot
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-POSITION_TYPES = ("learned_absolute", "rope", "mrope", "alibi", "none")
-
 
 class GPTModel(LanguageModule):
     """A decoder-only language model."""
+
+    position_types = ("learned_absolute", "rope", "mrope", "alibi", "none")
 
     def __init__(
         self,
@@ -66,18 +66,17 @@ class GPTModel(LanguageModule):
         super().__init__(
             config,
             groups,
-            vocab_size=vocab_size,
+            vocab_size,
+            max_sequence_length,
+            pre_process,
+            post_process,
+            fp16_lm_cross_entropy,
+            parallel_output,
+            share_embeddings_and_output_weights,
+            position_embedding_type,
+            rotary_percent,
             unpadded_vocab_size=unpadded_vocab_size,
-            max_sequence_length=max_sequence_length,
-            position_embedding_type=position_embedding_type,
-            position_types=POSITION_TYPES,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-            pre_process=pre_process,
-            post_process=post_process,
             vp_stage=vp_stage,
-            fp16_lm_cross_entropy=fp16_lm_cross_entropy,
-            parallel_output=parallel_output,
-            rotary_percent=rotary_percent,
             rotary_base=rotary_base,
             rope_scaling=rope_scaling,
             rope_scaling_factor=rope_scaling_factor,
@@ -116,8 +115,7 @@ class GPTModel(LanguageModule):
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the hidden states that the previous stage sent."""
-        received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-        self.decoder.set_input_tensor(received)
+        self.decoder.set_input_tensor(input_tensor)
 
     def forward(
         self,
@@ -180,11 +178,7 @@ class GPTModel(LanguageModule):
                     hidden, rows, attention_mask, shared, packed_seq_params
                 )
             return (self.loss_runner or self.token_losses)(hidden, labels)
-        if inference_context is not None:
-            hidden = inference_context.output_rows(hidden)
-            runtime_gather_output = True
-        gather = runtime_gather_output
-        return self.logits(hidden, gather=not self.parallel_output if gather is None else gather)
+        return self.generated_logits(hidden, inference_context, runtime_gather_output)
 
     def predict_ahead(self, hidden: Tensor, tokens: Tensor, depth: int, cache: KVCache) -> Tensor:
         """Return the hidden states [N, 1, h] of MTP ``depth`` (from 0) in generation.

@@ -24,7 +24,7 @@ from megatron.core.models.multimodal.context_parallel import (
     split_over_ranks,
 )
 from megatron.core.models.multimodal.splicing import IGNORE_INDEX as IGNORE_INDEX
-from megatron.core.models.multimodal.splicing import Splice, splice
+from megatron.core.models.multimodal.splicing import Splice, splice, value_of_image
 from megatron.core.models.vision.clip_vit_model import (
     CLIPViTModel,
     EmbeddingTable,
@@ -107,7 +107,7 @@ class LLaVAModel(MegatronModule):
         self.row_length = language_max_sequence_length if row_length is None else row_length
         self.drops_class_token = drop_vision_class_token
         self.merges_neighbours = pixel_shuffle
-        self.arranges_tiles = has_image_newline
+        self.arranges_tiles = self.reads_image_sizes = has_image_newline
         self.packs_samples = packs_samples
         self.language_model = GPTModel(
             language_transformer_config,
@@ -134,8 +134,17 @@ class LLaVAModel(MegatronModule):
             own = groups.without_context_parallelism()
             self.vision_model = self.build_encoder(*layers, own, model_subtype=subtype, **sizes)
             projector = vision_projection_config, vision_projection_layer_spec
-            self._build_projector(*projector, vision_projection_type)
+            self._build_projector(*projector, vision_projection_type, self.vision_model)
         self._finalize_parameters()
+
+    def _build_projector(
+        self, config: TransformerConfig, spec: MLPSubmodules, kind: str, encoder: VisionModule
+    ) -> None:
+        width = encoder.config.hidden_size * (4 if self.merges_neighbours else 1)
+        if self.arranges_tiles:
+            self.image_newline = EmbeddingTable(config, 1)
+        group = self.pg_collection.tp
+        self.vision_projection = MultimodalProjector(config, spec, kind, width, tp_group=group)
 
     def build_encoder(
         self,
@@ -146,14 +155,6 @@ class LLaVAModel(MegatronModule):
     ) -> VisionModule:
         """Build the encoder of images; ``sizes``: further arguments of its class."""
         return CLIPViTModel(config, spec, pg_collection=groups, **sizes)
-
-    def _build_projector(self, config: TransformerConfig, spec: MLPSubmodules, kind: str) -> None:
-        assert self.vision_model is not None, "its output is the projector's input"
-        width = self.vision_model.config.hidden_size * (4 if self.merges_neighbours else 1)
-        if self.arranges_tiles:
-            self.image_newline = EmbeddingTable(config, 1)
-        group = self.pg_collection.tp
-        self.vision_projection = MultimodalProjector(config, spec, kind, width, tp_group=group)
 
     def _finalize_parameters(self) -> None:
         """Put the names of the parts before the global names that each has assigned; initialize."""
@@ -172,12 +173,13 @@ class LLaVAModel(MegatronModule):
         freeze_vision_projection: bool,
     ) -> None:
         """Exclude parts from training: their parameters get no gradients and no optimizer state."""
-        parts: list[nn.Module | None] = []
-        parts += [self.language_model] if freeze_language_model else []
-        parts += [self.vision_model] if freeze_vision_model else []
-        parts += [self.vision_projection, self.image_newline] if freeze_vision_projection else []
-        for part in parts:
-            if part is not None:
+        for part, is_frozen in (
+            (self.language_model, freeze_language_model),
+            (self.vision_model, freeze_vision_model),
+            (self.vision_projection, freeze_vision_projection),
+            (self.image_newline, freeze_vision_projection),
+        ):
+            if part is not None and is_frozen:
                 part.requires_grad_(False)
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
@@ -228,7 +230,7 @@ class LLaVAModel(MegatronModule):
         if self.pre_process:
             ids = input_ids.masked_fill(is_image, 0)
             text = self.language_model.embedding(ids, position_ids).transpose(0, 1)
-            combined = self._combined(where, text, (images, image_sizes), arrangements)
+            combined = self._combined(where, text, images, image_sizes, arrangements)
         cp = self.pg_collection.cp
         output = self.language_model(
             None,
@@ -274,19 +276,13 @@ class LLaVAModel(MegatronModule):
         projected: Tensor = self.vision_projection(found)
         return projected.flatten(0, 1)
 
-    @property
-    def reads_image_sizes(self) -> bool:
-        """Whether images need ``image_sizes``."""
-        return self.arranges_tiles
-
     def rows_of_images(self, images: Tensor, image_sizes: Tensor | None = None) -> Tensor:
         """Return the rows that stand for images in a text, in their order: [t, 3, H, W] -> [n, h].
 
         ``image_sizes``: as in `forward`.  Collective over the tensor-parallel group.
         """
-        arrangements: Sequence[TileArrangement] | None = None
-        if self.arranges_tiles and image_sizes is not None:
-            arrangements = self._arrangements(image_sizes)
+        has_rows = self.arranges_tiles and image_sizes is not None
+        arrangements = self._arrangements(image_sizes) if has_rows else None
         return self._arranged(images, image_sizes, arrangements)
 
     def _arranged(
@@ -302,20 +298,25 @@ class LLaVAModel(MegatronModule):
         found = self.image_embeddings(images, image_sizes)
         if self.image_newline is not None:
             found = torch.cat([found, self.image_newline.weight])
-        return found if arrangements is None else found[self._order(arrangements, found)]
+        if arrangements is None:
+            return found
+        rows: list[Tensor] = []
+        first = 0
+        for each in arrangements:
+            order = torch.from_numpy(each.order)
+            rows.append(torch.where(order == NEWLINE, len(found) - 1, order + first))
+            first += each.num_tiles * self.embeddings_per_tile
+        return found[torch.cat(rows).to(found.device)]
 
     def _combined(
         self,
         where: Splice,
         text: Tensor,
-        given: tuple[Tensor | None, Tensor | None],
+        images: Tensor | None,
+        sizes: Tensor | None,
         arrangements: Sequence[TileArrangement] | None,
     ) -> Tensor:
-        """Return the embeddings of texts and images: [L, b, h], [L/tp, b, h] if it is split.
-
-        ``given``: images and their sizes.
-        """
-        images, sizes = given
+        """Return the embeddings of texts and images: [L, b, h], [L/tp, b, h] if it is split."""
         if self.vision_model is not None:
             seen = images if images is not None and len(images) else self.blank_images(text.device)
             is_blank = seen is not images
@@ -338,19 +339,9 @@ class LLaVAModel(MegatronModule):
         mask = split_over_ranks(is_padding, self.config, self.pg_collection)
         return {"padding_mask": mask.transpose(0, 1)}
 
-    def _arrangements(self, image_sizes: Tensor) -> list[TileArrangement]:
+    def _arrangements(self, image_sizes: Any) -> list[TileArrangement]:
         count = self.embeddings_per_tile
         return [TileArrangement.of_size(size, count) for size in image_sizes.tolist()]
-
-    def _order(self, arrangements: Sequence[TileArrangement], found: Tensor) -> Tensor:
-        """Return the rows of ``found`` for all images; its last row is the newline."""
-        rows: list[Tensor] = []
-        first = 0
-        for each in arrangements:
-            order = torch.from_numpy(each.order)
-            rows.append(torch.where(order == NEWLINE, len(found) - 1, order + first))
-            first += each.num_tiles * self.embeddings_per_tile
-        return torch.cat(rows).to(found.device)
 
     def blank_images(self, where: torch.device) -> Tensor:
         """Return one tile, which the encoder reads if no row has an image."""
@@ -365,18 +356,15 @@ class LLaVAModel(MegatronModule):
         arrangements: Sequence[TileArrangement] | None,
     ) -> Tensor:
         """Return the embeddings that each token [b, s] stands for, 0 for text."""
-        per_tile = self.embeddings_per_tile
         if arrangements is not None:
             sizes = [len(each.order) for each in arrangements]
-            num_image_tiles = torch.tensor(sizes, dtype=torch.int64)
-            per_tile = 1
-        if num_image_tiles is None:
-            return is_image * per_tile
-        if num_image_tiles.shape == is_image.shape and num_image_tiles.dim() == 2:
-            return is_image * num_image_tiles * per_tile
-        numbers = torch.cat([num_image_tiles.new_zeros(1), num_image_tiles.flatten()])
-        number = is_image.flatten().cumsum(0).view_as(is_image).clamp(max=len(numbers) - 1)
-        return is_image * numbers.to(is_image.device)[number] * per_tile
+            return value_of_image(is_image, torch.tensor(sizes, dtype=torch.int64))
+        numbers: Tensor | int = 1
+        if num_image_tiles is not None:
+            numbers = num_image_tiles
+            if numbers.shape != is_image.shape:
+                numbers = value_of_image(is_image, numbers.flatten())
+        return is_image * numbers * self.embeddings_per_tile
 
     def _length(self, is_image: Tensor, counts: Tensor) -> int:
         """Return L: stages, and ranks that exchange tokens of experts, need rows of one length.
@@ -405,11 +393,11 @@ class LLaVAModel(MegatronModule):
             return
         if arrangements is not None:
             tiles = sum(each.num_tiles for each in arrangements)
-            is_right = int((counts > 0).sum()) == len(arrangements) and tiles == len(images)
-            if not is_right:
+            places = int((counts > 0).sum())
+            if places != len(arrangements) or tiles != len(images):
                 raise DataError(
                     f"{len(arrangements)} images have {tiles} tiles; the text has places for "
-                    f"{int((counts > 0).sum())} images, and {len(images)} tiles are given"
+                    f"{places} images, and {len(images)} tiles are given"
                 )
             return
         wanted, given = int(counts.sum()), len(images) * self.embeddings_per_tile

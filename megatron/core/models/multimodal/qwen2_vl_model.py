@@ -22,7 +22,7 @@ from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.multimodal.context_parallel import held_positions
 from megatron.core.models.multimodal.llava_model import LLaVAModel
-from megatron.core.models.multimodal.splicing import Splice
+from megatron.core.models.multimodal.splicing import Splice, value_of_image
 from megatron.core.models.vision.clip_vit_model import replicated
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -119,6 +119,7 @@ class Qwen2VLModel(LLaVAModel):
         more["pixel_shuffle"] = True  # the projector reads 2 x 2 patches as one
         super().__init__(*args, img_h=img_h, img_w=img_w, patch_dim=patch_dim, **more)
         self.embeddings_per_tile = 1
+        self.reads_image_sizes = True
 
     def build_encoder(
         self,
@@ -129,11 +130,6 @@ class Qwen2VLModel(LLaVAModel):
     ) -> Qwen2VLVisionModel:
         """Build the encoder of images."""
         return Qwen2VLVisionModel(config, spec, sizes["patch_dim"], pg_collection=groups)
-
-    @property
-    def reads_image_sizes(self) -> bool:
-        """Whether images need ``image_sizes``."""
-        return True
 
     def image_embeddings(self, images: Tensor, image_sizes: Tensor | None = None) -> Tensor:
         """Encode and project blocks of patches: [t, 4, values] -> [t, h]."""
@@ -151,7 +147,7 @@ class Qwen2VLModel(LLaVAModel):
             return [*whole, *[(1, MERGE, MERGE)] * (len(images) % blocks)]
         if image_sizes is None or not len(image_sizes):
             return [(1, MERGE, MERGE)] * len(images)  # a blank image
-        return [(t, h, w) for t, h, w in image_sizes.tolist()]
+        return list(map(tuple, image_sizes.tolist()))
 
     def blank_images(self, where: torch.device) -> Tensor:
         """Return one block of patches."""
@@ -166,9 +162,6 @@ class Qwen2VLModel(LLaVAModel):
         if self.language_model.position_embedding_type != "mrope" or image_sizes is None:
             return None
         blocks = image_sizes // image_sizes.new_tensor([1, MERGE, MERGE])
-        blocks = torch.cat([blocks.new_zeros(1, 3), blocks])
-        number = is_image.flatten().cumsum(0).view_as(is_image).clamp(max=len(blocks) - 1)
-        sizes = blocks[number] * is_image.unsqueeze(-1)
-        grid = where.grid_positions(sizes)
+        grid = where.grid_positions(value_of_image(is_image, blocks))
         cp = self.pg_collection.cp
         return torch.stack([held_positions(each, cp) for each in grid])

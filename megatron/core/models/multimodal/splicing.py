@@ -65,6 +65,13 @@ class Splice:
         return start + within * self.is_image
 
 
+def value_of_image(is_image: Tensor, values: Tensor) -> Tensor:
+    """Return the row of ``values`` [images, ...] of the image at each token [b, s]; 0 at text."""
+    values = torch.cat([values.new_zeros(1, *values.shape[1:]), values]).to(is_image.device)
+    number = is_image.flatten().cumsum(0).view_as(is_image).clamp(max=len(values) - 1)
+    return values[number * is_image]
+
+
 def splice(is_image: Tensor, counts: Tensor, length: int | None = None) -> Splice:
     """Return where tokens and images of rows [b, s] go.
 

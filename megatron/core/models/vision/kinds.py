@@ -29,6 +29,9 @@ KINDS = {
 }
 
 
+_UNKNOWN = f"vision model {{}} is unknown; give one of {', '.join(KINDS)}"
+
+
 def get_num_image_embeddings(
     img_h: int,
     img_w: int,
@@ -42,20 +45,18 @@ def get_num_image_embeddings(
 
     An encoder for images of any size gives so many for one of ``img_h`` x ``img_w``.
     """
-    if problem := _unknown(vision_model_type):
-        raise ConfigError(problem)
+    kind = KINDS.get(vision_model_type)
+    if kind is None:
+        raise ConfigError(_UNKNOWN.format(vision_model_type))
     count = (img_h // patch_dim) * (img_w // patch_dim)
-    if KINDS[vision_model_type].has_class_token and not disable_vision_class_token:
+    if kind.has_class_token and not disable_vision_class_token:
         count += class_token_len
-    merges = pixel_shuffle or KINDS[vision_model_type].reads_any_size
-    return count // 4 if merges else count
+    return count // 4 if pixel_shuffle or kind.reads_any_size else count
 
 
 def image_problems(subtype: str, img_h: int, img_w: int, patch_dim: int) -> list[str]:
     """Return why an encoder cannot be built for images of this size; nothing if it can."""
-    problems = []
-    if problem := _unknown(subtype):
-        problems.append(problem)
+    problems = [] if subtype in KINDS else [_UNKNOWN.format(subtype)]
     blocks = subtype in KINDS and KINDS[subtype].reads_any_size
     for flag, size in (("--img-h", img_h), ("--img-w", img_w)):
         if blocks and size % (2 * patch_dim):
@@ -63,9 +64,3 @@ def image_problems(subtype: str, img_h: int, img_w: int, patch_dim: int) -> list
         elif size % patch_dim or size < patch_dim:
             problems.append(f"{flag} {size} is not a multiple of --patch-dim {patch_dim}")
     return problems
-
-
-def _unknown(subtype: str) -> str | None:
-    if subtype in KINDS:
-        return None
-    return f"vision model {subtype} is unknown; give one of {', '.join(KINDS)}"

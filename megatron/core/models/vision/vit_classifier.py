@@ -88,11 +88,6 @@ class ViTClassifier(VisionModule):
         """Return None: no weight is on two stages."""
         return None
 
-    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Set the hidden states that the previous stage sent."""
-        received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-        super().set_input_tensor(received)
-
     def forward(self, images: Tensor | None) -> Tensor:
         """Map images [b, 3, H, W] to logits [b, c] in float32.
 
@@ -103,17 +98,17 @@ class ViTClassifier(VisionModule):
         if self.pre_process:
             assert images is not None, "the first stage reads images"
             embedded = self._embedded(images)
-        hidden: Tensor = self.decoder(embedded, self._padding())
+        padding: Tensor | None = None  # mask of keys [1, 1, 1, s], True for padding
+        if self.sequence_length > self.num_embeddings:
+            places = torch.arange(self.sequence_length, device=device.current())
+            padding = (places >= self.num_embeddings)[None, None, None]
+        hidden: Tensor = self.decoder(embedded, padding)
         if not self.post_process:
             return hidden
-        if self._is_sharded:
+        if self.is_sharded:
             hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
         logits: Tensor = self.classifier(hidden[0])
         return logits.float()
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self.config.sequence_parallel and self.tp_group.size() > 1
 
     def _embedded(self, images: Tensor) -> Tensor:
         """Return the embeddings [s, b, h], [s/tp, b, h] with sequence parallelism."""
@@ -122,18 +117,11 @@ class ViTClassifier(VisionModule):
         hidden = hidden + self.position_embeddings.weight
         num_padding = self.sequence_length - self.num_embeddings
         hidden = F.pad(hidden, (0, 0, 0, num_padding)).transpose(0, 1).contiguous()
-        if self._is_sharded:
+        if self.is_sharded:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
         if self.training and self.config.hidden_dropout > 0:
-            with fork_for_tokens(True, is_sequence_sharded=self._is_sharded):
+            with fork_for_tokens(True, is_sequence_sharded=self.is_sharded):
                 hidden = F.dropout(hidden, self.config.hidden_dropout)
         return hidden
-
-    def _padding(self) -> Tensor | None:
-        """Return the mask [1, 1, 1, s] of keys, True for padding; None without padding."""
-        if self.sequence_length == self.num_embeddings:
-            return None
-        places = torch.arange(self.sequence_length, device=device.current())
-        return (places >= self.num_embeddings)[None, None, None]

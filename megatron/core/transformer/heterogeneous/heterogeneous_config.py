@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import UnionType
-from typing import TypedDict
+from typing import Any
 
 import torch.nn.functional as F
 
@@ -23,25 +23,6 @@ FLAG = "--heterogeneous-layers-config-path"
 FULL, LINEAR, NO_OP = "full", "linear", "no_op"
 _WIDTH_MULTIPLE = 256
 _LARGEST = 1 << 20  # of numbers of heads, and of factors of widths
-
-
-class _Part(TypedDict, total=False):
-    no_op: bool
-    replace_with_linear: bool
-    n_heads_in_group: int | None  # of attention
-    ffn_mult: float | None  # of an MLP
-
-
-class _Block(TypedDict, total=False):
-    attention: _Part | None
-    ffn: _Part | None
-
-
-class _File(TypedDict, total=False):
-    block_configs: list[_Block]
-    hidden_size: int
-    hidden_act: str
-    num_attention_heads: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +49,7 @@ def layer_shapes(config: TransformerConfig) -> tuple[LayerShape, ...] | None:
     if not text and path is None:
         return None
     try:
-        found: _File = json.loads(text or Path(path or "").read_text(encoding="utf-8"))
+        found: Any = json.loads(text or Path(path or "").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{FLAG} {str(path or text)[:200]} cannot be read: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("block_configs"), list):
@@ -80,8 +61,8 @@ def layer_shapes(config: TransformerConfig) -> tuple[LayerShape, ...] | None:
     return tuple(_layer(block, config.hidden_size) for block in found["block_configs"])
 
 
-def _check_types(found: _File) -> None:
-    """Raise ConfigError for values that are none of the types above, or too large."""
+def _check_types(found: dict[str, Any]) -> None:
+    """Raise ConfigError for values of wrong types, or too large."""
     heads = found.get("num_attention_heads", 1)
     if not _is_number(heads, int):
         raise ConfigError(f"{FLAG}: num_attention_heads {heads!r:.80}: give a number above 0")
@@ -107,7 +88,7 @@ def _is_number(value: object, kind: type | UnionType) -> bool:
     return isinstance(value, kind) and 0 < value <= _LARGEST
 
 
-def _contradictions(found: _File, config: TransformerConfig) -> list[str]:
+def _contradictions(found: dict[str, Any], config: TransformerConfig) -> list[str]:
     """Return an error message for each size in the file that differs from the command line."""
     blocks = found["block_configs"]
     given = [(block.get("attention") or {}).get("n_heads_in_group") for block in blocks]
@@ -132,7 +113,7 @@ def _contradictions(found: _File, config: TransformerConfig) -> list[str]:
     ]
 
 
-def _layer(block: _Block, hidden_size: int) -> LayerShape:
+def _layer(block: dict[str, Any], hidden_size: int) -> LayerShape:
     ffn = block.get("ffn") or {}
     attention, mlp = _kind(block.get("attention") or {}), _kind(ffn)
     if mlp != FULL:
@@ -143,7 +124,7 @@ def _layer(block: _Block, hidden_size: int) -> LayerShape:
     return LayerShape(attention, mlp, width_of(factor, hidden_size))
 
 
-def _kind(part: _Part) -> str:
+def _kind(part: dict[str, Any]) -> str:
     if part.get("no_op"):
         return NO_OP
     return LINEAR if part.get("replace_with_linear") else FULL

@@ -6,7 +6,7 @@ package needs GPUs, so CPU tests use a stand-in with this interface.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,29 +31,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 PACKAGE = "deep_ep"
 
 
-class _Event(Protocol):
-    def current_stream_wait(self) -> None: ...
-
-
-class _Buffer(Protocol):
-    """The methods of ``deep_ep.Buffer`` used here; a handle stores the routing of a dispatch."""
-
-    def get_dispatch_layout(
-        self, topk_idx: Tensor, num_experts: int
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, _Event]: ...
-
-    def dispatch(
-        self, x: Tensor, *, handle: object = ..., async_finish: bool, **layout: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, list[int], object, _Event]: ...
-
-    def combine(
-        self, x: Tensor, handle: object, topk_weights: Tensor | None = ..., *, async_finish: bool
-    ) -> tuple[Tensor, Tensor, _Event]: ...
-
-
-class _Handled(NamedTuple):
-    buffer: _Buffer
-    handle: object
+# A ``deep_ep.Buffer``, and the handle in which it stores the routing of a dispatch.
+_Handled = tuple[Any, Any]
 
 
 def unsupported_reason(config: TransformerConfig, device: torch.device) -> str | None:
@@ -103,11 +82,11 @@ class DeepEPDispatcher(FlexDispatcher):
 
 # Group -> (bytes per row that the buffer is made for, buffer).  A run that a fault ends, and that
 # starts again in this process, drops them with its groups.
-_buffers: dict[ProcessGroup, tuple[int, _Buffer]] = {}
+_buffers: dict[ProcessGroup, tuple[int, Any]] = {}
 each_rank_owns(__name__, "_buffers")
 
 
-def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> _Buffer:
+def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> Any:
     """Return the buffer that all layers share.  Collective if it must be created or enlarged."""
     if group not in _buffers or _buffers[group][0] < row_bytes:
         kind = require(PACKAGE, "--moe-enable-deepep").Buffer
@@ -120,7 +99,7 @@ def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> _Buffer:
     return _buffers[group][1]
 
 
-def _wait(event: _Event) -> None:
+def _wait(event: Any) -> None:
     """Wait for a DeepEP operation; an interleaved pass may compute in the meantime."""
     yield_to_peer()
     event.current_stream_wait()
@@ -142,7 +121,7 @@ class _Dispatch(Function[tuple[Tensor, Tensor, Tensor]]):
         weights: Tensor,
         numbers: Tensor,
         num_experts: int,
-        buffer: _Buffer,
+        buffer: Any,
         sent: list[tuple[list[int], _Handled]],
     ) -> tuple[Tensor, Tensor, Tensor]:
         per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
@@ -159,7 +138,7 @@ class _Dispatch(Function[tuple[Tensor, Tensor, Tensor]]):
             async_finish=True,
         )
         _wait(event)
-        ctx.values = _Handled(buffer, handle)
+        ctx.values = buffer, handle
         sent.append((counts, ctx.values))
         ctx.mark_non_differentiable(here)
         return rows, weights, here
@@ -178,9 +157,9 @@ class _Dispatch(Function[tuple[Tensor, Tensor, Tensor]]):
 
 def _combined(results: Tensor, handled: _Handled) -> Tensor:
     buffer, handle = handled
-    combined, _, event = buffer.combine(results.contiguous(), handle, async_finish=True)
+    results, _, event = buffer.combine(results.contiguous(), handle, async_finish=True)
     _wait(event)
-    return combined
+    return results
 
 
 def _dispatched(grad: Tensor, handled: _Handled) -> Tensor:

@@ -98,20 +98,23 @@ class Experts(MegatronModule):
         # Why the 16-bit kernel cannot compute all experts; None if it can.
         self._unsupported = self._unsupported_reason()
         if self._unsupported is None and device.is_cuda():
-            for name in _MATRICES:
-                share_storage([linear.weight for linear in self._linears(name)])
+            for linears in self._matrices().values():
+                share_storage([linear.weight for linear in linears])
         self._quantizers: dict[str, GroupQuantizer] = {}  # of fp8 experts that are grouped
         # Grouped GEMMs of an external package (Transformer Engine), by the name of the matrix.
         self._products: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {}
         if config.moe_grouped_gemm and hasattr(self._in_order[0].linear_fc1, "product_of_all"):
-            every = {name: self._linears(name) for name in _MATRICES}
-            self._products = {name: own[0].product_of_all(own) for name, own in every.items()}
+            for name, own in self._matrices().items():
+                self._products[name] = own[0].product_of_all(own)
 
     def _linears(self, name: str) -> list[Any]:
         return [getattr(expert, name) for expert in self._in_order]
 
+    def _matrices(self) -> dict[str, list[Any]]:
+        return {name: self._linears(name) for name in _MATRICES}
+
     def _unsupported_reason(self) -> str | None:
-        for linears in map(self._linears, _MATRICES):
+        for linears in self._matrices().values():
             # A layer of another class, such as Transformer Engine's, computes its GEMM itself.
             if type(linears[0]) not in (ColumnParallelLinear, RowParallelLinear):
                 return f"a {type(linears[0]).__name__} computes its own GEMM"
@@ -141,7 +144,7 @@ class Experts(MegatronModule):
         """Return why a loop computes the experts; None if `_multiplies_together`."""
         if self._unsupported is not None:
             return self._unsupported
-        matrices = [self._linears(name) for name in _MATRICES]
+        matrices = [*self._matrices().values()]
         if all(linears[0].quantizer is None for linears in matrices):
             return None
         reasons = [GroupQuantizer.unsupported_reason(linears, where) for linears in matrices]
@@ -152,15 +155,12 @@ class Experts(MegatronModule):
 
         A loop over experts on a GPU needs their row counts on the host, which waits for them.
         """
-        if not device.is_cuda(where):
-            return False
         if self._quantizers:
             return True
-        if self._loop_reason(where) is not None:
+        if not device.is_cuda(where) or self._loop_reason(where) is not None:
             return False
-        matrices = {name: self._linears(name) for name in _MATRICES}
-        if matrices[_MATRICES[0]][0].quantizer is not None:
-            self._quantizers = {name: GroupQuantizer(own) for name, own in matrices.items()}
+        if self._in_order[0].linear_fc1.quantizer is not None:
+            self._quantizers = {n: GroupQuantizer(own) for n, own in self._matrices().items()}
         return True
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
@@ -194,5 +194,4 @@ class Experts(MegatronModule):
         if name not in self._products:
             return result, bias_of_rows(len(rows), groups, [linear.bias for linear in linears])
         sized = zip(linears, groups.counts, strict=True)
-        biases = [linear.bias.expand(count, -1) for linear, count in sized]
-        return result, torch.cat(biases)
+        return result, torch.cat([linear.bias.expand(count, -1) for linear, count in sized])

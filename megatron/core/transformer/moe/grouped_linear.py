@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +42,7 @@ class LazyTokenCounts(Sequence[int]):
     def _numbers(self) -> list[int]:
         return self._late.get_ints()
 
-    @overload
-    def __getitem__(self, place: int) -> int: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[int]: ...
-
-    def __getitem__(self, place: int | slice) -> int | list[int]:
+    def __getitem__(self, place: Any) -> Any:
         return self._numbers[place]
 
     def __len__(self) -> int:
@@ -67,8 +61,8 @@ def unsupported_reason(weights: Sequence[Tensor]) -> str | None:
         return "a rank has one expert only"
     if first.dtype not in _DTYPES:
         return f"weights are {first.dtype}, not {_DTYPES[0]}"
-    if any(n * first.dtype.itemsize % _ALIGNMENT for n in first.shape):
-        multiple = _ALIGNMENT // first.dtype.itemsize
+    if any(n * first.itemsize % _ALIGNMENT for n in first.shape):
+        multiple = _ALIGNMENT // first.itemsize
         return f"a weight of {tuple(first.shape)} has a width that is no multiple of {multiple}"
     return None
 
@@ -204,9 +198,8 @@ class _GroupedLinear(Function[Tensor]):
         grad_x = gemms.product_of_gradient(rows, groups, params, grad) if needs_x else None
         chosen = [params[k] if needed else None for k, needed in enumerate(needs)]
         item = weight_grad(chosen)
-        is_later = not item.params or is_deferred(item)
-        computed = iter([None] * len(item.params) if is_later else item.gradients())
-        own = (None if param is None else next(computed) for param in chosen)
+        computed = iter([] if not item.params or is_deferred(item) else item.gradients())
+        own = (None if param is None else next(computed, None) for param in chosen)
         return grad_x, None, None, *own
 
 
@@ -225,19 +218,14 @@ class GroupedWeightGrad(WeightGrad):
         return [weight for weight in self._weights if weight is not None]
 
     def gradients(self) -> list[Tensor | None]:
-        params = self.params
-        if len(params) == len(self._weights) and self._has_added_all(params):
-            return [has_been_added(param) for param in params if adds_to_main_grad(param)]
+        adding = [weight for weight in self._weights if adds_to_main_grad(weight)]
+        is_first = {weight.overwrite_main_grad for weight in adding}
+        if len(adding) == len(self._weights) and len(is_first) == 1:
+            # One kernel adds the products to all main gradients, if it exists.
+            total = view_of_all([weight.main_grad for weight in adding])
+            if total is not None and self._has_added(total, keep=not is_first.pop()):
+                return [has_been_added(weight) for weight in adding]
         return self._computed()
-
-    def _has_added_all(self, params: Sequence[Tensor]) -> bool:
-        """Add the products to all main gradients with one kernel; return whether it could."""
-        adding = [param for param in params if adds_to_main_grad(param)]
-        is_first = [param.overwrite_main_grad for param in adding]
-        if len(adding) < len(params) or any(is_first) != all(is_first):
-            return False
-        total = view_of_all([param.main_grad for param in adding])
-        return total is not None and self._has_added(total, keep=not is_first[0])
 
     def _has_added(self, total: Tensor, *, keep: bool) -> bool:
         """Add the products to ``total`` [e, o, i] with one kernel, if it exists."""
@@ -276,9 +264,13 @@ def view_of_all(tensors: Sequence[Tensor]) -> Tensor | None:
     first, second = tensors[0], tensors[1]
     begin, storage = first.storage_offset(), first.untyped_storage()._cdata
     step = second.storage_offset() - begin
-    is_even = step >= first.numel() and step * first.element_size() % _ALIGNMENT == 0
-    for number, tensor in enumerate(tensors):
-        is_next = tensor.storage_offset() == begin + number * step and tensor.is_contiguous()
-        if not (is_even and is_next and tensor.untyped_storage()._cdata == storage):
-            return None
+    is_even = step >= first.numel() and step * first.itemsize % _ALIGNMENT == 0
+    are_next = (
+        tensor.storage_offset() == begin + number * step
+        and tensor.is_contiguous()
+        and tensor.untyped_storage()._cdata == storage
+        for number, tensor in enumerate(tensors)
+    )
+    if not (is_even and all(are_next)):
+        return None
     return first.detach().as_strided((len(tensors), *first.shape), (step, *first.stride()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,8 +68,7 @@ class GroupQuantizer(GroupedGemms):
         The layers have weights that `grouped_linear.unsupported_reason` supports.
         """
         quantizer = linears[0].quantizer
-        weight = linears[0].weight
-        assert weight is not None, "an expert has weights of its own"
+        weight: Any = linears[0].weight
         if not isinstance(quantizer, LinearQuantizer) or quantizer.recipe.is_fp4:
             return "their values are fp4"
         if info_of(weight).gathered_as_codes:
@@ -138,17 +137,11 @@ class GroupQuantizer(GroupedGemms):
     def _product(
         self, rows: _Codes, groups: RowGroups, weights: _Codes, like: Tensor, *, fast: bool = False
     ) -> Tensor:
-        recipe = self.recipe
-        is_square = recipe.block is not None and recipe.has_square_blocks
-        y: Tensor = _found("grouped_matmul", rows.codes).product(
-            rows,
-            weights,
-            groups.ends,
-            like.dtype,
-            block=recipe.block or 0,
-            is_square=is_square,
-            fast=fast,
-        )
+        block = self.recipe.block or 0
+        is_square = block > 0 and self.recipe.has_square_blocks
+        options = {"block": block, "is_square": is_square, "fast": fast}
+        fused = _found("grouped_matmul", rows.codes)
+        y: Tensor = fused.product(rows, weights, groups.ends, like.dtype, **options)
         return y
 
     def _range(self, which: int, amax: Tensor) -> Tensor:
@@ -171,17 +164,16 @@ class GroupQuantizer(GroupedGemms):
         Kept until a weight changes, under a wrapper that keeps complete weights; transposed ones
         only with --keep-fp8-transpose-cache.
         """
+        recipe, first = self.recipe, self._quantizers[0]
         state = [(weight.data_ptr(), weight._version) for weight in weights]
         if self._kept_of != state:
-            self._kept = {}
-            self._kept_of = state
-        if transposed in self._kept:
-            return self._kept[transposed]
-        first = self._quantizers[0]
-        has_rows_of_blocks = self.recipe.block is not None and not self.recipe.has_square_blocks
-        if transposed and not has_rows_of_blocks:
+            self._kept, self._kept_of = {}, state
+        found = self._kept.get(transposed)
+        if found is not None:
+            return found
+        if transposed and (recipe.block is None or recipe.has_square_blocks):
             plain = self.weights(weights)
-            scale = plain.scale if self.recipe.block is None else plain.scale.transpose(1, 2)
+            scale = plain.scale if recipe.block is None else plain.scale.transpose(1, 2)
             found = _Codes(_found("quantize", plain.codes).transposed(plain.codes), scale)
         else:
             found = self._quantized(stacked(weights), turned=transposed)
@@ -223,12 +215,10 @@ class _QuantizedWeightGrad(GroupedWeightGrad):
         self._block = recipe.block or 0
 
     def _has_added(self, total: Tensor, *, keep: bool) -> bool:
-        grad = self.grad, self._scales[0]
-        rows = self.x, self._scales[1]
+        operands = zip((self.grad, self.x), self._scales, strict=True)
+        options = {"keep": keep, "block": self._block}
         fused = _found("grouped_matmul", self.grad)
-        fused.add_scaled_products(
-            grad, rows, self._groups.ends, total, keep=keep, block=self._block
-        )
+        fused.add_scaled_products(*operands, self._groups.ends, total, **options)
         return True
 
     def _computed(self) -> list[Tensor | None]:

@@ -51,13 +51,15 @@ class TopKRouter(MegatronModule):
         self.layer_number, self.groups = layer_number, pg_collection
         self.num_experts = config.num_moe_experts
         self.is_sequence_sharded = config.sequence_parallel and pg_collection.tp.size() > 1
+        groups_per_token = config.moe_router_group_topk or 1
         self.rule = RoutingRule(
             k=config.moe_router_topk,
             score_function=config.moe_router_score_function,
             pre_softmax=config.moe_router_pre_softmax,
-            num_groups=config.moe_router_num_groups,
-            group_topk=config.moe_router_group_topk,
-            group_score_topk=config.moe_router_group_score_topk,
+            num_groups=config.moe_router_num_groups or 1,
+            groups_per_token=groups_per_token,
+            scores_per_group=config.moe_router_group_score_topk
+            or config.moe_router_topk // groups_per_token,
             scaling_factor=config.moe_router_topk_scaling_factor,
         )
         shape = self.num_experts, config.hidden_size
@@ -71,13 +73,11 @@ class TopKRouter(MegatronModule):
         self.aux_losses = AuxLosses(layer_number - 1)
         self.expert_bias: Tensor | None
         self.tokens_per_expert: Tensor | None  # of the step so far, on this rank
-        zeros: Tensor | None = None
-        if config.moe_router_enable_expert_bias:
-            zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=device.current())
-        self.register_buffer("expert_bias", zeros)
-        self.register_buffer(
-            "tokens_per_expert", None if zeros is None else zeros.clone(), persistent=False
-        )
+        for name, is_saved in (("expert_bias", True), ("tokens_per_expert", False)):
+            zeros: Tensor | None = None
+            if config.moe_router_enable_expert_bias:
+                zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=device.current())
+            self.register_buffer(name, zeros, persistent=is_saved)
 
     @property
     def sharers(self) -> ProcessGroup:
@@ -90,21 +90,35 @@ class TopKRouter(MegatronModule):
         ``padding_mask`` [b, s] is True for padding, which visits no expert and is not counted by
         capacity, Sinkhorn and auxiliary losses.  Collective as described at the top of this file.
         """
-        logits, marker = self._without_nan(self.logits(self._jittered(hidden)).flatten(0, 1))
-        padding = None if padding_mask is None else padding_mask.transpose(0, 1).flatten()
-        num_tokens = self._count_tokens(logits, padding)
-        logits = self._with_z_loss(logits, padding, num_tokens)
+        jittered, eps = hidden, self.config.moe_input_jitter_eps
+        if eps and self.training:
+            with fork_for_tokens(True, is_sequence_sharded=self.is_sequence_sharded):
+                jittered = hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
+        logits, marker = self._without_nan(self.logits(jittered).flatten(0, 1))
+        padding: Tensor | None = None
+        num_tokens: int | Tensor = len(logits) * self.sharers.size()  # of all ranks
+        if padding_mask is not None:
+            padding = padding_mask.transpose(0, 1).flatten()
+            num_tokens = self._without_empty((~padding).sum(), logits)
+        if self.config.moe_z_loss_coeff is not None and self.training:
+            loss = arithmetic.z_loss(logits, num_tokens=num_tokens, padding=padding)
+            factor = self.config.moe_z_loss_coeff * self._loss_weight(num_tokens)
+            logits = self.aux_losses.attach(logits, "z_loss", loss, factor)
         if self.config.moe_router_load_balancing_type == ("sinkhorn",):
             routing = self._sinkhorn(logits, hidden, padding)
-        elif self.config.moe_router_force_load_balancing:
-            routing = self._round_robin(logits, hidden)
+        elif self.config.moe_router_force_load_balancing:  # round-robin, whatever the scores
+            first = self._places(hidden)[self.sharers.rank()] * self.rule.k + self.layer_number
+            visits = torch.arange(self.rule.k, device=first.device)
+            experts = (first.unsqueeze(1) + visits) % self.num_experts
+            weights = arithmetic.weights_of(logits, experts, self.rule)
+            routing = RoutingResult(experts, weights, self.num_experts)
         else:
             route = arithmetic.route_fused if self.config.moe_router_fusion else arithmetic.route
             routing = route(logits, self.rule, self.expert_bias)
         if padding is not None:
-            routing = arithmetic.without_padding(routing, padding)
+            routing = arithmetic.keeping(routing, ~padding.unsqueeze(1))
         if self.training:
-            routing = self._with_balance_losses(routing, logits, hidden, (padding, num_tokens))
+            routing = self._with_balance_losses(routing, logits, hidden, padding, num_tokens)
         if self.config.moe_expert_capacity_factor is not None:
             routing = self._within_capacity(routing, hidden, num_tokens)
         if self.tokens_per_expert is not None and self.training and torch.is_grad_enabled():
@@ -154,13 +168,6 @@ class TopKRouter(MegatronModule):
             raise NonFiniteError(f"{message}: its input or its weight is not finite")
         return logits
 
-    def _jittered(self, hidden: Tensor) -> Tensor:
-        eps = self.config.moe_input_jitter_eps
-        if not eps or not self.training:
-            return hidden
-        with fork_for_tokens(True, is_sequence_sharded=self.is_sequence_sharded):
-            return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
-
     # -- decisions that depend on the tokens of other ranks ----------------------------------
 
     def _places(self, hidden: Tensor) -> Tensor:
@@ -192,15 +199,6 @@ class TopKRouter(MegatronModule):
             dist.all_reduce(counts, group=self.sharers)
         return counts
 
-    def _count_tokens(self, logits: Tensor, padding: Tensor | None) -> int | Tensor:
-        """Return the number of tokens of all ranks without padding; on the device if there is any.
-
-        At least 1, because it divides.  Collective over the sharers with ``padding``.
-        """
-        if padding is None:
-            return len(logits) * self.sharers.size()
-        return self._without_empty((~padding).sum(), logits)
-
     def _without_empty(self, counts: Tensor, like: Tensor) -> Tensor:
         """Return the sums over all ranks, at least 1, in the dtype of losses."""
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -210,48 +208,34 @@ class TopKRouter(MegatronModule):
         self, routing: RoutingResult, hidden: Tensor, num_tokens: int | Tensor
     ) -> RoutingResult:
         """Drop visits beyond the capacity; with padding the host waits for the number of tokens."""
-        config = self.config
-        k = self.rule.k
-        factor = config.moe_expert_capacity_factor
+        factor = self.config.moe_expert_capacity_factor
         assert factor is not None
         # ceil(factor * n * k / E) tokens per expert
-        capacity = -int(-int(num_tokens) * k * factor // self.num_experts)
-        policy = config.moe_token_drop_policy
+        capacity = -int(-int(num_tokens) * self.rule.k * factor // self.num_experts)
+        policy = self.config.moe_token_drop_policy
         kept = self._of_all_tokens(
             arithmetic.dense_visits(routing),
             hidden,
             lambda visits: arithmetic.fits(visits, capacity, policy),
         )
-        return arithmetic.drop(routing, kept, capacity)
+        is_kept = F.pad(kept, (0, 1)).gather(1, routing.experts)
+        return replace(arithmetic.keeping(routing, is_kept), capacity=capacity)
 
     def _sinkhorn(self, logits: Tensor, hidden: Tensor, padding: Tensor | None) -> RoutingResult:
         """Choose experts by Sinkhorn's balanced assignment of all tokens; weigh by plain scores."""
         k = self.rule.k
+        marks = logits.new_zeros(len(logits)) if padding is None else padding.to(logits.dtype)
 
-        def assign(every: Tensor) -> Tensor:
-            return arithmetic.best(arithmetic.sinkhorn(every), k)
-
-        def assign_tokens(every: Tensor) -> Tensor:
-            is_token = every[:, -1] == 0
-            experts = torch.zeros(len(every), k, dtype=torch.int64, device=every.device)
-            experts[is_token] = assign(every[is_token, :-1])
+        def assign(marked: Tensor) -> Tensor:
+            is_token = marked[:, -1] == 0
+            experts = torch.zeros(len(marked), k, dtype=torch.int64, device=marked.device)
+            experts[is_token] = arithmetic.best(arithmetic.sinkhorn(marked[is_token, :-1]), k)
             return experts
 
-        if padding is None:
-            experts = self._of_all_tokens(logits, hidden, assign)
-        else:
-            marked = torch.cat([logits, padding.unsqueeze(1).to(logits.dtype)], 1)
-            experts = self._of_all_tokens(marked, hidden, assign_tokens)
+        marked = torch.cat([logits, marks.unsqueeze(1)], 1)
+        experts = self._of_all_tokens(marked, hidden, assign)
         scores = torch.sigmoid(logits) if k == 1 else arithmetic.scores_of(logits, RoutingRule(k=k))
         return RoutingResult(experts, scores.gather(1, experts), self.num_experts)
-
-    def _round_robin(self, logits: Tensor, hidden: Tensor) -> RoutingResult:
-        """Assign experts round-robin, ignoring the scores: equal load for speed measurements."""
-        first = self._places(hidden)[self.sharers.rank()] * self.rule.k + self.layer_number
-        visits = torch.arange(self.rule.k, device=first.device)
-        experts = (first.unsqueeze(1) + visits) % self.num_experts
-        weights = arithmetic.weights_of(logits, experts, self.rule)
-        return RoutingResult(experts, weights, self.num_experts)
 
     # -- losses ----------------------------------------------------------------------------
 
@@ -276,58 +260,60 @@ class TopKRouter(MegatronModule):
         """Return the loss factor: with per-token loss, sums over tokens are divided later."""
         return num_tokens if self.config.calculate_per_token_loss else 1
 
-    def _with_z_loss(
-        self, logits: Tensor, padding: Tensor | None, num_tokens: int | Tensor
-    ) -> Tensor:
-        coefficient = self.config.moe_z_loss_coeff
-        if coefficient is None or not self.training:
-            return logits
-        loss = arithmetic.z_loss(logits, num_tokens=num_tokens, padding=padding)
-        factor = coefficient * self._loss_weight(num_tokens)
-        return self.aux_losses.attach(logits, "z_loss", loss, factor)
-
     def _with_balance_losses(
         self,
         routing: RoutingResult,
         logits: Tensor,
         hidden: Tensor,
-        tokens: tuple[Tensor | None, int | Tensor],
+        padding: Tensor | None,
+        num_tokens: int | Tensor,
     ) -> RoutingResult:
-        """Attach the balance losses to the weights.  ``tokens``: padding, number of tokens."""
-        config = self.config
-        k = self.rule.k
-        weights = routing.weights
-        padding, num_tokens = tokens
-        terms = balance_terms(config)
+        """Attach the balance losses to the weights.
+
+        ``scores`` are of this rank's tokens, counts of all: the results of all ranks add up to a
+        loss, which is 1 for equal load.
+        """
+        terms = balance_terms(self.config)
         if not terms:
             return routing
+        k, weights = self.rule.k, routing.weights
         scores = arithmetic.balance_scores(logits, self.rule)
         plain = arithmetic.best(scores.detach(), k)
         if padding is not None:
             scores = scores.masked_fill(padding.unsqueeze(1), 0.0)
         for kind, coefficient in terms:
-            if kind in ("aux_loss", "global_aux_loss"):
+            if kind == "seq_aux_loss":
+                loss = self._sequence_balance_loss(scores, plain, hidden, padding)
+            else:
                 counts = arithmetic.tally(plain, self.num_experts, padding)
                 counts = self._sum_over_sharers(counts)
                 if kind == "global_aux_loss":
                     counts = self._mean_so_far(counts)
-                loss = arithmetic.balance_loss(scores, counts, k=k, num_tokens=num_tokens)
-            else:
-                s, b = hidden.shape[:2]
-                per_sequence = torch.arange(b, device=plain.device).repeat(s).unsqueeze(1)
-                flat = per_sequence * self.num_experts + plain
-                counts = arithmetic.tally(flat, b * self.num_experts, padding)
-                counts = self._sum_over_sharers(counts).view(b, self.num_experts)
-                length: int | Tensor = s * self.sharers.size()
-                if padding is not None:
-                    lengths = (~padding).view(s, b).sum(0)
-                    length = self._without_empty(lengths, scores)
-                loss = arithmetic.sequence_balance_loss(
-                    scores.view(s, b, -1), counts, k=k, seq_length=length
-                )
+                # E times the sum over experts of (fraction of visits) times (mean score)
+                share = counts.to(scores.dtype) / (k * num_tokens)
+                loss = self.num_experts * (scores.sum(0) * share).sum() / num_tokens
             factor = coefficient * self._loss_weight(num_tokens)
             weights = self.aux_losses.attach(weights, loss_name(kind), loss, factor)
         return replace(routing, weights=weights)
+
+    def _sequence_balance_loss(
+        self, scores: Tensor, experts: Tensor, hidden: Tensor, padding: Tensor | None
+    ) -> Tensor:
+        """Return the mean of the balance losses of each sequence.  Collective over the sharers."""
+        s, b = hidden.shape[:2]
+        sequence = torch.arange(b, device=scores.device).repeat(s).unsqueeze(1)
+        counts = arithmetic.tally(
+            sequence * self.num_experts + experts, b * self.num_experts, padding
+        )
+        counts = self._sum_over_sharers(counts).view(b, self.num_experts)
+        length: int | Tensor = s * self.sharers.size()
+        visits: int | Tensor = self.rule.k * length
+        if padding is not None:
+            length = self._without_empty((~padding).view(s, b).sum(0), scores)
+            visits = (self.rule.k * length).unsqueeze(1)
+        share = counts.to(scores.dtype) / visits
+        totals = scores.view(s, b, -1).sum(0)
+        return ((totals * share).sum(-1) * (self.num_experts / length)).mean()
 
 
 def loss_name(kind: str) -> str:

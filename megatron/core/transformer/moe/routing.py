@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import NamedTuple, TypedDict
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.autograd import Context, Function
@@ -52,9 +50,9 @@ class RoutingRule:
     k: int
     score_function: str = "softmax"  # or sigmoid
     pre_softmax: bool = False  # softmax over all experts, not over the chosen ones
-    num_groups: int | None = None  # groups of experts in group-limited routing
-    group_topk: int | None = None  # groups per token
-    group_score_topk: int | None = None  # scores that sum to a group's score; None: k / group_topk
+    num_groups: int = 1  # groups of experts in group-limited routing
+    groups_per_token: int = 1
+    scores_per_group: int = 1  # the best, which sum to the score of a group
     scaling_factor: float | None = None
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
 
@@ -77,7 +75,7 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
     is_sigmoid = rule.score_function == "sigmoid"
     scores = scores_of(logits, rule) if is_sigmoid or rule.pre_softmax else logits
     ranked = scores.detach() if bias is None else scores.detach() + bias
-    if rule.num_groups:
+    if rule.num_groups > 1:
         ranked = _within_best_groups(ranked, rule)
     experts = best(ranked, rule.k)
     return RoutingResult(experts, weights_of(logits, experts, rule), logits.shape[-1])
@@ -85,14 +83,13 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
 
 def weights_of(logits: Tensor, experts: Tensor, rule: RoutingRule) -> Tensor:
     """Return the weights of the given experts: [n, k]."""
-    if rule.score_function == "sigmoid":
-        weights = scores_of(logits, rule).gather(-1, experts)
-        if rule.k > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    elif rule.pre_softmax:
+    is_sigmoid = rule.score_function == "sigmoid"
+    if is_sigmoid or rule.pre_softmax:
         weights = scores_of(logits, rule).gather(-1, experts)
     else:
         weights = _softmax(logits.gather(-1, experts))
+    if is_sigmoid and rule.k > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights if rule.scaling_factor is None else weights * rule.scaling_factor
 
 
@@ -110,24 +107,19 @@ def best(scores: Tensor, k: int) -> Tensor:
     order of ties.
     """
     if fused := kernels.find("router", scores):
-        # Any 16-bit score is exact in float32.
+        exact = scores.float().contiguous()  # any 16-bit score is exact in float32
         experts: Tensor
-        experts, _ = fused.choose(
-            scores.float().contiguous(), None, k, score=fused.CHOSEN_SOFTMAX, scale=1.0
-        )
+        experts, _ = fused.choose(exact, None, k, score=fused.CHOSEN_SOFTMAX, scale=1.0)
         return experts
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _within_best_groups(scores: Tensor, rule: RoutingRule) -> Tensor:
     """Mask scores with -inf outside the groups with the highest sums of best scores."""
-    assert rule.num_groups, "called only with groups"
-    assert rule.group_topk, "checked at start"
     groups: Tensor = scores.unflatten(-1, (rule.num_groups, -1))
-    num_scores = rule.group_score_topk or rule.k // rule.group_topk
-    of_group = groups.topk(num_scores, dim=-1).values.sum(-1)
+    of_group = groups.topk(rule.scores_per_group, dim=-1).values.sum(-1)
     is_out = torch.ones_like(of_group, dtype=torch.bool)
-    is_out.scatter_(-1, best(of_group, rule.group_topk), False)
+    is_out.scatter_(-1, best(of_group, rule.groups_per_token), False)
     return groups.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
@@ -140,31 +132,6 @@ def balance_scores(logits: Tensor, rule: RoutingRule) -> Tensor:
     if rule.score_function == "softmax":
         return scores
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
-
-
-def balance_loss(scores: Tensor, counts: Tensor, *, k: int, num_tokens: int | Tensor) -> Tensor:
-    """Return E times the sum over experts of (fraction of visits) times (mean score).
-
-    ``scores`` [n, E] of local tokens, ``counts`` [E] of all ``num_tokens``: the results of all
-    ranks add up to the loss, which is 1 for equal load.
-    """
-    share = counts.to(scores.dtype) / (k * num_tokens)
-    return scores.shape[-1] * (scores.sum(0) * share).sum() / num_tokens
-
-
-def sequence_balance_loss(
-    scores: Tensor, counts: Tensor, *, k: int, seq_length: int | Tensor
-) -> Tensor:
-    """Return the mean over sequences of their balance losses.
-
-    ``scores`` [s, b, E] of local tokens, ``counts`` [b, E] of complete sequences, whose length is
-    ``seq_length``, one number or [b].
-    """
-    visits = k * seq_length
-    of_row = visits.unsqueeze(1) if isinstance(visits, Tensor) else visits
-    share = counts.to(scores.dtype) / of_row
-    per_sequence = (scores.sum(0) * share).sum(-1) * (scores.shape[-1] / seq_length)
-    return per_sequence.mean()
 
 
 def z_loss(logits: Tensor, *, num_tokens: int | Tensor, padding: Tensor | None = None) -> Tensor:
@@ -230,18 +197,8 @@ def dense_visits(routing: RoutingResult) -> Tensor:
     return table.scatter_(1, routing.experts, routing.weights.detach())[:, :-1]
 
 
-def drop(routing: RoutingResult, kept: Tensor, capacity: int) -> RoutingResult:
-    """Return ``routing`` with visits dropped where ``kept`` [n, E] is False."""
-    is_kept = F.pad(kept, (0, 1)).gather(1, routing.experts)
-    return replace(_keeping(routing, is_kept), capacity=capacity)
-
-
-def without_padding(routing: RoutingResult, padding: Tensor) -> RoutingResult:
-    """Return ``routing`` without visits of the tokens where ``padding`` [n] is True."""
-    return _keeping(routing, ~padding.unsqueeze(1))
-
-
-def _keeping(routing: RoutingResult, is_kept: Tensor) -> RoutingResult:
+def keeping(routing: RoutingResult, is_kept: Tensor) -> RoutingResult:
+    """Return ``routing`` with visits dropped where ``is_kept``, broadcast to [n, k], is False."""
     return replace(
         routing,
         experts=routing.experts.masked_fill(~is_kept, routing.num_experts),
@@ -264,33 +221,11 @@ def route_fused(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -
     Same result as `route`.  The kernels accept float32 logits only: in bf16 or fp16 they would
     round at other points than `route`, which could change the chosen experts.
     """
-    fused = _kernels(logits)
+    fused = kernels.find("router", logits) if logits.dtype == torch.float32 else None
     if fused is None:
         return route(logits, rule, bias)
     experts, weights = _Route.apply(logits.contiguous(), bias, rule, fused)
     return RoutingResult(experts, weights, logits.shape[-1])
-
-
-def _kernels(scores: Tensor) -> ModuleType | None:
-    return kernels.find("router", scores) if scores.dtype == torch.float32 else None
-
-
-class _Options(TypedDict):
-    score: int
-    scale: float
-
-
-def _options(rule: RoutingRule, fused: ModuleType) -> _Options:
-    if rule.score_function == "sigmoid":
-        score = fused.SIGMOID
-    else:
-        score = fused.SOFTMAX if rule.pre_softmax else fused.CHOSEN_SOFTMAX
-    return {"score": score, "scale": rule.scaling_factor or 1.0}
-
-
-class _Values(NamedTuple):
-    fused: ModuleType
-    options: _Options
 
 
 class _Route(Function[tuple[Tensor, Tensor]]):
@@ -298,26 +233,21 @@ class _Route(Function[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def forward(
-        ctx: Context[_Values],
-        logits: Tensor,
-        bias: Tensor | None,
-        rule: RoutingRule,
-        fused: ModuleType,
+        ctx: Context[Any], logits: Tensor, bias: Tensor | None, rule: RoutingRule, fused: Any
     ) -> tuple[Tensor, Tensor]:
-        ctx.values = _Values(fused, _options(rule, fused))
-        groups = 1, 1, 1
-        if rule.num_groups:
-            assert rule.group_topk, "checked at start"
-            scores = rule.group_score_topk or rule.k // rule.group_topk
-            groups = rule.num_groups, rule.group_topk, scores
-        options = ctx.values.options
+        score = fused.SOFTMAX if rule.pre_softmax else fused.CHOSEN_SOFTMAX
+        if rule.score_function == "sigmoid":
+            score = fused.SIGMOID
+        options = {"score": score, "scale": rule.scaling_factor or 1.0}
+        ctx.values = fused, options
+        groups = rule.num_groups, rule.groups_per_token, rule.scores_per_group
         experts, weights = fused.choose(logits, bias, rule.k, groups=groups, **options)
         ctx.mark_non_differentiable(experts)
         ctx.save_for_backward(logits, experts)
         return experts, weights
 
     @staticmethod
-    def backward(ctx: Context[_Values], _: None, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[Any], _: None, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, experts = ctx.saved_tensors
         fused, options = ctx.values
         out = fused.gradient(logits, experts, grad.contiguous(), **options)

@@ -23,7 +23,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,8 +118,6 @@ def _sum_of_rows(rows: Tensor, order: Order) -> Tensor:
     return total
 
 
-Back = Callable[[Tensor], Tensor]
-CountRows = Callable[[RoutingResult, "ProcessGroup | None"], list[list[int]]]
 Meanwhile = Callable[[], None]
 
 
@@ -137,30 +134,31 @@ class DispatchedTokens:
     rows: Tensor
     weights: Tensor
     counts: Sequence[int]
-    back: Back
+    back: Callable[[Tensor], Tensor]
 
     def padded(self, capacity: int) -> DispatchedTokens:
         """Pad the rows of each expert with zeros to ``capacity``, and remove the tail."""
-        num_experts = len(self.counts)
-        where = self.rows.device
+        num_rows, num_experts, where = len(self.rows), len(self.counts), self.rows.device
         size = num_experts * capacity
         groups = RowGroups.on(where, self.counts)
-        row = torch.arange(len(self.rows), dtype=torch.int32, device=where)
+        row = torch.arange(num_rows, dtype=torch.int32, device=where)
         expert = groups.expert_of(row)
         begin = F.pad(groups.ends, (1, 0)).index_select(0, expert)
-        slots = _Slots((expert * capacity + row - begin).clamp(max=size), size)
+        place = (expert * capacity + row - begin).clamp(max=size)  # size: the row has no place
+        row_at = row.new_full((size + 1,), num_rows).index_copy_(0, place, row)[:-1]
+        order = Order(place.clamp(max=size - 1), row_at.unsqueeze(1), is_partial=True)
         return DispatchedTokens(
-            through(self.rows, slots, _into_slots, _out_of_slots),
-            through(self.weights, slots, _into_slots, _out_of_slots),
+            combine(self.rows, order),
+            combine(self.weights, order),
             [capacity] * num_experts,
-            lambda results: self.back(through(results, slots, _out_of_slots, _into_slots)),
+            lambda results: self.back(expand(results, order)),
         )
 
     def without_tail(self) -> DispatchedTokens:
         """Remove the tail.  The host reads the counts."""
         counts = list(self.counts)
         num_rows = sum(counts)
-        missing = len(self.rows) - sum(counts)
+        missing = len(self.rows) - num_rows
         if not missing:
             return self
         return DispatchedTokens(
@@ -180,7 +178,7 @@ class TokenDispatcher(ABC):
         self.num_local = num_experts // self.ep.size()
         first = self.ep.rank() * self.num_local
         self.local_experts = range(first, first + self.num_local)
-        self.count_rows: CountRows = counts_of
+        self.count_rows: Callable[..., list[list[int]]] = counts_of
         # Number of micro-batches whose tokens the ranks of tp_ep hold; each is sharded over a
         # tp_cp group.
         here, spread = self.tp_ep.size(), groups.tp_cp.size()
@@ -216,14 +214,12 @@ class AllGatherDispatcher(TokenDispatcher):
     def dispatch(
         self, x: Tensor, routing: RoutingResult, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        assert meanwhile is None, "the command line is refused"
         group = self.tp_ep
         x = gather_from_sequence_parallel_region(x, group=group)
         weights = gather_from_sequence_parallel_region(routing.weights, group=group)
         experts = all_gather_first_dim(routing.experts, group)
-        first = self.local_experts.start
-        is_mine = (experts >= first) & (experts < self.local_experts.stop)
-        mine = (experts - first).masked_fill(~is_mine, self.num_local)
+        mine = experts - self.local_experts.start
+        mine = mine.masked_fill((mine < 0) | (mine > self.num_local), self.num_local)
         here = RoutingResult(mine, weights, self.num_local)
         arrived = sorted_here(x, here, self.count_rows(here, None)[0])
 
@@ -291,8 +287,7 @@ def sorted_here(x: Tensor, routing: RoutingResult, counts: Sequence[int]) -> Dis
     With `LazyTokenCounts` the host does not know how many tokens are dropped: there are as many
     rows as there can be, and those of dropped tokens are the tail.
     """
-    num_rows = None
-    dropped = None
+    num_rows = dropped = None
     if not isinstance(counts, LazyTokenCounts):
         num_rows = sum(counts)
     elif routing.may_have_dropped:
@@ -301,24 +296,6 @@ def sorted_here(x: Tensor, routing: RoutingResult, counts: Sequence[int]) -> Dis
     order = by_expert(routing.experts, num_rows, highest=routing.num_experts, dropped=dropped)
     weights = routing.weights.flatten().index_select(0, order.visit)
     return DispatchedTokens(expand(x, order), weights, counts, partial(combine, order=order))
-
-
-class _Slots(NamedTuple):
-    """Where rows go among ``size`` slots: ``place`` [m] on the device, ``size`` for no slot."""
-
-    place: Tensor
-    size: int
-
-
-def _into_slots(rows: Tensor, slots: _Slots) -> Tensor:
-    """Return [size, ...], zeros in slots without a row; rows without a slot are lost."""
-    filled = rows.new_zeros((slots.size + 1, *rows.shape[1:]))
-    return filled.index_copy_(0, slots.place, rows)[:-1]
-
-
-def _out_of_slots(filled: Tensor, slots: _Slots) -> Tensor:
-    """Return the rows [m, ...]; values of rows without a slot are undefined."""
-    return filled.index_select(0, slots.place.clamp(max=slots.size - 1))
 
 
 def _sent(
@@ -344,24 +321,29 @@ def _sent(
     blocks = [sum(counts[i : i + num_local]) for i in range(0, len(counts), num_local)]
     sending = [rows for rows in blocks for _ in range(copies)]
     receiving = [sum(row) for row in coming]
-    doubled = _copies_of_blocks(blocks, copies, where)
+    doubled: Order | None = None
+    if copies > 1:
+        block = _repeated(range(num_blocks), blocks, where)
+        # Visits to (block, copy), numbered so that sorting lays them out as they are sent.
+        visits = block.unsqueeze(1) * copies + torch.arange(copies, device=where)
+        doubled = by_expert(visits, highest=num_blocks * copies - 1)
     # Received rows are sorted by source rank, then by expert; sort them by expert alone.
-    experts = [number for _ in range(size) for number in range(num_local)]
-    by_source = _repeated(experts, [n for row in coming for n in row], where)
+    by_source = _repeated([*range(num_local)] * size, sum(coming, []), where)
     sorting = by_expert(by_source.unsqueeze(1), highest=num_local - 1)
 
     def back(rows: Tensor) -> Tensor:
-        (rows,) = _AllToAll.apply(receiving, sending, group, combine(rows, sorting))
+        flight = _Flight(receiving, sending, group)
+        (rows,) = _AllToAll.apply([flight], combine(rows, sorting))
         return arrived.back(rows if doubled is None else combine(rows, doubled))
 
     weights, rows = arrived.weights.unsqueeze(1), arrived.rows
     if doubled is not None:
         weights, rows = expand(weights, doubled), expand(rows, doubled)
+    flight_of_weights, flight = (_Flight(sending, receiving, group) for _ in range(2))
     if meanwhile is None:
-        weights, rows = _AllToAll.apply(sending, receiving, group, weights, rows)
+        weights, rows = _AllToAll.apply([flight_of_weights, flight], weights, rows)
     else:
-        (weights,) = _AllToAll.apply(sending, receiving, group, weights)
-        flight = _Flight(sending, receiving, group)
+        (weights,) = _AllToAll.apply([flight_of_weights], weights)
         # Autograd runs the nodes created last first: the second node below starts the all-to-all of
         # the gradients, then the nodes of `meanwhile` run, then the first node waits.
         rows = through(rows, flight, lambda x, f: f.start(x), lambda _, f: f.wait())
@@ -371,16 +353,6 @@ def _sent(
     return DispatchedTokens(
         expand(rows, sorting), expand(weights, sorting).squeeze(1), counts, back
     )
-
-
-def _copies_of_blocks(sizes: list[int], copies: int, where: torch.device) -> Order | None:
-    """Return the order that repeats each block of rows ``copies`` times; None for one copy."""
-    if copies == 1:
-        return None
-    block = _repeated(range(len(sizes)), sizes, where)
-    # Visits to (block, copy), numbered so that sorting by number lays them out as they are sent.
-    visits = block.unsqueeze(1) * copies + torch.arange(copies, device=where)
-    return by_expert(visits, highest=len(sizes) * copies - 1)
 
 
 def _repeated(numbers: Sequence[int], times: Sequence[int], where: torch.device) -> Tensor:
@@ -393,34 +365,23 @@ def _repeated(numbers: Sequence[int], times: Sequence[int], where: torch.device)
     return both[0].repeat_interleave(both[1], output_size=sum(times))
 
 
-_Sizes = tuple[list[int], list[int], ProcessGroup]  # rows to send and receive, by rank
-
-
 class _AllToAll(Function[tuple[Tensor, ...]]):
-    """All-to-all of several tensors with the same counts of rows per rank."""
+    """All-to-all of several tensors, of a flight each; the gradients go back the same way."""
 
     @staticmethod
     def forward(
-        ctx: Context[_Sizes],
-        sending: list[int],
-        receiving: list[int],
-        group: ProcessGroup,
-        *tensors: Tensor,
+        ctx: Context[list[_Flight]], flights: list[_Flight], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.values = sending, receiving, group
-        return _all_to_all(sending, receiving, group, tensors)
+        ctx.values = flights
+        return _all_to_all(flights, tensors)
 
     @staticmethod
-    def backward(ctx: Context[_Sizes], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sending, receiving, group = ctx.values
-        return None, None, None, *_all_to_all(receiving, sending, group, grads)
+    def backward(ctx: Context[list[_Flight]], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_all_to_all(ctx.values, grads)
 
 
-def _all_to_all(
-    sending: list[int], receiving: list[int], group: ProcessGroup, tensors: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+def _all_to_all(flights: list[_Flight], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run the all-to-alls; between start and wait an interleaved pass may compute."""
-    flights = [_Flight(sending, receiving, group) for _ in tensors]
     for flight, tensor in zip(flights, tensors, strict=True):
         flight.start(tensor)
     yield_to_peer()
@@ -428,7 +389,7 @@ def _all_to_all(
 
 
 class _Flight:
-    """An asynchronous all-to-all of rows from ``start`` to ``wait``.
+    """An asynchronous all-to-all of rows from ``start`` to ``wait``, with sizes by rank.
 
     ``start`` swaps the sizes, so that the next ``start`` (of the gradients) runs it in reverse.
     """

@@ -70,16 +70,17 @@ class LanguageModelEmbedding(MegatronModule):
             num_tokens=num_tokens,
             reduce_scatter_embeddings=self.is_sequence_sharded,
         )
-        self.position_embeddings: PositionEmbedding | None = None
-        if position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(
-                config, max_sequence_length, is_sequence_sharded=self.is_sequence_sharded
+
+        def table(num_positions: int) -> PositionEmbedding | None:
+            if not num_positions:
+                return None
+            return PositionEmbedding(
+                config, num_positions, is_sequence_sharded=self.is_sequence_sharded
             )
-        self.tokentype_embeddings: PositionEmbedding | None = None
-        if num_tokentypes > 0:
-            self.tokentype_embeddings = PositionEmbedding(
-                config, num_tokentypes, is_sequence_sharded=self.is_sequence_sharded
-            )
+
+        has_positions = position_embedding_type == "learned_absolute"
+        self.position_embeddings = table(max_sequence_length if has_positions else 0)
+        self.tokentype_embeddings = table(num_tokentypes)
         scale = config.embedding_scale
         self.scale = math.sqrt(config.hidden_size) if scale == 0 else scale
 
@@ -91,18 +92,16 @@ class LanguageModelEmbedding(MegatronModule):
         hidden: Tensor = self.word_embeddings(ids)
         if self.scale is not None:
             hidden = hidden * self.scale
-        tables = (
-            (self.position_embeddings, position_ids, "learned positions need position_ids"),
-            (self.tokentype_embeddings, tokentype_ids, "kinds of tokens need tokentype_ids"),
-        )
-        for table, places, why in tables:
-            if table is None:
-                continue
-            assert places is not None, why
-            ids = places.transpose(0, 1)
-            if self.is_sequence_sharded:
-                ids = slice_of_first_dim(ids, self.tp_group)
-            hidden = hidden + table(ids)
+        for table, places in (
+            (self.position_embeddings, position_ids),
+            (self.tokentype_embeddings, tokentype_ids),
+        ):
+            if table is not None:
+                assert places is not None, "the model needs position_ids, or tokentype_ids"
+                ids = places.transpose(0, 1)
+                if self.is_sequence_sharded:
+                    ids = slice_of_first_dim(ids, self.tp_group)
+                hidden = hidden + table(ids)
         hidden = hidden.contiguous()
         if self.config.fp32_residual_connection:
             hidden = hidden.float()

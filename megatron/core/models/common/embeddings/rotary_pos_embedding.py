@@ -20,32 +20,28 @@ def build_rotary(
 ) -> RotaryEmbedding:
     """Build the rotary embedding of --position-embedding-type rope from ``of_rotary``."""
     is_latent = config.multi_latent_attention
+    scaling: RopeScaling | None = None
+    if config.rope_type == "yarn" or (is_latent and config.rope_type is None):
+        scaling = _yarn(config, max_sequence_length)
+    elif not is_latent:
+        scaling = _longrope(config, max_sequence_length)
     return RotaryEmbedding(
         config.qk_pos_emb_head_dim if is_latent else config.kv_channels,
         rotary_interleaved=config.rotary_interleaved or is_latent,
-        scaling=_scaling(config, max_sequence_length),
+        scaling=scaling,
         window_base=config.window_rotary_base,
         **of_rotary,
     )
 
 
-def build_multimodal_rotary(
-    config: TransformerConfig,
-    *,
-    rotary_percent: float,
-    rotary_base: float,
-    seq_len_interpolation_factor: float | None,
-) -> MultimodalRotaryEmbedding:
-    """Build the rotary embedding of --position-embedding-type mrope.
+def build_multimodal_rotary(config: TransformerConfig, **of_rotary: Any) -> RotaryEmbedding:
+    """Build the rotary embedding of --position-embedding-type mrope from ``of_rotary``.
 
     Raises ConfigError unless --mrope-section fits the width of a head.
     """
+    interleaved = config.rotary_interleaved
     rotary = MultimodalRotaryEmbedding(
-        config.kv_channels,
-        rotary_percent,
-        config.rotary_interleaved,
-        seq_len_interpolation_factor,
-        rotary_base,
+        config.kv_channels, rotary_interleaved=interleaved, **of_rotary
     )
     if problem := wrong_sections(config.mrope_section, rotary.width // 2):
         raise ConfigError(problem)
@@ -67,12 +63,6 @@ def wrong_sections(sections: tuple[int, ...] | None, num_pairs: int) -> str | No
             f"{num_pairs}: their sum is half of --kv-channels times --rotary-percent"
         )
     return None
-
-
-def _scaling(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
-    if config.rope_type == "yarn" or (config.multi_latent_attention and config.rope_type is None):
-        return _yarn(config, max_sequence_length)
-    return None if config.multi_latent_attention else _longrope(config, max_sequence_length)
 
 
 def _yarn(c: TransformerConfig, max_sequence_length: int) -> RopeScaling:

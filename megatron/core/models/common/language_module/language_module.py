@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,7 @@ class LanguageModule(MegatronModule):
 
     embedding: LanguageModelEmbedding
     output_layer: ColumnParallelLinear
+    position_types: tuple[str, ...]  # values of --position-embedding-type
     has_embedding: bool  # also where it is a copy of the first stage's
     # Replaces `token_losses` (same arguments) at the end of the model's forward pass.
     loss_runner: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -53,19 +54,18 @@ class LanguageModule(MegatronModule):
         self,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
-        *,
         vocab_size: int,
         max_sequence_length: int,
+        pre_process: bool,
+        post_process: bool,
+        fp16_lm_cross_entropy: bool,
+        parallel_output: bool,
+        share_embeddings_and_output_weights: bool,
+        position_embedding_type: str,
+        rotary_percent: float,
+        *,
         unpadded_vocab_size: int | None = None,
-        position_embedding_type: str = "none",
-        position_types: tuple[str, ...] = (),
-        share_embeddings_and_output_weights: bool = False,
-        pre_process: bool = True,
-        post_process: bool = True,
         vp_stage: int | None = None,
-        fp16_lm_cross_entropy: bool = False,
-        parallel_output: bool = True,
-        rotary_percent: float = 1.0,
         rotary_base: float = 10000,
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
@@ -78,10 +78,10 @@ class LanguageModule(MegatronModule):
         ``position_types`` does not contain.
         """
         super().__init__(config)
-        if position_embedding_type not in position_types:
+        if position_embedding_type not in self.position_types:
             raise ConfigError(
                 f"--position-embedding-type {position_embedding_type} is not one of "
-                f"{', '.join(position_types)}"
+                f"{', '.join(self.position_types)}"
             )
         if unpadded_vocab_size is None and isinstance(vocab_size, PaddedSize):
             unpadded_vocab_size = vocab_size.true_size
@@ -94,24 +94,17 @@ class LanguageModule(MegatronModule):
         self.has_embedding = pre_process
         self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
         self.rotary_pos_emb: RotaryEmbedding | None = None
+        of_rotary: dict[str, Any] = {
+            "rotary_percent": rotary_percent,
+            "rotary_base": rotary_base,
+            "seq_len_interpolation_factor": seq_len_interpolation_factor,
+        }
         # Latent attention always rotates a part of each head; a learned table adds to that.
         if position_embedding_type == "rope" or config.multi_latent_attention:
-            self.rotary_pos_emb = build_rotary(
-                config,
-                max_sequence_length,
-                rotary_percent=rotary_percent,
-                rotary_base=rotary_base,
-                rope_scaling=rope_scaling,
-                rope_scaling_factor=rope_scaling_factor,
-                seq_len_interpolation_factor=seq_len_interpolation_factor,
-            )
+            of_rotary |= {"rope_scaling": rope_scaling, "rope_scaling_factor": rope_scaling_factor}
+            self.rotary_pos_emb = build_rotary(config, max_sequence_length, **of_rotary)
         elif position_embedding_type == "mrope":
-            self.rotary_pos_emb = build_multimodal_rotary(
-                config,
-                rotary_percent=rotary_percent,
-                rotary_base=rotary_base,
-                seq_len_interpolation_factor=seq_len_interpolation_factor,
-            )
+            self.rotary_pos_emb = build_multimodal_rotary(config, **of_rotary)
         self._has_seen_positions = False
 
     # ---- building --------------------------------------------------------------------------
@@ -209,23 +202,24 @@ class LanguageModule(MegatronModule):
         """
         if self.rotary_pos_emb is None:
             return None
-        dtype, cp = self.config.params_dtype, self.pg_collection.cp
-        grid = position_ids if position_ids is not None and position_ids.dim() == 3 else None
-        if isinstance(self.rotary_pos_emb, MultimodalRotaryEmbedding) and grid is not None:
-            return self.rotary_pos_emb.table_of_grid(grid, self.config.mrope_section or (), dtype)
+        rotary, dtype, cp = self.rotary_pos_emb, self.config.params_dtype, self.pg_collection.cp
+        if isinstance(rotary, MultimodalRotaryEmbedding) and (
+            position_ids is not None and position_ids.dim() == 3
+        ):
+            return rotary.table_of_grid(position_ids, self.config.mrope_section or (), dtype)
         if cache is not None:
-            return self.rotary_pos_emb.table_at(*cache.positions(num_tokens), dtype)
+            return rotary.table_at(*cache.positions(num_tokens), dtype)
         total = num_tokens * cp.size()
         if packed is None:
             held = None if cp.size() == 1 else self._held_tokens(num_tokens, None)
-            return self.rotary_pos_emb.table(total, 0, dtype, held)
+            return rotary.table(total, 0, dtype, held)
         held = self._held_tokens(num_tokens, packed)
         positions = position_in_sequence(packed.ends, total)[held]
-        if not self.rotary_pos_emb.reads_context:
-            return self.rotary_pos_emb.table_at(positions, total, dtype)
-        lengths = packed.ends.diff()  # each sequence is a context of its own
-        index = sequence_index(packed.ends, total)[held].clamp(max=len(lengths) - 1)
-        return self.rotary_pos_emb.table_at(positions, lengths[index], dtype)
+        contexts: Tensor | int = total
+        if rotary.reads_context:  # each sequence is a context of its own
+            lengths = packed.ends.diff()
+            contexts = lengths[sequence_index(packed.ends, total)[held].clamp(max=len(lengths) - 1)]
+        return rotary.table_at(positions, contexts, dtype)
 
     def attention_bias(
         self, num_tokens: int, packed: PackedSeqParams | None, cache: KVCache | None
@@ -239,7 +233,9 @@ class LanguageModule(MegatronModule):
         slopes = alibi_slopes(self.config.num_attention_heads, device.current())
         mine = slopes.chunk(self.tp_group.size())[self.tp_group.rank()]
         if cache is not None:
-            return partial(_alibi_of_rows, mine)
+            return lambda start, count, num_keys: alibi_bias(
+                mine, torch.arange(start, start + count, device=mine.device), num_keys
+            )
         queries = self._held_tokens(num_tokens, packed)
         return alibi_bias(mine, queries, num_tokens * self.pg_collection.cp.size())
 
@@ -292,28 +288,30 @@ class LanguageModule(MegatronModule):
         """
         hidden = self.scaled(hidden)
         config = self.config
-        layer, weight = self.output_layer, self.output_weight()
-        is_plain = layer.bias is None and config.final_logit_softcapping is None
-        is_usual = type(layer) is ColumnParallelLinear and layer.multiply is F.linear
-        is_usual = is_usual and layer.lora is None
-        if not is_usual or not (is_plain or config.loss_chunk_size):
+        layer, weight, cap = self.output_layer, self.output_weight(), config.final_logit_softcapping
+        is_usual = (
+            type(layer) is ColumnParallelLinear
+            and layer.multiply is F.linear
+            and layer.lora is None
+            and (config.loss_chunk_size or (layer.bias is None and cap is None))
+        )
+        if not is_usual:
             return self.compute_language_model_loss(labels, self.sharded_logits(hidden, weight))
         before_reading(layer)
         weight = layer.weight if weight is None else weight
         assert weight is not None, "a layer without a weight needs that of the embedding"
-        padded = weight.shape[0]
-        limit = self.num_tokens or padded * self.tp_group.size()
-        check_token_ids(labels, limit, may_ignore=True)
+        padded, group = weight.shape[0], self.tp_group
+        check_token_ids(labels, self.num_tokens or padded * group.size(), may_ignore=True)
         loss = linear_cross_entropy(
             hidden.flatten(0, 1),
             weight,
             labels.transpose(0, 1).flatten(),
-            group=self.tp_group,
-            num_columns=true_columns(padded, self.num_tokens, self.tp_group),
+            group=group,
+            num_columns=true_columns(padded, self.num_tokens, group),
             sequence_parallel=layer.sequence_parallel,
             is_own=weight is layer.weight,  # no embedding shares it
             bias=layer.bias,
-            cap=config.final_logit_softcapping,
+            cap=cap,
             chunk_size=config.loss_chunk_size or 0,
         )
         return loss.view(-1, hidden.shape[1]).transpose(0, 1).contiguous()
@@ -343,6 +341,17 @@ class LanguageModule(MegatronModule):
         logits, _ = self.output_layer(hidden, weight, runtime_gather_output=False)
         return self.cap(logits)
 
+    def generated_logits(
+        self, hidden: Tensor, cache: KVCache | None, gather: bool | None
+    ) -> Tensor:
+        """Return `logits`; with a cache gathered ones, of the rows that it selects.
+
+        ``gather`` None: as ``parallel_output`` requests.
+        """
+        if cache is not None:
+            hidden, gather = cache.output_rows(hidden), True
+        return self.logits(hidden, gather=not self.parallel_output if gather is None else gather)
+
     def scaled(self, hidden: Tensor) -> Tensor:
         """Scale the hidden states for the output layer."""
         scale = self.config.output_scale
@@ -369,7 +378,3 @@ def mark_as_shared_embedding(weight: Tensor, *, is_copy: bool, over: str = "embd
     ``over`` "embd": the weight is word embedding and output layer.
     """
     set_info(weight, replace(info_of(weight), is_duplicate=is_copy, shared_over=over))
-
-
-def _alibi_of_rows(slopes: Tensor, start: int, count: int, num_keys: int) -> Tensor:
-    return alibi_bias(slopes, torch.arange(start, start + count, device=slopes.device), num_keys)

@@ -50,8 +50,9 @@ class VisionModule(MegatronModule):
             )
         self.pg_collection = groups
         self.tp_group = groups.tp
+        self.is_sharded = self.config.sequence_parallel and groups.tp.size() > 1
 
-    def set_input_tensor(self, input_tensor: Tensor) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the hidden states [n, b, h] that replace those of images."""
         self.decoder.set_input_tensor(input_tensor)
 
@@ -61,9 +62,8 @@ class VisionModule(MegatronModule):
         ``more``: further keyword arguments of self attention.  Raises DataError if sequence
         parallelism cannot split n evenly.
         """
-        is_sharded = self.config.sequence_parallel and self.tp_group.size() > 1
         hidden: Tensor = embedded.transpose(0, 1).contiguous()
-        if is_sharded:
+        if self.is_sharded:
             if len(hidden) % self.tp_group.size():
                 raise DataError(
                     f"--sequence-parallel: {len(hidden)} embeddings of an image cannot be split "
@@ -71,7 +71,7 @@ class VisionModule(MegatronModule):
                 )
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
         hidden = self.decoder(hidden, attention_mask, **more)
-        if is_sharded:
+        if self.is_sharded:
             hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
         return hidden.transpose(0, 1).contiguous()
 

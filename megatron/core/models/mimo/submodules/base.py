@@ -35,17 +35,13 @@ class ModalitySubmodules(nn.Module):
         them applies would be undefined.
         """
         super().__init__()
-        for name, value in (
-            ("decoders", decoders),
-            ("input_projections", input_projections),
-            ("output_projections", output_projections),
-        ):
-            if len(value or ()) > 1:
-                raise ConfigError(f"{type(self).__name__}: {name} has {len(value or ())}; give one")
-        self.encoders = nn.ModuleDict(dict(encoders or {}))
-        self.decoders = nn.ModuleDict(dict(decoders or {}))
-        self.input_projections = nn.ModuleList(input_projections or ())
-        self.output_projections = nn.ModuleList(output_projections or ())
+        self.encoders = nn.ModuleDict(encoders)
+        self.decoders = nn.ModuleDict(decoders)
+        self.input_projections = nn.ModuleList(input_projections)
+        self.output_projections = nn.ModuleList(output_projections)
+        for name in ("decoders", "input_projections", "output_projections"):
+            if (count := len(getattr(self, name))) > 1:
+                raise ConfigError(f"{type(self).__name__}: {name} has {count}; give one")
 
     @classmethod
     def from_spec(cls, module_spec: ModuleSpec) -> ModalitySubmodules:
@@ -117,27 +113,18 @@ class ModalitySubmodules(nn.Module):
         """
         if not self.encoders or not encoder_inputs:
             return None
-        is_blank = {name: _has_no_rows(inputs) for name, inputs in encoder_inputs.items()}
-        batch = {
-            name: _zeros(inputs) if is_blank[name] else inputs
-            for name, inputs in encoder_inputs.items()
-        }
+        batch = dict(encoder_inputs)
+        blank = set()
+        for name, inputs in encoder_inputs.items():
+            tensors = {key: x for key, x in inputs.items() if isinstance(x, Tensor)}
+            if not all(map(len, tensors.values())):
+                zeros = {key: x.new_zeros(1, *x.shape[1:]) for key, x in tensors.items()}
+                batch[name] = {**inputs, **zeros}
+                blank.add(name)
         encoded = self.encode(batch)
-        blank = [is_blank[name] for name in self.encoders if name in is_blank]
-        kept = [torch.full((len(e),), not b) for e, b in zip(encoded, blank, strict=True)]
         projected = self.project_embeddings(encoded)
-        if not any(blank):
+        if not blank:
             return projected
+        names = [name for name in self.encoders if name in batch]
+        kept = [torch.full((len(e),), n not in blank) for e, n in zip(encoded, names, strict=True)]
         return projected[torch.cat(kept).nonzero().flatten().to(projected.device)]
-
-
-def _has_no_rows(inputs: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, Tensor) and not len(value) for value in inputs.values())
-
-
-def _zeros(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row of zeros for each tensor."""
-    return {
-        name: value.new_zeros(1, *value.shape[1:]) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
